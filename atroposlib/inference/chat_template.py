@@ -142,6 +142,34 @@ def exchange(chat: Chat, message: Any, text: str, opened: str) -> Exchange:
     return Exchange(chat, content, frozenset(map(message_key, forms)))
 
 
+DRESSES: tuple[Callable[[str], dict[str, Any]], ...] = (
+    lambda text: {"content": text},
+    lambda text: {"content": text} | dict.fromkeys(REASONING_FIELDS, "-"),
+    lambda text: {"content": f"<think>\n-\n</think>\n\n{text}"},
+    lambda text: {"content": [{"type": "text", "text": text}]},
+)
+"""Forms of a stand-in, by what templates refuse: none, an answer without reasoning in fields or in tags, and plain text.
+
+The last one is for templates of vision models, whose clients send content in parts.
+"""
+
+
+def undressed(message: dict[str, Any], without_calls: bool) -> dict[str, Any]:
+    """Return a message without its content, its reasoning and, if wanted, its calls of tools."""
+    dropped = ("content", *REASONING_FIELDS, *(("tool_calls",) if without_calls else ()))
+    return {name: value for name, value in message.items() if name not in dropped}
+
+
+def apart(message: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer with its reasoning in fields of its own; any other message as it is."""
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str):
+        return message
+    parts = read_reasoning(content)
+    fields = dict.fromkeys(REASONING_FIELDS, parts.reasoning.strip("\n"))
+    return fields | message | {"content": parts.answer.strip("\n")}
+
+
 class ChatTemplate:
     """A renderer of conversations.
 
@@ -166,7 +194,9 @@ class ChatTemplate:
         if keep_reasoning and (text := self._with_reasoning(chat)) is not None:
             return text
         error: Exception | None = None
-        for form in self._forms(chat.messages):
+        forms = list(self._forms(chat.messages))
+        # The last form is for templates that take reasoning from a field of its own alone.
+        for form in (*forms, list(map(apart, forms[0]))):
             try:
                 return self._apply(form, chat)
             except Exception as problem:  # noqa: BLE001 (templates raise anything; raised below)
@@ -186,12 +216,14 @@ class ChatTemplate:
             None if the template does not show where the answer ends.
         """
         answer = chat.messages[index]
-        # Some templates of vision models take content in parts alone, and their clients send it so.
-        kinds = (False, True) if isinstance(answer.get("content"), list) else (False,)
-        for in_parts, (number, form) in product(kinds, enumerate(self._forms(chat.messages))):
+        dresses = DRESSES if isinstance(answer.get("content"), list) else DRESSES[:-1]
+        for dress, (number, form) in product(dresses, enumerate(self._forms(chat.messages))):
             as_text = number == 0
+            earlier, dressed = dress("-"), dress(self._stand_in)
             stood = [
-                self._stand_in_for(message, place == index, as_text, in_parts) if place <= index else message
+                undressed(message, as_text) | (dressed if place == index else earlier)
+                if place <= index and message.get("role") == "assistant"
+                else message
                 for place, message in enumerate(form)
             ]
             try:
@@ -237,15 +269,6 @@ class ChatTemplate:
             for write in (_decoded, lambda given: given if isinstance(given, str) else json.dumps(given)):
                 yield [_with_arguments(message, write) for message in messages]
 
-    def _stand_in_for(self, message: dict[str, Any], is_the_one: bool, as_text: bool, in_parts: bool) -> dict[str, Any]:
-        """Return an assistant's message with the stand-in, or with a dash for an earlier answer."""
-        if message.get("role") != "assistant":
-            return message
-        dropped = (*REASONING_FIELDS, "tool_calls") if as_text else REASONING_FIELDS
-        kept = {name: value for name, value in message.items() if name not in dropped}
-        text = self._stand_in if is_the_one else "-"
-        return kept | {"content": [{"type": "text", "text": text}] if in_parts else text}
-
     def _with_reasoning(self, chat: Chat) -> str | None:
         """Render all messages, with the reasoning in those of the assistant.
 
@@ -288,16 +311,30 @@ def completed(message: dict[str, Any], opened: str) -> dict[str, Any]:
     """Return an answer as one whole message: with the tags that its prompt had opened.
 
     Args:
-        message: an assistant's.
-        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
+        message: any; those that are not the assistant's stay as they are.
+        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`. If that is not
+            known, a closing tag without an opening one shows it.
     """
     content = message.get("content")
+    if message.get("role") != "assistant":
+        return message
     if not isinstance(content, str) or any(isinstance(message.get(name), str) for name in REASONING_FIELDS):
         return message
     if HARMONY_CHANNEL in content:
         # The template of gpt-oss refuses these marks in the content of a message.
         parts = read_reasoning(content, opened)
         return message | {"content": parts.answer, "thinking": parts.reasoning}
+    if not opened:
+        opened = unopened_tag(content)
     if not opened or content.lstrip().startswith(opened.strip()):
         return message
     return message | {"content": opened + content}
+
+
+def unopened_tag(content: str) -> str:
+    """Return the opening tag, and a line break, of a block that begins with the content and lacks that tag."""
+    parts = read_reasoning(content)
+    if not parts.closed or not parts.spans or parts.spans[0][0] != parts.insides[0][0]:
+        return ""
+    closing = content[parts.insides[0][1] : parts.spans[0][1]].lower()
+    return next(f"{opening}\n" for opening, other in TAGS if other.lower() == closing)

@@ -23,6 +23,8 @@ HISTORY = {
     "empty reasoning unless it is the last": REASONING + "<think>{{ r if loop.last else '' }}</think>{{ c | trim }}",
     "reasoning from a field": "<think>{{ m.reasoning_content or '' }}</think>{{ c }}",
     "in capitals": "{{ c | upper }}",
+    "reasoning must be in a field": "<think>{{ '\n' + m.reasoning_content + '\n' }}</think>{{ c }}",
+    "reasoning must be in tags": "{% if '</think>' not in c %}{{ raise_exception('no reasoning') }}{% endif %}{{ c }}",
 }
 """How a template writes the answer `c` of an earlier turn."""
 OPENED = ("", "<think>\n", "<think>", "<think>\n\n</think>\n\n", "</think>", "[THINK]")

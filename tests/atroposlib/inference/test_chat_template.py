@@ -193,6 +193,7 @@ def without_system(messages: list[Any]) -> list[Any]:
         (without_system, "as it is", "<think>\nso 1 plus 1\n</think>\n\n2"),
         (without_system, "reasoning rebuilt", "<think>\nso 1 plus 1\n</think>\n\n2"),
         (without_system, "reasoning removed", "2"),
+        (without_system, "reasoning must be in a field", "<think>\nso 1 plus 1\n</think>2"),
     ],
 )
 def test_a_history_that_the_environment_changed_is_a_sequence_of_its_own(
@@ -216,6 +217,17 @@ def test_options_of_the_template_that_change_the_next_answer_alone_do_not_end_th
     assert len(two_turns(changed, sampler, chat_template_kwargs={"effort": "low"})) == 2, "the system's words are others"
 
 
+@pytest.mark.parametrize("preserve", [False, True])
+def test_an_answer_from_elsewhere_gets_the_tag_that_its_own_prompt_had(sampler: Sampler, preserve: bool) -> None:
+    """As in a session that was opened anew: only a closing tag shows that some prompt had opened the reasoning."""
+    managed = managed_with(sampler, Shape("<think>\n").template, preserve_think_blocks=preserve)
+    answer = {"role": "assistant", "content": "hm\n</think>\n\n2"}
+    text = managed.render([{"role": "user", "content": "</think>"}, answer, {"role": "user", "content": "?"}])
+    assert text.split(f"{START}assistant\n")[1].split(END)[0] == "<think>\nhm\n</think>\n\n2"
+    assert text.startswith(f"{START}user\n</think>{END}"), "the words of others stay as they are"
+
+
+MUST = ("reasoning must be in a field", "reasoning must be in tags")
 GIVEN = [
     {"role": "user", "content": "q"},
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2"},
@@ -223,7 +235,7 @@ GIVEN = [
 ]
 
 
-@pytest.mark.parametrize("history", sorted(set(HISTORY) - {"in capitals", "reasoning from a field"}))
+@pytest.mark.parametrize("history", sorted(set(HISTORY) - {"in capitals", "reasoning from a field", *MUST}))
 def test_reasoning_from_elsewhere_is_kept_where_it_is_asked_for_and_stands_there_once(sampler: Sampler, history: str) -> None:
     template = Shape("<think>\n", history).template
     text = managed_with(sampler, template, preserve_think_blocks=True).render(GIVEN)
