@@ -1,15 +1,17 @@
 r"""Reinforcement learning in one process tree on one GPU: sample, score, compare every token bit for bit, step, repeat.
 
-    python example_trainer/simple_rl.py                                # the starter model learns sums, bitwise on-policy
-    python example_trainer/simple_rl.py --no-batch-invariant           # the same with the ordinary kernels, for comparison
+    python example_trainer/simple_rl.py                                # Qwen3-1.7B on GSM8K, bitwise on-policy
+    python example_trainer/simple_rl.py --digits 2                     # the starter model on sums, also without a network
+    python example_trainer/simple_rl.py --no-batch-invariant           # ordinary kernels, for comparison
     python example_trainer/simple_rl.py --model Qwen/Qwen3-1.7B --problems train.jsonl --max-tokens 512 --lr 1e-6
     python example_trainer/simple_rl.py --no-batch-invariant --staleness 4 --loss gspo --correction sequence_mask
+    tensorboard --logdir=./outputs/rl_training                         # train/reward_mean, train/entropy
 
-Starts vLLM as its child, on the same GPU and the same copy of the weights. Sampler and trainer take turns, so that every token
-is trained on under the weights that it was sampled with; with --staleness K, under those of K steps before, for every batch
-alike. The trainer's flags of the algorithm, its corrections, lengths and optimizer are flags here too.
-`tensorboard --logdir runs/simple_rl` shows train/reward_mean and train/entropy; evaluations.jsonl beside it has what
---evaluate-every saw.
+Without a GPU or the Hugging Face hub the first command trains the starter model on sums, and logs one line on why. vLLM runs
+as a child, on the same GPU and the same copy of the weights. Sampler and trainer take turns, so every token is trained on
+under the weights that it was sampled with. With --staleness K these are the weights of K steps before, for every batch. The
+trainer's flags of the algorithm, its corrections, lengths and optimizer are flags here too. The weights of the last step are
+saved to OUTPUT/checkpoints/step_N, a Hugging Face checkpoint. evaluations.jsonl holds what --evaluate-every measured.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import itertools
 import logging
 import os
 import shlex
+import time
 from collections.abc import Iterator
 
 import torch
@@ -38,7 +41,7 @@ import torch
 from example_trainer.api_keys import revealed
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.local_sampler import HeldOut, SampledBatches, Sampler
-from example_trainer.batch.problems import Problem, Task, find_task
+from example_trainer.batch.problems import GSM8K, Problem, Task, find_task
 from example_trainer.batch.reader import BatchReader
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ProcessError, Supervisor
@@ -59,12 +62,15 @@ from example_trainer.options.section import Section
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.prerequisites import require_vllm
 from example_trainer.process import StopSignal, run
+from example_trainer.simple_defaults import GUIDE_RUN, STARTER_RUN, choose_kernels, choose_run, mark_given
+from example_trainer.training.adapter_checkpoints import make_checkpoints
 from example_trainer.training.device_and_dtype import choose_device, choose_dtype
-from example_trainer.training.loop import NoCheckpoints, Parts
+from example_trainer.training.loop import Parts
 from example_trainer.training.loop import train as take_steps
 from example_trainer.training.model import decoder_maker, make_model, make_reference
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.quantised import quantisation
+from example_trainer.training.resume import agreed_start
 from example_trainer.training.step import make_objective
 from example_trainer.weight_bridge.factory import make_bridge
 
@@ -87,20 +93,22 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="simple_rl.py", description=about, allow_abbrev=False)
     add = parser.add_argument
     switch = "vLLM's and the trainer's kernels give the same bits, or the run stops; off: count how many tokens differ"
-    add("--batch-invariant", action=argparse.BooleanOptionalAction, default=True, help=switch)
-    add("--model", default=str(ROOT / "assets" / "starter_model"), help="folder or hub id (default: the starter model)")
-    told = "JSON lines with question and answer, or module:name of a Task; not given: sums of --digits digits"
-    add("--problems", help=told)
-    add("--digits", type=int, default=2, help="of each operand (default: %(default)s)")
+    add("--batch-invariant", action=argparse.BooleanOptionalAction, help=f"{switch} (default: on where there is a GPU)")
+    guide = f"{GUIDE_RUN.model} on {GSM8K} if none of --model, --problems and --digits is given and the hub can be reached"
+    add("--model", help=f"folder or hub id; not given: {guide}, else the starter model")
+    problems = f"JSON lines with question and answer, {GSM8K}, or module:name of a Task; not given: sums, or see --model"
+    add("--problems", help=problems)
+    add("--digits", type=int, help=f"of each operand of the sums (default: {STARTER_RUN.digits})")
+    add("--thinking", action=argparse.BooleanOptionalAction, help="pass enable_thinking to the chat template")
     count = "train on the first N problems over and over; not given: on all that the task has"
     add("--problem-count", type=int, metavar="N", help=count)
     add("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
     add("--groups", type=int, default=8, help="problems in a step (default: %(default)s)")
     add("--group-size", type=int, default=16, help="answers to each (default: %(default)s)")
-    add("--max-tokens", type=int, default=96, help="of an answer (default: %(default)s)")
+    add("--max-tokens", type=int, help=f"of an answer {_default('max_tokens')}")
     add("--max-model-len", type=int, default=1024, help="prompt and answer (default: %(default)s)")
-    passes = "sequences of --max-model-len tokens that fit into a forward pass (default: %(default)s)"
-    add("--micro-batch", type=int, default=32, help=passes)
+    passes = f"sequences of --max-model-len tokens that fit into a forward pass {_default('micro_batch')}"
+    add("--micro-batch", type=int, help=passes)
     stale = "train each batch this many steps after the weights that sampled it (default: %(default)s)"
     add("--staleness", type=int, default=0, help=stale)
     every = "steps between greedy answers to the task's held-out problems; 0: never (default: %(default)s)"
@@ -112,16 +120,18 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "and a batch may be for several updates (--minibatches, --ppo-epochs)"
     )
     add("--two-copies", action="store_true", help=copies)
-    add("--lr", type=float, default=3e-4, help="learning rate (default: %(default)s)")
+    add("--lr", type=float, help=f"learning rate {_default('lr')}")
     add("--seed", type=int, default=0, help="of problems and samples (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
-    add("--gpu-memory", type=float, default=0.45, help="vLLM's share of the GPU (default: %(default)s)")
+    add("--gpu-memory", type=float, help=f"vLLM's share of the GPU {_default('gpu_memory')}")
     add("--cache-gib", type=float, help="exact size of vLLM's cache instead, for a GPU that other runs use at the same time")
     add("--vllm-args", default="", help='more flags for vLLM, in quotes: --vllm-args "--max-num-seqs 64"')
-    add("--output", type=Path, default=Path("runs/simple_rl"), help="metrics, logs, TensorBoard (default: %(default)s)")
+    output = "metrics, logs, TensorBoard, weights (default: %(default)s)"
+    add("--output", type=Path, default=Path("outputs/rl_training"), help=output)
     for section, left_out in PASSED_ON.items():
         add_section(parser, section, left_out)
     options = parser.parse_args(arguments)
+    mark_given(options)
     for name, least in (("staleness", 0), ("evaluate_every", 0), ("held_out", 1), ("problem_count", 1)):
         if (value := getattr(options, name)) is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} {value}: give at least {least}")
@@ -133,6 +143,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
                 "change, and with one copy vLLM would sample from them"
             )
     return options
+
+
+def _default(name: str) -> str:
+    """The two defaults of an option, for --help."""
+    ours, guides = getattr(STARTER_RUN, name), getattr(GUIDE_RUN, name)
+    return f"(default: {ours}; {guides} where {GUIDE_RUN.model} is chosen by itself)"
 
 
 def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
@@ -159,6 +175,8 @@ def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
             "max_staleness": options.staleness,
             "log_dir": options.output,
             "save_path": options.output / "checkpoints",
+            "checkpoint_interval": 0,
+            "keep_optimizer_states": 0,
         },
         passed_on,
     )
@@ -231,9 +249,15 @@ def repeated(problems: Iterator[Problem], count: int | None) -> Iterator[Problem
 
 def train(options: argparse.Namespace, stop: StopSignal) -> None:
     """The whole run."""
+    choose_kernels(options)
+    pin_settings(trainer_config(options, port=1))
+    if (note := choose_run(options)) is not None:
+        logger.info("%s", note)
     task = find_task(options.problems, options.digits)
     if options.evaluate_every and task.held_out is None:
-        raise ConfigError("--evaluate-every needs held-out problems, which only a Task has: --problems module:name")
+        raise ConfigError(
+            f"--evaluate-every needs held-out problems, which a file has not: give --problems {GSM8K}, or module:name of a Task"
+        )
     with contextlib.ExitStack() as stack:
         ports = stack.enter_context(PortReservations())
         port, rendezvous = ports.pick(), ports.pick()
@@ -242,12 +266,7 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         objective = make_objective(config)
         if config.optimizer == "adamw-8bit":
             quantisation()  # a missing package ends the run before anything is loaded
-        pin_settings(config)
         device = choose_device(config)
-        if options.batch_invariant and device.type == "cpu":
-            raise ConfigError(
-                "--batch-invariant needs an NVIDIA GPU, where vLLM has such kernels; give --no-batch-invariant here"
-            )
         torch.manual_seed(options.seed)
         start_vllm(stack.enter_context(Supervisor()), options, device, (port, rendezvous))
         ranks = Ranks()
@@ -259,12 +278,17 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         reference = make_reference(config, model, dtype, device, make)
         parity = make_parity(config, model, stop) if options.batch_invariant else ParityCheck({}, {}, stop=False)
         optimizer = make_optimizer(config, model)
+        start = agreed_start(ranks, None, config.save_path, config.model_name, time.time_ns() // 10**6)
+        checkpoints = make_checkpoints(config, model, start, ranks, bridge.restarts_at)
+        stack.callback(checkpoints.close)
         metrics = make_metrics(config, 0)
         stack.callback(metrics.close)
         folder = str(find_checkpoint(options.model))
         key = revealed(config.vllm_api_key)
         url = f"http://127.0.0.1:{port}"
-        sampler = Sampler(url, folder, options.group_size, options.max_tokens, options.seed, key, config.temperature)
+        sampler = Sampler(
+            url, folder, options.group_size, options.max_tokens, options.seed, key, config.temperature, options.thinking
+        )
         held_out = make_held_out(options, task, sampler, metrics)
         problems = repeated(task.training(options.seed), options.problem_count)
         stack.callback(sampler.close)
@@ -285,7 +309,7 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
                 ),
                 bridge=bridge,
                 parity=parity,
-                checkpoints=NoCheckpoints(),
+                checkpoints=checkpoints,
                 metrics=metrics,
                 speed=make_speed(model, device, dtype, reference=reference is not None),
                 profiler=StepProfiler(config.profiled_steps, config.log_dir),

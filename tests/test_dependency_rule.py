@@ -36,6 +36,7 @@ NEVER = {
 ROOMS = (
     "async_grpo",
     "simple_rl",
+    "simple_defaults",
     "reference_worker",
     "grpo",
     "parameter_server",

@@ -39,6 +39,7 @@ class Sampler:
         max_tokens: of each completion.
         seed: of the first request; every sample of a run has another one.
         temperature: of the completions that are trained on.
+        thinking: `enable_thinking` of the chat template; not given: the template's own default.
         api_key: bearer token, if the server asks for one.
 
     Raises:
@@ -54,6 +55,7 @@ class Sampler:
         seed: int,
         api_key: str | None = None,
         temperature: float = 1.0,
+        thinking: bool | None = None,
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -66,6 +68,7 @@ class Sampler:
         self._decode = ResponseDecoder(self._tokenizer)
         self._group_size, self._max_tokens, self._next_seed = group_size, max_tokens, seed << 32
         self._temperature = temperature
+        self._template = {} if thinking is None else {"enable_thinking": thinking}
         self._client = VLLMClient(url, _SECONDS, api_key)
 
     def groups(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
@@ -112,7 +115,7 @@ class Sampler:
     def _ask(self, problem: Problem, wanted: dict[str, Any]) -> tuple[list[int], str, dict[str, Any]]:
         """Return the prompt's tokens, what the prompt opened (see `opened_by`), and the server's answer."""
         text = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False, **self._template
         )
         prompt = self._tokenizer.encode(text, add_special_tokens=False)
         body = {

@@ -7,14 +7,14 @@ import itertools
 import logging
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import UsageError
 from atroposlib.utils.boxed import last_boxed
-from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
+from atroposlib.utils.data_files import BadRow, Row, rows_of_file, usable_rows
 from atroposlib.utils.math_scoring import as_number
 from atroposlib.utils.thinking import answer_part
 from example_trainer.errors import ConfigError
@@ -25,6 +25,8 @@ ANSWER_MARK = "####"
 """GSM8K's final answer stands behind it."""
 INSTRUCTION = "\n\nReason step by step, and put the final answer within \\boxed{}."
 """Behind each question of a file; the starter model does so unasked."""
+GSM8K = "openai/gsm8k"
+"""Grade school math on the Hugging Face hub (Cobbe et al., arXiv:2110.14168); its test split is held out."""
 HELD_OUT_ONE_IN = 10
 """One pair of operands in this many is held out."""
 
@@ -62,10 +64,10 @@ class Task:
 
 
 def find_task(name: str | None, digits: int = 2) -> Task:
-    """What --problems names: a task as `module:name`, or a file of problems; sums of so many digits if nothing.
+    """Return what --problems names: a task as `module:name`, GSM8K, or a file of problems; sums of so many digits if nothing.
 
     Raises:
-        ConfigError: there is no such task or file, or the file holds no problems.
+        ConfigError: there is no such task or file, the file holds no problems, or the hub cannot be reached.
     """
     if name is None:
         return Task(lambda seed: sums(seed, digits), lambda count: held_out_sums(count, digits))
@@ -78,6 +80,8 @@ def find_task(name: str | None, digits: int = 2) -> Task:
         if not isinstance(found, Task):
             raise ConfigError(f"--problems {name} is of type {type(found).__name__}; give a Task of batch/problems.py")
         return found
+    if name == GSM8K and not Path(name).exists():
+        return gsm8k()
     problems = read_problems(Path(name))
     return Task(lambda seed: _shuffled(problems, random.Random(seed)))
 
@@ -126,16 +130,43 @@ def read_problems(path: Path) -> list[Problem]:
         ConfigError: the file cannot be read, or none of its rows is a problem.
     """
     try:
-        rows = usable_rows(rows_of_file(path), _read)
+        return _problems(rows_of_file(path), str(path))
     except UsageError as error:
         raise ConfigError(f"--problems: {error}") from error
+
+
+def _problems(given: Iterable[Row], source: str) -> list[Problem]:
+    rows = usable_rows(given, _read)
     if not rows.good:
         first = f" ({rows.faults[0]})" if rows.faults else ""
-        raise ConfigError(f"--problems: {path} holds no problem{first}; give rows with question and answer")
+        raise ConfigError(f"--problems: {source} holds no problem{first}; give rows with question and answer")
     if rows.faults:
         total = len(rows.good) + len(rows.faults)
         logger.warning("--problems: %d of %d rows are skipped; the first: %s", len(rows.faults), total, rows.faults[0])
     return rows.good
+
+
+def gsm8k() -> Task:
+    """Return GSM8K from the Hugging Face hub, or from its cache on this machine.
+
+    Raises:
+        ConfigError: it cannot be had; one line with the reason and the remedy.
+    """
+    remedy = "give --problems with a file of JSON lines that have question and answer"
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{GSM8K} needs the datasets package: `pip install datasets`, or {remedy}") from error
+    try:
+        splits = {name: datasets.load_dataset(GSM8K, "main", split=name) for name in ("train", "test")}
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"cannot load {GSM8K} from the Hugging Face hub ({reason}); {remedy}") from error
+    train, test = (
+        _problems((Row(f"{GSM8K} {name} row {number}", row) for number, row in enumerate(rows)), f"{GSM8K}, {name} split")
+        for name, rows in splits.items()
+    )
+    return Task(lambda seed: _shuffled(train, random.Random(seed)), lambda count: test[:count])
 
 
 def _read(row: Any) -> Problem:

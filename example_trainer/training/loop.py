@@ -46,26 +46,6 @@ LAST_EVALUATIONS_SECONDS = 5.0
 """How long the end of a run waits for the results of evaluations that the service has."""
 
 
-class NoCheckpoints:
-    """Keeps nothing: for a run that is over when it ends."""
-
-    last: int | None = None
-    writing = False
-
-    def begin(self, *state: object) -> None:
-        """Do nothing."""
-
-    def save_weights(self, *state: object) -> None:
-        """Do nothing."""
-
-    def written(self) -> bool:
-        """There is nothing to wait for."""
-        return True
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
-
-
 @dataclass
 class Parts:
     """What a training is made of.

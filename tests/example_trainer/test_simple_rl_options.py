@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from example_trainer.errors import ConfigError
+import pytest
+import torch
+
+from example_trainer import simple_defaults
+from example_trainer.batch.problems import GSM8K
+from example_trainer.errors import ConfigError, ModelError
+from example_trainer.simple_defaults import GUIDE_BYTES, STARTER_MODEL, choose_kernels, choose_run
 from example_trainer.simple_rl import last_gpu, parse_arguments, trainer_config
 
 
@@ -36,3 +42,81 @@ def test_vllms_copy_is_on_the_last_gpu_or_beside_the_trainer() -> None:
     assert last_gpu(2, "") == "1"
     assert last_gpu(3, "5,2,7") == "7"
     assert last_gpu(1, "3") == "3"
+
+
+class TestDefaults:
+    """A machine with a GPU and the hub trains what the guide does; others train the starter model, and say so."""
+
+    @pytest.fixture(autouse=True)
+    def a_gpu_and_the_hub(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.machine(monkeypatch)
+
+    def machine(
+        self, monkeypatch: pytest.MonkeyPatch, gpu: bool = True, memory: int = 2 * GUIDE_BYTES, hub: str = "", data: str = ""
+    ) -> None:
+        def find(error: str, kind: type[Exception]) -> object:
+            if error:
+                raise kind(error)
+            return object()
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+        monkeypatch.setattr(simple_defaults, "find_checkpoint", lambda name: find(hub, ModelError))
+        monkeypatch.setattr(simple_defaults, "find_task", lambda name: find(data, ConfigError))
+
+    def chosen(self, words: str = "") -> tuple[SimpleNamespace, str | None]:
+        options = parse_arguments(words.split())
+        choose_kernels(options)
+        note = choose_run(options)
+        return options, note  # type: ignore[return-value]
+
+    def test_the_guides_run_where_it_can_be_had(self) -> None:
+        options, note = self.chosen()
+        assert (options.model, options.problems, options.batch_invariant) == ("Qwen/Qwen3-1.7B", GSM8K, True)
+        assert (options.lr, options.max_tokens, options.thinking, note) == (1e-6, 512, False, None)
+        config = trainer_config(options, port=1)
+        assert (config.deterministic, config.lr, config.model_name) == (True, 1e-6, "Qwen/Qwen3-1.7B")
+
+    def test_what_is_given_stays(self) -> None:
+        options, _ = self.chosen("--lr 0.5 --no-batch-invariant --max-tokens 7")
+        assert (options.model, options.lr, options.batch_invariant, options.max_tokens) == ("Qwen/Qwen3-1.7B", 0.5, False, 7)
+
+    @pytest.mark.parametrize("words", ["--model some/model", "--problems file.jsonl", "--digits 2"])
+    def test_a_model_or_a_task_that_is_named_leaves_the_rest_as_it_was(self, words: str) -> None:
+        options, note = self.chosen(words)
+        assert note is None
+        assert options.model == ("some/model" if "model" in words else STARTER_MODEL)
+        assert (options.digits, options.lr, options.max_tokens, options.batch_invariant) == (2, 3e-4, 96, True)
+
+    @pytest.mark.parametrize(
+        ("machine", "reason"),
+        [
+            ({"hub": "the hub cannot be reached"}, "the hub cannot be reached"),
+            ({"data": "openai/gsm8k needs the datasets package"}, "needs the datasets package"),
+            ({"memory": 24 << 30}, "the GPU has 24 GiB, and Qwen/Qwen3-1.7B needs 40"),
+        ],
+    )
+    def test_without_the_hub_the_starter_model_learns_sums(
+        self, machine: dict, reason: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.machine(monkeypatch, **machine)
+        options, note = self.chosen()
+        assert (options.model, options.problems, options.batch_invariant, options.lr) == (STARTER_MODEL, None, True, 3e-4)
+        assert note is not None
+        assert note.startswith("Training the starter model on sums, not Qwen/Qwen3-1.7B on openai/gsm8k: ")
+        assert reason in note
+        assert "\n" not in note
+
+    def test_a_cpu_trains_with_ordinary_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.machine(monkeypatch, gpu=False)
+        options, note = self.chosen()
+        assert (options.model, options.batch_invariant) == (STARTER_MODEL, False)
+        assert note is not None
+        assert "starter model on sums with ordinary kernels" in note
+        assert "there is no GPU here" in note
+        _, note = self.chosen("--digits 3")
+        assert note == "Training with ordinary kernels, whose bits differ between vLLM and trainer: there is no GPU here"
+        assert self.chosen("--digits 3 --no-batch-invariant")[1] is None
+        with pytest.raises(ConfigError, match="needs an NVIDIA GPU"):
+            self.chosen("--batch-invariant")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.batch.problems import INSTRUCTION, Problem, find_task, held_out_sums, read_problems, sums
+from example_trainer.batch.problems import GSM8K, INSTRUCTION, Problem, find_task, held_out_sums, read_problems, sums
 from example_trainer.errors import ConfigError
 
 
@@ -108,3 +108,29 @@ def test_a_task_is_found_by_module_and_name() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             find_task(name)
+
+
+def test_gsm8k_is_trained_on_its_train_split_and_measured_on_its_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(name: str, config: str, split: str) -> list[dict[str, str]]:
+        asked.append((name, config, split))
+        return [{"question": f"{split} {i}", "answer": f"because\n#### {i}"} for i in range(5)]
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    task = find_task(GSM8K)
+    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    assert {problem.question for problem in islice(task.training(0), 5)} == {f"train {i}{INSTRUCTION}" for i in range(5)}
+    assert task.held_out is not None
+    assert [(problem.question, problem.answer) for problem in task.held_out(2)] == [
+        (f"test {i}{INSTRUCTION}", str(i)) for i in range(2)
+    ]
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\nand more")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(
+        ConfigError, match=r"cannot load openai/gsm8k from the Hugging Face hub \(Couldn't reach .*give --problems"
+    ):
+        find_task(GSM8K)
