@@ -27,6 +27,7 @@ sys.path[0] = str(ROOT)
 
 import argparse
 import json
+import shutil
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +165,7 @@ def train_all(runs: list[Run], args: argparse.Namespace, results: Results) -> li
                 results.put("runs", run.name, value=outcome)
                 if outcome["failed"] != UNFINISHED:
                     del running[run]
+                    shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # the curves are what is kept
                     print(f"{run.name}: {outcome['steps']} steps, {outcome['seconds']} s, {outcome['last_line']}", flush=True)
             if left <= 0 and not running:
                 break

@@ -253,6 +253,7 @@ class Learning:
         status = one.child.process.poll()
         seconds = round(time.monotonic() - one.began, 1)
         one.child.stop()
+        shutil.rmtree(one.folder / "checkpoints", ignore_errors=True)  # the curves are what is kept
         rows, evaluations = (read_rows(one.folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
         last = tail(one.child.log, 1)[:500]
         wrong = divergence(rows, last if status else "")
