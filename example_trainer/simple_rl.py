@@ -63,14 +63,14 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.prerequisites import require_vllm
 from example_trainer.process import StopSignal, run
 from example_trainer.simple_defaults import GUIDE_RUN, STARTER_RUN, choose_kernels, choose_run, mark_given
-from example_trainer.training.adapter_checkpoints import make_checkpoints
+from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.device_and_dtype import choose_device, choose_dtype
 from example_trainer.training.loop import Parts
 from example_trainer.training.loop import train as take_steps
 from example_trainer.training.model import decoder_maker, make_model, make_reference
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.quantised import quantisation
-from example_trainer.training.resume import agreed_start
+from example_trainer.training.runs import PREFIX, new_run
 from example_trainer.training.step import make_objective
 from example_trainer.weight_bridge.factory import make_bridge
 
@@ -176,7 +176,6 @@ def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
             "log_dir": options.output,
             "save_path": options.output / "checkpoints",
             "checkpoint_interval": 0,
-            "keep_optimizer_states": 0,
         },
         passed_on,
     )
@@ -278,8 +277,8 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         reference = make_reference(config, model, dtype, device, make)
         parity = make_parity(config, model, stop) if options.batch_invariant else ParityCheck({}, {}, stop=False)
         optimizer = make_optimizer(config, model)
-        start = agreed_start(ranks, None, config.save_path, config.model_name, time.time_ns() // 10**6)
-        checkpoints = make_checkpoints(config, model, start, ranks, bridge.restarts_at)
+        saving = new_run(config.model_name, config.save_path, PREFIX, time.time_ns() // 10**6)
+        checkpoints = Checkpoints(config.save_path, saving, keep_states=0)  # nothing resumes from them
         stack.callback(checkpoints.close)
         metrics = make_metrics(config, 0)
         stack.callback(metrics.close)
