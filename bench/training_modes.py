@@ -2,6 +2,7 @@
 
     python bench/training_modes.py --output DIR                            every mode that the GPUs at hand suffice for
     python bench/training_modes.py --output DIR --only single_copy lora    some of them
+    python bench/training_modes.py --output DIR --steps 10 --eager --only single_copy_tp2 broadcast_fsdp2     on two GPUs
     python bench/training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2
     python bench/training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2 --kill-after 25
 
@@ -102,6 +103,7 @@ class Mode:
 _SHARED = ("--weight-bridge-mode", "shared_vllm")
 _HANDED_ON = ("--weight-bridge-mode", "parameter_server", "--max-staleness", "2")
 _DETERMINISTIC = ("--deterministic",)
+_FLOAT16 = ("--dtype", "float16")
 MODES = {
     "single_copy": Mode("0", "0", (*_SHARED, "--single-copy")),
     "lora": Mode(
@@ -115,6 +117,17 @@ MODES = {
     "broadcast_overlapped": Mode("0", "1", (*_SHARED, "--use-shared-memory", "--weight-transfer", "overlapped"), squeezed="0"),
     "restart": Mode("0", "1", ("--weight-bridge-mode", "none", "--vllm-restart-interval", "3"), own_server=True, squeezed="0"),
     "single_copy_tp2": Mode("0,1", "0,1", (*_SHARED, "--single-copy")),
+    "chosen_tp2": Mode("0,1", "0,1", _SHARED),
+    "broadcast_fsdp2": Mode("0", "1,2", (*_SHARED, "--use-shared-memory"), squeezed="0,1"),
+    "broadcast_float16": Mode("0", "1", (*_SHARED, "--use-shared-memory"), _FLOAT16, squeezed="0"),
+    "chosen_float16": Mode("0", "0", _SHARED, _FLOAT16),
+    "lora_float16": Mode(
+        "0",
+        "0",
+        ("--weight-bridge-mode", "lora_only", "--lora-r", "16"),
+        ("--enable-lora", "--max-lora-rank", "16", *_FLOAT16),
+        shared=False,
+    ),
     "broadcast_tp2_fsdp2": Mode("0,1", "2,3", (*_SHARED, "--use-shared-memory"), squeezed="1,0"),
     "broadcast_two_servers": Mode("0;1", "2", (*_SHARED, "--use-shared-memory"), squeezed="1"),
     "broadcast_two_on_one_gpu": Mode("0;0", "1", (*_SHARED, "--use-shared-memory"), squeezed="0"),
@@ -188,6 +201,7 @@ class Run:
             "bytes_moved": rows[-1]["bytes_moved"],
             "seconds_sync_ms": sorted(round(row["seconds_sync"] * 1e3, 2) for row in rows)[len(rows) // 2],
             "served": served,
+            "ranks": ranks_in(self.trainer.log),
             "compared_tokens": sum(row.get("compared_tokens", 0) for row in rows),
             "mismatched_tokens": sum(row.get("mismatched_tokens", 0) for row in rows),
             "checksums": [row["checksum"] for row in rows],
@@ -263,12 +277,20 @@ class Run:
             raise BenchError(f"{self.name}: {len(rows)} of {steps} steps, vLLM serves {served}")
         if mapped[0] != mapped[1]:
             raise BenchError(f"{self.name}: only {found['params']} parameters were mapped")
+        if self.args.device == "cuda" and found["ranks"] != len(self.mode.trainer_gpus.split(",")):
+            raise BenchError(f"{self.name}: the trainer started {found['ranks']} ranks on GPUs {self.mode.trainer_gpus}")
         worst = max(abs(value) for value in found["kl"])
         if self.mode.on_policy and worst > MOST_KL:
             raise BenchError(f"{self.name}: KL to the rollouts' policy reached {worst}")
         if self.mode.deterministic and (not found["compared_tokens"] or found["mismatched_tokens"] or worst):
             tokens = f"{found['mismatched_tokens']} of {found['compared_tokens']} tokens differ"
             raise BenchError(f"{self.name}: {tokens}, KL {worst}")
+
+
+def ranks_in(log: Path) -> int:
+    """How many ranks a trainer started, by its log; 1 if it stayed one process."""
+    started = re.search(r"\[Ranks\] Starting (\d+) ranks", log.read_text(encoding="utf-8", errors="replace"))
+    return int(started[1]) if started else 1
 
 
 def first_difference(runs: list[dict[str, Any]]) -> int | None:
@@ -339,11 +361,18 @@ def report(data: dict[str, Any]) -> str:
         if "steps" in found:
             rewards = found["rewards"]
             kl = max(map(abs, found["kl"]))
-            cells = [found["steps"], found["params"], f"{rewards[0]} to {rewards[-1]}", f"{kl:.1e}", found["seconds_sync_ms"]]
+            cells = [
+                found["steps"],
+                found.get("ranks", 1),
+                found["params"],
+                f"{rewards[0]} to {rewards[-1]}",
+                f"{kl:.1e}",
+                found["seconds_sync_ms"],
+            ]
             rows.append([name, *cells, found["seconds_training"]])
         else:
-            rows.append([name, *found.values(), "", "", "", "", ""])
-    return table(["mode", "steps", "parameters", "reward", "largest KL", "sync ms", "training s"], rows)
+            rows.append([name, *found.values(), "", "", "", "", "", ""])
+    return table(["mode", "steps", "ranks", "parameters", "reward", "largest KL", "sync ms", "training s"], rows)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -105,7 +105,8 @@ def free_room(bridge: WeightBridge, device: torch.device, server: ServerPlan | N
         free //= ranks_here  # the ranks share this machine's memory
     reserved = server.reserved(total) if server else 0
     free += bridge.lent_bytes - reserved
-    return Room(device, free, total, free_host_memory()[0], ranks_here, bridge.lent_bytes, reserved)
+    host, lent = free_host_memory()[0], bridge.lent_bytes
+    return Room(device, free, total, host, ranks_here, lent, reserved, bridge.server_share)
 
 
 def candidates(request: MemoryRequest, config: TrainerConfig, room: Room) -> list[MemoryRequest]:

@@ -24,8 +24,11 @@ from example_trainer.training.memory_items import (
     host_bytes,
     lasting_items,
     moments,
+    parameter_count,
 )
 
+LEAST_SERVER_WORKSPACE = 2 << 30
+"""Bytes that a vLLM server needs beside its weights, for keys, values and activations."""
 GPU_WORKSPACE = 1 << 30
 """Bytes that matrix kernels, NCCL's buffers and the allocator's rounding take on a GPU."""
 CPU_WORKSPACE = 300 << 20
@@ -107,6 +110,7 @@ class Room:
         ranks_here: ranks of this trainer on this machine.
         lent: the part of `free` that vLLM takes back between turns; 0 without turns.
         server: memory of the device that is left to a vLLM server which the trainer will start there. It is not in `free`.
+        server_share: --gpu-memory-utilization of a vLLM server that runs on the device; None if that is not known.
     """
 
     device: torch.device
@@ -116,6 +120,7 @@ class Room:
     ranks_here: int = 1
     lent: int = 0
     server: int = 0
+    server_share: float | None = None
 
     def holds(self, request: MemoryRequest, share: float = 1.0) -> bool:
         """Whether a training fits into `share` of the free memory, of the device and of the host."""
@@ -153,11 +158,28 @@ def remedies(request: MemoryRequest, room: Room) -> list[str]:
 
 def _lower_share(request: MemoryRequest, room: Room) -> list[str]:
     """The share of the GPU with which vLLM leaves enough for a training in its memory; empty if there is none."""
-    left = room.total - plan_memory(request).total - OUTSIDE_SHARE
-    share = math.floor(100 * left / room.total) / 100
-    if room.device.type != "cuda" or not request.single_copy or share < 0.05 or room.host_needed(request) > room.host:
+    if room.device.type != "cuda" or not request.single_copy or room.host_needed(request) > room.host:
         return []
-    return [f"start vLLM with --gpu-memory-utilization {share:.2f} or less"]
+    share = fitting_server_share(request, room)
+    return [] if share is None else [f"start vLLM with --gpu-memory-utilization {share:.2f} or less"]
+
+
+def fitting_server_share(request: MemoryRequest, room: Room) -> float | None:
+    """The largest --gpu-memory-utilization of vLLM beside which a single copy fits, in hundredths.
+
+    The server's present share is lowered by what is missing now. This counts what other programs and
+    vLLM itself take beyond that share. Without a present share, the plan gets the rest of the device.
+
+    Returns:
+        None if the rest would not hold vLLM's weights, and some keys and values.
+    """
+    needed = plan_memory(request).total
+    share = (room.total - needed - OUTSIDE_SHARE) / room.total
+    if room.server_share is not None:
+        share = room.server_share - (needed - room.free) / room.total
+    share = math.floor(100 * share + 1e-6) / 100  # the decimal fraction that was given may lie below its hundredth
+    weights = request.dtype.itemsize * parameter_count(request.geometry) / request.world_size
+    return share if share * room.total > weights + LEAST_SERVER_WORKSPACE else None
 
 
 def _flag_changes(request: MemoryRequest, room: Room) -> list[tuple[tuple[str, ...], MemoryRequest]]:

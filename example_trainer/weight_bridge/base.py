@@ -82,6 +82,10 @@ class WeightBridge(ABC):
     """What the last turn took; see turns. Empty if there are no turns."""
     lent_bytes: int = 0
     """GPU memory that is free in a turn and at no other time. Known after `serving_dtype`."""
+    server_share: float | None = None
+    """--gpu-memory-utilization of a running vLLM server on this rank's GPU. Known after `serving_dtype`; None if there is no
+    such server, or another flag decides how much memory it takes.
+    """
     converts: bool = False
     """Whether the trainer's model may have another dtype than the server's: what is sent is rounded to the latter."""
     handing_over: str = "sync"

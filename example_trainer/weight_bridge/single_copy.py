@@ -93,6 +93,8 @@ class SingleCopyBridge(WeightBridge):
 
         self._ranks.together("looking for vLLM's memory", check)
         self._manifests, self._served_model = manifests_of(info), str(info["model"])
+        if any(info.get("gpu_uuids", ())):
+            self.server_share = info.get("gpu_memory_utilization")
         return served_dtype(info)
 
     def require_shapes(self, shapes: Shapes) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.training_modes import MODES, Run
+from bench.training_modes import MODES, Run, ranks_in
 
 
 def test_each_step_counts_once_also_where_its_weights_are_not_served(tmp_path: Path) -> None:
@@ -28,6 +28,7 @@ def test_each_step_counts_once_also_where_its_weights_are_not_served(tmp_path: P
         ("broadcast_tp2_fsdp2", 2, "1,0"),  # each rank to the other GPU
         ("broadcast_two_servers", 2, "1"),
         ("broadcast_two_servers", 3, "2"),
+        ("broadcast_fsdp2", 2, "0,1"),
         ("single_copy_tp2", 2, "0,1"),
     ],
 )
@@ -40,3 +41,11 @@ def test_a_trainer_without_gpus_of_its_own_is_put_on_vllm_s(name: str, gpus: int
 def test_what_does_not_fit_is_left_out() -> None:
     assert MODES["single_copy_tp2"].on(1).gpus_needed == 2
     assert MODES["broadcast_two_servers"].on(1).gpus_needed == 2
+
+
+def test_ranks_are_counted_by_the_trainers_log(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    log.write_text("07:53:11 [Bridge] Broadcast\n")
+    assert ranks_in(log) == 1
+    log.write_text("07:53:11 [Ranks] Starting 2 ranks, one for each of vLLM's at http://localhost:9001\n")
+    assert ranks_in(log) == 2

@@ -19,6 +19,14 @@ def replicas(engine: Any) -> int:
     return len(_cores(engine)) or 1
 
 
+def memory_share(engine: Any) -> float | None:
+    """The server's --gpu-memory-utilization; None if another flag decides how much memory it takes, or it takes none."""
+    cache = getattr(getattr(engine, "vllm_config", None), "cache_config", None)
+    if cache is None or getattr(cache, "kv_cache_memory_bytes", None):
+        return None
+    return float(cache.gpu_memory_utilization)
+
+
 def replica_of(vllm_config: Any) -> int:
     """Which replica of its server a worker belongs to, from 0.
 

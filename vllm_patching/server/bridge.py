@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_patching.compat.engine import engine_is_dead, replicas
+from vllm_patching.compat.engine import engine_is_dead, memory_share, replicas
 from vllm_patching.compat.outputs import follow_outputs, output_token_counts
 from vllm_patching.compat.requests import salt_prefix_cache
 from vllm_patching.protocol.lease import Leases
@@ -142,6 +142,7 @@ class Bridge:
             "device": self._manifests[0].entries[0].device.split(":")[0],
             "cache_bytes": self.turns.bytes,
             "gpu_uuids": self._gpu_uuids,
+            "gpu_memory_utilization": memory_share(self._engine),
             "ranks": [m.to_json() for m in self._manifests],
         }
 

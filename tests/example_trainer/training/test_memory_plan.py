@@ -26,6 +26,7 @@ from example_trainer.training.memory_plan import (
     BUDGETS,
     MemoryShortage,
     Room,
+    fitting_server_share,
     free_memory,
     plan_memory,
     remedies,
@@ -94,6 +95,32 @@ def test_a_shortage_names_the_items_what_is_free_and_the_remedies() -> None:
     share = float(line.split("--gpu-memory-utilization ")[1].split()[0])
     assert total * (1 - share) >= need
     assert require_memory(asked, Room(GPU, need, total, 0)).total == need
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "advised"),
+    [
+        (0.92, 8.0, 0.75),  # 30.8 GiB are needed: 22.8 of 140 more than are free
+        (0.80, 8.0, 0.63),  # another program has some of the memory too
+        (None, 8.0, 0.76),  # another flag decides how much vLLM takes: the plan gets what it needs of the device
+        (0.26, 8.0, None),  # the rest would not hold vLLM's 13.8 GiB of weights
+    ],
+)
+def test_the_share_that_is_advised_leaves_what_is_missing(share: float | None, free: float, advised: float | None) -> None:
+    """14B over two GPUs of 140 GiB, in the smallest way that its plan knows, beside a vLLM that has most of them."""
+    asked = request(
+        geometry=qwen_14b(), seq_len=2048, tokens_per_microbatch=2048, table="fast", single_copy=True, world_size=2,
+        offload=True, gradient_checkpointing=True,
+    )  # fmt: skip
+    full = replace(room(free, total=140), server_share=share)
+    assert fitting_server_share(asked, full) == advised
+    assert not full.holds(asked)
+    if advised is None:
+        assert not any("--gpu-memory-utilization" in line for line in remedies(asked, full))
+        return
+    assert remedies(asked, full)[0] == f"start vLLM with --gpu-memory-utilization {advised:.2f} or less"
+    taken = share if share is not None else 1 - free / 140
+    assert replace(full, free=full.free + round((taken - advised) * 140 * GIB)).holds(asked)
 
 
 def test_remedies_are_those_that_suffice() -> None:
