@@ -154,6 +154,34 @@ def test_an_update_is_adamw_whose_moments_are_rounded_after_it(lr: float, decay:
                     torch.testing.assert_close(after[f"{moment}.{name}"].double(), exact, rtol=1e-4, atol=1e-9)
 
 
+def test_the_update_compiles_into_one_graph_for_all_sizes() -> None:
+    """As it does on a GPU, here without a compiler behind it: the graph alone."""
+    device = torch.device("cpu")
+    plain, graphs = quantised._update(compiled=False), []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(plain, fullgraph=True, dynamic=True, backend=count)
+    tables = quantised._table(True, device), quantised._table(False, device)
+    for blocks in (64, 40, 41):
+        generator = torch.Generator().manual_seed(blocks)
+        values, gradient = torch.randn(2, blocks * QUANTISED_BLOCK, generator=generator).unbind()
+        states = []
+        for update in (plain, compiled):
+            state = [values.clone()]
+            for _ in MOMENTS:
+                state += [torch.zeros(values.numel(), dtype=torch.uint8), torch.zeros(blocks)]
+            with torch.no_grad():
+                for step in (1, 2):
+                    rates = quantised.Rates(0.01, (0.9, 0.99), 1e-8, 0.1, step, 2.0)
+                    update(state, gradient, rates.tensor(device), tables, 0.9, 0.99, 1e-8, 0.1)
+            states.append(state)
+        assert all(torch.equal(one, two) for one, two in zip(*states, strict=True))
+    assert len(graphs) == 1
+
+
 def test_the_first_step_is_that_of_adamw() -> None:
     """Its moments are rounded after it, so 8 bits change nothing yet."""
     one, two = Net(), Net()
