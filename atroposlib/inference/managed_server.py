@@ -73,7 +73,7 @@ class ManagedServer:
         if prompt.continued < sum(key in self._opened for key in chat.keys):
             say_that_history_changed()
         sampling = {key: value for key, value in kwargs.items() if key not in CHAT_ONLY}
-        opened = opened_by(prompt.text)
+        opened, known = opened_by(prompt.text), self._opened  # a reset in the meantime makes a new one
         choices: list[Choice] = []
         exchanges: list[Exchange] = []
 
@@ -91,7 +91,7 @@ class ManagedServer:
             return exchanges
 
         answer_id = await self._answer(prompt, sampling, read)
-        self._opened.update((key, opened) for made in exchanges for key in made.keys)
+        known.update((key, opened) for made in exchanges for key in made.keys)
         return ChatCompletion.model_construct(
             id=answer_id, choices=choices, created=int(time.time()), model=self._model(), object="chat.completion"
         )

@@ -18,6 +18,7 @@ from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, local
 from example_trainer.batch.groups import Rules, parse_batch
 from example_trainer.batch.lengths import LengthRules
+from tests.atroposlib.inference.template_shapes import Shape
 
 
 def add(numbers: str, talk: Conversation) -> int:
@@ -121,6 +122,30 @@ async def test_a_group_keeps_every_sampled_token_and_adds_up_rewards(make: Make,
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "3", "reward": 0.0},
     ]
+
+
+class ReasonedSums(Sums):
+    """The same with other marks, and graded by what stands outside of the reasoning."""
+
+    tool_format = TaggedFormat("add", "numbers", "{", "}")
+
+    async def grade(self, talk: Conversation) -> Grade:
+        return Grade(float(talk.answer.strip() == "3"), talk.answer.strip() == "3", answer=talk.answer)
+
+
+@pytest.mark.parametrize("history", ["as it is", "reasoning removed", "reasoning rebuilt", "reasoning must be in tags"])
+async def test_no_turn_is_lost_where_the_template_opens_the_reasoning(make: Make, tokenizer: Any, history: str) -> None:
+    environment = make("I add\n</think>\n\n{1+2}", "3", "3\n</think>\n\n3", kind=ReasonedSums, include_messages=True)
+    environment.tokenizer = copy.deepcopy(tokenizer)
+    environment.tokenizer.chat_template = Shape("<think>\n", history).template
+    group, _ = await environment.collect_trajectories("1+2")
+    assert sampled(group, 0, tokenizer) == ["I add\n</think>\n\n{1+2}<|im_end|>", "3\n</think>\n\n3<|im_end|>"]
+    assert group["scores"] == [1.5, 0.0], "a number in reasoning that never ends is not the answer"
+    assert tokenizer.decode(group["tokens"][0]) == (
+        "<|im_start|>user\n1+2 = ?<|im_end|>\n<|im_start|>assistant\n<think>\nI add\n</think>\n\n{1+2}<|im_end|>\n"
+        "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n<think>\n3\n</think>\n\n3<|im_end|>"
+    )
+    assert group["messages"][0][1]["content"] == "<think>\nI add\n</think>\n\n{1+2}", "a record is whole"
 
 
 async def test_rewards_to_go_become_advantages_of_the_turns_tokens(make: Make) -> None:
