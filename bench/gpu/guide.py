@@ -201,8 +201,11 @@ class TypedShell:
         """Processes whose command line has this word."""
         return [pid for pid, line in self.pids().items() if program in line]
 
-    def kill(self) -> float:
+    def kill(self, may_stay: str = "$never") -> float:
         """Do what the guide's pkill does, by process id: SIGKILL for what it matches, in any order.
+
+        Args:
+            may_stay: pattern of command lines that are not waited for.
 
         Returns:
             seconds until everything else had ended by itself.
@@ -214,7 +217,7 @@ class TypedShell:
         for pid in matched:
             send(pid, signal.SIGKILL)
         began = time.monotonic()
-        while left := self.pids():
+        while left := {pid: line for pid, line in self.pids().items() if not re.search(may_stay, line)}:
             if time.monotonic() - began > END_SECONDS:
                 raise BenchError(f"{END_SECONDS:g} s after SIGKILL of {len(matched)} processes these still run: {left}")
             time.sleep(0.02)

@@ -94,7 +94,10 @@ def test_the_smaller_model_the_answers_to_questions_and_several_gpus(shell: Type
 
 @NEEDS_RAY
 def test_roles_on_ray_end_with_what_is_killed(tmp_path: Path) -> None:
-    """Ray's workers rename themselves too. The service is real, and the other roles weigh nothing."""
+    """Ray's workers rename themselves too. The service is real, and the other roles weigh nothing.
+
+    Two agents of Ray's own, which hold no GPU, go on for a minute: they try to report the end to a server that has ended.
+    """
     sections = {
         "orchestration": {"device": "cpu", "generators": 1, "service_cpus": 0.1, "generator_cpus": 0.1, "environment_cpus": 0.1}
         | {"trainer_cpus": 0.1},
@@ -113,4 +116,4 @@ def test_roles_on_ray_end_with_what_is_killed(tmp_path: Path) -> None:
         shell.wait_for("driver.log", "[Async] trainer runs", 240, "async_roles.py drive")
         renamed = [line for line in shell.pids().values() if line.startswith("ray::")]
         assert renamed, "no worker of Ray has renamed itself"
-        assert shell.kill() < 5
+        assert shell.kill(may_stay=r"^ray::(Dashboard|RuntimeEnv)Agent") < 5
