@@ -103,6 +103,8 @@ def test_two_runs_in_a_row_on_one_service(stack: Stack, shared_inference: str) -
     assert stack.next_batch() is None
     reason = httpx.get(f"{stack.service_url}/stats", timeout=60).json()["waiting_because"]
     assert "no environment is registered: start one" in reason
+    for waiting in second, third:  # one that registers after the end of this run would wait for a third one
+        stack.processes.wait_for_text(waiting, "registered as arithmetic", 120)
     os.kill(first.command_pid(), signal.SIGCONT)
     stack.take_batches(3)
     stack.end_run()
