@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
 from atroposlib.utils.parent_death import end_forked_with_parent, end_with_parent
+from vllm_patching.compat.torchao_logs import quiet_torchao
 from vllm_patching.server.flags import (
     fail,
     parse_arguments,
@@ -38,6 +39,8 @@ from vllm_patching.server.flags import (
 
 if TYPE_CHECKING:
     from vllm_patching.server.access import Door
+
+quiet_torchao()  # here for the processes too that vLLM spawns: they run this file first
 
 if __name__ == "__mp_main__":
     # This is a process that vLLM has spawned: an engine core, a worker or a coordinator of replicas. They rename themselves, so

@@ -8,11 +8,8 @@ float32: the weights that come out differ from plain AdamW's by the rounding of 
 from __future__ import annotations
 
 import functools
-import logging
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -21,6 +18,7 @@ from torch import Tensor
 
 from example_trainer.errors import ConfigError, TrainerError
 from example_trainer.out_of_memory import ran_out_of_memory
+from vllm_patching.compat.torchao_logs import quiet_torchao
 
 TORCHAO = "torchao==0.18.0"
 QUANTISED_BLOCK = 256
@@ -64,32 +62,14 @@ def quantisation() -> ModuleType:
     Raises:
         ConfigError: torchao is missing, or lacks them.
     """
+    quiet_torchao()
     try:
-        with _quiet():
-            from torchao.optim import quant_utils
+        from torchao.optim import quant_utils
     except ImportError as error:
         raise ConfigError(
             f"--optimizer adamw-8bit needs {TORCHAO} ({' '.join(str(error).split())}): pip install {TORCHAO}"
         ) from error
     return quant_utils
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torchao's warnings about GPU extensions that are not used here."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [one.level for one in loggers]
-    key = "TORCHAO_FORCE_SKIP_LOADING_SO_FILES"
-    before = os.environ.get(key)
-    os.environ[key] = "1"
-    for one in loggers:
-        one.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
-        os.environ.pop(key) if before is None else os.environ.__setitem__(key, before)
 
 
 @functools.cache

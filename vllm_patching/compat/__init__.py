@@ -1,1 +1,1 @@
-"""Everything that differs between the vLLM versions supported, one file a seam, and nothing else."""
+"""Everything that differs between the vLLM versions supported, one file a seam, and what their imports log."""
