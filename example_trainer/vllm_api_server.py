@@ -274,10 +274,11 @@ async def announce(state: Any, args: argparse.Namespace, logger: Any) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     shared = os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0") == "1"
-    from vllm_patching.compat.versions import UnsupportedVllm, require_supported
+    from vllm_patching.compat.versions import UnsupportedVllm, require_device, require_supported
 
     try:
         require_supported()
+        require_device()
     except UnsupportedVllm as error:
         fail(str(error))
     from vllm_patching.compat.server_app import server_module, validate_server_args

@@ -49,6 +49,15 @@ def require_supported() -> None:
         raise UnsupportedVllm(f"vLLM {version} is installed, but only versions {SUPPORTED} are supported: {_REPLACE_VLLM}")
 
 
+def require_device() -> None:
+    """Raise UnsupportedVllm if the vLLM that is installed finds no device: a build for GPUs on a machine without one."""
+    if not importlib.import_module("vllm.platforms").current_platform.device_type:
+        raise UnsupportedVllm(
+            f"vLLM {vllm_version()} finds no GPU on this machine (`nvidia-smi -L` lists those that the driver finds), "
+            f"and it is not the build for machines without one: {_REPLACE_VLLM}"
+        )
+
+
 def seam_missing(seam: str) -> str:
     """What is wrong where `seam`, as Python names it, is not there, and what to do."""
     return f"this vLLM ({vllm_version()}) does not have {seam}; install a version {SUPPORTED}"

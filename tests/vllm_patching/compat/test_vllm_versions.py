@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_patching.compat.versions import SUPPORTED, UnsupportedVllm, require_supported, vllm_version
+from vllm_patching.compat.versions import SUPPORTED, UnsupportedVllm, require_device, require_supported, vllm_version
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -84,3 +84,11 @@ def test_the_server_does_not_start_with_another(version: str, said: str, tmp_pat
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.startswith(f"ERROR vllm_api_server: {said}")
     assert ended.stderr.count("\n") == 1
+
+
+def test_a_build_for_gpus_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_device()
+    platforms = pytest.importorskip("vllm.platforms")
+    monkeypatch.setattr(platforms, "current_platform", platforms.interface.UnspecifiedPlatform(), raising=False)
+    with pytest.raises(UnsupportedVllm, match=r"finds no GPU on this machine .*`pip install vllm==0\.26\.0` on a machine"):
+        require_device()
