@@ -53,6 +53,8 @@ WAITING = {
     "tests/e2e/test_fleet_hosts.py",
     "tests/e2e/test_parallel_trainer.py",
     "tests/e2e/test_two_hosts.py",
+    "tests/example_trainer/parallel/test_launch.py",
+    "tests/example_trainer/parallel/test_launched_trainer.py",
     "tests/example_trainer/parallel/test_ranks.py",
     "tests/example_trainer/parallel/test_torchrun_trainer.py",
     "tests/example_trainer/parameter_server/test_parameter_server.py",

@@ -141,16 +141,8 @@ class BroadcastBridge(WeightBridge):
         return distinct_layouts(self._manifests.values())
 
     def require_shapes(self, shapes: Shapes) -> None:
-        """See WeightBridge.require_shapes. A server with another model is left out if there is one with this model."""
-        errors = []
         for manifests in self._manifests.values():
-            try:
-                require_layout(manifests, as_served(shapes, manifests[0].entries[0].torch_dtype), "vLLM")
-                return
-            except BridgeError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+            require_layout(manifests, as_served(shapes, manifests[0].entries[0].torch_dtype))
 
     def packs(self, device: torch.device) -> bool:
         own = [_uuid(device)] * self._ranks.world_size

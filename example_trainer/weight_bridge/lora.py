@@ -139,7 +139,7 @@ class LoraBridge(WeightBridge):
                     "larger --max-lora-rank"
                 )
             sent = as_served(shapes, served_dtype(info)) if self.converts else shapes
-            require_layout(manifests_of(info), sent, f"{server.url}, which serves {info['model']}")
+            require_layout(manifests_of(info), sent, f" of {server.url}, which serves {info['model']}")
 
     def connect(self, model: torch.nn.Module) -> None:
         assert isinstance(model, Decoder)
@@ -244,7 +244,7 @@ def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> bo
     served = served_dtype(info)
     narrower = served is torch.float16
     require_layout(
-        manifests_of(info), as_served(shapes, served) if narrower else shapes, f"{url}, which serves {info['model']}"
+        manifests_of(info), as_served(shapes, served) if narrower else shapes, f" of {url}, which serves {info['model']}"
     )
     if narrower and next(iter(parameters.values())).dtype is not torch.float32:
         logger.warning(

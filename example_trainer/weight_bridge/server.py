@@ -324,13 +324,13 @@ def as_served(shapes: Shapes, dtype: torch.dtype) -> Shapes:
     return {name: (shape, dtype_name(dtype)) for name, (shape, _) in shapes.items()}
 
 
-def require_layout(manifests: Sequence[Manifest], shapes: Shapes, server: str) -> None:
+def require_layout(manifests: Sequence[Manifest], shapes: Shapes, server: str = "") -> None:
     """Compare the parameters of vLLM's ranks with the model's.
 
     Args:
         manifests: of vLLM's ranks.
         shapes: of the model's parameters.
-        server: names the server and its model in the message.
+        server: names the server and its model in the message, behind the rank.
 
     Raises:
         BridgeError: names the parameters that differ and both values.
@@ -340,7 +340,7 @@ def require_layout(manifests: Sequence[Manifest], shapes: Shapes, server: str) -
         if problems:
             shown = "; ".join(problems[:5]) + ("; …" if len(problems) > 5 else "")
             raise BridgeError(
-                f"{len(problems)} parameter(s) differ between the trainer and rank {manifest.tp_rank} of {server}: {shown}. "
+                f"{len(problems)} parameter(s) differ between the trainer and vLLM rank {manifest.tp_rank}{server}: {shown}. "
                 "Start both with the same model."
             )
 
@@ -354,7 +354,7 @@ def check_layout(info: dict[str, Any], shapes: Shapes) -> int:
     Raises:
         BridgeError: names the parameters that differ and both values.
     """
-    require_layout(manifests_of(info), shapes, f"vLLM, which serves {info['model']}")
+    require_layout(manifests_of(info), shapes, f", which serves {info['model']}")
     mapped = len({entry.shard.name for manifest in manifests_of(info) for entry in manifest.entries} & shapes.keys())
     logger.info("[Bridge] Mapped %d/%d params from vLLM to trainer", mapped, len(shapes))
     return mapped

@@ -98,7 +98,7 @@ class SingleCopyBridge(WeightBridge):
         return served_dtype(info)
 
     def require_shapes(self, shapes: Shapes) -> None:
-        require_layout(self._manifests, shapes, f"vLLM, which serves {self._served_model}")
+        require_layout(self._manifests, shapes, f", which serves {self._served_model}")
 
     def turn(self, write_weights: Callable[[], None]) -> AbstractContextManager[None]:
         if self._turns is None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from example_trainer.errors import BridgeError
 from example_trainer.vllm_client import ServerRefused, ServerSilent
@@ -110,6 +111,24 @@ def test_one_that_is_sent_to_by_itself_keeps_the_others_waiting_no_longer_either
     until(bridge.server_restarted)
     bridge.keep_serving(lambda: None)
     assert len(world.right(2)) == 3
+
+
+@pytest.mark.parametrize("trained", [torch.bfloat16, torch.float32])
+def test_a_float16_server_is_joined_as_if_the_trainer_were_float16(world: World, trained: torch.dtype) -> None:
+    for server in world.servers:
+        server.dtype = "float16"
+    world.model.to(trained)
+    bridge = world.trainer()
+    assert bridge.converts
+    assert bridge.params_mapped == bridge.params_total == 1
+    assert len(world.right(1)) == 3
+
+
+def test_another_model_is_refused_before_the_trainers_is_loaded(world: World) -> None:
+    bridge = world.trainer()
+    bridge.require_shapes({"weight": ((4,), "bfloat16")})  # it is sent in the server's float32
+    with pytest.raises(BridgeError, match=r"1 parameter\(s\) differ .*weight: .*\(5,\).* Start both with the same model"):
+        bridge.require_shapes({"weight": ((5,), "float32")})
 
 
 def test_a_transfer_that_nobody_is_to_blame_for_is_done_again_one_by_one(world: World) -> None:

@@ -34,6 +34,7 @@ class Server(ThreadingHTTPServer):
         self.config = folder / "config.json"
         self.config.write_text(json.dumps({"instance": "one", "port": 1, "ranks": [{"handles": self.handles}]}))
         self.steps: list[str] = []
+        self.facts: dict[str, Any] = {}
         self.not_finite = ""
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -42,7 +43,7 @@ class Server(ThreadingHTTPServer):
             return 200, {
                 "instance": "one", "config_path": str(self.config), "hostname": "here", "model": "m", "tp_degree": 1,
                 "ranks": [MANIFEST.to_json()],
-            }  # fmt: skip
+            } | self.facts  # fmt: skip
         if step == "state":
             return 200, {"instance": "one", "engine_dead": False, "healthy": True, "last_error": ""}
         self.steps.append(step)
@@ -92,6 +93,50 @@ def joined(server: Server) -> Iterator[tuple[SingleCopyBridge, OneWeight]]:
     bridge.connect(model)
     yield bridge, model
     bridge.close()
+
+
+@pytest.fixture
+def unjoined(server: Server) -> Iterator[SingleCopyBridge]:
+    bridge = SingleCopyBridge(BridgeServer("127.0.0.1", server.server_address[1], 20.0), device=torch.device("cpu"))
+    yield bridge
+    bridge.close()
+
+
+def test_a_server_that_fits_is_accepted_before_a_model_is_there(unjoined: SingleCopyBridge) -> None:
+    assert unjoined.serving_dtype() is torch.float32
+    unjoined.require_shapes({"weight": ((2, 3), "float32")})
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"replicas": 2}, r"has 2 replicas \(--data-parallel-size\)"),
+        ({"tp_degree": 2}, "vLLM's 2 ranks, and this trainer has 1: start it without torchrun, or with `torchrun"),
+        ({"config_path": "/nowhere.json"}, r"cannot read /nowhere.json, where .* keeps the handles"),
+        ({"instance": "two"}, r"is of another server \(instance one"),
+    ],
+)
+def test_a_server_whose_memory_cannot_be_shared_is_refused_before_a_model_is_loaded(
+    server: Server, unjoined: SingleCopyBridge, facts: dict[str, Any], told: str
+) -> None:
+    server.facts = facts
+    with pytest.raises(BridgeError, match=told) as refused:
+        unjoined.serving_dtype()
+    assert "\n" not in str(refused.value)
+    assert server.steps == [], "nothing was asked of it but what it is"
+
+
+def test_weights_on_another_gpu_are_refused_before_a_model_is_loaded(server: Server, unjoined: SingleCopyBridge) -> None:
+    server.handles = server.handles | {"gpu_uuid": "abc"}
+    server.config.write_text(json.dumps({"instance": "one", "port": 1, "ranks": [{"handles": server.handles}]}))
+    with pytest.raises(BridgeError, match="vLLM's rank 0 are on GPU abc, and trainer rank 0 computes on cpu; give both equal"):
+        unjoined.serving_dtype()
+
+
+def test_another_model_is_refused_before_it_is_loaded(unjoined: SingleCopyBridge) -> None:
+    unjoined.serving_dtype()
+    with pytest.raises(BridgeError, match=r"1 parameter\(s\) differ .* which serves m: weight: .*bfloat16 .* same model"):
+        unjoined.require_shapes({"weight": ((2, 3), "bfloat16")})
 
 
 def new(model: OneWeight, value: float) -> Any:

@@ -64,8 +64,16 @@ def change(model: Decoder) -> None:
 class Trainer:
     """A trainer of one process and its store."""
 
-    def __init__(self, tp_size: int, dtype: torch.dtype, port: int, timeout: float = SECONDS, near: bool = True) -> None:
-        self.model = random_model()
+    def __init__(
+        self,
+        tp_size: int,
+        dtype: torch.dtype,
+        port: int,
+        timeout: float = SECONDS,
+        near: bool = True,
+        trained: torch.dtype = torch.float32,
+    ) -> None:
+        self.model = random_model(trained)
         self.weights = {name: p.detach() for name, p in self.model.named_parameters()}
         self.plan = SendPlan(1, tp_size)
         self.port, self.store = port, host_store("localhost", port, 30)
@@ -138,6 +146,28 @@ def test_what_is_sent_arrives_at_every_server(
     assert (max(over_gloo) > 8) == (near < 2), "what is read where it is does not go through a socket"
     assert mappings(os.getpid()) == before + 1, "receivers map the sender's memory for the time of a transfer"
     trainer.cohort.close()
+
+
+@pytest.mark.parametrize("trained", [torch.bfloat16, torch.float32])
+def test_float16_servers_get_rounded_weights(free_port: Callable[[], int], trained: torch.dtype) -> None:
+    """A trainer never computes in float16. What it sends has the servers' dtype on the way already."""
+    trainer = Trainer(2, torch.float16, free_port(), trained=trained)
+    servers = make_servers(1, 2, torch.float16, True)
+    join_all(servers, trainer.port, "first", trainer.plan.lanes)
+    trainer.form("first", 1)
+    for rank in servers[0]:
+        rank.until("ready")
+        rank.updater.receive(1)
+    checksums = trainer.stream.send(trainer.cohort, nobody_lost)
+    for rank in servers[0]:
+        status = rank.until("received")
+        assert status.checksum == checksums[rank.manifest.tp_rank] == rank.checksum_of(trainer.weights)
+        assert status.received_bytes == sum(item.num_bytes for item in rank.layout)
+        assert rank.holds(trainer.weights)
+    trainer.cohort.close()
+    name, parameter = next(trainer.model.named_parameters())
+    parameter.data.view(-1)[0] = 1e5  # a number, and infinite in float16
+    assert trainer.stream.not_finite() == name
 
 
 def test_what_is_not_finite_is_found_before_anything_is_sent(free_port: Callable[[], int]) -> None:
