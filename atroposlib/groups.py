@@ -121,8 +121,8 @@ def group_from_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
         values = [None if single in MAY_BE_EMPTY and is_empty(item.get(single)) else item.get(single) for item in items]
         if single == "finish_reason":  # environments written for Atropos keep things of their own under this name
             values = [reason if isinstance(reason, str) else None for reason in values]
-        if single == "success":  # likewise
-            values = [success if isinstance(success, bool) else None for success in values]
+        if single == "success":  # the name was free for an environment's own values, too
+            values = [success if isinstance(success, bool) else None for success in map(plain_numbers, values)]
         if single == "weight_epoch" and any(values):
             values = [epoch or 0 for epoch in values]
         present = sum(value is not None for value in values)
@@ -163,6 +163,7 @@ NUMERIC_FIELDS = (
     "weight_versions",
     "weight_epochs",
     *SPANS,
+    "successes",
     "distill_token_ids",
     "distill_logprobs",
 )

@@ -1,4 +1,4 @@
-"""Decide whether Weights & Biases can be reached with a login, without asking for one."""
+"""Find out whether Weights & Biases has a login, without prompting for one."""
 
 from __future__ import annotations
 

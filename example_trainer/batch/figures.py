@@ -21,7 +21,7 @@ class BatchFigures:
 
     Attributes:
         reward_mean, reward_std: of the rollouts' scores, as the environments gave them.
-        success_rate: share of solved items among the rollouts for which the environment says so; None if it says it for none.
+        success_rate: share of solved items among the rollouts that have a success; None if none has one.
         tokens: trained ones, forwarded or not.
         sequences: rollouts.
         response_length_mean, response_length_p50, response_length_p95, response_length_max: sampled tokens of a rollout.

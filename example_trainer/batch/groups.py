@@ -48,7 +48,7 @@ class TrainedSequence:
             that of the oldest for all where no more was said, None where nothing was.
         temperatures: [trained] float32, that each was sampled at; None if it was not said.
         finish_reason: why the sampler ended it, "length" where it ran into its limit; None if it was not said.
-        success: whether it solved its item, whatever its score; None if it was not said.
+        success: whether it solved its item, independent of its score; None if unknown.
         env_id: the rollout service's number for the environment that it is from; None if it was not said.
         teacher_logprobs: [trained] float32, NaN where the teacher has none; None where no teacher scored it, or is wanted.
         reference_logprobs: [trained] float32, NaN where the reference has none; None where none came along, or is wanted.

@@ -50,7 +50,7 @@ class RolloutQueue(Intake):
         self.lives = begin_life(self.lives, registration.weight_epoch, registration.starting_step)
         self._tell_versions()
         self.registration = registration
-        if self.ended:  # what environments posted in the ended run says nothing of this one
+        if self.ended:  # posts of the ended run do not count for this one
             self.registry.posted.clear()
         self.ended = False
         self.current_step = registration.starting_step

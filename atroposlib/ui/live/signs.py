@@ -1,4 +1,4 @@
-"""Tell for each process of a run whether it has ended or gives no sign any more. Pure.
+"""Find the processes of a run that have ended or give no sign any more. Pure.
 
 The page shows such a state instead of the last one that was seen. `ended` needs a reason: a recorded end, the end of the run,
 or a process that is gone. Otherwise a process that is merely slow or cannot be reached is called silent, with its last sign.
@@ -24,11 +24,11 @@ It is a fault after that. So is the same silence of an environment for which the
 
 @dataclass(frozen=True)
 class Sign:
-    """What is known of a process that is not simply running.
+    """The state of a process that is not simply running.
 
     Attributes:
-        state: `ended`, or `silent` if there is no sign of it.
-        text: why; empty for a silent one.
+        state: `ended`, or `silent` if there is no sign of the process.
+        text: the reason; empty for a silent process.
         seen: Unix time of its last sign, or of its end; None if that is not known.
     """
 
@@ -43,14 +43,14 @@ class Sign:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a run beside its stack.
+    """Facts about a run beside its stack.
 
     Attributes:
         now: Unix seconds.
         written: Unix time at which the service wrote the stack down; None if the service itself answers.
         ended: Unix time of the end of the run; None if it has not ended, as far as is known.
         processes: records of the run's folder.
-        stopped: the service wrote the stack down for the last time when it was stopped.
+        stopped: the service wrote the stack when it was stopped, so that nothing in it is fresh.
     """
 
     now: float
@@ -66,11 +66,11 @@ class Known:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the service has stopped writing."""
+        """True if the service has stopped writing."""
         return self.age > STALE_SECONDS or self.stopped
 
     def of_kind(self, kind: str) -> list[RunProcess]:
-        """The processes whose parts are of a kind, such as `vllm`."""
+        """Return the processes whose parts are of a kind, such as `vllm`."""
         return [one for one in self.processes if one.part.partition("-")[0] == kind]
 
 
@@ -80,8 +80,8 @@ def signs_of(stack: Mapping[str, Any], known: Known) -> dict[str, dict[str, Any]
     The names are `service`, `trainer`, `environment-ID` and `server-URL`.
 
     Args:
-        stack: as the service tells it or has written it down.
-        known: what is known beside it.
+        stack: as the service answers it or has written it.
+        known: facts beside it.
     """
     if known.written is not None and stack.get("stopped") is not None:
         known = replace(known, stopped=True)
@@ -100,10 +100,10 @@ def _signs(stack: Mapping[str, Any], known: Known) -> Iterator[tuple[str, Sign |
 
 
 def _judged(quiet: bool, seen: float | None, processes: Sequence[RunProcess], run_over: bool) -> Sign | None:
-    """The sign of a process of which `processes` may be the records.
+    """Judge a process by its records and by how long it has been quiet.
 
-    A recorded end counts at once. That a process does not exist here counts only if there is no other sign of it: it may run
-    in another container.
+    A recorded end counts at once. A process that does not exist here counts as ended only if it is quiet as well: it may run in
+    another container.
     """
     if processes and all(one.has_ended for one in processes):
         last = max(processes, key=lambda one: one.ended or 0.0)

@@ -100,7 +100,7 @@ def stack_of(
 
 
 def worth_telling(stack: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a stack counts when two are compared: not the seconds that pass in each of them anyway."""
+    """Return the part of a stack that counts when two are compared: all but the seconds that pass in each anyway."""
     told = {name: value for name, value in stack.items() if name != "time"}
     told["trainer"] = stack["trainer"] | {"seconds_since_step": None, "seconds_silent": None}
     told["signs"] = {name: sign | {"seen": None} for name, sign in stack["signs"].items()}

@@ -34,7 +34,7 @@ class RunProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its end was recorded."""
+        """True if its end was recorded."""
         return self.code is not None
 
     def describe_end(self) -> str:
@@ -68,6 +68,6 @@ def _read(path: Path, boot: str) -> RunProcess | None:
         return None
     end = read_object(path.with_suffix(".exit"))
     exists = Identity(pid, ticks, its_boot).is_alive() if its_boot == boot else None
-    # An exit file that an earlier process of this part left behind says nothing of one that runs.
+    # An exit file beside a process that runs is of an earlier process of this part.
     code, ended = (None, None) if exists else (whole(end.get("code")), number(end.get("at")))
     return RunProcess(path.stem, whole(record.get("port")) or 0, exists, code, ended)

@@ -9,6 +9,7 @@ export const CHARTS = [
   {
     id: "success",
     title: "Solved items",
+    empty: "No environment says which items are solved (`successes` of its groups).",
     fromZero: true,
     form: percent,
     lines: [{ name: "success_rate", label: "of all that say so" }],

@@ -168,7 +168,7 @@ def data_routes(page: RunPage) -> list[Route]:
 
 
 def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
-    """The stack of a run as its service wrote it down, with what has become of its processes by now.
+    """Return the stack of a run as its service wrote it, with the present state of its processes.
 
     Args:
         files: of the run.
@@ -179,7 +179,7 @@ def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
     if files.observed is None or told is None:
         return {"time": None, "live": False}
     ended = number(read_object(files.observed / "run.json").get("ended"))
-    # A clock that is ahead says nothing. If the service's clock is behind, the file's own time is nearer to the truth.
+    # A time in the future comes from another clock. If the service's clock is behind, the file's own time is more accurate.
     times = [at for at in (told, modified(files.observed / "stack.json")) if at <= now + CLOCK_SECONDS]
     try:
         signs = signs_of(stack, Known(now, max(times, default=now), ended, read_processes(files.folder)))

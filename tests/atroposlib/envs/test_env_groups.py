@@ -76,6 +76,8 @@ def test_how_responses_were_sampled_is_told_of_each_of_which_it_is_known() -> No
 def test_successes_are_told_of_the_responses_that_have_one() -> None:
     assert group_from_items([item(success=True), item(success=False)])["successes"] == [True, False]
     assert group_from_items([item(success=True), item()])["successes"] == [True, None]
+    assert group_from_items([item(success=np.True_), item(success=np.False_)])["successes"] == [True, False]
+    assert with_plain_numbers({"successes": np.array([True, False])})["successes"] == [True, False]
     assert "successes" not in group_from_items([item(success="yes"), item(success=1.0)]), "an environment's own field"
     group = group_from_items([item(), item()])
     assert wrong_shape(group | {"successes": [True]}, 2) == "'successes' has 1 entries, the group size is 2"

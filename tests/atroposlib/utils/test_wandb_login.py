@@ -1,4 +1,4 @@
-"""Whether W&B has a login, without asking W&B."""
+"""Logins of W&B, found without wandb."""
 
 from __future__ import annotations
 
