@@ -141,11 +141,21 @@ class OwnedServer:
             self._process = ManagedProcess(
                 "the vLLM server", command, self._log_path, self._environment, grace=STOP_SECONDS, append=True
             )
-            write_record(self.port, self._process.guard.pid, self._log_path)
         except OSError as error:
             raise BridgeError(f"cannot start the vLLM server with its log in {self._log_path}: {error}") from error
+        self._record(self._process)
         self.served = served
         logger.info("[Bridge] Starting vLLM on %s (weight version %d), log: %s", served.model, served.version, self._log_path)
+
+    def _record(self, process: ManagedProcess) -> None:
+        """Let the next trainer recognise this server if this trainer is killed."""
+        try:
+            write_record(self.port, process.guard.pid, self._log_path)
+        except OSError as error:
+            logger.warning(
+                "[Bridge] This server is not recorded (%s): if this trainer is killed, wait until its vLLM has ended before "
+                "the next start, or the next trainer takes it for a foreign server", error,
+            )  # fmt: skip
 
     def wait_until_ready(self, pause: Callable[[float], None]) -> float:
         """Wait until it is healthy and offers a model; returns the seconds it took.

@@ -22,7 +22,7 @@ from example_trainer.child_processes.ports import is_free
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError
 from example_trainer.process import StopRequested, StopSignal
-from example_trainer.weight_bridge import restart
+from example_trainer.weight_bridge import owned_server, restart
 from example_trainer.weight_bridge.base import NoBridge
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.foreign_server import ForeignServerBridge
@@ -344,6 +344,17 @@ def test_the_server_of_a_trainer_that_lives_is_not_taken_for_a_foreign_one(stack
     ):
         make_bridge(stack.config(), stack.stop)
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_server_that_cannot_be_recorded_is_started_with_a_warning(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(owned_server, "write_record", full)
+    assert stack.bridge().sync(0, lambda: None).version == 0
+    assert "This server is not recorded (No space left on device)" in caplog.text
 
 
 def test_a_record_that_is_damaged_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
