@@ -58,7 +58,10 @@ class BridgeOptions(Section):
     )
     vllm_args: str = Field("", description='further flags for that server, in quotes: --vllm-args "--max-model-len 4096"')
     vllm_gpus: str | None = Field(
-        None, pattern=r"^\d+(,\d+)*$", description="GPUs of that server, such as 0,1; not given: those that the trainer sees"
+        None,
+        pattern=r"^\d+(,\d+)*$",
+        description="GPUs of that server, such as 0,1, as in CUDA_VISIBLE_DEVICES; not given: those that the trainer sees and "
+        "does not use, else the trainer's",
     )
     vllm_start_timeout: float = Field(600.0, gt=0, description="seconds that server may take to load and answer")
     bridge_timeout: float = Field(120.0, gt=0, description="seconds that each phase of a weight update may take")

@@ -27,6 +27,26 @@ def test_the_documented_defaults() -> None:
     assert (str(config.save_path), config.gradient_accumulation_steps) == ("trained_model_checkpoints", 32)
     assert (config.atropos_url, config.bridge_timeout, config.service_timeout) == ("http://localhost:8000", 120, 300)
     assert config.sequences_per_step == 64
+    assert (config.vllm_restart_interval, config.starts_vllm, config.keep_optimizer_states) == (3, True, 1)
+
+
+def test_when_vllm_is_restarted() -> None:
+    def restarts(*flags: str) -> list[int]:
+        config = parse_config(["--model-name", "m", *flags])
+        return [step for step in range(12) if config.restarts_vllm_at(step)]
+
+    assert restarts() == [3, 6, 9], "not after the last step, which is step 10"
+    assert restarts("--vllm-restart-interval", "4", "--training-steps", "50") == [4, 8]
+    assert restarts("--vllm-restart-interval", "0") == []
+    assert restarts("--max-staleness", "2") == [2, 4, 6, 8], "rollouts of older weights would be dropped"
+    assert restarts("--max-staleness", "0") == list(range(1, 10))
+    assert restarts("--max-staleness", "7") == [3, 6, 9]
+    assert restarts("--weight-bridge-mode", "shared_vllm") == []
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", 0), ("2", 2), ("all", "all")])
+def test_optimizer_states_are_kept_for_none_some_or_all(text: str, value: object) -> None:
+    assert parse_config(["--model-name", "m", "--keep-optimizer-states", text]).keep_optimizer_states == value
 
 
 @pytest.mark.parametrize(
