@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,9 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from example_trainer.batch import client as rollout_client
 from example_trainer.batch.client import FetchedBatch, RolloutClient
+from example_trainer.child_processes.readiness import wait_until
 from example_trainer.errors import RolloutServiceError
 from tests.conftest import Processes
 from tests.example_trainer.batch.registration import REGISTRATION, group
@@ -51,6 +54,46 @@ def test_batches_arrive_are_acknowledged_and_survive_a_trainer(
         seen.append((batch.groups[0]["tokens"][0][1], batch.uses))
         reusing.acknowledge(batch.lease, version)
     assert seen == [(7, [0]), (8, [0]), (7, [1]), (8, [1])], "what was left, and all of it again"
+
+
+def test_the_waiting_line_names_what_is_missing(
+    processes: Processes,
+    free_port: Callable[[], int],
+    client_of: Callable[..., RolloutClient],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The waits of one trainer: without an environment, with one that posts nothing, and with one whose posts are refused."""
+    monkeypatch.setattr(rollout_client, "PROGRESS_SECONDS", 0.1)
+    caplog.set_level(logging.INFO)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    processes.start_service(port)
+    client = client_of(url)
+    client.register(REGISTRATION)
+    found: list[FetchedBatch] = []
+    waiting = threading.Thread(target=lambda: found.append(client.next_batch()), daemon=True)
+    waiting.start()
+
+    def wait_for_line(*parts: str) -> None:
+        def probe() -> str | None:
+            lines = [line for line in caplog.messages if line.startswith("Waiting for a batch for ")]
+            return (
+                None if any(all(part in line for part in parts) for line in lines) else f"{parts} are in none of {lines[-3:]}"
+            )
+
+        wait_until("the waiting line", probe, 60)
+
+    wait_for_line(" s: 0 of 2 sequences are queued; no environment is registered: start one")
+    asked = {"desired_name": "sums", "weight": 1.0, "group_size": 2, "max_token_length": 64}
+    env_id = httpx.post(f"{url}/register-env", json=asked, timeout=60).raise_for_status().json()["env_id"]
+    wait_for_line(" s: 0 of 2 sequences are queued; sums_0 is registered and has posted no group for ")
+    bad = group(8) | {"env_id": env_id, "scores": [1.0]}
+    assert httpx.post(f"{url}/scored_data", json=bad, timeout=60).status_code == 422
+    wait_for_line("1 post was refused since the last batch, the last one because: scores has 1 entries for 2 sequences")
+    httpx.post(f"{url}/scored_data", json=group(8) | {"env_id": env_id}, timeout=60).raise_for_status()
+    waiting.join(60)
+    assert len(found) == 1
 
 
 def test_a_service_that_is_restarted_empty_is_registered_with_again(
