@@ -9,10 +9,12 @@ import pytest
 
 from example_trainer.models.geometry import Geometry
 from example_trainer.training.memory_choice import MemoryChoice
-from example_trainer.training.memory_items import parameter_count
+from example_trainer.training.memory_items import MemoryRequest, host_bytes, parameter_count
 from example_trainer.training.memory_plan import MemoryShortage
 from tests.example_trainer.training.documented_commands import (
     CARDS,
+    GIB,
+    ROOT,
     Documented,
     documented,
     guide,
@@ -23,6 +25,7 @@ from tests.example_trainer.training.documented_commands import (
     table,
     written_table,
 )
+from tests.example_trainer.training.memory_cases import request
 from tests.example_trainer.training.model_configs import MODEL_CONFIGS, PARAMETERS
 
 HEADLINE = "Qwen/Qwen2.5-14B-Instruct"
@@ -92,11 +95,41 @@ def test_the_headline_run_fits_on_one_gpu_and_says_so_where_it_does_not(commands
         refusal = str(plan(command, "141 GB", host=120))
         assert "need 165.07 GiB, of which 120.00 are free" in refusal
         assert "what helps: --optimizer adamw-8bit (" in refusal
-        small = replace(command, config=command.config.model_copy(update={"optimizer": "adamw-8bit"}))
+        small = with_options(command, optimizer="adamw-8bit")
         assert isinstance(plan(small, "141 GB", host=120), MemoryChoice)
         assert "2 GPUs (" in str(plan(command, "80 GB"))
         for ranks in (2, 4):
             assert isinstance(plan(replace(command, ranks=ranks), "80 GB"), MemoryChoice)
+
+
+def test_the_sizes_in_the_text_are_those_of_the_plan(commands: list[Documented]) -> None:
+    text = {page: (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/operations.md")}
+    host = {
+        (name, optimizer): round(host_bytes(offloaded(name, optimizer)) / GIB)
+        for name in ("Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-3B-Instruct")
+        for optimizer in ("adamw", "adamw-8bit")
+    }
+    large = host[HEADLINE, "adamw"], host[HEADLINE, "adamw-8bit"]
+    sizes = large[0], host["Qwen/Qwen3-8B", "adamw"], host["Qwen/Qwen2.5-3B-Instruct", "adamw"]
+    expected = "{} GiB for Qwen2.5-14B, {} GiB for Qwen3-8B, {} GiB for Qwen2.5-3B".format(*sizes)
+    assert expected in " ".join(text["docs/operations.md"].split())
+    assert f"half of that: {large[1]} GiB for Qwen2.5-14B" in text["docs/operations.md"]
+    assert f"of which it needs {large[0]} GiB" in " ".join(text["README.md"].split())
+    assert f"`--optimizer adamw-8bit`, which needs {large[1]} GiB" in " ".join(text["README.md"].split())
+    whole = str(
+        plan(with_options(on_page(commands, "README.md")[0], optimizer_offload="off", gradient_checkpointing=False), "141 GB")
+    )
+    needed = float(whole.partition("needs about ")[2].split()[0])
+    assert f"need {int(needed)} GiB on one GPU" in text["README.md"]
+
+
+def with_options(command: Documented, **options: object) -> Documented:
+    return replace(command, config=command.config.model_copy(update=options))
+
+
+def offloaded(name: str, optimizer: str) -> MemoryRequest:
+    shape = Geometry.from_config(MODEL_CONFIGS[name], name)
+    return request(geometry=shape, optimizer=optimizer, offload=True)
 
 
 def test_the_commands_of_several_ranks_fit_on_every_card(commands: list[Documented]) -> None:
