@@ -20,8 +20,9 @@ from example_trainer.models.hf_checkpoint import find_checkpoint
 logger = logging.getLogger(__name__)
 
 STARTER_MODEL = str(Path(__file__).resolve().parents[1] / "assets" / "starter_model")
-GUIDE_BYTES = 40 * 2**30
-"""GPU memory that the guide's run takes: 24 GB of weights, masters, moments and gradients, activations, and vLLM's cache."""
+GUIDE_BYTES = 64 * 2**30
+"""GPU memory that the guide's run needs, by estimate: 31 GB of weights, masters, moments and gradient sums, 16 GB of
+activations of a pass, and 0.3 of the GPU for vLLM."""
 
 
 @dataclass(frozen=True)

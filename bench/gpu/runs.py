@@ -40,12 +40,14 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def put(self, *keys: str, value: Any) -> None:
-        """Store under nested keys and write the file."""
+        """Store under nested keys and write the file, which is whole at every moment, also if the process is killed."""
         place = self.data
         for key in keys[:-1]:
             place = place.setdefault(key, {})
         place[keys[-1]] = value
-        self.path.write_text(json.dumps(self.data, indent=1))
+        draft = self.path.with_name(f".{self.path.name}.draft")
+        draft.write_text(json.dumps(self.data, indent=1))
+        draft.replace(self.path)
 
     def measure(self, *keys: str, run: Callable[[], Any]) -> Any:
         """Store what `run` returns; None (and a line in `failures`) if it fails."""

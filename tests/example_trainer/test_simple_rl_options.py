@@ -94,7 +94,7 @@ class TestDefaults:
         [
             ({"hub": "the hub cannot be reached"}, "the hub cannot be reached"),
             ({"data": "openai/gsm8k needs the datasets package"}, "needs the datasets package"),
-            ({"memory": 24 << 30}, "the GPU has 24 GiB, and Qwen/Qwen3-1.7B needs 40"),
+            ({"memory": 24 << 30}, "the GPU has 24 GiB, and Qwen/Qwen3-1.7B needs 64"),
         ],
     )
     def test_without_the_hub_the_starter_model_learns_sums(
