@@ -25,6 +25,7 @@ from example_trainer.async_grpo.settings import Settings, read_settings
 from example_trainer.child_processes.processes import ProcessError
 from example_trainer.child_processes.run_keys import make_keys
 from example_trainer.errors import ConfigError
+from example_trainer.prerequisites import require_vllm
 from example_trainer.process import StopSignal, run
 
 logger = logging.getLogger("example_trainer.async_grpo")
@@ -61,6 +62,8 @@ def settings_of(given: argparse.Namespace) -> Settings:
 def orchestrate(given: argparse.Namespace, stop: StopSignal, commands: type[Commands] = Commands) -> None:
     """The whole run."""
     settings = settings_of(given)
+    if not os.environ.get("RAY_ADDRESS"):
+        require_vllm()  # on a cluster the nodes need it, and not this machine
     with contextlib.ExitStack() as stack:
         folder = settings.folder
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from example_trainer.async_grpo.__main__ import orchestrate, parser
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.prerequisites import COMMANDS, IN_REQUIREMENTS, missing_package, require_vllm
@@ -119,6 +120,10 @@ def test_another_vllm_is_refused_with_the_command(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match=r"^vLLM 0\.33\.0 is installed"):
         bridge.serving_dtype()
     bridge.close()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    given = parser().parse_args(["--config", str(ROOT / "example_trainer/configs/arithmetic_async_cpu.yaml")])
+    with pytest.raises(ConfigError, match=r"^vLLM 0\.33\.0 is installed"):
+        orchestrate(given, StopSignal())
 
 
 def test_the_lists_agree_with_the_requirements() -> None:
