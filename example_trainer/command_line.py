@@ -59,7 +59,7 @@ def add_section(parser: argparse.ArgumentParser, section: type[BaseModel], leave
 
 
 def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
-    """How argparse reads and explains a field."""
+    """The arguments with which argparse reads and explains a field."""
     default = f"${SECRETS[name]}" if name in SECRETS else field.get_default()
     shown = "required" if field.is_required() else f"default: {default}"
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
@@ -76,7 +76,7 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
 
 
 def _is_switch(annotation: Any) -> bool:
-    """Whether a field is on, off or something between (see options.model.Switch)."""
+    """Return whether a field is on, off or something between (see options.model.Switch)."""
     return {"on", "off"} <= set(get_args(annotation))
 
 
@@ -162,7 +162,7 @@ def checked(options: type[Options], values: Mapping[str, Any], flags: Collection
 
 
 def read_yaml(file: Path) -> Any:
-    """What a configuration file holds, whatever that is.
+    """The content of a configuration file, whatever that is.
 
     Raises:
         ConfigError: it cannot be read, or is not YAML; a single line.

@@ -27,7 +27,7 @@ PROMPT = 16
 
 @dataclass(frozen=True)
 class Choice:
-    """What is trained, and how.
+    """A training, and how it is measured.
 
     Attributes:
         shape: of bench.gpu.shapes.
@@ -53,7 +53,7 @@ class Choice:
     device: str = "cuda"
 
     def request(self, device: torch.device) -> MemoryRequest:
-        """What the memory plan is asked, without a workspace: torch's allocator does not count that."""
+        """The request to the memory plan, without a workspace: torch's allocator does not count that."""
         dtype = torch.bfloat16
         return MemoryRequest(
             geometry=geometry_of(self.shape),

@@ -1,4 +1,4 @@
-"""How many bytes a training takes on one device, and in which moment of a step: arithmetic on sizes alone.
+"""The bytes that a training takes on one device, and in which moment of a step: arithmetic on sizes alone.
 
 Some things are there all the time (weights, masters, AdamW's moments, buffers to send from). The others come and go: what is
 summed up here is, for each moment in which a step may be at its greatest, everything that exists in it.
@@ -53,7 +53,7 @@ ALL_PROJECTIONS = tuple(_LORA_SIZES)
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """What is asked of one device.
+    """A training, as one device sees it.
 
     Attributes:
         geometry: the model.
@@ -94,7 +94,7 @@ class MemoryRequest:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 spreads the parameters."""
+        """Return whether FSDP2 spreads the parameters."""
         return self.world_size > 1 and not self.single_copy
 
     @property
@@ -141,7 +141,7 @@ class MemoryRequest:
 
     @property
     def sums(self) -> bool:
-        """Whether the backward pass adds to float32 sums itself, see MasterAdamW.sums."""
+        """Return whether the backward pass adds to float32 sums itself, see MasterAdamW.sums."""
         return not self.sharded and self.lora is None
 
 

@@ -1,4 +1,4 @@
-"""What a training will keep in memory, computed from the model's config.json before a weight is loaded.
+"""The memory that a training needs, computed from the model's config.json before a weight is loaded.
 
 `plan_memory` puts together the items that `memory_items` counts. `require_memory` refuses a sum that is more than what is free,
 and names the flags with which the training fits; `memory_choice` takes the first way to train that fits.
@@ -65,7 +65,7 @@ class MemoryPlan:
 
     @property
     def items(self) -> tuple[tuple[str, int], ...]:
-        """What exists together in the greatest moment, the largest first."""
+        """The items that exist together in the greatest moment, the largest first."""
         found = {**self.lasting, **self.moments[self.greatest]}
         return tuple(sorted(((name, size) for name, size in found.items() if size), key=lambda item: -item[1]))
 
@@ -76,7 +76,7 @@ class MemoryPlan:
 
     @property
     def certain(self) -> int:
-        """What is taken however long the sequences turn out to be."""
+        """Bytes that are taken however long the sequences turn out to be."""
         rests = [sum(size for name, size in items.items() if name != ACTIVATIONS) for items in self.moments.values()]
         return sum(self.lasting.values()) + max(rests)
 
@@ -123,7 +123,7 @@ class Room:
     server_share: float | None = None
 
     def holds(self, request: MemoryRequest, share: float = 1.0) -> bool:
-        """Whether a training fits into `share` of the free memory, of the device and of the host."""
+        """Return whether a training fits into `share` of the free memory, of the device and of the host."""
         plan = plan_memory(request)
         on_device = (plan.total if self.device.type == "cuda" else plan.certain) <= share * self.free
         between_turns = not self.lent or sum(plan.lasting.values()) <= self.free - self.lent
@@ -238,8 +238,10 @@ def _needs(request: MemoryRequest, room: Room) -> str:
 
 
 def token_budget(request: MemoryRequest, free: int) -> int:
-    """What --tokens-per-microbatch is if it is not given: the largest of BUDGETS whose plan leaves room, and no less than the
-    longest sequence, which is a bin of its own whatever is said here."""
+    """The value of --tokens-per-microbatch if it is not given: the largest of BUDGETS whose plan leaves some memory free.
+
+    It is at least the longest sequence, which has a microbatch of its own anyway.
+    """
     fitting = (b for b in BUDGETS if plan_memory(replace(request, tokens_per_microbatch=b)).total <= PLANNED_SHARE * free)
     return max(request.longest, next(fitting, BUDGETS[-1]))
 

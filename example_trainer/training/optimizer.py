@@ -46,7 +46,7 @@ LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 
 def learning_rate_factor(step: int, schedule: LearningRateSchedule, warmup_steps: int, total_steps: int) -> float:
-    """What the learning rate is multiplied by at optimizer step `step`, counted from 0.
+    """The factor of the learning rate at optimizer step `step`, counted from 0.
 
     It rises in equal parts over the warm-up, reaching 1 with the first step after it; then stays (constant), or falls to 0
     at `total_steps` along a line (linear) or half a cosine wave (cosine, arXiv:1608.03983).
@@ -61,7 +61,7 @@ def learning_rate_factor(step: int, schedule: LearningRateSchedule, warmup_steps
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one update did.
+    """The outcome of one update.
 
     Attributes:
         grad_norm: global L2 norm of the gradient before clipping.
@@ -236,7 +236,7 @@ class MasterAdamW:
         return StepReport(grad_norm=grad_norm, lr=lr)
 
     def _can_be_quantised(self, name: str, local: Tensor) -> bool:
-        """Whether a parameter's moments can have 8 bits, the same on every rank."""
+        """Return whether a parameter's moments have 8 bits if they are asked for; the same on every rank."""
         return can_be_quantised((*self.whole_shapes[name][:-1], local.shape[-1]), self.shards.spread)
 
     def _update(self, gradients: Mapping[str, Tensor], lr: float, divisor: float | None) -> Tensor:

@@ -35,7 +35,7 @@ def rows_of_blocks(width: int) -> int:
 
 
 def can_be_quantised(shape: Sequence[int], spread: bool = False) -> bool:
-    """Whether a parameter of this shape has 8-bit moments.
+    """Return whether a parameter of this shape has 8-bit moments.
 
     Blocks go through the rows, one after another. Buckets of offloaded state hold multiples of 16 rows (see host_memory.cut),
     and each must be whole blocks. Ranks hold any number of rows, so there each row must be.

@@ -68,7 +68,7 @@ class Documented:
 
     @property
     def single_copy(self) -> bool:
-        """Whether the trainer's weights are vLLM's memory. Without a flag, GPUs decide."""
+        """Return whether the trainer's weights are vLLM's memory. Without a flag, GPUs decide."""
         config = self.config
         alone = config.weight_bridge_mode == "shared_vllm" and not self.own_gpus and not config.use_shared_memory
         return config.single_copy or (alone and self.ranks == 1)
@@ -105,7 +105,7 @@ def command_words(line: str) -> list[str]:
 
 
 def is_placeholder(words: Sequence[str]) -> bool:
-    """Whether a command is the pattern of one, such as `grpo.py …`."""
+    """Return whether a command is the pattern of one, such as `grpo.py …`."""
     return any(word in ("…", "...", "FILE", "N", "--help") or word.startswith("host:") for word in words) or len(words) < 3
 
 
@@ -146,7 +146,7 @@ def one_command(words: Sequence[str], page: str, server: Mapping[str, Any]) -> l
 
 
 def started(arguments: Sequence[str], page: str) -> Documented:
-    """What start.sh makes of its options on a machine of eight GPUs."""
+    """The trainer that start.sh starts on a machine of eight GPUs."""
     with (
         mock.patch.object(stack_options, "visible_gpus", return_value=tuple(range(8))),
         mock.patch.object(stack_options, "check_model", side_effect=str),

@@ -91,7 +91,7 @@ def table_of(signed: bool) -> Tensor:
 
 
 def values_of(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """What codes and scales stand for (float64, [blocks, QUANTISED_BLOCK])."""
+    """The values that codes and scales stand for (float64, [blocks, QUANTISED_BLOCK])."""
     return table_of(signed)[codes.long()].view(-1, QUANTISED_BLOCK) * scale.double().view(-1, 1)
 
 
