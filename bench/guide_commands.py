@@ -47,7 +47,7 @@ from bench.gpu.summary import table
 from bench.gpu.training_stack import RowsAsTheyCome
 from example_trainer.child_processes.ports import PortReservations
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
 LOGS = ("api.log", "gsm8k.log", "vllm.log", "trainer.log", "shell.log")
 SERVER_LINES = ("[vLLM Patch] ✓ Shared memory setup complete!", "[vLLM Patch] ✓ Exported ", "(name: WeightUpdater_TP0)")
 TRAINER_LINES = ("[Bridge] Mapped ", "Step 1/")
