@@ -15,10 +15,11 @@ import pytest
 
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.ports import is_free
-from example_trainer.training.runs import marked_run
+from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.training.runs import marked_run, steps_in
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
-from tests.e2e.conftest import CACHE
+from tests.e2e.conftest import CACHE, VllmServer
 from tests.forked_commands import FORK_CHILDREN
 from tests.still_running import json_rows
 
@@ -35,22 +36,40 @@ def family_of_server(log: Path) -> set[int]:
     return named | {alive[pid] for pid in named}
 
 
+def starts(log: Path) -> list[int]:
+    """The weight versions on which a server was started."""
+    return [int(version) for version in re.findall(r"==== weight version (\d+): ", log.read_text(errors="replace"))]
+
+
+def with_state(checkpoints: Path) -> list[int]:
+    """The steps whose checkpoints keep their optimizer state."""
+    return [step for step, path in steps_in(checkpoints).items() if (path / "trainer_state" / "trainer.json").is_file()]
+
+
+def post_groups(url: str, *numbers: int) -> None:
+    for number in numbers:
+        httpx.post(f"{url}/scored_data", json=made_up_group(number), timeout=60).raise_for_status()
+
+
 def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     processes: Processes, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
     port, vllm_port, metrics_port = free_port(), free_port(), free_port()
     url, vllm = f"http://localhost:{port}", f"http://localhost:{vllm_port}"
-    folder, log = tmp_path / "trainer", tmp_path / "trainer" / "vllm.log"
+    folder, log, checkpoints = tmp_path / "trainer", tmp_path / "trainer" / "vllm.log", tmp_path / "checkpoints"
     processes.start_service(port)
     command = [
         *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-4"),
-        *("--weight-bridge-mode", "none", "--vllm-restart-interval", "2", "--vllm-port", str(vllm_port)),
-        *("--vllm-args", " ".join(["--max-model-len 256 --max-num-seqs 32", *CACHE]), "--metrics-port", str(metrics_port)),
+        *("--vllm-port", str(vllm_port), "--metrics-port", str(metrics_port)),
+        *("--vllm-args", " ".join(["--max-model-len 256 --max-num-seqs 32", *CACHE])),
         *("--atropos-url", url, "--batch-size", "16", "--gradient-accumulation-steps", "1", "--training-steps", "50"),
-        *("--checkpoint-interval", "2", "--num-threads", "1", "--seq-len", "256"),
-        *("--save-path", tmp_path / "checkpoints", "--log-dir", folder),
+        *("--checkpoint-interval", "3", "--num-threads", "1", "--seq-len", "256"),
+        *("--save-path", checkpoints, "--log-dir", folder),
     ]
-    trainer = processes.start("trainer", command, FORK_CHILDREN | {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}, grace=60)
+
+    def start_trainer(*flags: str) -> ManagedProcess:
+        variables = FORK_CHILDREN | {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}
+        return processes.start("trainer", [*command, *flags], variables, grace=60)
 
     def rows() -> list[dict[str, Any]]:
         return json_rows(folder / "metrics.jsonl")
@@ -63,22 +82,29 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
         answer = httpx.post(f"{vllm}/generate", json=body, timeout=60).json()
         return answer["weight_versions"], answer["weight_epochs"]
 
-    # Rollouts for two steps and no more: the trainer stands still after them, and whatever is looked at stays as it is.
-    for number in range(2 * 4):
-        httpx.post(f"{url}/scored_data", json=made_up_group(number), timeout=60).raise_for_status()
-    wait_for_step(2)
-    assert [row["weight_version"] for row in rows()] == [0, 2]
-    assert re.findall(r"==== weight version (\d+): ", log.read_text()) == ["0", "2"]
-    run = marked_run(tmp_path / "checkpoints")
+    # Rollouts for four steps and no more: the trainer stands still after them, between two restarts.
+    trainer = start_trainer()
+    post_groups(url, *range(4 * 4))
+    wait_for_step(4)
+    assert [row["weight_version"] for row in rows()] == [0, 0, 3, 3], "mode none restarts vLLM every three steps"
+    assert starts(log) == [0, 3]
+    run = marked_run(checkpoints)
     assert run is not None
-    assert weights_of_an_answer() == ([2], [run.epoch])
-    assert "lockstep_weight_version 2.0" in httpx.get(f"{vllm}/metrics", timeout=30).text
+    assert weights_of_an_answer() == ([3], [run.epoch])
+    assert "lockstep_weight_version 3.0" in httpx.get(f"{vllm}/metrics", timeout=30).text
 
     def not_shown() -> str | None:  # it is a moment after the row was written
         shown = httpx.get(f"http://localhost:{metrics_port}/metrics", timeout=60).text
-        return None if "lockstep_trainer_served_weight_version 2.0" in shown else shown
+        return None if "lockstep_trainer_served_weight_version 3.0" in shown else shown
 
     processes.wait_until("the version to be shown", not_shown, 180)
+    processes.wait_until("a state of step 3", lambda: None if with_state(checkpoints) == [3] else "not there", 120)
+    assert "Saved the weights of" in trainer.log_path.read_text()
+
+    # kill -9, and a trainer that goes on at once: it takes the server of the one before for what it is.
+    os.kill(trainer.command_pid(), signal.SIGKILL)
+    before, trainer = trainer, start_trainer("--resume", "auto", "--keep-optimizer-states", "all")
+    processes.stop(before)
 
     # An environment comes, and stays while the server that it samples from is started again.
     flags = ["--env.rollout_server_url", url, "--openai.base_url", vllm, "--env.max_token_length", "24"]
@@ -87,8 +113,12 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
         [sys.executable, ROOT / "environments/arithmetic_server.py", "serve", *flags, "--env.group_size", "8"],
         may_finish=True,
     )
-    wait_for_step(5)
-    assert [row["weight_version"] for row in rows()[2:5]] == [2, 4, 4]
+    post_groups(url, *range(4 * 4, 4 * 5))
+    wait_for_step(7)
+    # The first trainer's row of step 4, which is in no checkpoint, has given way to the second one's.
+    assert [(row["step"], row["weight_version"]) for row in rows()[3:7]] == [(4, 3), (5, 3), (6, 6), (7, 6)]
+    assert starts(log)[:4] == [0, 3, 3, 6]
+    assert "did not start" not in trainer.log_path.read_text()
 
     # A person's SIGTERM: what was learned is kept, and no process of the server's is left.
     def family() -> set[int]:
@@ -105,10 +135,41 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     # What the server was started on is a checkpoint like any other, and was written once.
     saved = re.findall(r"Saved checkpoint (\S+)", text)
     assert len(saved) == len(set(saved)) >= 2
+    assert with_state(checkpoints) == list(steps_in(checkpoints)), "with all, every checkpoint keeps its state"
     assert not left & parents().keys()
     assert is_free(vllm_port)
     os.kill(environment.command_pid(), signal.SIGCONT)
     assert environment.poll() is None  # it waits, while vLLM is restarted and when the trainer is gone
-    kept = max(int(file.parent.name.removeprefix("step_")) for file in tmp_path.glob("checkpoints/step_*/model.safetensors"))
+    kept = max(steps_in(checkpoints))
     # A step whose weights vLLM was being restarted on is kept, and has no row yet.
     assert kept - rows()[-1]["step"] in (0, 1)
+
+
+def test_a_server_of_somebody_else_s_is_left_alone_and_no_state_is_kept(
+    server: VllmServer, processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    port = free_port()
+    url, checkpoints = f"http://localhost:{port}", tmp_path / "checkpoints"
+    processes.start_service(port)
+    command = [
+        *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", server.model, "--lr", "1e-4"),
+        *("--vllm-port", str(server.port), "--vllm-restart-interval", "2", "--keep-optimizer-states", "0"),
+        *("--atropos-url", url, "--batch-size", "4", "--gradient-accumulation-steps", "1", "--seq-len", "64"),
+        *("--checkpoint-interval", "1", "--num-threads", "1", "--save-path", checkpoints, "--log-dir", tmp_path / "trainer"),
+    ]
+    instance = httpx.get(f"{server.url}/weights", timeout=30).json()["instance"]
+    post_groups(url, *range(5))
+    trainer = processes.start("trainer", [*command, "--training-steps", "3"], may_finish=True)
+    text = processes.finish(trainer, 200)
+    assert f"This trainer did not start the vLLM server at {server.url}, and will not restart it" in text
+    assert f"The weights of the vLLM server at {server.url} are 2 steps behind the trainer's" in text
+    assert "Saved the weights of" not in text, "no checkpoint is saved for a server that loads none"
+    assert list(steps_in(checkpoints)) == [1, 2, 3]
+    assert with_state(checkpoints) == []
+
+    again = processes.start("trainer", [*command, "--training-steps", "5", "--resume", "auto"], may_finish=True)
+    text = processes.finish(again, 200)
+    assert "step_3 keeps no optimizer state: training goes on from its weights" in text
+    assert "are 4 steps behind the trainer's" in text
+    assert "Training complete: 5 steps" in text
+    assert httpx.get(f"{server.url}/weights", timeout=30).json()["instance"] == instance
