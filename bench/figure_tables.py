@@ -138,6 +138,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "docs/operations.md": {
         "(at most 32,768, beyond which it": "the largest of BUDGETS in example_trainer/training/memory_plan.py",
+        "model on one H100 a restart took 98 s": "the trainer's log in bench/results/guide_legacy.json",
         "16 bytes for each parameter at 50 GB/s": "BUS_BYTES_PER_SECOND in example_trainer/training/memory_choice.py",
         "leaves 8 % of the memory free": "_PLANNED_SHARE in example_trainer/training/memory_plan.py",
         "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_items.py",
