@@ -133,17 +133,15 @@ class LoraBridge(WeightBridge):
 
     def require_shapes(self, shapes: Shapes) -> None:
         for server, info in zip(self._servers, self._infos, strict=True):
-            if self._settings.rank > info["max_rank"]:
-                raise BridgeError(
-                    f"--lora-r {self._settings.rank}, and {server.url} takes ranks up to {info['max_rank']}; start it with a "
-                    "larger --max-lora-rank"
-                )
+            _require_rank(server.url, info, self._settings)
             sent = as_served(shapes, served_dtype(info)) if self.converts else shapes
             require_layout(manifests_of(info), sent, f" of {server.url}, which serves {info['model']}")
 
     def connect(self, model: torch.nn.Module) -> None:
         assert isinstance(model, Decoder)
         infos = self._infos or [server.wait_for_info() for server in self._servers]
+        for server, info in zip(self._servers, infos, strict=True):
+            _require_rank(server.url, info, self._settings)
         compared = [
             _check_base(server.url, info, model, self._base_model) for server, info in zip(self._servers, infos, strict=True)
         ]
@@ -226,6 +224,14 @@ def _abandoned(serving: Path) -> list[Path]:
         if host == _HOST and process.isdigit() and not Path(f"/proc/{process}").exists():
             found.append(folder)
     return found
+
+
+def _require_rank(url: str, info: dict[str, Any], settings: LoraSettings) -> None:
+    """Raise BridgeError if the server does not take adapters of this rank."""
+    if settings.rank > info["max_rank"]:
+        raise BridgeError(
+            f"--lora-r {settings.rank}, and {url} takes ranks up to {info['max_rank']}; start it with a larger --max-lora-rank"
+        )
 
 
 def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> bool:

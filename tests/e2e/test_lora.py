@@ -28,6 +28,7 @@ from example_trainer.models.lora.settings import TARGETS, LoraSettings
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs
 from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
+from example_trainer.weight_bridge.server import planned_shapes
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group, trainer_logprobs
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model, start_vllm
@@ -277,12 +278,16 @@ def test_a_trainer_on_another_base_model_is_told(lora_server: VllmServer, tmp_pa
     server = LoraServer("localhost", lora_server.port, BRIDGE_TIMEOUT, None, BRIDGE_TIMEOUT)
     for name, folder, settings, message in [
         ("weights", make_tiny_model(tmp_path / "twin", seed=1), SETTINGS, r"the weights of --model-name .*twin \(checksum"),
-        ("layers", make_tiny_model(tmp_path / "deep", layers=3), SETTINGS, r"8 parameter\(s\) .* differ: .*layers\.2"),
+        ("layers", make_tiny_model(tmp_path / "deep", layers=3), SETTINGS, r"8 parameter\(s\) differ .*: .*layers\.2"),
         ("rank", lora_server.model, LoraSettings(32, 1.0, 0.0, TARGETS), r"--lora-r 32, and .* takes ranks up to 16"),
     ]:
-        bridge = LoraBridge([server], settings, tmp_path, str(folder))
+        bridge, model = LoraBridge([server], settings, tmp_path, str(folder)), adapted(folder, settings)
+        bridge.serving_dtype()
+        if name != "weights":  # everything else is known before a weight is loaded
+            with pytest.raises(BridgeError, match=message):
+                bridge.require_shapes(planned_shapes(model.geometry, torch.float32))
         with pytest.raises(BridgeError, match=message):
-            bridge.connect(adapted(folder, settings))
+            bridge.connect(model)
         assert not (tmp_path / "serving").exists(), name
 
 
