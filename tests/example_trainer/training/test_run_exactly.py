@@ -208,9 +208,9 @@ class Run:
         make_bridge, sync, next_batch = grpo.make_bridge, NoBridge.sync, RolloutClient.next_batch
         epoch = [0]
 
-        def make_and_note(*arguments: Any, weight_epoch: int) -> Any:
+        def make_and_note(*arguments: Any, weight_epoch: int, **options: Any) -> Any:
             epoch[0] = weight_epoch
-            return make_bridge(*arguments, weight_epoch=weight_epoch)
+            return make_bridge(*arguments, weight_epoch=weight_epoch, **options)
 
         def serve(bridge: NoBridge, version: int, write: Callable[[], None], masters: Any = None) -> Any:
             report = sync(bridge, version, write, masters)
