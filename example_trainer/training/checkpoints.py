@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -114,7 +115,7 @@ class Checkpoints:
         self.keep, self.in_use = keep, in_use
         self._whole = last
         self._weights_step: int | None = None
-        self._drafts: set[Path] = set()
+        self._sweeping, self._swept = threading.Lock(), False
         self._save: BackgroundSave | None = None
         self._memory: HostCopy | None = None
         self._group: Any = None
@@ -329,7 +330,6 @@ class Checkpoints:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_drafts()
-            self._drafts.add(draft)
             free = shutil.disk_usage(self.folder).free
             if free < needed:  # knowing beforehand is kinder than failing after gigabytes
                 raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
@@ -344,8 +344,6 @@ class Checkpoints:
             raise CheckpointError(
                 f"could not write checkpoint {final}: {reason}; {kept}; make room or change --save-path"
             ) from error
-        finally:
-            self._drafts.discard(draft)
 
     def _require_own_run(self, final: Path) -> None:
         newest = marked_run(self.folder, self.prefix, skip_damaged=True)
@@ -356,33 +354,34 @@ class Checkpoints:
             )
 
     def _remove_drafts(self) -> None:
-        for draft in self.folder.glob(f".{self.prefix}*.draft-*"):
-            if draft in self._drafts:
-                continue  # this process is writing it
-            owner = int(draft.name.rpartition("-")[2])
-            if owner == os.getpid() or not Path(f"/proc/{owner}").exists():
-                logger.warning("Removing %s, which a process that died left unfinished", draft)
-                shutil.rmtree(draft)
+        """Remove what dead processes left unfinished. A dead one may have had this process's id, as in a container."""
+        with self._sweeping:
+            for draft in self.folder.glob(f".{self.prefix}*.draft-*"):
+                owner = int(draft.name.rpartition("-")[2])
+                # Once swept, those of this process are being written or removed by its threads.
+                if not self._swept if owner == os.getpid() else not Path(f"/proc/{owner}").exists():
+                    logger.warning("Removing %s, which a process that died left unfinished", draft)
+                    shutil.rmtree(draft)
+            self._swept = True
 
     def _remove_old(self) -> None:
         """Of this run's own checkpoints alone: another run's state is all that it could be continued from."""
         known = saved_steps(self.folder, self.prefix, skip_damaged=True, without_state=True)
         saved = [one for one in known if one.run.name == self.run.name]
         saved.sort(key=lambda one: one.order)
-        used = [one for one in saved if self.in_use(one.step)][-1:]
+        stateful = [one for one in saved if has_state(one.path)]
+        # A server may be started again on the one, and training goes on exactly from the other.
+        needed = [*[one for one in saved if self.in_use(one.step)][-1:], *stateful[-1:]]
         for one in saved[: -self.keep] if self.keep else []:
-            if one not in used:
+            if one not in needed:
                 remove(one.path, self.folder)
                 logger.info("Removed checkpoint %s (--keep-checkpoints %d)", one.path, self.keep)
-        saved = [one for one in saved if has_state(one.path)]
-        for one in [] if self.keep_states is None else saved[: max(0, len(saved) - self.keep_states)]:
+        for one in [] if self.keep_states is None else stateful[: max(0, len(stateful) - self.keep_states)]:
             if one.path.exists():
                 shutil.copyfile(one.path / STATE_FOLDER / TRAINER_FILE, one.path / TRAINER_FILE)
                 remove(one.path / STATE_FOLDER, self.folder)
-                logger.info(
-                    "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay",
-                    one.path, self.keep_states,
-                )  # fmt: skip
+                what = "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay"
+                logger.info(what, one.path, self.keep_states)
 
 
 def _write_record(folder: Path, trainer: dict[str, Any]) -> None:
@@ -397,4 +396,4 @@ def _replace(draft: Path, final: Path) -> None:
     old = draft.with_name(draft.name.replace(".draft-", ".old.draft-"))
     final.rename(old)
     draft.rename(final)
-    shutil.rmtree(old, ignore_errors=True)  # if not now, with the next checkpoint's drafts
+    shutil.rmtree(old, ignore_errors=True)  # the next trainer removes what is left

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError
 from example_trainer.models.geometry import Geometry
 from example_trainer.training.memory_items import MemoryRequest, parameter_count
 from example_trainer.training.memory_plan import OUTSIDE_SHARE, PLANNED_SHARE, MemoryShortage, Room, plan_memory
@@ -182,6 +183,10 @@ def plan_server(config: TrainerConfig, bridge: WeightBridge, request: MemoryRequ
     place = bridge.place_server(device, request.geometry)
     if place is None:
         return None
-    given = ServerFlags.of(config.vllm_args)
+    given, memory = ServerFlags.of(config.vllm_args), {} if config.skip_memory_check else memory_of_gpus()
+    absent = [gpu for gpu in (config.vllm_gpus or "").split(",") if gpu and memory and str(int(gpu)) not in memory]
+    if absent:
+        present = ", ".join(gpu for gpu in memory if gpu.isdigit())
+        raise ConfigError(f"--vllm-gpus {config.vllm_gpus}: GPU {absent[0]} is not there; nvidia-smi lists {present}")
     needs = server_needs(request.geometry, request.dtype, place.tensor_parallel, config.seq_len, given.max_model_len)
-    return ServerPlan(bridge, place, given, needs, memory_of_gpus())
+    return ServerPlan(bridge, place, given, needs, memory)

@@ -78,9 +78,8 @@ def save_each_step(start: Path, folder: Path, steps: int, point: int) -> int:
     checkpoints = Checkpoints(folder, RUN, keep_states=1, keep=2)
     for step in range(1, steps + 1):
         train(model, optimizer, step)
-        if step == 2:
-            checkpoints.wait()  # from now on some step has its state, from which a resume is exact
         if step % 2 == 0:
+            checkpoints.wait()  # or the number of operations would not be the same each time
             checkpoints.save_weights(model, optimizer, {})
         checkpoints.begin(model, optimizer, {})
     checkpoints.wait()

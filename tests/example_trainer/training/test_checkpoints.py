@@ -173,6 +173,37 @@ def test_weights_for_a_server_do_not_wait_for_states_and_get_theirs_later(
     assert not list((tmp_path / "out").glob(".*"))
 
 
+def test_the_newest_state_stays_while_later_weights_have_none(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--keep-checkpoints 1: step 2 is complete when step 3 has its weights alone, and a kill may come now."""
+    model, optimizer = load(start)
+    checkpoints = Checkpoints(tmp_path, RUN, keep=1, in_use=lambda step: step == 3)
+    train(model, optimizer, 1)
+    checkpoints.save(model, optimizer, {})
+    train(model, optimizer, 2)
+    writing, go_on = threading.Event(), threading.Event()
+    write = checkpointing.write_safetensors
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        writing.set()
+        assert go_on.wait(60)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(checkpointing, "write_safetensors", slowly)
+    checkpoints.begin(model, optimizer, {})
+    assert writing.wait(60)
+    train(model, optimizer, 3)
+    checkpoints.save_weights(model, optimizer, {})
+    go_on.set()
+    checkpoints.wait()
+    assert list(steps_in(tmp_path)) == [2, 3]
+    assert (tmp_path / "step_2" / "trainer_state" / "trainer.json").is_file()
+    checkpoints.begin(model, optimizer, {})
+    checkpoints.wait()
+    assert list(steps_in(tmp_path)) == [3]
+
+
 def test_weights_for_a_server_are_the_whole_checkpoint_if_no_state_is_kept(start: Path, tmp_path: Path) -> None:
     model, optimizer = load(start)
     train(model, optimizer, 2)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError
 from example_trainer.models.geometry import Geometry
 from example_trainer.training import memory_choice, server_share
 from example_trainer.training.memory_choice import choose_memory
@@ -96,6 +97,11 @@ def test_on_a_gpu_of_its_own_the_server_has_its_default(plan) -> None:  # type: 
     assert flags == ("--gpu-memory-utilization", "0.48")
     with pytest.raises(MemoryShortage, match=r"the vLLM server needs about .* on GPU 7, of which 8\.00 of 79\.00 GiB are free"):
         plan(QWEN_3B, 79, ["0"], vllm_gpus="7", elsewhere=8)
+
+
+def test_a_gpu_that_is_not_there_is_named_before_anything_is_loaded(plan) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="--vllm-gpus 1,3: GPU 3 is not there; nvidia-smi lists 1, 7"):
+        plan(QWEN_3B, 79, ["0"], vllm_gpus="1,3")
 
 
 def test_flags_of_the_user_win(plan) -> None:  # type: ignore[no-untyped-def]
