@@ -41,6 +41,8 @@ KILLED_SECONDS = 30.0
 """Seconds that ranks have after another rank was killed. On GPUs they may wait for that rank inside
 a kernel, for ever.
 """
+END_SECONDS = 30.0
+"""Seconds that a rank has after SIGKILL. A process that waits inside a driver does not end."""
 _POLL_SECONDS = 0.1
 
 
@@ -71,8 +73,14 @@ class RankProcesses:
 
     def __exit__(self, *_: object) -> None:
         self.signal(signal.SIGKILL)
-        for process in self._running.values():
-            process.wait()
+        for rank, process in self._running.items():
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.error(
+                    "rank %d (process %d) did not end %g s after SIGKILL: it waits inside a driver; see nvidia-smi and dmesg",
+                    rank, process.pid, END_SECONDS,
+                )  # fmt: skip
 
     @property
     def running(self) -> list[int]:
@@ -168,10 +176,10 @@ def launch(command: Sequence[str], count: int, stop: StopSignal) -> int:
             for rank, code in ranks.ended[before:]:
                 deadline = min(deadline, time.monotonic() + _patience(rank, code, count))
             if ranks.running and time.monotonic() > deadline:
-                logger.error("%s did not end in time after the others; killing", _named(ranks.running))
-                ranks.signal(signal.SIGKILL)
-                deadline = float("inf")
-        return _status(ranks.ended, requested)
+                logger.error("%s did not end in time: killing", _named(ranks.running))
+                break
+        status = _status(ranks.ended, requested)
+        return 128 + signal.SIGKILL if ranks.running and not status else status
 
 
 def _patience(rank: int, code: int, count: int) -> float:

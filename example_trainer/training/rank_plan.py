@@ -145,6 +145,8 @@ def _beside_server(config: TrainerConfig, gpus: int, stop: StopSignal) -> RankPl
         info = server.wait_for_info()
     if not config.single_copy:
         single, reason = prefers_single_copy(info, gpus if config.ranks == "auto" else int(config.ranks))
+        if single and config.ranks not in ("auto", info["tp_degree"]):
+            single, reason = False, f"vLLM has {info['tp_degree']} rank(s) and --ranks is {config.ranks}"
         logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", reason)
         if not single:
             return _spread(config, gpus, ("--use-shared-memory",))
@@ -158,14 +160,15 @@ def _beside_server(config: TrainerConfig, gpus: int, stop: StopSignal) -> RankPl
         logger.info("[Ranks] Starting %d ranks, one for each of vLLM's at %s", count, server.url)
         return RankPlan(count, config, ("--ranks", str(count), "--single-copy"))
     _log_idle(gpus, f"a single copy has one rank for each of vLLM's, and {server.url} has one")
-    return RankPlan(1, config.model_copy(update={"device": _device_of(info, config.device) if gpus > 1 else config.device}))
+    device = _device_of(info, config.device) if gpus > 1 else config.device
+    return RankPlan(1, config.model_copy(update={"device": device, "single_copy": True}))
 
 
 def _spread(config: TrainerConfig, gpus: int, flags: tuple[str, ...]) -> RankPlan:
     count = max(1, gpus) if config.ranks == "auto" else int(config.ranks)
     if count == 1:
         _log_idle(gpus, "--ranks is 1")
-        return RankPlan(1, config)
+        return RankPlan(1, config.model_copy(update={"use_shared_memory": True}) if flags else config)
     why = "one for each GPU that this trainer sees (--ranks 1: one GPU)" if count == gpus else f"--ranks {count}"
     logger.info("[Ranks] Starting %d ranks with FSDP2: %s", count, why)
     return RankPlan(count, config, ("--ranks", str(count), *flags))

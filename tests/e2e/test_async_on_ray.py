@@ -272,9 +272,9 @@ def steps_of(run: Run) -> list[int]:
 
 
 def test_what_a_lost_node_had_comes_back_on_another(cluster: Any, processes: Processes, tmp_path: Path) -> None:
-    """Every kind of role: the weights come by way of a parameter server, and the trainer, of two ranks under torchrun, holds no
-    reference of its own. The node goes with vLLM's server and its environment on it; reference worker and parameter server are
-    killed in the same moment, wherever they are."""
+    """Every kind of role: the weights come by way of a parameter server. The trainer has two ranks, which it starts itself, and
+    no reference of its own. The node goes with vLLM's server and its environment on it; reference worker and parameter server
+    are killed in the same moment, wherever they are."""
     sections = yaml.safe_load((CONFIGS / "arithmetic_async_cpu.yaml").read_text())
     sections["orchestration"] |= {"reference_workers": 1, "parameter_servers": 1, "trainer_ranks": 2}
     sections["orchestration"] |= {"reference_cpus": 0.1, "parameter_server_cpus": 0.1}

@@ -166,6 +166,20 @@ def test_without_a_flag_the_servers_gpus_decide(machine: Machine, caplog: pytest
     assert machine.plan(**SHARED).flags[-1] == "--use-shared-memory", "no gradient is taken in float16"
 
 
+def test_without_a_flag_another_number_of_ranks_than_vllms_broadcasts(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.gpus, machine.info = ("a", "b"), server_info(1, ("a",))
+    plan = machine.plan(**SHARED, ranks=2)
+    assert (plan.count, plan.flags) == (2, ("--ranks", "2", "--use-shared-memory"))
+    assert "Broadcast: vLLM has 1 rank(s) and --ranks is 2" in caplog.text
+    machine.info = server_info(2, ("a", "b"))
+    plan = machine.plan(**SHARED, ranks=1)
+    assert (plan.count, plan.config.use_shared_memory) == (1, True), "the choice is made, and logged, once"
+    machine.info = server_info(1, ("b",))
+    assert machine.plan(**SHARED).config.single_copy
+
+
 def test_several_updates_of_a_batch_are_broadcast(machine: Machine) -> None:
     machine.gpus, machine.info = ("a", "b"), server_info(2, ("a", "b"))
     assert machine.plan(**SHARED, ppo_epochs=2).count == 2
