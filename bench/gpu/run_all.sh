@@ -27,7 +27,8 @@
 #       and trains what bench/results/learning.json lacks where the model is the one that was measured there) ·
 #       async (two, or one that they share: in turns, overlapped, off-policy by 1, 2 and 4; MODEL names a checkpoint's folder, else
 #       the starter model; LR its learning rate, 3e-4 if not given, which is far too much for a large one) ·
-#       modes (whole trainings, those that the GPUs suffice for; all with four) · checks (one: tests/gpu/check_*.py) ·
+#       modes (whole trainings, those that the GPUs suffice for; all with four) ·
+#       ranks (two; one for the float16 servers: trainers that start their own ranks, and trainers beside a float16 server) · checks (one: tests/gpu/check_*.py) ·
 #       cpu (a tiny model, to try the scripts) ·
 #       one-gpu (one: exact, learning, resumed, checks, modes, deterministic, async and colocate in turn; its model is made if
 #       MODEL names no folder; 45 minutes, so where commands have a time limit: `setsid nohup bench/gpu/run_all.sh one-gpu out > log 2>&1 &`)
@@ -129,7 +130,15 @@ case $kind in
     ;;
   async) run 560 async_modes async_modes.py --steps 40 --sequences 256 --group 16 --in-flight 512 --seconds 90 \
     ${MODEL:+--model "$MODEL"} ${LR:+--lr "$LR"} ;;
-  modes) run 530 training_modes training_modes.py --eager ;;
+  modes)
+    run 530 training_modes training_modes.py --eager --only single_copy lora broadcast_direct broadcast_overlapped restart \
+      single_copy_tp2 broadcast_tp2_fsdp2 broadcast_two_servers broadcast_two_on_one_gpu parameter_server \
+      parameter_server_one_gpu parameter_server_host_memory deterministic_single_copy deterministic_broadcast
+    ;;
+  ranks)
+    run 530 ranks training_modes.py --eager --steps 10 --name ranks --only single_copy_tp2 broadcast_fsdp2 chosen_tp2 \
+      broadcast_float16 chosen_float16 lora_float16
+    ;;
   fleet-faults)
     mkdir -p "$out/fleet_faults"
     timeout -k 25 580 "$python" -u tests/gpu/check_fleet_faults.py --json "$out/fleet_faults/fleet_faults_gpu.json" \
