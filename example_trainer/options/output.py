@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -23,12 +23,12 @@ class CheckpointOptions(Section):
         None, description="auto (the newest run in save-path, from its newest checkpoint; else anew) or a step_N folder"
     )
 
-    @field_validator("keep_optimizer_states")
+    @field_validator("keep_optimizer_states", mode="before")
     @classmethod
-    def _not_negative(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 0:
-            raise ValueError("give 0 or more, or all")
-        return value
+    def _all_or_a_number(cls, value: Any) -> Any:
+        if value == "all" or (not isinstance(value, bool) and str(value).isdigit()):
+            return value if value == "all" else int(value)
+        raise ValueError("give 0 or more, or all")
 
 
 class OutputOptions(Section):

@@ -55,8 +55,8 @@ def one_process_reason(config: TrainerConfig) -> str:
         return "--weight-bridge-mode lora_only trains in one process"
     if config.starts_vllm:
         return (
-            "a trainer that restarts vLLM on checkpoints (--weight-bridge-mode none) trains in one process; "
-            "--vllm-restart-interval 0 and --weight-bridge-mode shared_vllm train in several"
+            "a trainer that restarts vLLM on checkpoints (--weight-bridge-mode none) trains in one process; with "
+            "--weight-bridge-mode shared_vllm or --vllm-restart-interval 0 it can train in several"
         )
     return ""
 

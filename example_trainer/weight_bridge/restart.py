@@ -15,7 +15,7 @@ import torch
 
 from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import BridgeError
+from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.models.geometry import Geometry
 from example_trainer.prerequisites import require_vllm
 from example_trainer.process import StopSignal
@@ -83,9 +83,15 @@ class RestartBridge(WeightBridge):
 
     def place_server(self, device: torch.device, geometry: Geometry) -> ServerGpus | None:
         """See WeightBridge.place_server."""
+        asked = self._config.vllm_gpus
         if device.type != "cuda":
-            return None
-        asked, size = self._config.vllm_gpus, ServerFlags.of(self._config.vllm_args).size
+            if asked is None:
+                return None
+            raise ConfigError(
+                f"--vllm-gpus {asked} needs a trainer on a GPU, and this one computes on {device}: leave --vllm-gpus out, so "
+                "that vLLM runs on the CPU too"
+            )
+        size = ServerFlags.of(self._config.vllm_args).size
         place = choose_server_gpus(asked, seen_gpus(torch.cuda.device_count()), device.index or 0, geometry, size)
         self._server.use_gpus(place.listed)
         self._shares_gpu = place.beside_trainer

@@ -181,6 +181,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
             "--vllm-gpus needs --weight-bridge-mode none and a --vllm-restart-interval above 0",
         ),
         ("--model-name m --keep-optimizer-states -1", "--keep-optimizer-states '-1': give 0 or more, or all"),
+        ("--model-name m --keep-optimizer-states some", "--keep-optimizer-states 'some': give 0 or more, or all"),
         ("--model-name m --vllm-restart-interval 3 --vllm-gpus zero", "--vllm-gpus 'zero'"),
         ("--model-name m --lr fast", "--lr 'fast': input should be a valid number"),
         ("--model-name m --lr", "argument --lr: expected one argument; see --help"),

@@ -20,7 +20,7 @@ import torch
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.ports import is_free
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import BridgeError
+from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.weight_bridge import owned_server, restart
 from example_trainer.weight_bridge.base import NoBridge
@@ -250,6 +250,12 @@ def test_computed_flags_come_before_the_users_which_win(
     assert words[-2:] == ["--max-num-seqs", "4"]
     assert (words[-4:-2] == ["--tensor-parallel-size", "2"]) == gets
     assert ("does not start vLLM, so its server gets no --tensor-parallel-size 2" in caplog.text) != gets
+
+
+def test_gpus_for_the_server_of_a_trainer_on_a_cpu_are_refused(stack: Stack) -> None:
+    bridge = make_bridge(stack.config(vllm_gpus="2,3"), stack.stop)
+    with pytest.raises(ConfigError, match="--vllm-gpus 2,3 needs a trainer on a GPU, and this one computes on cpu: leave"):
+        bridge.place_server(torch.device("cpu"), geometry())
 
 
 def test_with_interval_0_no_server_is_started_or_looked_for(stack: Stack) -> None:
