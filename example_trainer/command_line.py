@@ -9,10 +9,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from atroposlib.utils.yaml_files import YamlError, read_yaml, underscored
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.algorithm.functions import is_import, make_importable
 from example_trainer.api_keys import SECRETS
@@ -64,10 +64,10 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     shown = "required" if field.is_required() else f"default: {default}"
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
     options["help"] = f"{field.description} ({shown})".replace("%", "%%")
-    if field.annotation is bool or bool in get_args(field.annotation):
+    if _is_switch(field.annotation):
+        options |= {"nargs": "?", "const": "on", "metavar": "{auto,on,off}"}
+    elif field.annotation is bool or bool in get_args(field.annotation):
         options["action"] = argparse.BooleanOptionalAction
-    elif _is_switch(field.annotation):
-        options |= {"nargs": "?", "const": "on", "metavar": _metavar(field.annotation)}
     elif get_origin(field.annotation) is list:
         options |= {"nargs": "+", "metavar": "NAME"}
     else:
@@ -76,8 +76,8 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
 
 
 def _is_switch(annotation: Any) -> bool:
-    """Return whether a field is on, off or something between (see options.model.Switch)."""
-    return {"on", "off"} <= set(get_args(annotation))
+    """Return whether a field is on, off or auto (see options.model.Switch)."""
+    return {bool, Literal["auto"]} <= set(get_args(annotation))
 
 
 def _metavar(annotation: Any) -> str:
@@ -161,27 +161,39 @@ def checked(options: type[Options], values: Mapping[str, Any], flags: Collection
         raise ConfigError(_one_line(error, from_flags=set(flags), file=file)) from error
 
 
-def read_yaml(file: Path) -> Any:
-    """The content of a configuration file, whatever that is.
+def read_config(file: Path) -> Any:
+    """Return the content of a configuration file, which may be anything that YAML can express.
 
     Raises:
-        ConfigError: it cannot be read, or is not YAML; a single line.
+        ConfigError: the file cannot be read or is not YAML; a single line.
     """
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        return read_yaml(file)
     except OSError as error:
         raise ConfigError(f"cannot read --config {file}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
+    except YamlError as error:
+        raise ConfigError(f"--config {file} is not YAML: {error}") from error
+
+
+def with_underscores(table: dict[Any, Any], file: Path) -> dict[str, Any]:
+    """Return a table with `_` for `-` in its keys.
+
+    Raises:
+        ConfigError: two keys become the same.
+    """
+    try:
+        return underscored(table)
+    except YamlError as error:
+        raise ConfigError(f"--config {file}: {error}") from error
 
 
 def _read_options(file: Path) -> dict[str, Any]:
-    content = read_yaml(file)
+    content = read_config(file)
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file} must hold options as 'name: value' lines, not {type(content).__name__}")
-    values = {str(key).replace("-", "_"): value for key, value in content.items()}
+    values = with_underscores(content, file)
     for key in values:
         if key not in TrainerConfig.model_fields:
             raise ConfigError(f"unknown key {key!r} in {file}{_nearest(key, list(TrainerConfig.model_fields))}")

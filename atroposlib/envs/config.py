@@ -5,6 +5,7 @@ from enum import Enum
 from pydantic import Field, SecretStr, model_validator
 
 from atroposlib.compatibility import WarnsOfUnknownKeys
+from atroposlib.utils.strict_numbers import StrictNumbers
 
 ENV_NAMESPACE = "env"
 OPENAI_NAMESPACE = "openai"
@@ -21,7 +22,7 @@ class EvalHandlingEnum(Enum):
     NONE = "NONE"
 
 
-class BaseEnvConfig(WarnsOfUnknownKeys):
+class BaseEnvConfig(WarnsOfUnknownKeys, StrictNumbers):
     """Settings of an environment. Times are in seconds, lengths in tokens."""
 
     # What is asked of the model

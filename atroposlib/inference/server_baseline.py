@@ -25,6 +25,7 @@ from atroposlib.inference.routing import Look
 from atroposlib.inference.sampling import sampling_of
 from atroposlib.inference.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.utils.keys import given_or_variable
+from atroposlib.utils.strict_numbers import StrictNumbers
 
 __all__ = [
     "VALID_REASONING_EFFORTS",
@@ -48,7 +49,7 @@ SERVER_IS_AWAY = (502, 503, 504)
 CUT_OFF = ("abort", "error")
 
 
-class ServerBaseline(WarnsOfUnknownKeys):
+class ServerBaseline(WarnsOfUnknownKeys, StrictNumbers):
     """Settings of a server, without its address."""
 
     timeout: int = Field(default=1200, description="Longest time for one request, in seconds")

@@ -29,6 +29,7 @@ from atroposlib.inference.sglang_server import SGLangServer
 from atroposlib.inference.trl_vllm_server import TrlVllmServer
 from atroposlib.inference.vllm_server import VLLMServer
 from atroposlib.utils.keys import all_settings
+from atroposlib.utils.strict_numbers import StrictNumbers
 
 __all__ = ["APIServer", "APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerConfig"]
 
@@ -44,7 +45,7 @@ ALLOW_DUMMY = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 LOCAL_PORTS = range(9004, 9008)
 
 
-class ServerManagerConfig(WarnsOfUnknownKeys):
+class ServerManagerConfig(WarnsOfUnknownKeys, StrictNumbers):
     """Settings of the set of servers: flags without a namespace, or `--server.<name>`."""
 
     slurm: bool = Field(default=False, description="Find the servers on the nodes of this Slurm job")

@@ -77,7 +77,7 @@ def measure(choice: Choice, device: torch.device) -> dict[str, Any]:
         gradient_accumulation_steps=choice.bins,
         seq_len=choice.length,
         optimizer=choice.optimizer,
-        optimizer_offload="on" if choice.offload else "off",
+        optimizer_offload=choice.offload,
     )
     with Meter(device) as meter:
         configuration = Configuration(choice.name, choice.shape, checkpointing=choice.checkpointing)

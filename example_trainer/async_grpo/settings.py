@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from example_trainer.api_keys import SECRETS
-from example_trainer.command_line import checked_config, read_yaml
+from example_trainer.command_line import checked_config, read_config, with_underscores
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.options.section import Section
@@ -249,21 +249,19 @@ def check_keys(values: Mapping[str, Any], file: Path) -> None:
                 raise ConfigError(f"unknown key {key!r} under {name} in {file}{hint}")
 
 
-def with_underscores(section: Any) -> Any:
-    """A section whose keys are written as the options are; anything else as it is."""
-    return {str(key).replace("-", "_"): value for key, value in section.items()} if isinstance(section, dict) else section
-
-
 def read_settings(file: Path) -> Settings:
     """Read and check a configuration.
 
     Raises:
         ConfigError: it cannot be read, a key does not exist or belongs elsewhere, or a value does not fit; a single line.
     """
-    content = read_yaml(file)
+    content = read_config(file)
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file} must hold sections (orchestration, inference, training, logging)")
-    values = {str(name): with_underscores(section) for name, section in content.items()}
+    values = {
+        str(name): with_underscores(section, file) if isinstance(section, dict) else section
+        for name, section in content.items()
+    }
     return make_settings(values, file)
 
 

@@ -9,14 +9,18 @@ from pydantic import BeforeValidator, Field, field_validator
 from example_trainer.models.lora.settings import parse_targets
 from example_trainer.options.section import Section, split_commas
 
+SWITCH_WORDS = {word: True for word in ("on", "yes", "true", "1")} | {word: False for word in ("off", "no", "false", "0")}
+
 
 def _switch(value: Any) -> Any:
-    # YAML reads a bare on or off as a boolean.
-    return ("on" if value else "off") if isinstance(value, bool) else value
+    word = str(value).lower()
+    if word != "auto" and word not in SWITCH_WORDS:
+        raise ValueError("give auto, on or off")
+    return SWITCH_WORDS.get(word, word)
 
 
-Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
-"""As a flag: `--name` is on, `--no-name` is off, and `--name VALUE` is one of the three."""
+Switch = Annotated[Literal["auto"] | bool, BeforeValidator(_switch)]
+"""True, False or "auto". As a flag: `--name` is on, `--no-name` is off, and `--name VALUE` is auto, on or off."""
 
 
 class ModelOptions(Section):
@@ -97,5 +101,5 @@ class OptimizerOptions(Section):
     )
     optimizer_offload: Switch = Field(
         "auto",
-        description="keep masters and moments in host memory; auto: if the GPU cannot hold them; without a value: on",
+        description="keep masters and moments in host memory: on, off, or auto (if the GPU cannot hold them); alone: on",
     )

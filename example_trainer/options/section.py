@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
+
+from atroposlib.utils.strict_numbers import StrictNumbers
 
 
-class Section(BaseModel):
+class Section(StrictNumbers):
     """Options that belong together; the docstring of a section is its heading in --help."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), frozen=True)

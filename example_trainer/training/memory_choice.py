@@ -61,8 +61,8 @@ class MemoryChoice:
 
     def applied_to(self, config: TrainerConfig) -> TrainerConfig:
         """The options with the choice in place of "auto"."""
-        offload = "on" if self.offload else "off"
-        return config.model_copy(update={"optimizer_offload": offload, "gradient_checkpointing": self.gradient_checkpointing})
+        chosen = {"optimizer_offload": self.offload, "gradient_checkpointing": self.gradient_checkpointing}
+        return config.model_copy(update=chosen)
 
 
 def choose_memory(
@@ -118,7 +118,7 @@ def candidates(request: MemoryRequest, config: TrainerConfig, room: Room) -> lis
     """
     on_gpu = room.device.type == "cuda"
     open_offload = [False, True] if on_gpu and request.lora is None else [False]
-    offload = {"on": [True], "off": [False], "auto": open_offload}[config.optimizer_offload]
+    offload = open_offload if config.optimizer_offload == "auto" else [config.optimizer_offload]
     recompute = [config.gradient_checkpointing]
     if config.gradient_checkpointing is None:
         recompute = [False, True] if on_gpu else [False]

@@ -379,7 +379,7 @@ def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
         warmup_steps=config.warmup_steps,
         total_steps=config.training_steps,
         shards=model.shards,
-        offload=config.optimizer_offload == "on",
+        offload=config.optimizer_offload is True,
         in_8_bits=config.optimizer == "adamw-8bit",
     )
     model.arithmetic.sums = optimizer.sums

@@ -84,7 +84,7 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         "correction_low": 0.4, "correction_ratio": "now",
         "replay": "uniform",
         "sequence_kl_limit": 0.5, "truncated_answers": "penalise", "too_long": "drop", "forward_zero_advantages": True,
-        "distill_in": "loss", "optimizer": "adamw-8bit", "optimizer_offload": "on", "gradient_checkpointing": False,
+        "distill_in": "loss", "optimizer": "adamw-8bit", "optimizer_offload": True, "gradient_checkpointing": False,
     }  # fmt: skip
     for name, field in TrainerConfig.model_fields.items():
         if name not in values:
@@ -115,16 +115,19 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "setting"),
     [
-        ("", "auto"), ("--optimizer-offload", "on"), ("--optimizer-offload --lr 1", "on"), ("--no-optimizer-offload", "off"),
-        ("--optimizer-offload off", "off"), ("--optimizer-offload=auto", "auto"),
+        ("", "auto"), ("--optimizer-offload", True), ("--optimizer-offload --lr 1", True), ("--no-optimizer-offload", False),
+        ("--optimizer-offload off", False), ("--optimizer-offload=auto", "auto"), ("--optimizer-offload On", True),
     ],
 )  # fmt: skip
-def test_a_switch_is_a_bare_flag_too(words: str, setting: str) -> None:
+def test_a_switch_is_a_bare_flag_too(words: str, setting: bool | str) -> None:
     assert parse_config(["--model-name", "m", *words.split()]).optimizer_offload == setting
 
 
-@pytest.mark.parametrize(("text", "setting"), [("on", "on"), ("off", "off"), ("true", "on"), ("auto", "auto")])
-def test_a_switch_of_a_file_may_be_what_yaml_reads_as_a_boolean(text: str, setting: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [("on", True), ("off", False), ("true", True), ("'no'", False), ("no", False), ("'off'", False), ("auto", "auto")],
+)
+def test_a_switch_of_a_file_is_a_boolean_or_auto(text: str, setting: bool | str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(f"model_name: m\noptimizer_offload: {text}\n")
     assert parse_config(["--config", str(tmp_path / "c.yaml")]).optimizer_offload == setting
 
@@ -163,7 +166,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ),
         ("--model-name m --vllm-restart-interval 3 --max-staleness 2", "--max-staleness 2 would drop every rollout"),
         ("--model-name m --replay recent", "--replay recent needs --max-staleness, without which nothing drops"),
-        ("--model-name m --optimizer-offload yes", "--optimizer-offload 'yes': input should be 'auto', 'on' or 'off'"),
+        ("--model-name m --optimizer-offload maybe", "--optimizer-offload 'maybe': give auto, on or off"),
         ("--model-name m --optimizer adamw8bit", "--optimizer 'adamw8bit': input should be 'adamw' or 'adamw-8bit'"),
         ("--model-name m --replay lifo", "--replay 'lifo': input should be 'fifo', 'recent' or 'uniform'"),
         ("--model-name m --max-reuse 2", "--max-reuse 2 needs --max-staleness, at least 1: what was trained on once"),
@@ -223,6 +226,12 @@ def test_wrong_flags_are_one_line(words: str, message: str) -> None:
         ("- a\n- b", "--config {file} must hold options as 'name: value' lines, not list"),
         ("a: [", "--config {file} is not YAML: "),
         ("", "--model-name is required"),
+        ("model_name: m\nlr: true", "lr in {file} True: a boolean is not a number"),
+        ("model_name: m\nseed: yes", "seed in {file} True: a boolean is not a number"),
+        ("model_name: m\nranks: on", "ranks in {file} True: give auto or a number from 1"),
+        ("model_name: m\nnum_threads: off", "num_threads in {file} False: a boolean is not a number"),
+        ("model_name: m\nlr: 1\nlr: 2", "--config {file} is not YAML: key 'lr' stands twice, in lines 2 and 3"),
+        ("model-name: m\nmodel_name: n", "--config {file}: keys 'model-name' and 'model_name' are the same option"),
     ],
 )
 def test_wrong_files_are_one_line(content: str, message: str, tmp_path: Path) -> None:

@@ -7,10 +7,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from atroposlib.api.models.records import MOST_SERVERS, MOST_STREAMS, Policy
 from atroposlib.utils.addresses import LONGEST, server_address
+from atroposlib.utils.strict_numbers import refuse_boolean
 
 MOST_OF_A_REASON = 4096
 """Characters: a table is not refused because one of its servers has much to say."""
@@ -98,6 +109,13 @@ class Request(BaseModel):
     """Unknown keys are ignored, as every client of this wire may rely on."""
 
     model_config = ConfigDict(extra="ignore")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool):  # lists are left alone: some hold a million numbers
+            refuse_boolean(cls.model_fields[str(info.field_name)].annotation, value)
+        return value
 
 
 class WantedReplay(Request):

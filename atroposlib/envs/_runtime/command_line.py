@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, create_model
 
 from atroposlib.envs._runtime.processing import evaluate_once
-from atroposlib.envs._runtime.settings import Settings, known_flags, merge, parse_flags, read_yaml
+from atroposlib.envs._runtime.settings import Settings, known_flags, merge, parse_flags, read_config
 from atroposlib.envs.config import ENV_NAMESPACE, OPENAI_NAMESPACE
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.inference.fleet_follower import FleetFollower
@@ -50,7 +50,7 @@ def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
             return 0
         more = more_servers(env_cls)
         given = parse_flags(arguments, type(default_env), more)
-        yaml_content = read_yaml(given.config) if given.config else {}
+        yaml_content = read_config(given.config) if given.config else {}
         overrides = command_defaults(command, env_cls, default_env)
         settings = merge(default_env, default_servers, given, yaml_content, overrides, more)
         return asyncio.run(run_until_stopped(start(env_cls, command, settings)))
@@ -147,7 +147,7 @@ def write_evaluate_config(folder: Path, settings: Settings) -> None:
         "testing": settings.manager.testing,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "evaluate_config.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    (folder / "evaluate_config.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
 
 def say_where_groups_are(groups_path: str | None, env: "BaseEnv") -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from atroposlib.envs.config import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE, SERVER_MANAGER_NAMESPACE, BaseEnvConfig
@@ -18,6 +17,7 @@ from atroposlib.errors import UsageError
 from atroposlib.inference.openai_server import resolve_openai_configs
 from atroposlib.inference.server_manager import APIServerConfig, ServerBaseline, ServerManagerConfig
 from atroposlib.utils.keys import all_settings, is_secret
+from atroposlib.utils.yaml_files import YamlError, load_yaml, read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -117,21 +117,18 @@ def nearest(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0
     return f" (did you mean {prefix}{bare.get(found[0], found[0])}?)" if found else ""
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """The content of a YAML file.
+def read_config(path: str) -> dict[str, Any]:
+    """Return the content of a YAML file.
 
     Raises:
-        UsageError: the file is missing, is no YAML, or is no table of keys.
+        UsageError: the file cannot be read, is not YAML, or does not hold a table of keys.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = read_yaml(Path(path))
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        # The error's own text quotes the line, which may hold a key.
-        mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UsageError(f"--config {path}: {getattr(error, 'problem', None) or 'no YAML'}{where}") from None
+    except YamlError as error:
+        raise UsageError(f"--config {path}: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -257,8 +254,8 @@ def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:
         for name in wrong & values.keys():
             if isinstance(values[name], str):
                 try:
-                    as_yaml[name] = yaml.safe_load(values[name])
-                except yaml.YAMLError:
+                    as_yaml[name] = load_yaml(values[name])
+                except YamlError:
                     as_yaml[name] = values[name]
         try:
             return model(**as_yaml)

@@ -16,7 +16,7 @@ from pydantic import Field, SecretStr
 from atroposlib.envs._runtime.command_line import main
 from atroposlib.envs._runtime.servers import served_model_blocking
 from atroposlib.envs._runtime.service_client import RolloutServiceClient
-from atroposlib.envs._runtime.settings import merge, parse_flags, read_yaml
+from atroposlib.envs._runtime.settings import merge, parse_flags, read_config
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.errors import UsageError
 from atroposlib.inference.proxy_client import create_proxy_session
@@ -107,11 +107,11 @@ def test_an_error_about_a_key_does_not_show_it(api_key: str, tmp_path: Path) -> 
     file = tmp_path / "settings.yaml"
     file.write_text(f"openai:\n  api_key: {api_key}\n")
     with pytest.raises(UsageError, match=r"^--openai\.api_key: ") as refusal:
-        merge(BaseEnvConfig(), APIServerConfig(), parse_flags([], BaseEnvConfig), read_yaml(str(file)))
+        merge(BaseEnvConfig(), APIServerConfig(), parse_flags([], BaseEnvConfig), read_config(str(file)))
     assert KEY not in str(refusal.value)
     file.write_text(f"openai:\n  api_key: {KEY}: {KEY}\n")
     with pytest.raises(UsageError, match=r"line 2, column \d+$") as refusal:
-        read_yaml(str(file))
+        read_config(str(file))
     assert KEY not in str(refusal.value)
 
 

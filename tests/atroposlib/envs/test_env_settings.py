@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from atroposlib.envs._runtime.settings import Given, merge, parse_flags, read_yaml
+from atroposlib.envs._runtime.settings import Given, merge, parse_flags, read_config
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.config import EvalHandlingEnum
 from atroposlib.errors import UsageError
@@ -123,10 +123,25 @@ def test_yaml_file_faults(tmp_path: Path) -> None:
     broken.write_text("env: [")
     empty.write_text("")
     scalar.write_text("42")
-    assert read_yaml(str(empty)) == {}
+    assert read_config(str(empty)) == {}
     for path in (broken, scalar, tmp_path / "missing.yaml"):
         with pytest.raises(UsageError, match=path.name):
-            read_yaml(str(path))
+            read_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "content", "message"),
+    [
+        ("", {"env": {"group_size": True}}, "--env.group_size True: a boolean is not a number"),
+        ("--env.group_size yes", {}, "--env.group_size True: a boolean is not a number"),
+        ("", {"openai": {"timeout": False}}, "--openai.timeout False: a boolean is not a number"),
+        ("--env.max_batches_offpolicy true", {}, "--env.max_batches_offpolicy True: a boolean is not a number"),
+    ],
+)
+def test_a_boolean_is_not_a_number(flags: str, content: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        settings(flags, content)
+    assert str(caught.value).startswith(message)
 
 
 def test_server_settings_merge_field_by_field() -> None:

@@ -117,7 +117,7 @@ def test_the_sizes_in_the_text_are_those_of_the_plan(commands: list[Documented])
     assert f"of which it needs {large[0]} GiB" in " ".join(text["README.md"].split())
     assert f"`--optimizer adamw-8bit`, which needs {large[1]} GiB" in " ".join(text["README.md"].split())
     whole = str(
-        plan(with_options(on_page(commands, "README.md")[0], optimizer_offload="off", gradient_checkpointing=False), "141 GB")
+        plan(with_options(on_page(commands, "README.md")[0], optimizer_offload=False, gradient_checkpointing=False), "141 GB")
     )
     needed = float(whole.partition("needs about ")[2].split()[0])
     assert f"need {int(needed)} GiB on one GPU" in text["README.md"]

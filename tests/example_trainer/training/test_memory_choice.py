@@ -150,8 +150,8 @@ def test_the_rate_over_the_bus_is_that_of_the_measurement() -> None:
 def test_the_options_get_the_choice() -> None:
     chosen = MemoryChoice(offload=True, gradient_checkpointing=False, tokens_per_microbatch=5)
     applied = chosen.applied_to(config("--optimizer", "adamw-8bit"))
-    assert (applied.optimizer_offload, applied.gradient_checkpointing, applied.optimizer) == ("on", False, "adamw-8bit")
-    assert applied.shareable["optimizer_offload"] == "on"
+    assert (applied.optimizer_offload, applied.gradient_checkpointing, applied.optimizer) == (True, False, "adamw-8bit")
+    assert applied.shareable["optimizer_offload"] is True
 
 
 def test_the_trainer_plans_before_it_loads(

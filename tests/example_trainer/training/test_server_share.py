@@ -113,13 +113,13 @@ def test_flags_of_the_user_win(plan) -> None:  # type: ignore[no-untyped-def]
 
 def test_what_fits_nowhere_names_the_flag_that_makes_it_run(plan) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(MemoryShortage) as caught:
-        plan(QWEN_14B, 110, ["0"], optimizer_offload="on", gradient_checkpointing=True)
+        plan(QWEN_14B, 110, ["0"], optimizer_offload=True, gradient_checkpointing=True)
     message = str(caught.value)
     assert "beside the" in message
     assert "that the vLLM server needs there" in message
     assert "--vllm-gpus with the number of another GPU" in message
     assert "\n" not in message
-    flags, _ = plan(QWEN_14B, 110, ["0"], vllm_gpus="7", optimizer_offload="on", gradient_checkpointing=True)
+    flags, _ = plan(QWEN_14B, 110, ["0"], vllm_gpus="7", optimizer_offload=True, gradient_checkpointing=True)
     assert flags == ()
 
 
