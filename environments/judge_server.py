@@ -32,6 +32,7 @@ from atroposlib.errors import InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.inference.openai_server import OpenAIServer
 from atroposlib.inference.server_baseline import MODEL_NOT_NAMED, describe, status_of
 from atroposlib.type_definitions import Message
+from atroposlib.utils.addresses import HttpAddress
 from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
 from atroposlib.utils.keys import given_or_variable
 from atroposlib.utils.thinking import answer_part
@@ -93,7 +94,7 @@ class JudgeConfig(BaseEnvConfig):
     rubric: str = Field(
         default=RUBRIC, description="What the judge is asked to look at, where a prompt has no rubric of its own"
     )
-    judge_url: str | None = Field(
+    judge_url: HttpAddress | None = Field(
         default=None, description="Address of an OpenAI-compatible endpoint that judges; by default the served model judges"
     )
     judge_model_name: str | None = Field(default=None, description="Model to ask for there; by default the first one served")

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from atroposlib.utils.addresses import proxy_trouble
 from atroposlib.utils.yaml_files import YamlError, read_yaml, underscored
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.algorithm.functions import is_import, make_importable
@@ -130,8 +131,10 @@ def checked_config(values: Mapping[str, Any], flags: Collection[str], file: Path
         file: where the others came from.
 
     Raises:
-        ConfigError: a value does not fit.
+        ConfigError: a value does not fit, or the variables for proxies cannot be read.
     """
+    if trouble := proxy_trouble():
+        raise ConfigError(trouble)
     config = checked(TrainerConfig, values, flags, file)
     method = config.method
     if is_import(method.loss) or is_import(method.advantages):

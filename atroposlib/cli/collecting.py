@@ -22,6 +22,7 @@ import orjson
 
 from atroposlib.api.models.groups import NOT_TRAINED
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable, UsageError
+from atroposlib.utils.addresses import argument, http_address
 from atroposlib.utils.keys import SERVICE_KEY, bearer, given_or_variable
 from atroposlib.utils.waiting import Patience
 
@@ -37,7 +38,12 @@ def collector_parser(prog: str, description: str, what: str) -> argparse.Argumen
     """The options that both commands have. `what` names a row, in the plural."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("filepath", nargs="?", type=Path, default=Path("sft_data.jsonl"), help="file of JSON lines to write")
-    parser.add_argument("--api-url", default="http://localhost:8000", help="the rollout service; its key is $ROLLOUT_API_KEY")
+    parser.add_argument(
+        "--api-url",
+        type=argument(http_address),
+        default="http://localhost:8000",
+        help="the rollout service; its key is $ROLLOUT_API_KEY",
+    )
     parser.add_argument("--group-size", type=_at_least_one, default=2, help="sequences of a group, as environments make them")
     parser.add_argument("--max-token-len", type=_at_least_one, default=2048, help="tokens that a sequence may have")
     parser.add_argument("--tokenizer", help="folder or name of the tokenizer of the model that is sampled")

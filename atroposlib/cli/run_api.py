@@ -33,6 +33,7 @@ from atroposlib.ui.rollouts.recorder import RolloutRecorder
 from atroposlib.ui.run.catalogue import LIVE
 from atroposlib.ui.web.gatekeeper import Gatekeeper
 from atroposlib.ui.web.sessions import SESSION_SECONDS
+from atroposlib.utils.addresses import argument, listening_host
 from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
 from atroposlib.utils.keys import VLLM_KEY
 
@@ -46,7 +47,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     queue, request = Limits(), RequestLimits()
     parser = argparse.ArgumentParser(prog="run-api", description="The rollout service: takes scored groups, hands out batches.")
-    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 if there is an API key)")
+    parser.add_argument(
+        "--host",
+        type=argument(listening_host),
+        help="address to listen on (default: 127.0.0.1; 0.0.0.0 if there is an API key)",
+    )
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: 8000)")
     parser.add_argument(
         "--api-key-file",

@@ -20,6 +20,7 @@ from atroposlib.ui.live.hub import Hub
 from atroposlib.ui.page import RunPage
 from atroposlib.ui.run.folder import find_runs
 from atroposlib.ui.web.gatekeeper import Gatekeeper
+from atroposlib.utils.addresses import argument, http_address
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--tokenizer", help="of the sampled model, for files of groups: a folder or a name; files with messages can do without"
     )
     parser.add_argument(
-        "--api-url", default="http://localhost:8000", help="without a folder: the rollout service (default: %(default)s)"
+        "--api-url",
+        type=argument(http_address),
+        default="http://localhost:8000",
+        help="without a folder: the rollout service (default: %(default)s)",
     )
     for name in ("--group-size", "--max-token-len"):
         parser.add_argument(name, type=int, help="of the public view-run; without effect: the page shows all of a group")

@@ -5,6 +5,7 @@ from enum import Enum
 from pydantic import Field, SecretStr, model_validator
 
 from atroposlib.compatibility import WarnsOfUnknownKeys
+from atroposlib.utils.addresses import HttpAddress
 from atroposlib.utils.strict_numbers import StrictNumbers
 
 ENV_NAMESPACE = "env"
@@ -56,7 +57,7 @@ class BaseEnvConfig(WarnsOfUnknownKeys, StrictNumbers):
     )
 
     # The rollout service and the trainer behind it
-    rollout_server_url: str = Field(default="http://localhost:8000", description="URL of the rollout service")
+    rollout_server_url: HttpAddress = Field(default="http://localhost:8000", description="URL of the rollout service")
     rollout_server_api_key: SecretStr | None = Field(
         default=None,
         exclude=True,
@@ -75,7 +76,7 @@ class BaseEnvConfig(WarnsOfUnknownKeys, StrictNumbers):
     )
 
     # A teacher, for on-policy distillation
-    teacher_url: str | None = Field(
+    teacher_url: HttpAddress | None = Field(
         default=None,
         description="vLLM server of a teacher that scores every sampled token (docs/distillation.md); groups with equal scores "
         "are then sent, too",

@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletion
 
 from atroposlib.envs._runtime.reporting import write_json, write_json_lines
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
+from atroposlib.utils.addresses import argument, http_address
 from atroposlib.utils.display import display_metrics_table
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,9 @@ class EvalBase(ABC):
 async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
     """Run an evaluation as a program: `--server-url`, `--model-name`."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--server-url", default="http://localhost:9001/v1", help="OpenAI-compatible endpoint")
+    parser.add_argument(
+        "--server-url", type=argument(http_address), default="http://localhost:9001/v1", help="OpenAI-compatible endpoint"
+    )
     parser.add_argument("--model-name", default="default", help="model to ask for; by default the one that is served")
     arguments = parser.parse_args()
     manager = ServerManager([APIServerConfig(api_key="x", base_url=arguments.server_url, model_name=arguments.model_name)])

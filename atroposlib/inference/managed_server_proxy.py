@@ -24,6 +24,7 @@ from atroposlib.inference.proxy_sessions import SessionState as SessionState
 from atroposlib.inference.server_baseline import describe
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.tokenizers import load_tokenizer
+from atroposlib.utils.addresses import argument, http_addresses, listening_host
 from atroposlib.utils.keys import PROXY_KEY, VLLM_KEY, given_or_variable
 
 
@@ -223,12 +224,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         f"{VLLM_KEY} what the vLLM server wants from this proxy.",
     )
     parser.add_argument(
-        "--base-url", default="http://localhost:9001/v1", help="the inference server, or several with commas between"
+        "--base-url",
+        type=argument(http_addresses),
+        default="http://localhost:9001/v1",
+        help="the inference server, or several with commas between",
     )
     parser.add_argument("--server-type", default="vllm", choices=["vllm", "sglang"])
     parser.add_argument("--tokenizer", required=True, help="name or folder of the served model's tokenizer")
     parser.add_argument("--model-name", default="default", help="name to report")
-    parser.add_argument("--host", help=f"address to listen on (default: 127.0.0.1; 0.0.0.0 if {PROXY_KEY} is set)")
+    parser.add_argument(
+        "--host",
+        type=argument(listening_host),
+        help=f"address to listen on (default: 127.0.0.1; 0.0.0.0 if {PROXY_KEY} is set)",
+    )
     parser.add_argument("--port", type=int, default=9100)
     parser.add_argument(
         "--allow-host",

@@ -20,6 +20,7 @@ from atroposlib.inference.server_baseline import (
     ServerBaseline,
     ServerIsAway,
 )
+from atroposlib.utils.addresses import proxy_for
 from atroposlib.utils.connections import LIMITS
 from atroposlib.utils.keys import LOOPBACK, OPENAI_KEY, VLLM_KEY, bearer, host_of
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", ChatCompletion, Completion)
 PROBE_TIMEOUT = 10.0
+OPENAI_ADDRESS = "https://api.openai.com/v1"
+"""Used by the client if a configuration names no address."""
 
 
 class OpenAIRoutes(APIServer):
@@ -47,7 +50,7 @@ class OpenAIRoutes(APIServer):
                 base_url=self.openai_url if self.config.base_url else None,
                 timeout=self.config.timeout,
                 max_retries=0,
-                http_client=DefaultAsyncHttpxClient(trust_env=self.honours_proxies),
+                http_client=DefaultAsyncHttpxClient(**self._proxy_options()),
             )
         return self._client
 
@@ -57,11 +60,22 @@ class OpenAIRoutes(APIServer):
             self._http = httpx.AsyncClient(
                 base_url=self.root_url,
                 headers=bearer(self.api_key),
-                trust_env=self.honours_proxies,
+                **self._proxy_options(),
                 timeout=httpx.Timeout(self.config.timeout, connect=5.0),
                 limits=LIMITS,
             )
         return self._http
+
+    def _proxy_options(self) -> dict[str, Any]:
+        """Return the part of a client's arguments that decides about proxies.
+
+        The proxy is chosen here, because httpx makes no client at all if it cannot read NO_PROXY.
+        """
+        if not self.honours_proxies:
+            return {"trust_env": False}
+        if proxy := proxy_for(self.root_url or OPENAI_ADDRESS):
+            return {"trust_env": True, "proxy": proxy}
+        return {"trust_env": True, "transport": httpx.AsyncHTTPTransport(trust_env=True, limits=LIMITS)}
 
     async def close(self) -> None:
         if self._client is not None:

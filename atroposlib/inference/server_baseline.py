@@ -24,6 +24,7 @@ from atroposlib.inference.router import MovedElsewhere, Router
 from atroposlib.inference.routing import Look
 from atroposlib.inference.sampling import sampling_of
 from atroposlib.inference.semaphore import AsyncSemWithAdaptiveWeight
+from atroposlib.utils.addresses import HttpAddresses
 from atroposlib.utils.keys import given_or_variable
 from atroposlib.utils.strict_numbers import StrictNumbers
 
@@ -72,7 +73,7 @@ class APIServerConfig(ServerBaseline):
         repr=False,
         description="Bearer token; by default $VLLM_API_KEY for a vLLM server and $OPENAI_API_KEY for OpenAI's own endpoint",
     )
-    base_url: str | None = Field(
+    base_url: HttpAddresses | None = Field(
         default="",
         description="Address, with or without /v1; of an openai server, an address with any other path is taken as it is",
     )

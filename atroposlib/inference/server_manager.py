@@ -28,6 +28,7 @@ from atroposlib.inference.server_harness import ServerHarness
 from atroposlib.inference.sglang_server import SGLangServer
 from atroposlib.inference.trl_vllm_server import TrlVllmServer
 from atroposlib.inference.vllm_server import VLLMServer
+from atroposlib.utils.addresses import HttpAddress
 from atroposlib.utils.keys import all_settings
 from atroposlib.utils.strict_numbers import StrictNumbers
 
@@ -51,7 +52,7 @@ class ServerManagerConfig(WarnsOfUnknownKeys, StrictNumbers):
     slurm: bool = Field(default=False, description="Find the servers on the nodes of this Slurm job")
     testing: bool = Field(default=False, description="Answer from a table instead of a server")
     max_n_completions: int = Field(default=8, ge=1, description="Split requests for more completions, to spread the load")
-    proxy_url: str | None = Field(default=None, description="Address of a proxy for managed servers")
+    proxy_url: HttpAddress | None = Field(default=None, description="Address of a proxy for managed servers")
     follow_fleet: bool = Field(
         default=False, description="Ask the rollout service which inference servers the trainer has, and use those"
     )

@@ -1,38 +1,228 @@
-"""Addresses of inference servers, in one form by which they can be compared. Pure."""
+"""The project's only reader of addresses that users write: of servers, of hosts, and the rules for proxies.
+
+The functions read text, and only `proxy_trouble` and `proxy_for` read variables of the process.
+"""
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
+import os
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from ipaddress import ip_address
+from typing import Annotated
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
+
+import httpx
+from pydantic import AfterValidator
 
 LONGEST = 300
-"""Characters; a host's name has 253 at most."""
+"""Characters of the address of a server; a host's name has 253 at most."""
+LONGEST_URL = 2000
+"""Characters of an address with a path."""
+NEEDS_BRACKETS = "an IPv6 address with a port needs brackets: write [::1]:9001"
+HOST_NAME = re.compile(r"(?!-)[\w-]{1,63}(\.[\w-]{1,63})*\.?")
+EXAMPLE = "write http://HOST:PORT, such as http://10.0.0.5:9001"
 
 
 def server_address(text: str) -> str:
-    """The address of a server as `http://host:port`, the host in lower case.
+    """Return the address of a server as `http://host:port`, the host in lower case.
 
     Raises:
-        ValueError: it is no such address; says what is wrong with it, and what to write.
+        ValueError: the text is not such an address; the message names the fault and an example.
     """
-    shown = f"{text[:LONGEST]!r}"
-    example = "write http://HOST:PORT, such as http://10.0.0.5:9001"
-    if len(text) > LONGEST:
-        raise ValueError(f"{shown}… is longer than {LONGEST} characters; {example}")
+    parts = _read_url(text, EXAMPLE, LONGEST)
+    if not parts.port:
+        raise ValueError(f"{text!r} names no port; {EXAMPLE}")
+    if parts.path.strip("/"):
+        raise ValueError(f"{text!r} goes on after its port; {EXAMPLE}, without /v1 or any other path")
+    return f"{parts.scheme}://{authority(str(parts.hostname), parts.port)}"
+
+
+def http_address(text: str) -> str:
+    """Return an address that may have a path, without slashes at its end.
+
+    Raises:
+        ValueError: see server_address.
+    """
+    text = text.strip(" ")
+    _read_url(text, EXAMPLE, LONGEST_URL)
+    return text.rstrip("/")
+
+
+def http_addresses(text: str) -> str:
+    """Return addresses with commas between them, each as http_address does. Empty text stays empty.
+
+    Raises:
+        ValueError: see server_address; or an address is empty.
+    """
+    if not text.strip():
+        return ""
+    if "," in text and not all(part.strip() for part in text.split(",")):
+        raise ValueError("an address is empty; write http://A:PORT/v1,http://B:PORT/v1")
+    return ",".join(http_address(part) for part in text.split(","))
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """Return host and port of `host:port` or `http://host:port`; the host as it stands in a URL.
+
+    >>> host_and_port("localhost:9001"), host_and_port("http://[::1]:9001/")
+    (('localhost', 9001), ('[::1]', 9001))
+
+    Raises:
+        ValueError: see server_address.
+    """
+    example = "give host:port, as in localhost:9001 or [::1]:9001"
+    if text.lower().startswith("https://"):
+        raise ValueError(f"{text!r} is an https address, and these servers speak http; {example}")
+    address = text if "://" in text else f"http://{text}"
+    parts = _read_url(address, example, LONGEST, shown=text)
+    if not parts.port:
+        raise ValueError(f"{text!r} is no address, for it has no port; {example}")
+    if parts.path.strip("/"):
+        raise ValueError(f"{text!r} is no address of a server alone, for it has a path; {example}")
+    return url_host(str(parts.hostname)), parts.port
+
+
+def host_name(text: str) -> str:
+    """Return a host as it stands in a URL: an IPv6 address in brackets, which the user may leave out.
+
+    Raises:
+        ValueError: the text is not a host alone.
+    """
+    example = "give the host alone, such as localhost, 10.0.0.5 or ::1"
+    if "://" in text or "/" in text:
+        raise ValueError(f"{text[:LONGEST]!r} is a URL or a path; {example}")
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if ":" in bare:
+        try:
+            ip_address(bare)
+        except ValueError:
+            reason = "is neither a host nor an IPv6 address; leave the port out"
+            raise ValueError(f"{text[:LONGEST]!r} {reason}; {example}") from None
+    elif bare != text or not HOST_NAME.fullmatch(bare) or len(bare) > 253:
+        raise ValueError(f"{text[:LONGEST]!r} is not a host; {example}")
+    address = f"http://{url_host(bare)}:80"
+    _read_url(address, example, LONGEST, shown=text)
+    return url_host(bare)
+
+
+def listening_host(text: str) -> str:
+    """Return a host to listen on, as sockets take it: without brackets.
+
+    Raises:
+        ValueError: see host_name.
+    """
+    return host_name(text).strip("[]")
+
+
+def url_host(host: str) -> str:
+    """Return a host as it stands in a URL: an IPv6 address in brackets, and in lower case."""
+    bare = host.strip("[]").lower()
+    return f"[{bare}]" if ":" in bare else bare
+
+
+def authority(host: str, port: int) -> str:
+    """Return `host:port` as it stands in a URL."""
+    return f"{url_host(host)}:{port}"
+
+
+def _read_url(text: str, example: str, longest: int, shown: str | None = None) -> SplitResult:
+    """Split an address after every check that all kinds of addresses share."""
+    quoted = f"{(text if shown is None else shown)[:LONGEST]!r}"
+    if len(text) > longest:
+        raise ValueError(f"{quoted}… is longer than {longest} characters; {example}")
     if any(character.isspace() or not character.isprintable() for character in text):
-        raise ValueError(f"{shown} holds a space or a control character; {example}")
+        raise ValueError(f"{quoted} holds a space or a control character; {example}")
     try:
         parts = urlsplit(text)
+        netloc = parts.netloc.rpartition("@")[2]
+        if netloc.count(":") > 1 and "[" not in netloc:
+            raise ValueError(NEEDS_BRACKETS)
         host, port = parts.hostname, parts.port
-    except ValueError as error:  # a port that is no number up to 65535, brackets that do not match
-        raise ValueError(f"{shown} is no address ({error}); {example}") from None
+    except ValueError as error:  # a port that is not a number up to 65535, brackets that do not match
+        raise ValueError(f"{quoted} is no address ({error}); {example}") from None
     if parts.scheme not in ("http", "https"):
-        raise ValueError(f"{shown} does not begin with http:// or https://; {example}")
+        raise ValueError(f"{quoted} does not begin with http:// or https://; {example}")
     if "@" in parts.netloc:
         raise ValueError("the address holds a name or a password; leave them out: servers are asked with their key")
     if not host:
-        raise ValueError(f"{shown} names no host; {example}")
-    if not port:
-        raise ValueError(f"{shown} names no port; {example}")
-    if parts.path not in ("", "/") or parts.query or parts.fragment or text.endswith(("?", "#")):
-        raise ValueError(f"{shown} goes on after its port; {example}, without /v1 or any other path")
-    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        raise ValueError(f"{quoted} names no host; {example}")
+    if host.startswith(".") or ".." in host:
+        raise ValueError(f"{quoted} is no address (a part of the host's name is empty); {example}")
+    if port == 0 or parts.netloc.endswith(":"):
+        raise ValueError(f"{quoted} names no port; {example}")
+    if parts.query or parts.fragment or text.endswith(("?", "#")):
+        raise ValueError(f"{quoted} goes on after its port with ? or #; {example}")
+    try:
+        httpx.URL(text)  # a name that no resolver is asked for, such as one with empty labels
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ValueError(f"{quoted} is no address ({error}); {example}") from None
+    return parts
+
+
+def argument(read: Callable[[str], str]) -> Callable[[str], str]:
+    """Return a reader of addresses as a `type` of argparse, which then shows the reader's message."""
+
+    def checked(text: str) -> str:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
+HttpAddress = Annotated[str, AfterValidator(http_address)]
+"""A setting that holds the address of one server, with or without a path."""
+HttpAddresses = Annotated[str, AfterValidator(http_addresses)]
+"""A setting that holds the addresses of servers, or nothing."""
+HostName = Annotated[str, AfterValidator(host_name)]
+"""A setting that holds a host, kept as it stands in a URL."""
+ListeningHost = Annotated[str, AfterValidator(listening_host)]
+"""A setting that holds a host to listen on."""
+
+
+def proxy_trouble() -> str | None:
+    """Return what is wrong with the variables for proxies, in one line; None if HTTP clients can read them.
+
+    Clients of libraries in this process, such as the one that downloads models, read these variables too and fail
+    only when they are made.
+    """
+    try:
+        httpx.Client(verify=False).close()
+    except Exception as error:  # noqa: BLE001 (each fault has a class of its own)
+        reason = " ".join(str(error).split())
+    else:
+        return None
+    proxies = getproxies_environment()
+    faulty = next((proxy for kind, proxy in proxies.items() if kind in ("http", "https", "all") and not _is_proxy(proxy)), None)
+    if faulty is None and (value := proxies.get("no")):
+        return (
+            f"the variable NO_PROXY={value[:LONGEST]!r} cannot be read ({reason}): give names, addresses and domains with "
+            "commas between, such as localhost,127.0.0.1,::1,.example.org; no brackets, no IPv6 networks, no line ends"
+        )
+    names = sorted(name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
+    return f"the variable {' or '.join(names)} cannot be used ({reason}): give http://HOST:PORT, or unset it"
+
+
+def _is_proxy(text: str) -> bool:
+    """Return whether an HTTP client can be made that uses this proxy."""
+    try:
+        httpx.Client(proxy=text if "://" in text else f"http://{text}", verify=False).close()
+    except Exception:  # noqa: BLE001 (each fault has a class of its own)
+        return False
+    return True
+
+
+def proxy_for(url: str) -> str | None:
+    """Return the proxy that the variables name for a server, or None. A NO_PROXY that httpx cannot read is read too."""
+    parts, proxies = urlsplit(url), getproxies_environment()
+    excepted = re.sub(r"[\s,]+", ",", proxies.get("no", "")).replace("[", "").replace("]", "")
+    host = parts.hostname or ""
+    names = (host, f"{host}:{parts.port}") if parts.port and ":" not in host else (host,)
+    if excepted and any(proxy_bypass_environment(name, {"no": excepted}) for name in names):
+        return None
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    return proxy if not proxy or "://" in proxy else f"http://{proxy}"

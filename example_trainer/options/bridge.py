@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr, field_validator
 
+from atroposlib.utils.addresses import HostName, authority, host_and_port
 from example_trainer.api_keys import from_variable, refuse_key_in_command
 from example_trainer.options.section import Section, split_commas
 
@@ -25,7 +26,7 @@ class BridgeOptions(Section):
         False,
         description="take turns with vLLM (--colocate too) on one GPU: one copy of the weights, fresh rollouts alone",
     )
-    vllm_host: str = Field("localhost", description="vLLM server's host")
+    vllm_host: HostName = Field("localhost", description="vLLM server's host")
     vllm_port: int = Field(9001, ge=1, le=65535, description="vLLM server's port")
     vllm_servers: list[str] = Field(
         [], description="host:port of every vLLM server, if there are several; instead of vllm-host and vllm-port"
@@ -84,21 +85,13 @@ class BridgeOptions(Section):
 
     @property
     def vllm_addresses(self) -> list[tuple[str, int]]:
-        """Host and port of each vLLM server."""
-        return host_and_port(self.vllm_servers) or [(self.vllm_host, self.vllm_port)]
-
-
-def host_and_port(servers: list[str]) -> list[tuple[str, int]]:
-    """`["localhost:9001"]` → `[("localhost", 9001)]`."""
-    return [(host, int(port)) for host, _, port in (server.rpartition(":") for server in servers)]
+        """Host, as it stands in a URL, and port of each vLLM server."""
+        return list(map(host_and_port, self.vllm_servers)) or [(self.vllm_host, self.vllm_port)]
 
 
 def checked_addresses(value: list[str]) -> list[str]:
-    """The same. Raises ValueError if one is no host:port, or comes twice."""
-    for server in value:
-        host, _, port = server.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ValueError(f"{server!r} is no address; give host:port, as in localhost:9001")
-    if len(set(value)) != len(value):
+    """Return addresses of servers as `host:port`. Raises ValueError if one is not an address, or comes twice."""
+    servers = [authority(*host_and_port(server)) for server in value]
+    if len(set(servers)) != len(servers):
         raise ValueError(f"{', '.join(value)} names a server twice")
-    return value
+    return servers

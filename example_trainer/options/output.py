@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from atroposlib.utils.addresses import ListeningHost
 from example_trainer.options.section import Section
 
 
@@ -43,7 +44,7 @@ class OutputOptions(Section):
         description="sequences of each step whose tokens' logprobs, entropies and advantages the rollout service is told, for "
         "its page; 0: none",
     )
-    metrics_host: str = Field("0.0.0.0", min_length=1, description="address on which they are served, without a key")
+    metrics_host: ListeningHost = Field("0.0.0.0", description="address on which they are served, without a key")
     profile: str | None = Field(
         None, pattern=r"^\d+(-\d+)?$", description="steps (3, or 3-5) whose trace torch's profiler writes into log-dir/profile"
     )

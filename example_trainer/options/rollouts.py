@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, SecretStr
 
+from atroposlib.utils.addresses import HttpAddress
 from example_trainer.api_keys import from_variable
 from example_trainer.options.section import Section
 
@@ -13,7 +14,7 @@ from example_trainer.options.section import Section
 class RolloutOptions(Section):
     """Rollouts"""
 
-    atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://\S+$", description="rollout service")
+    atropos_url: HttpAddress = Field("http://localhost:8000", description="rollout service")
     atropos_api_key: SecretStr | None = Field(
         default_factory=from_variable("atropos_api_key"),
         description="bearer token of the rollout service; better as a variable, which other users cannot see",

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from atroposlib.utils.addresses import url_host
 from example_trainer.api_keys import revealed
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parallel.ranks import Ranks
@@ -106,7 +107,7 @@ class Handing:
 
         def server(url: str) -> BridgeServer:
             place = urlsplit(url)
-            return ServedByParameters(str(place.hostname), place.port or 80, options.bridge_timeout, key, None, sleep)
+            return ServedByParameters(url_host(str(place.hostname)), place.port or 80, options.bridge_timeout, key, None, sleep)
 
         board = None
         if options.atropos_url is not None and ranks.is_main:

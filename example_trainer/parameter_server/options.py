@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr, field_validator
 
+from atroposlib.utils.addresses import HttpAddress, ListeningHost
 from example_trainer.api_keys import from_variable
 from example_trainer.options.bridge import checked_addresses
 from example_trainer.options.section import Section, split_commas
@@ -18,7 +19,7 @@ class ParameterServerOptions(Section):
     """Parameter server"""
 
     model_name: str = Field(description="folder of a Hugging Face checkpoint, or a model id; only its config.json is read")
-    host: str = Field("0.0.0.0", description="address to listen on")
+    host: ListeningHost = Field("0.0.0.0", description="address to listen on")
     port: int = Field(9101, ge=1, le=65535, description="port to listen on")
     allow_host: list[str] = Field([], description="further names by which this server may be called, without an API key")
     vllm_servers: list[str] = Field([], description="host:port of the vLLM servers that get weights; others may join later")
@@ -27,7 +28,7 @@ class ParameterServerOptions(Section):
         description="which of several parameter servers this is, as 2/3: it serves every third of --vllm-servers from the "
         "second on, and its share of those that join; all are given the same list",
     )
-    atropos_url: str | None = Field(
+    atropos_url: HttpAddress | None = Field(
         None, description="rollout service: shows the fleet, and says who joins; not given: the fleet is --vllm-servers"
     )
     atropos_api_key: SecretStr | None = Field(

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from atroposlib.utils.addresses import url_host
 from example_trainer.api_keys import revealed
 from example_trainer.child_processes.processes import GUARD_MARGIN_SECONDS
 from example_trainer.config import TrainerConfig
@@ -111,7 +112,7 @@ def _checkpoint_bridge(config: TrainerConfig, stop: StopSignal, weight_epoch: in
 def server_at(url: str, config: TrainerConfig, stop: StopSignal | None, weight_epoch: int) -> BridgeServer:
     """A server that joins later; nothing is asked of it. The arguments are those of make_bridge."""
     place = urlsplit(url)
-    host, port = str(place.hostname), place.port or 80
+    host, port = url_host(str(place.hostname)), place.port or 80
     key, sleep = revealed(config.vllm_api_key), stop.wait if stop else time.sleep
     return BridgeServer(host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch)
 

@@ -217,13 +217,14 @@ class OwnedServer:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a server started here can be reached under this name."""
+    """Return whether a server started here can be reached under this name, which is as in a URL."""
+    host = host.strip("[]")
     if host in ("localhost", "127.0.0.1", "0.0.0.0", "::1", socket.gethostname()):
         return True
     try:
-        addresses = {row[4][0] for row in socket.getaddrinfo(host, None)}
-        with socket.socket() as probe:
-            probe.bind((str(next(iter(addresses))), 0))
+        family, _, _, _, address = socket.getaddrinfo(host, None)[0]
+        with socket.socket(family) as probe:
+            probe.bind((address[0], 0))
     except OSError:
         return False
     return True

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from atroposlib.utils.addresses import host_and_port
 from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.layout import layout
 from example_trainer.models.shards import Shards
-from example_trainer.options.bridge import host_and_port
 from example_trainer.process import StopSignal
 from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
 from example_trainer.weight_bridge.base import LeaseLost
@@ -270,7 +270,7 @@ def configured_servers(
     key, sleep = revealed(config.vllm_api_key), stop.wait if stop else time.sleep
     return [
         kind(host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch)
-        for host, port in host_and_port(config.parameter_servers) or config.vllm_addresses
+        for host, port in list(map(host_and_port, config.parameter_servers)) or config.vllm_addresses
     ]
 
 

@@ -191,7 +191,10 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("--model-name m --lr -1", "--lr '-1': input should be greater than or equal to 0"),
         ("--model-name m --vllm-port 99999", "--vllm-port '99999': input should be less than or equal to 65535"),
         ("--model-name m --weight-bridge-mode shared", "--weight-bridge-mode 'shared': input should be 'none', 'shared_vllm'"),
-        ("--model-name m --atropos-url localhost:8000", "--atropos-url 'localhost:8000': string should match"),
+        (
+            "--model-name m --atropos-url localhost:8000",
+            "--atropos-url 'localhost:8000': 'localhost:8000' does not begin with http://",
+        ),
         (
             "--model-name m --weight-bridge-mode lora_only --lora-dropout 0.1 --minibatches 4",
             "--lora-dropout 0.1 and --ppo-epochs 1 with --minibatches 4 exclude each other: the ratio to the batch's first",

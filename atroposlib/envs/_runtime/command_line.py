@@ -18,10 +18,11 @@ from pydantic import BaseModel, ConfigDict, create_model
 from atroposlib.envs._runtime.processing import evaluate_once
 from atroposlib.envs._runtime.settings import Settings, known_flags, merge, parse_flags, read_config
 from atroposlib.envs.config import ENV_NAMESPACE, OPENAI_NAMESPACE
-from atroposlib.errors import EnvironmentFailure, RolloutFailure
+from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.fleet_follower import FleetFollower
 from atroposlib.inference.server_baseline import describe
 from atroposlib.inference.server_manager import APIServerConfig, ServerManagerConfig
+from atroposlib.utils.addresses import proxy_trouble
 from atroposlib.utils.keys import SERVICE_KEY, given_or_variable, open_settings, shown
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
         if "--help" in arguments or "-h" in arguments:
             print(help_text(env_cls, default_env, default_servers))
             return 0
+        if trouble := proxy_trouble():
+            raise UsageError(trouble)
         more = more_servers(env_cls)
         given = parse_flags(arguments, type(default_env), more)
         yaml_content = read_config(given.config) if given.config else {}
