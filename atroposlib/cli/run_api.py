@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import ipaddress
 import logging
 import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
@@ -23,9 +23,11 @@ from atroposlib.api.gate.gate import RequestLimits
 from atroposlib.api.models.records import Limits
 from atroposlib.api.store.sqlite_store import SqliteStore, set_aside
 from atroposlib.api.store.store import MemoryStore, Store, StoreError
+from atroposlib.cli import argument_types
 from atroposlib.ui.application import PageRoute
 from atroposlib.ui.live.hub import Hub
 from atroposlib.ui.live.observed import observed_folder
+from atroposlib.ui.live.servers import ServerWatch
 from atroposlib.ui.live.source import LiveSource, Place
 from atroposlib.ui.page import RunPage
 from atroposlib.ui.rollouts.archive import MOST_BYTES
@@ -33,7 +35,7 @@ from atroposlib.ui.rollouts.recorder import RolloutRecorder
 from atroposlib.ui.run.catalogue import LIVE
 from atroposlib.ui.web.gatekeeper import Gatekeeper
 from atroposlib.ui.web.sessions import SESSION_SECONDS
-from atroposlib.utils.addresses import argument, listening_host
+from atroposlib.utils.addresses import argument, listening_host, server_address
 from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
 from atroposlib.utils.keys import VLLM_KEY
 
@@ -52,7 +54,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=argument(listening_host),
         help="address to listen on (default: 127.0.0.1; 0.0.0.0 if there is an API key)",
     )
-    parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument("--port", type=argument_types.port_number, default=8000, help="port to listen on (default: 8000)")
     parser.add_argument(
         "--api-key-file",
         type=Path,
@@ -77,7 +79,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--trusted-proxy",
         action="append",
         default=[],
-        type=_network,
+        type=argument_types.network,
         metavar="ADDRESS",
         help="address, or network such as 10.0.0.0/8, of a proxy whose X-Forwarded-For and X-Forwarded-Proto are believed; "
         "whoever can ask from there can say so too (default: nobody's are; may be given several times)",
@@ -93,18 +95,26 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="begin a new run in any case; what the store held is moved to NAME.previous.db beside it",
     )
-    parser.add_argument("--max-queue-groups", type=_positive, default=queue.max_groups, help="groups held at most")
-    parser.add_argument("--max-queue-bytes", type=_bytes, default=queue.max_bytes, help="bytes held at most, such as 4G")
-    parser.add_argument("--max-body-bytes", type=_bytes, default=request.max_body, help="bytes of one request, such as 256M")
+    parser.add_argument(
+        "--max-queue-groups", type=argument_types.positive, default=queue.max_groups, help="groups held at most"
+    )
+    parser.add_argument(
+        "--max-queue-bytes", type=argument_types.bytes_of, default=queue.max_bytes, help="bytes held at most, such as 4G"
+    )
+    parser.add_argument(
+        "--max-body-bytes", type=argument_types.bytes_of, default=request.max_body, help="bytes of one request, such as 256M"
+    )
     parser.add_argument(
         "--silent-after",
-        type=_seconds,
+        type=argument_types.seconds,
         default=queue.silent_after,
         help="seconds without a word from an environment after which no batch waits for the share that it reserved, and "
         "after which the page calls it, or a trainer, silent "
         f"(default: {queue.silent_after:g})",
     )
-    parser.add_argument("--request-timeout", type=_seconds, default=request.seconds, help="seconds for one request")
+    parser.add_argument(
+        "--request-timeout", type=argument_types.seconds, default=request.seconds, help="seconds for one request"
+    )
     parser.add_argument(
         "--run-folder",
         type=Path,
@@ -114,7 +124,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--keep-rollouts",
-        type=_bytes_or_none,
+        type=argument_types.bytes_or_none,
         default=MOST_BYTES,
         metavar="BYTES",
         help="rollouts that are kept for the page, the newest ones, such as 4G; 0 for none (default: 1G)",
@@ -124,10 +134,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="FOLDER",
         help="folder or name of the tokenizer that makes text of rollouts (default: that of the model that the trainer names)",
     )
+    parser.add_argument(
+        "--vllm-server",
+        action="append",
+        default=[],
+        type=argument(server_address),
+        metavar="URL",
+        help="address of a vLLM server, such as http://10.0.0.5:9001, to which the page may send VLLM_API_KEY to read its "
+        "bridge state; other servers are polled without the key (may be given several times)",
+    )
     parser.add_argument("--no-ui", action="store_true", help="serve no page for people at /ui")
     parser.add_argument(
         "--ui-session-seconds",
-        type=_seconds,
+        type=argument_types.seconds,
         default=SESSION_SECONDS,
         help=f"seconds that a sign-in on the page lasts (default: {SESSION_SECONDS:g})",
     )
@@ -136,45 +155,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--reload", action="store_true", help="taken as the public command takes it, and ignored: start it again"
     )
     return parser.parse_args(argv)
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or not 0 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 (any free one) to 65535")
-    return int(text)
-
-
-def _network(text: str) -> str:
-    try:
-        return str(ipaddress.ip_network(text)) if "/" in text else str(ipaddress.ip_address(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no address and no network: {error}") from None
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return int(text)
-
-
-def _bytes(text: str) -> int:
-    units = {"K": 10, "M": 20, "G": 30, "T": 40}
-    number, shift = (text[:-1], units[text[-1].upper()]) if text and text[-1].upper() in units else (text, 0)
-    return _positive(number) << shift
-
-
-def _bytes_or_none(text: str) -> int:
-    return 0 if text == "0" else _bytes(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return value
 
 
 def read_api_key(given: str | None, path: Path | None) -> str | None:
@@ -314,6 +294,7 @@ def make_page(
     run_folder: Path | None,
     keep_rollouts: int = MOST_BYTES,
     tokenizer: str | None = None,
+    vllm_servers: Sequence[str] = (),
 ) -> RunPage:
     """The page at /ui, over the run of this service and those that lie beside it; from now on its rollouts are kept."""
     hub = Hub()
@@ -327,7 +308,8 @@ def make_page(
             told=lambda newest, groups: hub.tell_from_thread(LIVE, "rollouts", {"newest": newest, "count": groups}),
         )
     place = Place(port=port, run_folder=run_folder)
-    live = LiveSource(service, observed, hub, place, os.environ.get(VLLM_KEY) or None)
+    watch = ServerWatch(os.environ.get(VLLM_KEY) or None, frozenset(vllm_servers))
+    live = LiveSource(service, observed, hub, place, watch)
     beside = run_folder.absolute().parent if run_folder is not None else store.parent if store is not None else None
     return RunPage([beside] if beside is not None else [], keeper, hub, live)
 
@@ -353,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.no_ui:
         keeper = Gatekeeper.of_key(api_key, names, arguments.ui_session_seconds)
         port, keep = sock.getsockname()[1], arguments.keep_rollouts
-        page = make_page(service, keeper, port, arguments.run_folder, keep, arguments.tokenizer)
+        page = make_page(service, keeper, port, arguments.run_folder, keep, arguments.tokenizer, arguments.vllm_server)
     limits = RequestLimits(arguments.max_body_bytes, arguments.request_timeout, Access(api_key, host, names))
     config = uvicorn.Config(
         make_app(service, limits, PageRoute(page) if page is not None else None),

@@ -67,8 +67,10 @@ def roles_of(settings: Settings) -> list[Role]:
     """Every role of a run, those that others need first."""
     asked = settings.orchestration
     gpu = 1.0 if asked.device == "gpu" else 0.0
-    found = [Role("service", "service", "service", 0, {"CPU": asked.service_cpus}, 1, ready=("/", "/"), grace=15.0)]
     generators = [f"generator-{n + 1}" for n in range(asked.generators)]
+    service_needs = {"CPU": asked.service_cpus}
+    known = tuple(generators)  # the service sends the vLLM key only to addresses in its command
+    found = [Role("service", "service", "service", 0, service_needs, 1, knows=known, ready=("/", "/"), grace=15.0)]
     for name in generators:
         needs = {"CPU": asked.generator_cpus, "GPU": gpu * settings.inference.tensor_parallel_size}
         found.append(Role(name, "generator", name, 0, some(needs), 1, ready=("/health_generate", "/weights"), grace=30.0))
@@ -76,7 +78,6 @@ def roles_of(settings: Settings) -> list[Role]:
     for name in servers:
         needs = {"CPU": asked.parameter_server_cpus, "GPU": gpu * asked.parameter_server_gpus}
         answers, service = ("/weights", "/weights"), ("service",)
-        known = tuple(generators)
         found.append(
             Role(name, "parameter-server", name, 0, some(needs), 1, service, knows=known, bound=service, ready=answers)
         )
@@ -183,6 +184,8 @@ class Commands:
         here = places[role.name]
         words = [PYTHON, "-u", "-m", "atroposlib.cli.run_api", "--host", here.listen, "--port", str(here.ports[0])]
         words += ["--store", str(self._settings.folder / STORE_FILE)]
+        for server in servers_in(places):
+            words += ["--vllm-server", f"http://{server}"]
         if self._settings.orchestration.buffer_groups:
             words += ["--max-queue-groups", str(self._settings.orchestration.buffer_groups)]
         return {"arguments": words}

@@ -120,7 +120,10 @@ class Stack:
         """The rollout service."""
         arguments = [sys.executable, "-u", "-m", "atroposlib.cli.run_api", "--port", str(self.options.service_port)]
         arguments += ["--host", self.options.host, "--store", str(self.options.run / "rollouts.db")]
-        arguments += ["--run-folder", str(self.options.run), *self.options.service_args]
+        arguments += ["--run-folder", str(self.options.run)]
+        for server in range(self.options.servers):
+            arguments += ["--vllm-server", self.vllm_url(server)]
+        arguments += self.options.service_args
         return Command("service", tuple(arguments), {}, LOGS["service"])
 
     def _vllm_flags(self) -> list[str]:

@@ -149,6 +149,7 @@ class Plan:
         """The rollout service."""
         arguments = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.ports.service)]
         arguments += ["--new-run", "--run-folder", str(self.options.output)]
+        arguments += ["--vllm-server", f"http://localhost:{self.ports.vllm}"]
         return Command("rollout service", tuple(arguments), {}, "service.log")
 
     def vllm(self) -> Command:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -18,6 +19,9 @@ import orjson
 from atroposlib.ui.run.events import number, whole
 from atroposlib.ui.run.json_lines import last_rows
 from atroposlib.utils.connections import LIMITS
+from atroposlib.utils.keys import bearer
+
+logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 4.0
 """For one server to answer everything."""
@@ -245,26 +249,31 @@ def _why(error: BaseException) -> str:
 
 
 class ServerWatch:
-    """Asks all servers, each by itself, and never for longer than ASK_SECONDS.
+    """Polls all servers concurrently, each for at most ASK_SECONDS.
 
     Args:
-        api_key: the servers'; sent to those alone that the trainer named.
+        api_key: key of the vLLM servers.
+        key_addresses: addresses, as `server_address` writes them, to which the key is sent. They must
+            come from this process's options: anyone who can register a trainer can name a server.
+            Other servers are polled without the key.
     """
 
-    def __init__(self, api_key: str | None = None) -> None:
+    def __init__(self, api_key: str | None = None, key_addresses: frozenset[str] = frozenset()) -> None:
         self.servers: dict[str, Server] = {}
         self.remembered: dict[str, Mapping[str, Any]] = {}
         """Rows of an earlier process of this service, by address, until a server of that address is asked."""
         self.versions: Mapping[str, Sequence[Mapping[str, Any]]] = {}
         """And the versions that it saw there."""
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # No proxy: these are addresses inside the run.
-        self._http = httpx.AsyncClient(headers=headers, timeout=ASK_SECONDS, trust_env=False, limits=LIMITS)
+        self._api_key, self._key_addresses = api_key, key_addresses
+        self._reported_without_key: set[str] = set()
+        # No proxy: these are addresses inside the run. No redirects: the key goes to the named address only.
+        self._http = httpx.AsyncClient(timeout=ASK_SECONDS, trust_env=False, limits=LIMITS, follow_redirects=False)
 
     async def look(self, urls: Iterable[str]) -> None:
         """Ask these servers, and forget all others."""
         wanted = list(dict.fromkeys(urls))[:MOST_SERVERS]
         self.servers = {url: self.servers.get(url) or self._first(url) for url in wanted}
+        self._reported_without_key &= self.servers.keys()
         await asyncio.gather(*(self._ask(server) for server in list(self.servers.values())))
 
     def _first(self, url: str) -> Server:
@@ -274,8 +283,8 @@ class ServerWatch:
     async def _ask(self, server: Server) -> None:
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                weights = await self._get(f"{server.url}/weights")
-                bridge = await self._get(f"{server.url}/bridge/state") if weights is not None else None
+                weights = await self._get(server.url, "/weights")
+                bridge = await self._get(server.url, "/bridge/state") if weights is not None else None
                 if weights is None and (await self._http.get(f"{server.url}/health")).status_code == 200:
                     weights = {}  # a server of another kind: it is there, and no more is known
         except TimeoutError:
@@ -288,10 +297,13 @@ class ServerWatch:
             else:
                 server.heard(time.time(), weights, bridge)
 
-    async def _get(self, url: str) -> dict[str, Any] | None:
-        """The JSON object there; None if it is not said."""
+    async def _get(self, server: str, path: str) -> dict[str, Any] | None:
+        """The JSON object at this path; None if the server does not answer with one."""
         parts: list[bytes] = []
-        async with self._http.stream("GET", url) as response:
+        headers = bearer(self._api_key) if server in self._key_addresses else {}
+        async with self._http.stream("GET", server + path, headers=headers) as response:
+            if response.status_code == 401:
+                self._report_without_key(server)
             if response.status_code != 200:
                 return None
             async for part in response.aiter_bytes():
@@ -303,6 +315,18 @@ class ServerWatch:
         except ValueError:
             return None
         return found if isinstance(found, dict) else None
+
+    def _report_without_key(self, server: str) -> None:
+        if not self._api_key or server in self._key_addresses or server in self._reported_without_key:
+            return
+        self._reported_without_key.add(server)
+        logger.warning(
+            "vLLM server %s requires its key, which is sent only to servers that the options name: the "
+            "page shows no bridge state of it; if the server is yours, start this service with "
+            "--vllm-server %s",
+            server,
+            server,
+        )
 
     async def close(self) -> None:
         """Let go of the connections."""

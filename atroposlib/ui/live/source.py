@@ -59,14 +59,19 @@ class LiveSource:
         observed: where what happens is written down.
         hub: of the pages that are open.
         place: see Place.
-        server_key: of the vLLM servers, if they have one.
+        watch: polls the vLLM servers; None for one without a key.
     """
 
     def __init__(
-        self, service: RolloutService, observed: ObservedFolder, hub: Hub, place: Place, server_key: str | None = None
+        self,
+        service: RolloutService,
+        observed: ObservedFolder,
+        hub: Hub,
+        place: Place,
+        watch: ServerWatch | None = None,
     ) -> None:
         self.service, self.observed, self.hub, self.place = service, observed, hub, place
-        self.watch = ServerWatch(server_key)
+        self.watch = watch or ServerWatch()
         self.stack: dict[str, Any] = {}
         self._thread = ThreadPoolExecutor(1, "page-notes")  # one, so that what is written stays in order
         self._drops = Drops()

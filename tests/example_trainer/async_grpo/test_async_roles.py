@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -132,6 +133,16 @@ def test_keys_go_to_who_needs_them_as_variables_alone() -> None:
         has = {name for name in KEYS if launch.variables[name]}
         assert has == set(NEEDED_KEYS[role.kind])
         assert not any("secret" in word for word in launch.arguments)
+
+
+def test_the_service_names_the_generators_to_which_it_may_send_their_key() -> None:
+    made = settings(orchestration={"generators": 2, "device": "cpu"}, inference={"environment": "arithmetic"})
+    roles = roles_of(made)
+    places, service = places_of(roles), next(role for role in roles if role.kind == "service")
+    assert service.knows == ("generator-1", "generator-2")
+    arguments = Commands(made, KEYS).launch(service, places).arguments
+    named = [after for word, after in itertools.pairwise(arguments) if word == "--vllm-server"]
+    assert named == [places["generator-1"].url, places["generator-2"].url]
 
 
 def test_an_environment_uses_its_own_generator_and_is_bound_to_it() -> None:
