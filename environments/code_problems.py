@@ -239,12 +239,12 @@ def read_problem(row: Any) -> CodeProblem:
         raise BadRow("not a JSON object with `question`, `function` and `tests`")
     for name in ("question", "function"):
         if not isinstance(row.get(name), str) or not row[name].strip():
-            raise BadRow(f"{name!r} is missing or no text")
+            raise BadRow(f"{name!r} is missing or not text")
     if not row["function"].isidentifier():
-        raise BadRow(f"'function' {row['function']!r:.60} is no name of a function")
+        raise BadRow(f"'function' {row['function']!r:.60} is not the name of a function")
     tests = row.get("tests")
     if not isinstance(tests, list) or not tests:
-        raise BadRow("'tests' is missing or no list of at least one: without them nothing decides what is right")
+        raise BadRow("'tests' is missing, empty or not a list: give at least one test, which decides what is right")
     for number, test in enumerate(tests, start=1):
         if not isinstance(test, dict) or not isinstance(test.get("args"), list):
             raise BadRow(f"test {number} has no list `args`")

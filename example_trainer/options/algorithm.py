@@ -72,7 +72,7 @@ class AlgorithmOptions(Section):
     entropy_coef: float = Field(
         0.0, allow_inf_nan=False, description="weight of the policy's entropy, which the loss then rewards"
     )
-    ppo_epochs: int = Field(1, ge=1, description="times that a batch is gone through, for one weight version")
+    ppo_epochs: int = Field(1, ge=1, description="passes over a batch, for one weight version")
     minibatches: int = Field(1, ge=1, description="optimizer updates in each time, with a part of the batch each")
     temperature: float = Field(
         1.0,
@@ -81,7 +81,7 @@ class AlgorithmOptions(Section):
         description="divides the logits of sequences that do not say at which temperature they were sampled",
     )
     allow_truncated_sampling: bool = Field(
-        False, description="train on what was sampled with top-p, top-k, min-p or penalties too, with a bias that the log tells"
+        False, description="train on what was sampled with top-p, top-k, min-p or penalties too, with a bias that the log names"
     )
     logprob_chunk: int | None = Field(
         None, ge=1, description="tokens whose logits exist at the same time; not given: 4096 on a GPU, 1024 on a CPU"

@@ -41,7 +41,7 @@ class ModelOptions(Section):
     gradient_checkpointing: bool | None = Field(
         None, description="recompute activations in the backward pass to save memory; not given: if it does not fit otherwise"
     )
-    skip_memory_check: bool = Field(False, description="load the model even if the estimate says that memory will not do")
+    skip_memory_check: bool = Field(False, description="load the model even if the memory plan says that it does not fit")
 
 
 class LoraOptions(Section):

@@ -21,7 +21,7 @@ class CheckpointOptions(Section):
         1, description="newest checkpoints that keep their optimizer state; 0: none does; all: every one does"
     )
     resume: str | None = Field(
-        None, description="auto (the newest run in save-path, from its newest checkpoint; else anew) or a step_N folder"
+        None, description="auto (the newest run in save-path, from its newest checkpoint; else a new run) or a step_N folder"
     )
 
     @field_validator("keep_optimizer_states", mode="before")
@@ -41,8 +41,8 @@ class OutputOptions(Section):
         8,
         ge=0,
         le=1024,
-        description="sequences of each step whose tokens' logprobs, entropies and advantages the rollout service is told, for "
-        "its page; 0: none",
+        description="sequences of each step whose tokens' logprobs, entropies and advantages are sent to the rollout service "
+        "for its page; 0: none",
     )
     metrics_host: ListeningHost = Field("0.0.0.0", description="address on which they are served, without a key")
     profile: str | None = Field(
@@ -52,8 +52,8 @@ class OutputOptions(Section):
         False, description="write the history of GPU memory into log-dir/profile at the end, and when memory runs out"
     )
     use_wandb: bool = Field(False, description="log to Weights & Biases as well")
-    wandb_project: str = Field("lockstep", description="W&B project, also told to the environments")
-    wandb_group: str | None = Field(None, description="W&B group, also told to the environments; not given: grpo-<model>")
+    wandb_project: str = Field("lockstep", description="W&B project, also of the environments")
+    wandb_group: str | None = Field(None, description="W&B group, also of the environments; not given: grpo-<model>")
 
     @field_validator("profile")
     @classmethod

@@ -58,7 +58,7 @@ class BatchOptions(Section):
         ge=1,
         description="sequences of an optimizer step, divided by --batch-size",
     )
-    seq_len: int = Field(2048, ge=2, description="longest sequence in tokens, prompt included; told to the environments")
+    seq_len: int = Field(2048, ge=2, description="longest sequence in tokens, prompt included; the environments get it too")
     tokens_per_microbatch: int | None = Field(
         None,
         ge=1,
