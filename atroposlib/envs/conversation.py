@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from atroposlib.envs.tool_formats import Call
 from atroposlib.scores import plain_score
-from atroposlib.utils.thinking import answer_part
+from atroposlib.utils.thinking import known_calls, read_reasoning
 
 Ending = Literal["done", "max_turns", "max_tokens", "answer_cut"]
 
@@ -20,9 +20,10 @@ class Turn:
         text: what it wrote, without special tokens.
         num_tokens: sampled tokens, the end token included.
         finished: it ended by itself rather than by a limit.
-        opened: what its prompt opened, such as `<think>`; see `atroposlib.utils.thinking`.
+        opened: the tags that its prompt opened, such as `<think>`; see `atroposlib.utils.thinking`.
         calls: of tools, in their order, with their answers.
         reward: that `step` gave for it.
+        spans: first, and one past the last character of each call. Tags inside of a call are text.
     """
 
     text: str
@@ -31,11 +32,12 @@ class Turn:
     calls: list[Call] = field(default_factory=list)
     reward: float = 0.0
     opened: str = ""
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def answer(self) -> str:
         """The text outside of the reasoning; empty if the reasoning never ends."""
-        return answer_part(self.text, self.opened)
+        return read_reasoning(self.text, self.opened, known_calls(self.spans)).answer
 
 
 @dataclass

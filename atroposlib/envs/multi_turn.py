@@ -250,13 +250,17 @@ class MultiTurnEnv(GradedEnv):
     async def _take(self, talk: Conversation, choice: Any, node: SequenceNode) -> None:
         """An answer: run its calls, and ask what follows. Of one that a limit cut off neither is done."""
         text, cut = choice.message.content or "", choice.finish_reason == "length"
-        calls = [] if cut or not self.toolbox.tools else self.tool_format.read(text)
+        opened = (node.metadata or {}).get("opened", "")
+        whole = whole_response(text, opened)
+        calls = [] if cut or not self.toolbox.tools else self.tool_format.read(whole)
         begin, end = (sampled_runs(node.masked_tokens) or [(0, 0)])[-1]
-        turn = Turn(text, end - begin, choice.finish_reason == "stop", calls, opened=(node.metadata or {}).get("opened", ""))
+        turn = Turn(text, end - begin, choice.finish_reason == "stop", calls, opened=opened)
+        added = len(whole) - len(text)
+        turn.spans = tuple((call.span[0] - added, call.span[1] - added) for call in calls if call.span is not None)
         talk.turns.append(turn)
         talk.say({"role": "assistant", "content": text}, **({"tool_calls": list(map(as_openai, calls))} if calls else {}))
         said = talk.transcript[-1]
-        said["content"] = whole_response(text, turn.opened)
+        said["content"] = whole
         if cut:
             talk.ended = "answer_cut" if turn.num_tokens >= self.config.max_token_length else "max_tokens"
             return

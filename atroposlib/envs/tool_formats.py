@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from atroposlib.errors import UsageError
-from atroposlib.inference.tool_call_formats import FORMATS, Unreadable
-from atroposlib.utils.tool_call_parser import read_object
+from atroposlib.inference.tool_call_formats import FORMATS
+from atroposlib.utils.tool_call_parser import CallReader, Found, Tools, Unreadable
 
 Problem = Literal["unreadable", "unknown_tool", "wrong_arguments", "too_many", "raised", "timeout", "not_text", "cut"]
 MOST_OF_REASON = 200
-"""Characters of why a call cannot be read."""
-CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+"""Characters of the reason why a call cannot be read."""
 
 
 class Described(Protocol):
-    """What a format has to know of a tool.
+    """The part of a tool that a format uses.
 
     Attributes:
         schema: as in a chat request: `{"type": "function", "function": {name, description, parameters}}`.
@@ -34,22 +33,24 @@ class Call:
     Attributes:
         name: of the tool; empty where it cannot be read.
         arguments: as the model wrote them, by name.
-        problem: what went wrong; None if nothing did. After "cut" the answer is there, but for its end.
-        answer: what the model is told.
+        problem: the kind of fault; None if there was none. After "cut" the answer is there, but for its end.
+        answer: the text that the model gets.
+        span: first, and one past the last character of the call in the text that was read.
     """
 
     name: str
     arguments: dict[str, Any] | None = None
     problem: Problem | None = None
     answer: str = ""
+    span: tuple[int, int] | None = None
 
 
 class ToolFormat(ABC):
-    """How the model is told of tools, writes calls and gets answers.
+    """A notation for tools, calls and answers.
 
     Attributes:
-        in_template: the model's chat template tells it of tools, if it knows any; `describe` is for those that do not.
-        role: of the message that answers a call. Templates that know no "tool" take "user".
+        in_template: the model's chat template shows it the tools, if it can; `describe` is for templates that cannot.
+        role: of the message that answers a call. Templates without a role "tool" take "user".
     """
 
     in_template = False
@@ -58,70 +59,29 @@ class ToolFormat(ABC):
         self.role = role
 
     def describe(self, tools: Sequence[Described]) -> str:
-        """What the system message says of them; empty for nothing."""
+        """Return the system message's text about them; empty for nothing."""
         return ""
 
     @abstractmethod
     def read(self, text: str) -> list[Call]:
-        """The calls of an answer, in their order. One that cannot be read has the problem, and why as its answer."""
+        """Return the calls of a response, in their order.
+
+        Args:
+            text: the response with its reasoning. If the prompt opened the reasoning, the opening tag stands in front.
+
+        Returns:
+            A call that cannot be read has the problem "unreadable", and the reason as its answer.
+        """
 
     def answer(self, call: Call) -> dict[str, Any]:
-        """The message that answers a call."""
+        """Return the message that answers a call."""
         return {"role": self.role, "content": call.answer}
 
 
-class HermesFormat(ToolFormat):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, on which Hermes and Qwen models are trained.
-
-    What stands in a `<think>` block is no call.
-    """
-
-    in_template = True
-
-    def describe(self, tools: Sequence[Described]) -> str:
-        """One line of JSON for each tool, and how to call one."""
-        lines = "\n".join(json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools)
-        return (
-            f"You can call these tools:\n{lines}\n\nA call is a JSON object between tags; the next message has its answer:\n"
-            '<tool_call>\n{"name": "the tool\'s name", "arguments": {"argument": "value"}}\n</tool_call>'
-        )
-
-    def read(self, text: str) -> list[Call]:
-        spoken = text.rpartition("</think>")[2].partition("<think>")[0]
-        return [
-            self._call(found[1], found[2]) for found in re.finditer(r"<tool_call>(.*?)(</tool_call>|\Z)", spoken, re.DOTALL)
-        ]
-
-    @staticmethod
-    def _call(text: str, end: str) -> Call:
-        if not end:
-            return unreadable("a call that does not end with </tool_call>")
-        try:
-            call = read_object(text.strip())
-            arguments: Any = (call or {}).get("arguments", {})
-            if isinstance(arguments, str):
-                arguments = read_object(arguments)
-        except RecursionError:
-            call = None
-        if call is None:
-            return unreadable("what stands between the tags is no JSON object")
-        if not isinstance(call.get("name"), str):
-            return unreadable("a call has no name")
-        if not isinstance(arguments, dict):
-            return unreadable("arguments must be an object: name and value of each")
-        return Call(call["name"], arguments)
-
-    def answer(self, call: Call) -> dict[str, Any]:
-        """As OpenAI has it, or between tags in a user's message."""
-        if self.role == "tool":
-            return {"role": "tool", "name": call.name, "content": call.answer}
-        return {"role": self.role, "content": f"<tool_response>\n{call.answer}\n</tool_response>"}
-
-
 class NamedFormat(ToolFormat):
-    """The format of another family of models, by the name of vLLM's parser for it, such as `llama3_json` or `mistral`.
+    """The notation of a family of models, by the name of vLLM's parser for it, such as `llama3_json` or `mistral`.
 
-    An answer of which one call cannot be read is answered as one unreadable call.
+    A call inside of reasoning does not count; see docs/multi-turn.md.
 
     Args:
         name: one of `atroposlib.inference.tool_call_formats.FORMATS`.
@@ -140,49 +100,86 @@ class NamedFormat(ToolFormat):
         self._format = FORMATS[name]
 
     def describe(self, tools: Sequence[Described]) -> str:
-        """One line of JSON for each tool, and a call as the model would write it."""
+        """Return one line of JSON for each tool, and a call as the model would write it."""
         lines = "\n".join(json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools)
         example = self._format.write("name", {"argument": "value"})
         return f"You can call these tools:\n{lines}\n\nA call looks like this; the next message has its answer:\n{example}"
 
     def read(self, text: str) -> list[Call]:
-        try:
-            found = self._format.read(text)
-        except (Unreadable, RecursionError, MemoryError) as error:
-            return [unreadable(str(error)[:MOST_OF_REASON])]
-        return [
-            Call(call.name, call.arguments) if isinstance(call.arguments, dict) else unreadable("arguments must be an object")
-            for call in found
-        ]
+        return list(map(as_read, self._format.read(text)))
+
+
+class HermesFormat(NamedFormat):
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, on which Hermes and Qwen models are trained."""
+
+    def __init__(self, role: str = "tool"):
+        super().__init__("hermes", role)
+
+    def describe(self, tools: Sequence[Described]) -> str:
+        """Return one line of JSON for each tool, and an explanation of a call."""
+        lines = "\n".join(json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools)
+        return (
+            f"You can call these tools:\n{lines}\n\nA call is a JSON object between tags; the next message has its answer:\n"
+            '<tool_call>\n{"name": "the tool\'s name", "arguments": {"argument": "value"}}\n</tool_call>'
+        )
+
+    def answer(self, call: Call) -> dict[str, Any]:
+        """Return OpenAI's message, or a user's message with the answer between tags."""
+        if self.role == "tool":
+            return {"role": "tool", "name": call.name, "content": call.answer}
+        return {"role": self.role, "content": f"<tool_response>\n{call.answer}\n</tool_response>"}
 
 
 class TaggedFormat(ToolFormat):
     """One tool with one argument, as plain text between two marks: a few tokens, for small models.
+
+    A call inside of reasoning does not count.
 
     Args:
         tool: its name.
         argument: its parameter.
         begin: before the argument.
         end: after it.
-        hint: what the system message says; empty for a model that knows.
+        hint: text of the system message; empty for a model that needs none.
     """
 
     def __init__(self, tool: str, argument: str, begin: str, end: str, role: str = "tool", hint: str = ""):
         super().__init__(role)
         self.tool, self.argument, self.begin, self.end, self.hint = tool, argument, begin, end, hint
+        self._reader = _TextBetween(tool, argument, begin, end)
 
     def describe(self, tools: Sequence[Described]) -> str:
         return self.hint
 
     def read(self, text: str) -> list[Call]:
-        calls = []
-        _, *rest = text.split(self.begin)
-        for part in rest:
-            written, end, _ = part.partition(self.end)
-            calls.append(Call(self.tool, {self.argument: written.strip()}) if end else unreadable(f"{self.end!r} is missing"))
-        return calls
+        return list(map(as_read, self._reader.read(text)))
 
 
-def unreadable(why: str) -> Call:
-    """A call of which nothing is known but what is wrong with it."""
-    return Call("", None, "unreadable", f"error: {why}")
+class _TextBetween(CallReader):
+    """The reader of `TaggedFormat`."""
+
+    exact = False
+
+    def __init__(self, tool: str, argument: str, begin: str, end: str):
+        self.opens = re.compile(re.escape(begin))
+        self.closes = end
+        self._tool, self._argument, self._begin = tool, argument, begin
+
+    @property
+    def unclosed(self) -> str:
+        return f"{self.closes!r} is missing"
+
+    def at(self, text: str, mark: re.Match[str], tools: Tools) -> tuple[list[Found], int]:
+        close = text.find(self.closes, mark.end())
+        if close < 0 or text.find(self._begin, mark.end(), close) >= 0:
+            raise Unreadable(self.unclosed)
+        end = close + len(self.closes)
+        return [Found(mark.start(), end, self._tool, {self._argument: text[mark.end() : close].strip()})], end
+
+
+def as_read(found: Found) -> Call:
+    """Return a call of the reader as one to answer."""
+    span = (found.start, found.end)
+    if found.arguments is None:
+        return Call("", None, "unreadable", f"error: {found.problem[:MOST_OF_REASON]}", span)
+    return Call(found.name, found.arguments, span=span)

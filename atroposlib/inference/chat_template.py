@@ -9,12 +9,13 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
-from atroposlib.inference.tool_call_translator import ToolCallTranslator, as_dict
+from atroposlib.inference.tool_call_translator import ToolCallTranslator, as_dict, decoded
 from atroposlib.utils.thinking import HARMONY_CHANNEL, TAGS, read_reasoning
 
 logger = logging.getLogger(__name__)
@@ -55,29 +56,13 @@ def message_key(message: Any) -> MessageKey:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: a string, a list of OpenAI's parts, or nothing."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, Sequence) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    return json.dumps(content, sort_keys=True, default=str)
+    """Return the text of a message's content: a string, or nothing."""
+    return content or ""
 
 
 def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
     function = as_dict(call.get("function") or {})
-    return str(function.get("name")), json.dumps(_decoded(function.get("arguments")), sort_keys=True, default=str)
-
-
-def _decoded(arguments: Any) -> Any:
-    """Arguments of a call as JSON's values; text that is not JSON stays text."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
+    return str(function.get("name")), json.dumps(decoded(function.get("arguments")), sort_keys=True, default=str)
 
 
 @dataclass(frozen=True)
@@ -85,7 +70,7 @@ class Chat:
     """A request for the next message of a conversation.
 
     Attributes:
-        messages: as dicts.
+        messages: as dicts whose contents are text; see `atroposlib.inference.messages`.
         tools: as in a chat request.
         options: further variables of the template, such as `enable_thinking`.
         keys: of the messages.
@@ -146,12 +131,8 @@ DRESSES: tuple[Callable[[str], dict[str, Any]], ...] = (
     lambda text: {"content": text},
     lambda text: {"content": text} | dict.fromkeys(REASONING_FIELDS, "-"),
     lambda text: {"content": f"<think>\n-\n</think>\n\n{text}"},
-    lambda text: {"content": [{"type": "text", "text": text}]},
 )
-"""Forms of a stand-in, by what templates refuse: none, an answer without reasoning in fields or in tags, and plain text.
-
-The last one is for templates of vision models, whose clients send content in parts.
-"""
+"""Forms of a stand-in, by what templates refuse: nothing, an answer without reasoning in fields, and one without tags."""
 
 
 def undressed(message: dict[str, Any], without_calls: bool) -> dict[str, Any]:
@@ -183,6 +164,21 @@ class ChatTemplate:
         self.translator = translator
         # Digits alone: templates that change white space, case or tags leave them as they are.
         self._stand_in = str(secrets.randbelow(9 * 10**39) + 10**39)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """True if the template shows content in parts and drops text, as those of some vision models do."""
+
+        def shows(content: Any) -> bool:
+            asked = [{"role": "user", "content": content}]
+            try:
+                text = self.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # noqa: BLE001 (templates raise anything)
+                logger.debug("the chat template refuses a message: %s", error)
+                return False
+            return self._stand_in in str(text)
+
+        return not shows(self._stand_in) and shows([{"type": "text", "text": self._stand_in}])
 
     def whole(self, chat: Chat, keep_reasoning: bool = False) -> str:
         """Render all messages. A turn of the assistant opens unless the last message is one.
@@ -216,8 +212,7 @@ class ChatTemplate:
             None if the template does not show where the answer ends.
         """
         answer = chat.messages[index]
-        dresses = DRESSES if isinstance(answer.get("content"), list) else DRESSES[:-1]
-        for dress, (number, form) in product(dresses, enumerate(self._forms(chat.messages))):
+        for dress, (number, form) in product(DRESSES, enumerate(self._forms(chat.messages))):
             as_text = number == 0
             earlier, dressed = dress("-"), dress(self._stand_in)
             stood = [
@@ -256,6 +251,8 @@ class ChatTemplate:
     def _apply(self, messages: list[dict[str, Any]], chat: Chat, opens: bool | None = None) -> str:
         if opens is None:
             opens = not messages or messages[-1].get("role") != "assistant"
+        if self.takes_parts:
+            messages = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
         return str(
             self.tokenizer.apply_chat_template(
                 messages, tools=chat.tools, tokenize=False, add_generation_prompt=opens, **chat.options
@@ -266,7 +263,7 @@ class ChatTemplate:
         """Yield the messages with calls of tools as text, and then as structures if there are calls."""
         yield self.translator.convert_messages_for_template(messages)
         if any(message.get("tool_calls") for message in messages):
-            for write in (_decoded, lambda given: given if isinstance(given, str) else json.dumps(given)):
+            for write in (decoded, lambda given: given if isinstance(given, str) else json.dumps(given)):
                 yield [_with_arguments(message, write) for message in messages]
 
     def _with_reasoning(self, chat: Chat) -> str | None:

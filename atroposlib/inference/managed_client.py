@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from atroposlib.errors import NoRoom
+from atroposlib.errors import NoRoom, UsageError
 from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.inference.server_baseline import describe
 
@@ -60,7 +60,10 @@ class ManagedTransport(httpx.AsyncBaseTransport):
             self.failure = error
             # In the words by which clients know such an answer of other servers.
             return refusal(400, f"the prompt exceeds the model's context length: {error}")
-        except Exception as error:  # noqa: BLE001 (kept for the environment, and told to the client)
+        except UsageError as error:
+            self.failure = error
+            return refusal(400, str(error))
+        except Exception as error:  # noqa: BLE001 (kept for the environment, and returned to the client)
             self.failure = error
             return refusal(502, describe(error))
         return httpx.Response(200, json=answer.model_dump(mode="json", warnings=False))

@@ -18,12 +18,13 @@ from openai.types.chat.chat_completion import Choice
 
 from atroposlib.inference.chat_template import Chat, ChatTemplate, Exchange, MessageKey, completed, exchange
 from atroposlib.inference.generation import Generation
+from atroposlib.inference.messages import checked_messages
 from atroposlib.inference.sampling import sampling_of
 from atroposlib.inference.sequence_tracker import Prompt, SequenceNode, SequenceTracker, node_of
 from atroposlib.inference.server_baseline import MODEL_NOT_NAMED
 from atroposlib.inference.server_baseline import APIServer as APIServer
 from atroposlib.inference.tokenizers import load_tokenizer
-from atroposlib.inference.tool_call_translator import ToolCallTranslator, as_dict
+from atroposlib.inference.tool_call_translator import ToolCallTranslator
 from atroposlib.utils.thinking import opened_by
 
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
@@ -66,9 +67,13 @@ class ManagedServer:
         self.reset()
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        """As OpenAI's `chat.completions.create`: `messages`, `n`, `max_tokens`, `temperature`, `tools` …"""
+        """As OpenAI's `chat.completions.create`: `messages`, `n`, `max_tokens`, `temperature`, `tools` …
+
+        Raises:
+            UsageError: a message has a form that no prompt can hold, such as an image.
+        """
         tools = kwargs.get("tools")
-        chat = as_chat(kwargs["messages"], tools, kwargs.get("chat_template_kwargs"))
+        chat = self._chat(kwargs["messages"], tools, kwargs.get("chat_template_kwargs"))
         prompt = self._prompt_of(chat)
         if prompt.continued < sum(key in self._opened for key in chat.keys):
             say_that_history_changed()
@@ -80,7 +85,7 @@ class ManagedServer:
         def read(generation: Generation) -> list[Exchange]:
             for index, tokens in enumerate(generation.output_tokens):
                 text = self.translator.decode_with_tool_awareness(tokens, has_tools=bool(tools))
-                content, calls, reason = self.translator.parse_model_output(text, kwargs.get("tool_choice"), tools)
+                content, calls, reason = self.translator.parse_model_output(text, kwargs.get("tool_choice"), tools, opened)
                 # A response that was cut off stays one, whatever calls it had begun with.
                 cut_off = generation.finish_reasons[index] == "length"
                 message = ChatCompletionMessage.model_construct(role="assistant", content=content, tool_calls=None)
@@ -113,13 +118,13 @@ class ManagedServer:
 
     def render(self, messages: list[Any], tools: list[dict] | None = None, template_kwargs: dict | None = None) -> str:
         """Return the text of the prompt that `chat_completion` would send for these messages."""
-        return self._prompt_of(as_chat(messages, tools, template_kwargs)).text
+        return self._prompt_of(self._chat(messages, tools, template_kwargs)).text
 
     def prompt_tokens(
         self, messages: list[Any], tools: list[dict] | None = None, template_kwargs: dict | None = None
     ) -> list[int]:
         """Return the token ids of the prompt that `chat_completion` would send for these messages."""
-        return self._prompt_of(as_chat(messages, tools, template_kwargs)).tokens
+        return self._prompt_of(self._chat(messages, tools, template_kwargs)).tokens
 
     def get_state(self) -> dict[str, Any]:
         """`nodes`: the sequences in order; with `track_tree`, `sequences` (and its alias `tree`): text -> sequence."""
@@ -149,6 +154,14 @@ class ManagedServer:
             KeyError: the answer was continued since, or is of another managed server, or of before `reset`.
         """
         return node_of(self.tracker.nodes, answer.id, index)
+
+    def _chat(self, messages: list[Any], tools: list[dict] | None, options: dict | None) -> Chat:
+        """Return a request's messages with its tools and the options of the chat template.
+
+        Raises:
+            UsageError: a message has a form that no prompt can hold.
+        """
+        return Chat(self.translator.with_problems(checked_messages(messages)), tools, options or {})
 
     def _prompt_of(self, chat: Chat) -> Prompt:
         """Return the prompt of a chat: the tokens of the answer that it continues, or else all of it as the template has it."""
@@ -209,11 +222,6 @@ def tokenizer_of(server: Any) -> Any:
         return None
     server.tokenizer = load_tokenizer(named)
     return server.tokenizer
-
-
-def as_chat(messages: list[Any], tools: list[dict] | None, options: dict | None) -> Chat:
-    """Return a request's messages with its tools and the options of the chat template."""
-    return Chat([as_dict(message) for message in messages], tools, options or {})
 
 
 @cache

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from atroposlib.api.gate.access import Access
-from atroposlib.errors import EnvironmentFailure, RolloutFailure
+from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.inference.proxy_door import Door, ProxyLimits, error_body
 from atroposlib.inference.proxy_sessions import Sessions, TooManySessions, UnknownSession
@@ -29,14 +29,14 @@ from atroposlib.utils.keys import PROXY_KEY, VLLM_KEY, given_or_variable
 
 
 class ChatMessage(BaseModel):
-    """A message; `content` may be missing where there are calls of tools."""
+    """A message. `atroposlib.inference.messages` checks its fields."""
 
-    role: str
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
+    role: Any = None
+    content: Any = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    name: Any = None
 
 
 class ChatCompletionProxyRequest(BaseModel):
@@ -88,6 +88,21 @@ class RenderResponse(BaseModel):
 def openai_error(status_code: int, message: str, error_type: str = "invalid_request_error") -> JSONResponse:
     """An error in OpenAI's shape."""
     return JSONResponse(error_body(status_code, message, error_type), status_code)
+
+
+def failed(error: Exception) -> JSONResponse:
+    """Return the answer to a request that failed.
+
+    Raises:
+        UnknownSession: the error is one; it has a handler of its own.
+    """
+    if isinstance(error, UnknownSession):
+        raise error
+    if isinstance(error, UsageError | RolloutFailure):
+        return openai_error(400, str(error))
+    if isinstance(error, EnvironmentFailure):
+        return openai_error(503, str(error), "server_error")
+    return openai_error(502, describe(error), "server_error")
 
 
 def create_app(
@@ -183,23 +198,20 @@ def create_app(
         try:
             with sessions.used(session_uuid) as session:
                 answer = await session.managed_server.chat_completion(messages=messages_of(request), **fields)
-        except UnknownSession:
-            raise
-        except RolloutFailure as failure:
-            return openai_error(400, str(failure))
-        except EnvironmentFailure as failure:
-            return openai_error(503, str(failure), "server_error")
         except Exception as error:  # noqa: BLE001 (the client gets it, in OpenAI's shape)
-            return openai_error(502, describe(error), "server_error")
+            return failed(error)
         return JSONResponse(answer.model_dump(mode="json", warnings=False))
 
     @app.post("/{session_uuid}/v1/chat/completions/render", response_model=RenderResponse)
     async def render(session_uuid: str, request: ChatCompletionProxyRequest) -> Any:
-        with sessions.used(session_uuid) as session:
-            managed = session.managed_server
-            options = request.chat_template_kwargs
-            text = managed.render(messages_of(request), request.tools, options)
-            ids = managed.prompt_tokens(messages_of(request), request.tools, options)
+        try:
+            with sessions.used(session_uuid) as session:
+                managed = session.managed_server
+                options = request.chat_template_kwargs
+                text = managed.render(messages_of(request), request.tools, options)
+                ids = managed.prompt_tokens(messages_of(request), request.tools, options)
+        except Exception as error:  # noqa: BLE001 (the client gets it, in OpenAI's shape)
+            return failed(error)
         return RenderResponse(prompt_text=text, token_ids=ids, num_tokens=len(ids))
 
     @app.get("/{session_uuid}/nodes")

@@ -8,6 +8,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.inference.generation import current_versions
+from atroposlib.inference.messages import checked_messages
 from atroposlib.inference.sequence_tracker import SequenceNode, node_of
 from atroposlib.utils.connections import LIMITS
 from atroposlib.utils.keys import PROXY_KEY, bearer, given_or_variable
@@ -46,7 +47,13 @@ class ProxyManagedServer:
         return f"{self.proxy_url}/{self.session_uuid}/v1"
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        """As `ManagedServer.chat_completion`.
+
+        Raises:
+            UsageError: a message has a form that no prompt can hold, such as an image.
+        """
         body = {name: kwargs[name] for name in PASSED_ON if kwargs.get(name) is not None}
+        body["messages"] = checked_messages(kwargs["messages"])
         response = await self._http.post("/v1/chat/completions", json=body)
         response.raise_for_status()
         await self.fetch_state()

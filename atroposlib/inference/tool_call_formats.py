@@ -1,6 +1,7 @@
-"""How models write calls of tools: one format for each family, by the name of vLLM's parser for it. Pure.
+"""The notations in which models write calls of tools, by the names of vLLM's parsers. Pure.
 
 Sources: the models' own chat templates and the documentation of vLLM's `--tool-call-parser`.
+`atroposlib.utils.tool_call_parser` scans the text; this module knows the notations.
 """
 
 from __future__ import annotations
@@ -8,57 +9,32 @@ from __future__ import annotations
 import ast
 import json
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.utils.tool_call_parser import read_object
-
-Tools = Sequence[Mapping[str, Any]]
-
-
-class Unreadable(ValueError):
-    """A text that begins a call and does not hold one."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A call in a text.
-
-    Attributes:
-        start, end: where it stands.
-        name: of the function.
-        arguments: by name.
-    """
-
-    start: int
-    end: int
-    name: str
-    arguments: Any
+from atroposlib.utils.tool_call_parser import (
+    CallReader,
+    Found,
+    JsonReader,
+    Tools,
+    Unreadable,
+    as_call,
+    decode,
+    literal_end,
+    skip_space,
+)
 
 
-class CallFormat(ABC):
-    """One way of writing calls."""
-
-    @abstractmethod
-    def read(self, text: str, tools: Tools = ()) -> list[Found]:
-        """The calls in a text, in their order; none where it has none.
-
-        Args:
-            text: what the model wrote.
-            tools: in OpenAI's form; formats that write values as plain text take the values' types from them.
-
-        Raises:
-            Unreadable: a call is begun that cannot be read.
-        """
+class CallFormat(CallReader):
+    """One notation of calls, to read and to write."""
 
     @abstractmethod
     def write(self, name: str, arguments: Any) -> str:
-        """A call as the model would write it."""
+        """Return a call as the model would write it."""
 
     def write_all(self, calls: Iterable[tuple[str, Any]]) -> str:
-        """Several calls of one answer, each a name and its arguments."""
+        """Return several calls of one answer, each given as a name and its arguments."""
         return "\n".join(self.write(name, arguments) for name, arguments in calls)
 
 
@@ -66,177 +42,191 @@ def compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def as_call(value: Any, start: int, end: int) -> Found:
-    """A call given as a JSON object.
+def by_name(arguments: Any) -> Mapping[str, Any]:
+    """Return arguments by name. Text that is not JSON becomes one argument of the name `arguments`."""
+    return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
 
-    Raises:
-        Unreadable: it names no function.
+
+class JsonBetween(JsonReader, CallFormat):
+    """JSON between two marks, an object for each call or a list of them.
+
+    Args:
+        opening: the mark in front.
+        closing: the mark behind; empty if the JSON's end is the call's.
+        many: write a list.
+        arguments: name of the arguments' field in a call that is written. Both names are read.
+        if_list: read a mark as text unless a list follows.
     """
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise Unreadable(f"{value!r:.200} names no function")
-    return Found(start, end, value["name"], value.get("arguments", value.get("parameters", {})))
 
-
-@dataclass(frozen=True)
-class JsonBetween(CallFormat):
-    """JSON between two marks: an object for each call, or with `many` a list of them. Without `close`, up to the text's end."""
-
-    open: str
-    close: str = ""
-    many: bool = False
-    arguments: str = "arguments"
-
-    def read(self, text: str, tools: Tools = ()) -> list[Found]:
-        ends = re.escape(self.close) if self.close else rf"(?={re.escape(self.open)})|\Z"
-        found = []
-        for match in re.finditer(rf"{re.escape(self.open)}\s*(.*?)\s*(?:{ends})", text, re.DOTALL):
-            value = list_of(match[1]) if self.many else read_object(match[1])
-            if value is None:
-                raise Unreadable(f"{match[1]!r:.200} is no JSON")
-            found += [as_call(entry, *match.span()) for entry in (value if isinstance(value, list) else [value])]
-        return found
+    def __init__(
+        self, opening: str, closing: str = "", many: bool = False, arguments: str = "arguments", if_list: bool = False
+    ) -> None:
+        super().__init__(opening, closing, if_list)
+        self.opening, self.many, self.arguments = opening, many, arguments
 
     def write(self, name: str, arguments: Any) -> str:
         call = {"name": name, self.arguments: arguments}
-        between = f"\n{compact(call)}\n" if self.close and not self.many else compact([call] if self.many else call)
-        return f"{self.open}{between}{self.close}"
-
-
-def list_of(text: str) -> list[Any] | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, list) else [value]
+        between = f"\n{compact(call)}\n" if self.closes and not self.many else compact([call] if self.many else call)
+        return f"{self.opening}{between}{self.closes}"
 
 
 class BareJson(CallFormat):
-    """Llama's: the whole answer is a JSON object, or several with `;` between them, after `<|python_tag|>` or nothing."""
+    """Llama's notation: the answer begins with a JSON object, or has one behind `<|python_tag|>`.
 
-    def read(self, text: str, tools: Tools = ()) -> list[Found]:
-        start = text.find("<|python_tag|>")
-        rest = text[start + len("<|python_tag|>") :] if start >= 0 else text
-        start = max(start, 0)
-        if not rest.lstrip().startswith("{"):
-            return []
-        decoder, at, found = json.JSONDecoder(), 0, []
-        while at < len(rest.rstrip()):
-            at += len(rest[at:]) - len(rest[at:].lstrip("; \n\t"))
+    Several calls have `;` or white space between them. An object without a name, arguments and
+    parameters is an answer in JSON rather than a call.
+    """
+
+    between = re.compile(r"[;\s]*(?=\{)")
+
+    opens = re.compile(r"<\|python_tag\|>\s*")
+    bare = re.compile(r"\s*(?=\{\s*[\"'}])")
+
+    def at(self, text: str, mark: re.Match[str], tools: Tools) -> tuple[list[Found], int]:
+        value, end = decode(text, mark.end())
+        if not mark[0].strip() and not ("name" in value or "arguments" in value or "parameters" in value):
+            return [], mark.end()
+        found = [as_call(value, mark.start(), end)]
+        while (more := self.between.match(text, end)) is not None:
             try:
-                value, at = decoder.raw_decode(rest, at)
-            except ValueError as error:
-                raise Unreadable(str(error)) from error
-            found.append(as_call(value, start, len(text)))
-        return found
+                value, end = decode(text, more.end())
+            except Unreadable as error:
+                return [*found, Found(mark.start(), end, "", None, str(error))], len(text)
+            found.append(as_call(value, mark.start(), end))
+        return found, end
 
     def write(self, name: str, arguments: Any) -> str:
         return compact({"name": name, "parameters": arguments})
 
 
-@dataclass(frozen=True)
 class MistralJson(JsonBetween):
     """`[TOOL_CALLS]` and a list, or since 2025 `[TOOL_CALLS]name[ARGS]{…}` for each call."""
 
-    def read(self, text: str, tools: Tools = ()) -> list[Found]:
-        named = list(
-            re.finditer(r"\[TOOL_CALLS\]\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(\{.*?\})\s*(?=\[TOOL_CALLS\]|\Z)", text, re.DOTALL)
-        )
-        if not named:
-            return super().read(text, tools)
-        found = []
-        for match in named:
-            arguments = read_object(match[2])
-            if arguments is None:
-                raise Unreadable(f"{match[2]!r:.200} is no JSON")
-            found.append(Found(*match.span(), match[1], arguments))
-        return found
+    named = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\])?\s*(?=\{)")
+
+    def at(self, text: str, mark: re.Match[str], tools: Tools) -> tuple[list[Found], int]:
+        named = self.named.match(text, mark.end())
+        if named is None:
+            return super().at(text, mark, tools)
+        arguments, end = decode(text, named.end())
+        return [Found(mark.start(), end, named[1], arguments)], end
 
 
-@dataclass(frozen=True)
 class Pythonic(CallFormat):
-    """A list of calls as Python writes them, `[weather(city="Rome"), stop()]`, between marks where the model has some."""
+    """A list of calls as Python writes them, `[weather(city="Rome"), stop()]`.
 
-    open: str = ""
-    close: str = ""
+    Args:
+        opening: the mark in front; empty if the answer begins with the list.
+        closing: the mark behind.
+    """
 
-    def read(self, text: str, tools: Tools = ()) -> list[Found]:
-        start = text.find(self.open)
-        if start < 0:
-            return []
-        end = text.find(self.close, start) if self.close else len(text)
-        inside = text[start + len(self.open) : end if end >= 0 else len(text)].strip()
-        if not inside.startswith("["):
-            return []
+    def __init__(self, opening: str = "", closing: str = "") -> None:
+        self.opening, self.closes = opening, closing
+        if opening:
+            self.opens = re.compile(rf"(?:{re.escape(opening)}\s*)++")
+        else:
+            self.bare = re.compile(r"\s*(?=\[\s*[A-Za-z_][\w.]*\s*\()")
+
+    def at(self, text: str, mark: re.Match[str], tools: Tools) -> tuple[list[Found], int]:
+        end = literal_end(text, mark.end()) if text.startswith("[", mark.end()) else None
+        if end is None:
+            raise Unreadable("a call is not in a list that ends with ]")
+        written = text[mark.end() : end]
+        if self.closes:
+            behind = skip_space(text, end)
+            if not text.startswith(self.closes, behind):
+                raise Unreadable(self.unclosed)
+            end = behind + len(self.closes)
         try:
-            (statement,) = ast.parse(inside).body
-            calls = statement.value.elts  # type: ignore[attr-defined]
-            return [Found(start, len(text), ast.unparse(call.func), plain_arguments(call)) for call in calls]
-        except (SyntaxError, ValueError, AttributeError) as error:
-            raise Unreadable(f"{inside!r:.200}: {error}") from error
+            calls = ast.parse(written, mode="eval").body.elts  # type: ignore[attr-defined]
+            found = [Found(mark.start(), end, ast.unparse(call.func), plain_arguments(call)) for call in calls]
+        except (SyntaxError, ValueError, TypeError, AttributeError, MemoryError, RecursionError) as error:
+            raise Unreadable(f"a call is not as Python writes it: {error}") from None
+        return found, end
 
     def write(self, name: str, arguments: Any) -> str:
         return self.write_all([(name, arguments)])
 
     def write_all(self, calls: Iterable[tuple[str, Any]]) -> str:
-        told = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
-        return f"{self.open}[{', '.join(told)}]{self.close}"
+        written = (f"{name}({', '.join(f'{key}={value!r}' for key, value in by_name(given).items())})" for name, given in calls)
+        return f"{self.opening}[{', '.join(written)}]{self.closes}"
 
 
 def plain_arguments(call: ast.Call) -> dict[str, Any]:
-    """The keywords of a call, whose values are literals.
+    """Return the keywords of a call, whose values must be literals that JSON can hold.
 
     Raises:
-        ValueError: one is no literal, or is given without its name.
+        ValueError, TypeError: one is something else, or is given without its name.
     """
     if call.args:
         raise ValueError("an argument without a name")
-    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    read: dict[str, Any] = json.loads(json.dumps(values))
+    return read
 
 
-@dataclass(frozen=True)
 class Marked(CallFormat):
-    """Name and arguments between marks of their own.
+    """A name and arguments between marks of their own.
 
-    Attributes:
-        pattern: of a call, with the groups `name` and `body`.
-        parameters: of an argument in the body, with `key` and `value`; None where the body is JSON.
-        call, argument: the text of a call with {name} and {body}, and of an argument with {key} and {value}.
-        begins: text that a call begins with: where it stands and the pattern does not match, the call cannot be read.
+    Args:
+        opening: pattern of the mark in front. A call begins there, readable or not.
+        head: pattern of all that stands before the arguments, the mark included, with the group `name`.
+        tail: pattern of the end.
+        closing: the mark at the end, as text.
+        call: text of a call, with {name} and {body}.
+        pair: pattern of an argument, with the groups `key` and `value`; None if the arguments are JSON.
+        argument: text of an argument, with {key} and {value}.
     """
 
-    pattern: str
-    call: str
-    begins: str
-    parameters: str | None = None
-    argument: str = ""
+    def __init__(
+        self, opening: str, head: str, tail: str, closing: str, call: str, pair: str | None = None, argument: str = ""
+    ) -> None:
+        self.opens = re.compile(opening)
+        self.closes = closing
+        self.exact = pair is None
+        self._head, self._tail = re.compile(head), re.compile(tail)
+        self._pair = None if pair is None else re.compile(pair, re.DOTALL)
+        self._call, self._argument = call, argument
 
-    def read(self, text: str, tools: Tools = ()) -> list[Found]:
-        found = []
-        for match in re.finditer(self.pattern, text, re.DOTALL):
-            name, body = match["name"].strip(), match["body"]
-            arguments: Any
-            if self.parameters is None:
-                arguments = read_object(body.strip()) if body.strip() else {}
-                if arguments is None:
-                    raise Unreadable(f"{body!r:.200} is no JSON")
-            else:
-                pairs = re.finditer(self.parameters, body, re.DOTALL)
-                types = types_of(tools, name)
-                arguments = {pair["key"].strip(): typed(pair["value"], types.get(pair["key"].strip())) for pair in pairs}
-            found.append(Found(*match.span(), name, arguments))
-        if not found and self.begins in text:
-            raise Unreadable(f"{text[text.index(self.begins) :]!r:.200} is half a call")
-        return found
+    def at(self, text: str, mark: re.Match[str], tools: Tools) -> tuple[list[Found], int]:
+        head = self._head.match(text, mark.start())
+        if head is None:
+            raise Unreadable("a call has no name, or is not in the format of the tools")
+        name = head["name"].strip()
+        arguments, at = self._arguments(text, head.end(), tools, name)
+        tail = self._tail.match(text, at)
+        if tail is None:
+            rest = text[at : at + 20]
+            raise Unreadable(f"{rest!r} follows the arguments of {name!r:.50}: write {self.closes} behind them")
+        return [Found(mark.start(), tail.end(), name, arguments)], tail.end()
+
+    def _arguments(self, text: str, at: int, tools: Tools, name: str) -> tuple[dict[str, Any], int]:
+        if self._pair is None:
+            at = skip_space(text, at)
+            if self._tail.match(text, at):
+                return {}, at
+            value, end = decode(text, at)
+            if not isinstance(value, Mapping):
+                raise Unreadable("arguments must be an object: name and value of each")
+            return dict(value), end
+        types, arguments = types_of(tools, name), {}
+        while (pair := self._pair.match(text, at)) is not None:
+            key, at = pair["key"].strip(), pair.end()
+            arguments[key] = typed(pair["value"], types.get(key))
+        return arguments, at
 
     def write(self, name: str, arguments: Any) -> str:
-        if self.parameters is None:
-            return self.call.format(name=name, body=compact(arguments))
-        told = (self.argument.format(key=k, value=v if isinstance(v, str) else compact(v)) for k, v in arguments.items())
-        return self.call.format(name=name, body="".join(told))
+        if self._pair is None:
+            return self._call.format(name=name, body=compact(arguments))
+        written = (
+            self._argument.format(key=key, value=value if isinstance(value, str) else compact(value))
+            for key, value in by_name(arguments).items()
+        )
+        return self._call.format(name=name, body="".join(written))
 
 
 def types_of(tools: Tools, name: str) -> dict[str, Any]:
-    """Parameter -> type, as a tool's JSON schema has them; empty where it is not known."""
+    """Return the type of each parameter in a tool's JSON schema; empty if it is not known."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
@@ -246,83 +236,97 @@ def types_of(tools: Tools, name: str) -> dict[str, Any]:
 
 
 def typed(text: str, kind: str | None) -> Any:
-    """A value that was written as plain text. What does not fit its type stays text, for the tool to refuse."""
+    """Return a value that was written as plain text. If it does not fit its type, it stays text for the tool to refuse."""
     value = text.removeprefix("\n").removesuffix("\n")
     if kind == "string":
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"True": True, "False": False, "None": None}.get(value, value)
 
 
-XML = {
-    "pattern": r"<tool_call>\s*<function=(?P<name>[^>]+)>(?P<body>.*?)(?:</function>\s*)?</tool_call>",
-    "parameters": r"<parameter=(?P<key>[^>]+)>(?P<value>.*?)</parameter>",
-    "call": "<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>",
-    "argument": "<parameter={key}>\n{value}\n</parameter>\n",
-}
+def xml(tag: str) -> Marked:
+    """Return the notation of Qwen's coders. `tag` stands around each call, and may be missing in front."""
+    return Marked(
+        opening=rf"(?:<{tag}>\s*)++(?:<function=)?+|<function=",
+        head=rf"(?:<{tag}>\s*)*+<function=(?P<name>[^>\n]+)>",
+        pair=r"\s*<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>",
+        tail=rf"\s*(?:</function>(?:\s*</{tag}>)?+|</{tag}>)",
+        closing=f"</{tag}>",
+        call=f"<{tag}>\n<function={{name}}>\n{{body}}</function>\n</{tag}>",
+        argument="<parameter={key}>\n{value}\n</parameter>\n",
+    )
+
+
 HERMES = JsonBetween("<tool_call>", "</tool_call>")
-QWEN_CODER = Marked(**XML, begins="<function=")
 GLM = Marked(
-    pattern=r"<tool_call>\s*(?P<name>[^\s<]+)\s*(?P<body>(?:<arg_key>.*?</arg_value>\s*)*)</tool_call>",
-    parameters=r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+    opening=r"(?:<tool_call>\s*)++",
+    head=r"(?:<tool_call>\s*)++(?P<name>[^\s<{]+)",
+    pair=r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+    tail=r"\s*</tool_call>",
+    closing="</tool_call>",
     call="<tool_call>{name}\n{body}</tool_call>",
     argument="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
-    begins="<tool_call>",
 )
 
 FORMATS: dict[str, CallFormat] = {
     **dict.fromkeys(("hermes", "qwen", "qwen25", "qwen3", "qwen3_json", "granite4"), HERMES),
-    **dict.fromkeys(("qwen3_coder", "qwen3_xml"), QWEN_CODER),
-    "seed_oss": Marked(
-        **{key: text.replace("tool_call>", "seed:tool_call>") for key, text in XML.items()}, begins="<seed:tool"
-    ),
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml"), xml("tool_call")),
+    "seed_oss": xml("seed:tool_call"),
     **dict.fromkeys(("llama3_json", "llama4_json"), BareJson()),
     "mistral": MistralJson("[TOOL_CALLS]", many=True),
     **dict.fromkeys(("jamba", "hunyuan_a13b"), JsonBetween("<tool_calls>", "</tool_calls>", many=True)),
     "granite": JsonBetween("<|tool_call|>", many=True),
     "granite-20b-fc": JsonBetween("<function_call>"),
     "internlm": JsonBetween("<|action_start|><|plugin|>", "<|action_end|>", arguments="parameters"),
-    "phi4_mini_json": JsonBetween("functools", many=True),
+    "phi4_mini_json": JsonBetween("functools", many=True, if_list=True),
     "longcat": JsonBetween("<longcat_tool_call>", "</longcat_tool_call>"),
     "pythonic": Pythonic(),
     "llama4_pythonic": Pythonic("<|python_start|>", "<|python_end|>"),
     "olmo3": Pythonic("<function_calls>", "</function_calls>"),
     "lfm2": Pythonic("<|tool_call_start|>", "<|tool_call_end|>"),
     "deepseek_v3": Marked(
-        pattern=r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<body>.*?)\n```<｜tool▁call▁end｜>",
+        opening="<｜tool▁call▁begin｜>",
+        head=r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
+        tail=r"\s*```\s*<｜tool▁call▁end｜>",
+        closing="<｜tool▁call▁end｜>",
         call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{body}\n```<｜tool▁call▁end｜>",
-        begins="<｜tool▁call▁begin｜>",
     ),
     "deepseek_v31": Marked(
-        pattern=r"<｜tool▁call▁begin｜>(?P<name>.*?)<｜tool▁sep｜>(?P<body>.*?)<｜tool▁call▁end｜>",
+        opening="<｜tool▁call▁begin｜>",
+        head=r"<｜tool▁call▁begin｜>(?P<name>[^<{]+)<｜tool▁sep｜>",
+        tail=r"\s*<｜tool▁call▁end｜>",
+        closing="<｜tool▁call▁end｜>",
         call="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{body}<｜tool▁call▁end｜>",
-        begins="<｜tool▁call▁begin｜>",
     ),
     "kimi_k2": Marked(
-        pattern=r"<\|tool_call_begin\|>\s*functions\.(?P<name>[\w.-]+):\d+\s*<\|tool_call_argument_begin\|>(?P<body>.*?)<\|tool_call_end\|>",
+        opening=r"<\|tool_call_begin\|>",
+        head=r"<\|tool_call_begin\|>\s*functions\.(?P<name>[\w.-]+):\d+\s*<\|tool_call_argument_begin\|>",
+        tail=r"\s*<\|tool_call_end\|>",
+        closing="<|tool_call_end|>",
         call="<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{body}<|tool_call_end|>",
-        begins="<|tool_call_begin|>",
     ),
     **dict.fromkeys(("glm45", "glm47"), GLM),
     "minimax_m2": Marked(
-        pattern=r"<invoke name=\"?(?P<name>[^\">]+)\"?>(?P<body>.*?)</invoke>",
-        parameters=r"<parameter name=\"?(?P<key>[^\">]+)\"?>(?P<value>.*?)</parameter>",
+        opening="<invoke",
+        head=r"<invoke name=\"?(?P<name>[^\">]+)\"?>",
+        pair=r"\s*<parameter name=\"?(?P<key>[^\">]+)\"?>(?P<value>.*?)</parameter>",
+        tail=r"\s*</invoke>",
+        closing="</invoke>",
         call='<minimax:tool_call>\n<invoke name="{name}">\n{body}</invoke>\n</minimax:tool_call>',
         argument='<parameter name="{key}">{value}</parameter>\n',
-        begins="<invoke",
     ),
 }
 """By the names of vLLM's parsers."""
 
 
 SECTION_MARKS = ("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>", "<minimax:tool_call>")
-"""What stands around all calls of an answer, where a format has that."""
+"""Marks around all calls of an answer, of the formats that have some."""
 
 
 def content_before(text: str, calls: Sequence[Found]) -> str | None:
-    """What a model said before its first call, without the marks that open a section of calls."""
+    """Return the text before the first call, without the marks that open a section of calls."""
     before = text[: calls[0].start]
     for mark in SECTION_MARKS:
         before = before.replace(mark, "")

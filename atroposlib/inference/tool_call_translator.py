@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.inference.tokenizers import ResponseDecoder
-from atroposlib.inference.tool_call_formats import FORMATS, Unreadable, content_before
+from atroposlib.inference.tool_call_formats import FORMATS, content_before
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,19 @@ class ToolCall(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model wrote and how it was read: as long as a message says the same, it is this text again."""
+    """An answer of the model, and how it was read. A message with the same content and calls is this text again.
+
+    Attributes:
+        raw: all of its text.
+        content: the text before its calls.
+        ids: of its calls.
+        problems: reasons why further calls could not be read.
+    """
 
     raw: str
     content: str | None
     ids: tuple[str, ...]
+    problems: tuple[str, ...] = ()
 
 
 class ToolCallTranslator:
@@ -51,49 +59,86 @@ class ToolCallTranslator:
         self.format = FORMATS[parser_name]
         self.answers: dict[str, Answer] = {}
         """By the id of each call."""
+        self._unreadable: dict[str, tuple[str, ...]] = {}
+        """Text of each answer in which no call could be read, and the reasons."""
 
     def parse_model_output(
-        self, raw_text: str, tool_choice: Any = None, tools: list[dict[str, Any]] | None = None
+        self, raw_text: str, tool_choice: Any = None, tools: list[dict[str, Any]] | None = None, opened: str = ""
     ) -> tuple[str | None, list[ToolCall] | None, str]:
-        """(text before the calls, the calls, finish reason).
+        """Return the text before the calls, the calls, and the finish reason.
 
-        Text whose calls cannot be read comes back as plain text, so nothing that the model wrote is lost.
+        Text in which no call can be read comes back as plain text, so nothing that the model wrote
+        is lost. `problems_of` has the reasons, and `with_problems` puts them into the history.
+
+        Args:
+            raw_text: all of the answer.
+            tool_choice, tools: of the request.
+            opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
         """
         if not tools or tool_choice == "none":
             return raw_text, None, "stop"
-        try:
-            found = self.format.read(raw_text, tools)
-        except Unreadable as problem:
-            logger.warning("a tool call cannot be read: %s", problem)
-            return raw_text, None, "stop"
-        if not found:
+        found = self.format.read(raw_text, tools, opened)
+        problems = tuple(dict.fromkeys(one.problem for one in found if one.problem))
+        for problem in problems:
+            logger.warning("a tool call cannot be read: %.300s", problem)
+        readable = [one for one in found if not one.problem]
+        if not readable:
+            if problems:
+                self._unreadable[raw_text.strip()] = problems
             return raw_text, None, "stop"
         calls = []
-        for one in found:
-            text = one.arguments if isinstance(one.arguments, str) else json.dumps(one.arguments, ensure_ascii=False)
-            function = ToolCall(name=one.name, arguments=text)
+        for one in readable:
+            function = ToolCall(name=one.name, arguments=json.dumps(one.arguments, ensure_ascii=False))
             calls.append(ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=function))
         content = content_before(raw_text, found)
-        answer = Answer(raw_text, content, tuple(call["id"] for call in calls))
+        answer = Answer(raw_text, content, tuple(call["id"] for call in calls), problems)
         self.answers.update(dict.fromkeys(answer.ids, answer))
         return content, calls, "tool_calls"
 
+    def problems_of(self, message: dict[str, Any]) -> tuple[str, ...]:
+        """Return the reasons why calls in an answer from here could not be read."""
+        if message.get("role") != "assistant":
+            return ()
+        if calls := message.get("tool_calls"):
+            answer = self._answer_of([as_dict(call) for call in calls])
+            return answer.problems if answer is not None else ()
+        return self._unreadable.get((message.get("content") or "").strip(), ())
+
+    def with_problems(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages in which the model reads why its calls could not be read.
+
+        The reasons stand in front of the message that follows the answer. A message of their own
+        would break templates in which roles alternate.
+
+        Args:
+            messages: with text as their contents.
+        """
+        told: list[dict[str, Any]] = []
+        waiting: tuple[str, ...] = ()
+        for message in messages:
+            if waiting and message.get("role") != "assistant":
+                reasons = "\n".join(f"error: a tool call cannot be read: {problem}" for problem in waiting)
+                message = message | {"content": f"{reasons}\n\n{message.get('content') or ''}"}
+                waiting = ()
+            waiting = self.problems_of(message) or waiting
+            told.append(message)
+        return told
+
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: list[Any]) -> str:
-        """The text of calls: as the model wrote it where they are all of one answer from here, else written anew."""
+        """Return the text of calls: the model's own if they are all of one answer from here, else a new one."""
         calls = [as_dict(call) for call in tool_calls]
         answer = self._answer_of(calls)
         return answer.raw if answer is not None else self._written(calls)
 
     def _answer_of(self, calls: list[dict[str, Any]]) -> Answer | None:
-        """The answer that consisted of exactly these calls."""
+        """Return the answer that consisted of exactly these calls."""
         ids = tuple(call.get("id") or "" for call in calls)
         answer = self.answers.get(ids[0]) if ids else None
         return answer if answer is not None and answer.ids == ids else None
 
     def _written(self, calls: list[dict[str, Any]]) -> str:
         functions = [as_dict(call["function"]) for call in calls]
-        given = [function.get("arguments") or {} for function in functions]
-        arguments = [json.loads(text) if isinstance(text, str) else text for text in given]
+        arguments = [decoded(function.get("arguments") or {}) for function in functions]
         return self.format.write_all(zip((function["name"] for function in functions), arguments, strict=True))
 
     def convert_messages_for_template(self, messages: list[Any]) -> list[dict[str, Any]]:
@@ -121,6 +166,16 @@ class ToolCallTranslator:
             if "tool" not in special and special not in marks and special not in self._decode.kept:
                 text = text.replace(special, "")
         return text
+
+
+def decoded(arguments: Any) -> Any:
+    """Return arguments of a call as JSON's values. Text that is not JSON stays text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def as_dict(message: Any) -> dict[str, Any]:

@@ -11,9 +11,10 @@ docs/environments.md lists the rules.
 """
 
 import re
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 TAGS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),
@@ -128,7 +129,16 @@ def whole_response(text: str, opened: str) -> str:
     return opened + text if leaves_open(opened) and not text.lstrip().startswith(opened.strip()) else text
 
 
-def read_reasoning(text: str, opened: str = "", skip: Sequence[tuple[int, int]] = ()) -> Reasoned:
+CallSpans = Callable[[int, int, bool], Sequence[tuple[int, int]]]
+"""A reader of calls of tools in parts of a response.
+
+It takes the first character of a part, one past the last, and True if the part is reasoning. It
+returns (first, one past the last) character of each call that begins in the part, in their order.
+The last one may end behind the part.
+"""
+
+
+def read_reasoning(text: str, opened: str = "", calls: CallSpans | None = None) -> Reasoned:
     """Take a response apart.
 
     A closing tag without an opening one ends a block that began with the response. A tag in quotes
@@ -137,29 +147,37 @@ def read_reasoning(text: str, opened: str = "", skip: Sequence[tuple[int, int]] 
     Args:
         text: the response.
         opened: what the prompt opened; see `opened_by`.
-        skip: spans of the response, in order, in which tags are text.
+        calls: reads the calls of tools; tags inside of a call are text.
     """
     spans: list[tuple[int, int]] = []
     inside: list[tuple[int, int]] = []
     waits_for = _left_open(opened)
     begin = inner = 0  # of the block that is open: with its tag, and behind it
-    fences: _Fences | None = None
-    region = 0
-    for start, end, tag in _tags(text, skip):
-        if waits_for is not None:
-            if tag == waits_for:
-                spans.append((begin, end))
-                inside.append((inner, start))
-                waits_for, region = None, end
+    fences = _Fences(text)
+    region = cursor = 0  # cursor: calls are read up to here
+    for start, end, tag in _tags(text):
+        if waits_for is not None and tag != waits_for:
             continue
-        fences = fences or _Fences(text)
+        if calls is not None and cursor <= start:
+            for call in calls(cursor, start, waits_for is not None):
+                fences.ignore(*call)
+                cursor = max(cursor, call[1])
+        if start < cursor:
+            continue
+        if waits_for is not None:
+            spans.append((begin, end))
+            inside.append((inner, start))
+            waits_for, region, cursor = None, end, end
+            continue
         if fences.hold(start, region):
             continue
         if tag in _CLOSE_OF:
-            waits_for, begin, inner = _CLOSE_OF[tag], start, end
+            waits_for, begin, inner, cursor = _CLOSE_OF[tag], start, end, end
         elif tag in _IMPLIED:
             # Nothing is open: all that was written so far is reasoning.
-            spans, inside, region = [(0, end)], [(0, start)], end
+            spans, inside, region, cursor = [(0, end)], [(0, start)], end, end
+    if waits_for is None and calls is not None:
+        calls(cursor, len(text), False)
     if waits_for is not None:
         spans.append((begin, len(text)))
         inside.append((inner, len(text)))
@@ -169,6 +187,16 @@ def read_reasoning(text: str, opened: str = "", skip: Sequence[tuple[int, int]] 
         visible = [HARMONY_MARKS.sub("", part) for part in visible]
     blocks = tuple(text[a:b] for a, b in inside)
     return Reasoned(blocks, "".join(visible), waits_for is None, tuple(spans), tuple(inside), visible[0])
+
+
+def known_calls(spans: Sequence[tuple[int, int]]) -> CallSpans:
+    """Return a reader of calls whose places are known already.
+
+    Args:
+        spans: first, and one past the last character of each call, in their order.
+    """
+    starts = [start for start, _ in spans]
+    return lambda begin, end, inside: spans[bisect_left(starts, begin) : bisect_left(starts, end)]
 
 
 def leaves_open(opened: str) -> bool:
@@ -182,19 +210,14 @@ def _left_open(opened: str) -> str | None:
     return _CLOSE_OF.get(tags[-1]) if tags else None
 
 
-def _tags(text: str, skip: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, str]]:
-    """Yield start, end and lower-case text of each tag that is neither quoted nor to be skipped."""
-    starts = [start for start, _ in skip]
+def _tags(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and lower-case text of each tag that is not quoted."""
     for match in _ANY_TAG.finditer(text):
-        start, end = match.span()
-        before = bisect_left(starts, end) - 1
-        if before >= 0 and start < skip[before][1]:
-            continue
-        if not _is_quoted(text, start, end):
-            yield start, end, match[0].lower()
+        if not is_quoted(text, *match.span()):
+            yield *match.span(), match[0].lower()
 
 
-def _is_quoted(text: str, start: int, end: int) -> bool:
+def is_quoted(text: str, start: int, end: int) -> bool:
     """Return True if a tag stands alone between an opening and a closing quote of one kind."""
     if not 0 < start <= end < len(text) or text[start - 1] != text[end] or text[end] not in "`'\"":
         return False
@@ -208,18 +231,26 @@ class _Fences:
     """Fenced blocks of code in a text, read as far as they are needed, in linear time."""
 
     def __init__(self, text: str) -> None:
-        lines = [(match.start(1), match[1][0], len(match[1]), bool(match[2])) for match in _FENCE.finditer(text)]
-        self._lines = lines
-        self._starts = [line[0] for line in lines]
-        self._longest_after: dict[str, list[int]] = {}
-        for character in "`~":
-            longest = [0]
-            for _, kind, length, has_info in reversed(lines):
-                longest.append(max(longest[-1], length if kind == character and not has_info else 0))
-            self._longest_after[character] = longest[::-1]
+        self._text = text
+        self._ignored: list[tuple[int, int]] = []
+        self._no_closing: dict[str, int] = {}  # character -> shortest opening without a closing line
         self._region = -1
         self._at = 0
         self._block = (-1, -1)
+
+    @cached_property
+    def _lines(self) -> list[tuple[int, str, int, bool]]:
+        """Start, character, length and whether text follows, of each line that may begin or end a block."""
+        found = _FENCE.finditer(self._text)
+        return [(match.start(1), match[1][0], len(match[1]), bool(match[2])) for match in found]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [line[0] for line in self._lines]
+
+    def ignore(self, begin: int, end: int) -> None:
+        """Pass over the lines in a part of the text. Parts of successive calls must not overlap, nor fall."""
+        self._ignored.append((begin, end))
 
     def hold(self, position: int, region: int) -> bool:
         """Return True if a closed block that begins at `region` or later holds a position.
@@ -229,18 +260,23 @@ class _Fences:
         if region != self._region:
             self._region, self._at, self._block = region, bisect_left(self._starts, region), (-1, -1)
         while self._block[1] <= position and self._at < len(self._lines) and self._starts[self._at] < position:
-            closing = self._closing(self._at)
+            closing = None if self._is_ignored(self._at) else self._closing(self._at)
             if closing is not None:
                 self._block = (self._starts[self._at], self._starts[closing])
             self._at = self._at + 1 if closing is None else closing + 1
         return self._block[0] < position < self._block[1]
 
+    def _is_ignored(self, index: int) -> bool:
+        part = bisect_right(self._ignored, (self._starts[index], len(self._text))) - 1
+        return part >= 0 and self._starts[index] < self._ignored[part][1]
+
     def _closing(self, opening: int) -> int | None:
         _, character, length, _ = self._lines[opening]
-        if self._longest_after[character][opening + 1] < length:
+        if length >= self._no_closing.get(character, length + 1):
             return None
         for index in range(opening + 1, len(self._lines)):
             _, kind, other, has_info = self._lines[index]
-            if kind == character and other >= length and not has_info:
+            if kind == character and other >= length and not has_info and not self._is_ignored(index):
                 return index
+        self._no_closing[character] = length
         return None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.utils.thinking import TAGS, answer_part, leaves_open, opened_by, read_reasoning
+from atroposlib.utils.thinking import TAGS, answer_part, known_calls, leaves_open, opened_by, read_reasoning
 
 PLAIN = [pair for pair in TAGS if pair[1] != "<|end|>"]
 THINK = "<think>\n"
@@ -122,8 +122,8 @@ def test_a_prompt_that_opens_nothing(prompt: str) -> None:
     assert opened_by(prompt) == ""
 
 
-def test_tags_in_spans_to_skip_are_text() -> None:
+def test_tags_in_calls_are_text() -> None:
     text = "<think>a</think>{'t': 'b </think> c'} d"
     begin, end = text.index("{"), text.index("}") + 1
-    assert read_reasoning(text, skip=[(begin, end)]).answer == text[begin:]
+    assert read_reasoning(text, calls=known_calls([(begin, end)])).answer == text[begin:]
     assert read_reasoning(text).answer == " c'} d"
