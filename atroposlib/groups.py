@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from atroposlib.number_bounds import LARGEST_FLOAT32, LARGEST_SCORE, first_beyond
 from atroposlib.scores import plain_numbers, plain_score, scores_equal
 from atroposlib.type_definitions import Message
 
@@ -182,7 +183,7 @@ def with_plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
-    """Say what is wrong with a group's structure, or None when it is sound: sizes, lengths, and every number finite."""
+    """Say what is wrong with a group's structure, or None when it is sound: sizes, lengths, and bounds of numbers."""
     for field in ("tokens", "masks", "scores"):
         if group.get(field) is None:
             return f"{field!r} is missing"
@@ -191,6 +192,8 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
     for index, score in enumerate(group["scores"]):
         if not isinstance(score, float) or not math.isfinite(score):
             return f"scores[{index}] is {score!r}, not a finite number"
+        if abs(score) > LARGEST_SCORE:
+            return f"scores[{index}] is {score!r}: its magnitude must be at most {LARGEST_SCORE:g}"
     for field in ("masks", "advantages", "ref_logprobs", "inference_logprobs"):
         rows = group.get(field)
         if rows is None:
@@ -200,8 +203,11 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
         for index, (row, tokens) in enumerate(zip(rows, group["tokens"], strict=True)):
             if len(row) != len(tokens) and not (field == "advantages" and len(row) == 1):  # one for the whole sequence
                 return f"{field}[{index}] has {len(row)} entries for {len(tokens)} tokens"
-            if field != "masks" and not all(map(math.isfinite, row)):
-                return f"{field}[{index}] holds a number that is not finite"
+            bound = LARGEST_SCORE if field == "advantages" else LARGEST_FLOAT32
+            if field != "masks" and (at := first_beyond(row, bound)) is not None:
+                if not isinstance(row[at], int) and not math.isfinite(row[at]):
+                    return f"{field}[{index}] holds a number that is not finite"
+                return f"{field}[{index}][{at}] is {row[at]!r:.40}: its magnitude must be at most {bound:g}"
     for index, tokens in enumerate(group["tokens"]):
         if len(tokens) == 0:
             return f"tokens[{index}] is empty"

@@ -76,6 +76,7 @@ SDK_ROOMS = (
     "sandbox",
     "utils",
     "groups",
+    "number_bounds",
     "scores",
     "errors",
     "type_definitions",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from atroposlib.number_bounds import LARGEST_SCORE, first_beyond
 from example_trainer.batch.group_error import GroupError
 
 
@@ -22,7 +23,8 @@ def rows(group: Mapping[str, Any], name: str, kind: type[np.int64] | type[np.flo
     if not isinstance(value, list) or not value:
         raise GroupError(f"{name} is missing or empty")
     try:
-        found = [np.asarray(row, dtype=kind) for row in value]
+        with np.errstate(over="ignore"):  # callers refuse infinities where they matter, with the place
+            found = [np.asarray(row, dtype=kind) for row in value]
     except (TypeError, ValueError, OverflowError) as error:
         raise GroupError(f"{name} is no list of lists of numbers ({error})") from error
     if any(row.ndim != 1 for row in found):
@@ -69,13 +71,15 @@ def scores(group: Mapping[str, Any], count: int) -> list[float]:
     """The environment's reward of each sequence.
 
     Raises:
-        GroupError: there is not one finite number for each.
+        GroupError: there is not one finite number for each, or one is too large to compute with.
     """
     found = group.get("scores")
     if not isinstance(found, list) or len(found) != count:
         raise GroupError(f"scores has {len(found) if isinstance(found, list) else 'no'} entries, tokens has {count} sequences")
     if any(isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score) for score in found):
-        raise GroupError(f"scores holds something that is no finite number: {found}")
+        raise GroupError(f"scores holds something that is no finite number: {found!s:.200}")
+    if (beyond := first_beyond(found, LARGEST_SCORE)) is not None:
+        raise GroupError(f"scores[{beyond}] is {found[beyond]:g}: its magnitude must be at most {LARGEST_SCORE:g}")
     return [float(score) for score in found]
 
 
@@ -83,7 +87,7 @@ def own_advantages(group: Mapping[str, Any], lengths: Sequence[int]) -> list[npt
     """The advantages that a group brings along, one for each token of each sequence; None if it brings none.
 
     Raises:
-        GroupError: they are neither a number for each sequence nor one for each of its tokens.
+        GroupError: they are neither a number for each sequence nor one for each of its tokens, or too large to compute with.
     """
     given = group.get("advantages")
     if given is None:
@@ -93,12 +97,15 @@ def own_advantages(group: Mapping[str, Any], lengths: Sequence[int]) -> list[npt
     found = []
     for i, (value, length) in enumerate(zip(given, lengths, strict=True)):
         try:
-            row = np.asarray(value, dtype=np.float32)
+            with np.errstate(over="ignore"):  # an infinity is refused below
+                row = np.asarray(value, dtype=np.float32)
         except (TypeError, ValueError, OverflowError) as error:
             raise GroupError(f"advantages[{i}] is neither a number nor a list of numbers") from error
         row = np.full(length, row.item(), dtype=np.float32) if row.shape in ((), (1,)) else row
         if row.shape != (length,) or not np.isfinite(row).all():
             raise GroupError(f"advantages[{i}] is neither a finite number nor {length} of them, one per token")
+        if len(row) and (largest := float(np.abs(row).max())) > LARGEST_SCORE:
+            raise GroupError(f"advantages[{i}] holds {largest:g}: its magnitude must be at most {LARGEST_SCORE:g}")
         found.append(row)
     return found
 

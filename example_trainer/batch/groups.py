@@ -20,6 +20,7 @@ from atroposlib.utils.lives import Life
 from example_trainer.algorithm.advantages import Advantages, find_advantages
 from example_trainer.batch import fields
 from example_trainer.batch.ages import age
+from example_trainer.batch.damaged_answers import UnreadableGroup
 from example_trainer.batch.group_error import GroupError
 from example_trainer.batch.lengths import LENGTH, LengthRules
 from example_trainer.batch.reference_logprobs import reference_at, reference_rows
@@ -245,6 +246,8 @@ class _GroupReader:
         Raises:
             GroupError: it is not valid, or must not be trained on.
         """
+        if isinstance(group, UnreadableGroup):
+            raise GroupError(group.reason)
         tokens, masks = fields.rows(group, "tokens", np.int64), fields.rows(group, "masks", np.int64)
         count = len(tokens)
         scores = fields.scores(group, count)

@@ -12,6 +12,7 @@ import httpx
 import orjson
 from httpx import codes
 
+from example_trainer.batch.damaged_answers import salvage
 from example_trainer.errors import RolloutServiceError
 from example_trainer.http_client import direct_client
 from example_trainer.process import StopRequested, StopSignal
@@ -153,8 +154,10 @@ class ServiceConnection:
             )
         try:
             answer = orjson.loads(response.content)
-        except orjson.JSONDecodeError:
-            answer = None
+        except orjson.JSONDecodeError as error:
+            answer = salvage(response.content) if response.is_success else None
+            if answer is not None:
+                logger.warning("%s%s answered JSON that no strict reader takes: %s", self.url, path, error)
         if not response.is_success:
             said = answer.get("detail") if isinstance(answer, dict) else None
             raise RefusedError(

@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 from atroposlib.api.models.requests import invalid, path, short
+from atroposlib.number_bounds import LARGEST_FLOAT32, LEAST_FLOAT32
 from atroposlib.utils.sampling_parameters import CONSTRAINED, NEUTRAL
 
-LEAST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
-"""Between them a number is neither 0 nor infinite in 32 bits."""
 LONGEST_REASON = 64
 """Characters of a finish reason."""
 PARAMETERS = ("temperature", *NEUTRAL, CONSTRAINED, "max_tokens", "tokens")

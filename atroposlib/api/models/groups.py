@@ -7,7 +7,6 @@ are the bytes that go out: `read_groups` never builds them anew unless a value h
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from array import array
 from collections.abc import Mapping
@@ -32,6 +31,8 @@ from atroposlib.api.models.requests import (
     refused,
     short,
 )
+from atroposlib.api.models.values import beyond, check_free, check_magnitudes, shown, unreadable
+from atroposlib.number_bounds import LARGEST_FLOAT32, LARGEST_SCORE, first_beyond
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,11 @@ def read_groups(body: bytes, many: bool) -> list[Draft]:
     if not many:
         exact = not _clear_empty(parsed) and not _says_that_none_are_referenced(parsed) and exact
         check_group(parsed, [])
-        return [_draft(parsed, body.strip() if exact else _dump(parsed))]
+        body = body.strip() if exact else _dump(parsed)
+        # Two JSON readers differ: this one drops the first of two equal keys unread, the trainer's reads both.
+        if reason := unreadable(body):
+            raise invalid([], None, f"the body cannot be read by trainers: {reason}; look for a key that is given twice")
+        return [_draft(parsed, body)]
     for index, group in enumerate(parsed):
         _clear_empty(group)
         check_group(group, [index])
@@ -248,6 +253,7 @@ def check_group(group: ScoredData, at: list[str | int]) -> None:
                 message = f"{path(where)} has {len(row)} entries for the {lengths[index]} tokens of that sequence"
                 raise invalid(where, len(row), message)
     _check_spans(group, lengths, at)
+    _check_numbers(group, at)
     for index, entry in enumerate(listed(group, "sampling_params") or []):
         check_sampling(entry, lengths[index], [*at, "sampling_params", index])
     for index, reason in enumerate(listed(group, "finish_reasons") or []):
@@ -261,7 +267,7 @@ def check_group(group: ScoredData, at: list[str | int]) -> None:
         *("sampling_params", "finish_reasons", "successes"),
     )
     for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
-        _refuse_non_finite(value, [*at, name])
+        check_free(value, [*at, name])
     for index, row in enumerate(group.tokens):
         if _negatives(row) != 0:
             raise _wrong_id(row, [*at, "tokens", index], f"a token id is from 0 to {LARGEST_ID}")
@@ -279,6 +285,20 @@ def check_group(group: ScoredData, at: list[str | int]) -> None:
             "which nothing predicts"
         )
         raise invalid(where, short(group.masks), message)
+
+
+def _check_numbers(group: ScoredData, at: list[str | int]) -> None:
+    """Check that a trainer can compute with scores, advantages, logprobs and a teacher's ids in float32 and in 64 bits."""
+    index = first_beyond(group.scores, LARGEST_SCORE)
+    if index is not None:
+        raise beyond(group.scores[index], LARGEST_SCORE, [*at, "scores", index])
+    check_magnitudes(group.advantages or [], LARGEST_SCORE, [*at, "advantages"])
+    check_magnitudes(group.inference_logprobs or [], LARGEST_FLOAT32, [*at, "inference_logprobs"])
+    check_magnitudes(group.ref_logprobs or [], LARGEST_FLOAT32, [*at, "ref_logprobs"])
+    for index, rows in enumerate(group.distill_logprobs or []):
+        check_magnitudes(rows, LARGEST_FLOAT32, [*at, "distill_logprobs", index])
+    for index, ids in enumerate(group.distill_token_ids or []):
+        check_magnitudes(ids, LARGEST_ID, [*at, "distill_token_ids", index])
 
 
 def _check_messages(messages: Any, where: list[str | int]) -> None:
@@ -343,17 +363,4 @@ def _wrong_id(row: list[int], where: list[str | int], rule: str, besides: int = 
     """The refusal of the first number in a row that is neither a token id nor `besides`."""
     position, value = next((at, id) for at, id in enumerate(row) if not 0 <= id <= LARGEST_ID and id != besides)
     where = [*where, position]
-    return invalid(where, short(value), f"{path(where)} is {str(value)[:64]}: {rule}")
-
-
-def _refuse_non_finite(value: Any, where: list[str | int]) -> None:
-    """Raise if a number in a field of free form is NaN or infinite, which JSON cannot carry on."""
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise invalid(where, str(value), f"{path(where)} is {value}: every number must be finite")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _refuse_non_finite(item, [*where, index])
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _refuse_non_finite(item, [*where, key])
+    return invalid(where, short(value), f"{path(where)} is {shown(value)}: {rule}")

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from atroposlib.api.models.records import MOST_SERVERS, MOST_STREAMS, Policy
+from atroposlib.number_bounds import LARGEST_FLOAT32
 from atroposlib.utils.addresses import LONGEST, server_address
 from atroposlib.utils.strict_numbers import refuse_boolean
 
@@ -29,6 +30,8 @@ LARGEST_BATCH = 1 << 20
 """Sequences. The work of packing a batch grows with its size, so it has a bound."""
 MOST_LEASED_TOKENS = 1 << 22
 """At a reference worker at a time, by one request: its answer is read at once."""
+MOST_UNIX_SECONDS = 253402300799.0
+"""The end of the year 9999, the last that a date can have."""
 
 SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
 """An integer that every JSON reader keeps exactly."""
@@ -50,6 +53,10 @@ FloatRows = Annotated[list[Floats], Field(fail_fast=True)]
 Versions = Annotated[list[Version], Field(fail_fast=True)]
 VersionSpan = Annotated[list[Version], Field(min_length=2, max_length=2)]
 VersionSpans = Annotated[list[VersionSpan], Field(fail_fast=True)]
+
+Number = Annotated[FiniteFloat, Field(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)]
+"""A number that stays finite in float32, in which TensorBoard and most loggers keep it."""
+Time = Annotated[FiniteFloat, Field(ge=0, le=MOST_UNIX_SECONDS)]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -76,6 +83,8 @@ def short(value: Any) -> Any:
     """An input value as it can be shown: short, and without NaN, which JSON does not have."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    if isinstance(value, int) and abs(value) >= 10**40:  # Python refuses to print integers of 4,300 digits
+        return f"an integer of {value.bit_length()} bits"
     if isinstance(value, int | float) and not abs(value) < 2**53:
         return str(value)[:64]
     return value if not isinstance(value, str) or len(value) <= 200 else value[:200] + "…"
@@ -155,7 +164,7 @@ class RegisterTrainer(Request):
     ref_logprobs_from_workers: bool = False
     """Groups that come without ref_logprobs get them from reference workers (POST /reference/lease) before they are handed
     out. Needs `model`: by it workers are told from those of another one."""
-    reference: Annotated[dict[ShortName, SafeInt | FiniteFloat | bool | Name | None], Field(max_length=64)] | None = None
+    reference: Annotated[dict[ShortName, SafeInt | Number | bool | Name | None], Field(max_length=64)] | None = None
     """How they are to be computed, for the workers to compare with. If it names a `model`, theirs is compared with that one."""
 
     log_dir: Name | None = None
@@ -268,7 +277,7 @@ class PostedEvaluation(Request):
     """Of the oldest weights that it was measured with; null if that is not known."""
     weight_epoch: Version | None = None
     """Of those weights; null if that is not known, 0 for those that no trainer made, or where the server does not say."""
-    metrics: Annotated[dict[MetricName, FiniteFloat], Field(min_length=1, max_length=256)]
+    metrics: Annotated[dict[MetricName, Number], Field(min_length=1, max_length=256)]
     idempotency_key: Key | None = None
     """Chosen by the client; the same key again is answered again but not counted again."""
 
@@ -287,7 +296,7 @@ class PublishedServer(Request):
     weight_version: SafeInt | None = None
     """Of the weights that it serves; null if that is not known."""
     weight_epoch: SafeInt | None = None
-    since: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    since: Time | None = None
     """When it came to stand so, in Unix seconds."""
     reason: Annotated[str, AfterValidator(lambda reason: reason[:MOST_OF_A_REASON])] = ""
     """Why it is not good; its beginning is kept."""

@@ -180,7 +180,7 @@ def test_how_each_sequence_was_sampled_is_handed_on(many: bool) -> None:
     "fields",
     [
         {"finish_reasons": ["stop", None, "length", None], "sampling_params": [{"temperature": 0.5}, None, None, None]},
-        {"sampling_params": [{"temperature": 0.5, "top_p": None, "stop": "x", "seed": 2**80, "own": {"a": [1]}}] * 4},
+        {"sampling_params": [{"temperature": 0.5, "top_p": None, "stop": "x", "seed": 2**64 - 1, "own": {"a": [1]}}] * 4},
         {"sampling_params": [{"temperature": None, "top_p": 0.9}, {"top_p": 0.9}, {}, {"temperature": 0}]},
         {"sampling_params": {"temperature": 0.7, "stop": "x"}, "finish_reasons": "stop", "successes": 3},
     ],
