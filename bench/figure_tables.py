@@ -144,7 +144,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_items.py",
     },
     "docs/sandbox.md": {
-        "512 MiB of addresses for each process": "a default of atroposlib/sandbox/contract.py",
+        "512 MiB of addresses for each process, and 512 MiB for all together": "a default of atroposlib/sandbox/contract.py",
+        "temporary folder: 16 MiB (`disk`)": "a default of atroposlib/sandbox/contract.py",
+        "pipes: 64 KiB for each descriptor, at most 72 MiB": "Linux's size of a pipe, times the descriptors",
+        "10 ms on an idle machine": "LOOK_SECONDS in atroposlib/sandbox/inside/keeper.py",
         "an empty `/tmp` of 16 MiB and 256 files": "likewise",
         "above 4 MiB it is ended; what its functions return has 1 MiB": "likewise",
     },

@@ -35,7 +35,7 @@ SYSTEM_PROMPT = "You write Python. Think first if you like, then give the whole 
 KINDS = ("timeout", "contained", "crash", "wrong")
 REMEDIES = {
     "timeout": "if right programs need longer, raise --env.sandbox_seconds",
-    "contained": "if right programs need more, raise --env.sandbox_memory_mib",
+    "contained": "if right programs need more memory, raise --env.sandbox_memory_mib; docs/sandbox.md lists refused calls",
 }
 """What is said with the first program that ends in such a way."""
 

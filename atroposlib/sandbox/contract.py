@@ -42,7 +42,7 @@ class Limits:
     Attributes:
         seconds: of wall time, over all calls.
         cpu_seconds: of processor time, of each of its processes; whole seconds.
-        memory: of each of its processes, in addresses, and of all together, in what is resident.
+        memory: of each of its processes, in addresses, and of all together, in what they use (docs/sandbox.md).
         processes: processes and threads at once, the first included.
         disk: of its temporary folder, and of each file.
         files: files and folders in it.

@@ -36,8 +36,7 @@ TRIAL = Path(__file__).with_name("inside") / "trial.py"
 HOW = {
     "users": "in namespaces, each program as a user of its own",
     "user_namespace": "in namespaces of this user",
-    "restricted": "without namespaces, by Landlock and seccomp: programs have no temporary folder, and memory is limited for "
-    "each of their processes only",
+    "restricted": "without namespaces, by Landlock and seccomp: programs have no temporary folder",
 }
 REMEDY = (
     "allow namespaces (run as root; or sysctl kernel.unprivileged_userns_clone=1 and "

@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from atroposlib.sandbox.contract import Outcome, Returned
+from atroposlib.sandbox.contract import Outcome, Raised, Returned
 
 Kind = Literal["right", "wrong", "crash", "timeout", "contained"]
 
 TOLERANCE = 1e-6
 """Relative, and absolute near 0, by which a number that is expected as a float may differ."""
+
+
+REFUSED = ("PermissionError: [Errno 1] ", "OSError: [Errno 12] ", "MemoryError")
+"""Beginnings of the errors that a program meets where the sandbox refuses something: EPERM, ENOMEM, and no more addresses.
+A program may raise them without cause. That changes the name of its failure, and never a failure into a success."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,8 @@ class Verdict:
 
     Attributes:
         kind: `right` if every call returned what was expected. Otherwise `timeout` (no time left), `contained` (ended by
-            another limit, or processes of it had to be killed), `crash` (it does not compile, raised, or died), or `wrong`.
+            another limit, by an error with which the sandbox refuses a call, or processes of it had to be killed), `crash`
+            (it does not compile, raised, or died), or `wrong`.
         passed: calls that returned what was expected.
         why: for a person, one line.
     """
@@ -79,11 +85,15 @@ def verdict(outcome: Outcome, expected: Sequence[Any]) -> Verdict:
     if outcome.left:
         return Verdict("contained", passed, f"{outcome.left} processes of it had to be killed")
     if outcome.problem is not None:
+        if outcome.problem.startswith(REFUSED):
+            return Verdict("contained", passed, f"refused by the sandbox: {outcome.problem}")
         return Verdict("crash", passed, outcome.problem)
     if outcome.end == "signal":
         return Verdict("crash", passed, f"ended by signal {-outcome.code}")
     for number, (ok, got) in enumerate(zip(same, results, strict=True)):
         if not ok:
+            if isinstance(got, Raised) and got.text.startswith(REFUSED):
+                return Verdict("contained", passed, f"refused by the sandbox: call {number} raised {got.text}")
             what = f"returned {got.value!r:.100}" if isinstance(got, Returned) else f"raised {got.text}"
             return Verdict("wrong" if isinstance(got, Returned) else "crash", passed, f"call {number} {what}")
     return Verdict("crash", passed, f"it ended with status {outcome.code} after {len(results)} of {len(expected)} calls")

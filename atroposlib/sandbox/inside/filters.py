@@ -30,13 +30,18 @@ FORBIDDEN: Numbers = {
     "bpf": (321, 280), "perf_event_open": (298, 241), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217),
     "request_key": (249, 218), "seccomp": (317, 277), "modify_ldt": (154, None), "personality": (135, 92),
-    "lookup_dcookie": (212, 18), "vmsplice": (278, 75), "syslog": (103, 116),
+    "lookup_dcookie": (212, 18), "syslog": (103, 116),
     # The machine itself.
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
     "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89),
     "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, None), "ioperm": (173, None),
     "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
-    # Network, and memory that no limit counts. Pairs of connected sockets remain: event loops use them.
+    # Memory that belongs to no process, so that adding up the processes does not show it. A page that is spliced stays in a
+    # pipe or a socket after its file was emptied, and one byte of it costs a whole page.
+    "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75), "sendfile": (40, 71), "setsockopt": (54, 208),
+    "remap_file_pages": (216, 234), "io_setup": (206, 0), "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
+    # Network, and more of that memory. Pairs of connected sockets remain: event loops use them.
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
     "accept4": (288, 242), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
@@ -60,19 +65,22 @@ WITHOUT_NAMESPACES: Numbers = {
 
 BY_ARGUMENT: Numbers = {
     "clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261), "fcntl": (72, 25), "ioctl": (16, 29),
+    "mmap": (9, 222), "socketpair": (53, 199),
 }  # fmt: skip
 """Allowed with some arguments."""
 
 NEW_NAMESPACES = 0x7E020000
 """The flags of clone that make namespaces."""
-OWNER_OF_SIGNALS = (8, 10, 15)
-"""fcntl's F_SETOWN, F_SETSIG and F_SETOWN_EX: whom the kernel signals, and with what."""
+FORBIDDEN_FCNTL = (8, 10, 15, 1031)
+"""fcntl's F_SETOWN, F_SETSIG and F_SETOWN_EX, which choose the process that the kernel signals; and F_SETPIPE_SZ."""
 TERMINAL_TRICKS = (0x5412, 0x541C, 0x8901, 0x8902)
 """ioctl's TIOCSTI, TIOCLINUX, FIOSETOWN and SIOCSPGRP."""
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000
+AF_UNIX = 1
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL = 0x7FFF0000, 0x80000000
-NUMBER_AT, ARCH_AT, FIRST_AT, SECOND_AT = 0, 4, 16, 24
+NUMBER_AT, ARCH_AT, FIRST_AT, SECOND_AT, FOURTH_AT = 0, 4, 16, 24, 40
 """Offsets into what a filter is given; of an argument, those of its low 32 bits."""
 X32 = 0x40000000
 """Numbers from here are calls of another interface, with the same effects."""
@@ -110,7 +118,9 @@ def seccomp_filter(machine: str, namespaces: bool) -> bytes:
     program += _when(by_argument["clone"], FIRST_AT, [(JUMP_SET, NEW_NAMESPACES)])
     # Another process than itself.
     program += _unless(by_argument["prlimit64"], FIRST_AT, 0)
-    program += _when(by_argument["fcntl"], SECOND_AT, [(JUMP_EQUAL, value) for value in OWNER_OF_SIGNALS])
+    program += _unless(by_argument["socketpair"], FIRST_AT, AF_UNIX)
+    program += _no_hidden_mapping(by_argument["mmap"])
+    program += _when(by_argument["fcntl"], SECOND_AT, [(JUMP_EQUAL, value) for value in FORBIDDEN_FCNTL])
     program += _when(by_argument["ioctl"], SECOND_AT, [(JUMP_EQUAL, value) for value in TERMINAL_TRICKS])
     return program + _step(RETURN, ALLOW)
 
@@ -127,6 +137,18 @@ def _when(number: int, argument: int, tests: Iterable[tuple[int, int]]) -> bytes
 def _unless(number: int, argument: int, value: int) -> bytes:
     """Refuse a call of which an argument is not this value."""
     inner = _step(LOAD, argument) + _step(JUMP_EQUAL, value, 0, 1) + _step(RETURN, ALLOW) + refuse(EPERM)
+    return _step(JUMP_EQUAL, number, 0, len(inner) // 8) + inner
+
+
+def _no_hidden_mapping(number: int) -> bytes:
+    """Refuse mappings whose pages the kernel counts for no process: anonymous shared ones, and huge pages of the host's pool.
+
+    A process that inherits a shared mapping keeps its pages without being charged for them. Shared mappings of files remain:
+    the only files that a program can write are bounded by the size of its temporary folder.
+    """
+    inner = _step(LOAD, FOURTH_AT) + _step(JUMP_SET, MAP_HUGETLB, 0, 1) + refuse(EPERM)
+    inner += _step(JUMP_SET, MAP_ANONYMOUS, 0, 2) + _step(JUMP_SET, MAP_SHARED, 0, 1) + refuse(EPERM)
+    inner += _step(RETURN, ALLOW)
     return _step(JUMP_EQUAL, number, 0, len(inner) // 8) + inner
 
 

@@ -18,12 +18,13 @@ import time
 from typing import Any
 
 from . import filters, kernel, rooms
+from .memory import Memory
 from .program import Order, become_program
 
 MODES = ("users", "user_namespace", "restricted")
 """How programs are held, the best first: namespaces made by root, each program with a user id of its own; namespaces in a user
 namespace, which ordinary users may make; or without namespaces, by Landlock and seccomp."""
-LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.01
 """How often the memory of a program's processes is added up."""
 TOP_MESSAGE = 1 << 16
 PRELOADED = (
@@ -135,14 +136,14 @@ def watch(order: Order, mode: str, readable: list[str], descriptors: tuple[int, 
     Returns:
         What ended it, as `atroposlib.sandbox.local` reads it.
     """
-    processes = -1
     if mode == "restricted":
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        memory = Memory(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), own=False, own_network=False)
     else:
         options = f"size={order['disk']},nr_inodes={order['files']},mode=1777"
         kernel.mount("tmp", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
         os.chdir("/tmp")
-        processes = hide_processes()
+        memory = Memory(*hide_processes(), own_network=True)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     began = time.monotonic()
     # The kernel counts by user: the watcher too, if it is the same one; without namespaces, all that this user runs.
@@ -155,7 +156,7 @@ def watch(order: Order, mode: str, readable: list[str], descriptors: tuple[int, 
         become_program(order, mode, readable, descriptors, others)
     for descriptor in descriptors:
         os.close(descriptor)
-    end, peak = wait(order, child, processes, status, began)
+    end, peak = wait(order, child, memory, status, began)
     seconds = time.monotonic() - began
     code, left = end_all(child, mode)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -167,16 +168,23 @@ def watch(order: Order, mode: str, readable: list[str], descriptors: tuple[int, 
     return {"end": end, "code": code, "left": left, "seconds": seconds, "cpu": cpu, "peak": max(peak, usage.ru_maxrss * 1024)}
 
 
-def hide_processes() -> int:
-    """Cover /proc; a descriptor of this namespace's own, to add up memory by, or -1 where the host allows none."""
-    descriptor = -1
-    with contextlib.suppress(OSError):
+def hide_processes() -> tuple[int, bool]:
+    """Cover /proc for the program.
+
+    Returns:
+        A descriptor of a /proc to add up memory by, and whether it shows this namespace's processes alone. Where the host
+        allows no /proc of its own here, it is the host's.
+    """
+    own = True
+    try:
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-        descriptor = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        own = False
+    descriptor = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     kernel.mount(
         "none", "/proc", "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV, "size=4k,nr_inodes=2,mode=555"
     )
-    return descriptor
+    return descriptor, own
 
 
 def tasks_of_this_user() -> int:
@@ -189,7 +197,7 @@ def tasks_of_this_user() -> int:
     return count
 
 
-def wait(order: Order, child: int, processes: int, status: socket.socket, began: float) -> tuple[str, int]:
+def wait(order: Order, child: int, memory: Memory, status: socket.socket, began: float) -> tuple[str, int]:
     """Until the program ends or is to be ended: why, and the most memory that was seen, in bytes."""
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
@@ -203,25 +211,9 @@ def wait(order: Order, child: int, processes: int, status: socket.socket, began:
         for descriptor, _ in events:
             # Whoever ordered it says nothing more than that it is to end, by closing the socket.
             return "cancelled" if descriptor == status.fileno() else "exited", peak
-        if processes >= 0:
-            peak = max(peak, resident(processes))
-            if peak > order["memory"]:
-                return "memory", peak
-
-
-def resident(processes: int) -> int:
-    """Bytes of memory that this namespace's processes have, but for the first."""
-    pages = 0
-    for name in os.listdir(processes):
-        if not name.isdigit() or name == "1":
-            continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            descriptor = os.open(f"{name}/statm", os.O_RDONLY | os.O_CLOEXEC, dir_fd=processes)
-            try:
-                pages += int(os.read(descriptor, 200).split()[1])
-            finally:
-                os.close(descriptor)
-    return pages * resource.getpagesize()
+        peak = max(peak, memory.used())
+        if peak > order["memory"]:
+            return "memory", peak
 
 
 def end_all(child: int, mode: str) -> tuple[int, int]:

@@ -5,6 +5,7 @@ that is right.
 """
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -74,10 +75,12 @@ def take_descriptors(request: int, output: int, results: int) -> dict[str, Any]:
     asked: dict[str, Any] = json.loads(os.pread(request, size, 0))
     stdin = os.open("/dev/null", os.O_RDONLY)
     if asked["stdin"]:
-        stdin = os.memfd_create("stdin")
+        stdin = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(stdin, "wb", closefd=False) as file:
             file.write(asked["stdin"].encode(errors="surrogatepass"))
         os.lseek(stdin, 0, os.SEEK_SET)
+        # The program holds a descriptor that can write: without seals it could keep data of its own in this memory.
+        fcntl.fcntl(stdin, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
     # Out of each other's way before each gets its place.
     stdin, output, results = (os.dup2(fd, 60 + i) for i, fd in enumerate((stdin, output, results)))
     for fd, place in ((stdin, 0), (output, 1), (output, 2), (results, RESULTS)):

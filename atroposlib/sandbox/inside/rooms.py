@@ -9,7 +9,8 @@ from . import kernel
 NOBODY = 65534
 FIRST_USER, USERS = 0x70000000, 50_000
 """User ids of programs, one after the other, where root makes the sandbox: far above those that anything hands out."""
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = ("null", "full", "random", "urandom")
+"""Not `zero`: a shared mapping of it is shared memory that no process is charged for."""
 OLD = "/old"
 
 

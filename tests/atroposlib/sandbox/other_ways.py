@@ -17,11 +17,16 @@ from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxUnavailable
 from atroposlib.sandbox.inside import filters, kernel  # noqa: E402
 from atroposlib.sandbox.verdict import verdict  # noqa: E402
 
-CHOSEN = """memory in a memfd|killing a process of the same user|killing who made it|signals by ownership of a pipe
+CHOSEN = """memory over many processes|memory in a process whose first thread ended|memory in page tables
+memory in shared maps that a child keeps|memory in large sockets|memory in standard input
+memory in a memfd|killing a process of the same user|killing who made it|signals by ownership of a pipe
 limits of its watcher|looking into its watcher|secrets in the environment of others|secrets of the user|network by address
 a socket with an abstract name|deleting files|emptying Python's own files|writing where it may not|filling the disk|a daemon
 orphans in groups of their own|higher limits|becoming root|capabilities|mounting|namespaces of its own|loosening its filter
 closing everything|telling results of its own|a file too large"""
+
+BY_MEMORY = ("memory over many processes", "memory in a process whose first thread ended", "memory in page tables")
+"""Programs that the sum over all their processes ends."""
 
 
 def refuse_calls(names: tuple[str, ...], numbers: tuple[int, ...] = ()) -> None:
@@ -69,6 +74,8 @@ async def main(way: str) -> dict[str, object]:
     kinds = {}
     for name, outcome in zip(names, outcomes, strict=True):
         held = alive and "BREACH" not in outcome.output and verdict(outcome, [51]).kind != "right"
+        if name in BY_MEMORY:
+            held = held and outcome.end == "memory"
         kinds[name] = "held" if held else f"{outcome}"
     return {"mode": box.mode, "missing": box.missing, "kinds": kinds, "honest": verdict(honest, [51]).kind}
 

@@ -157,10 +157,13 @@ def test_honest_programs_among_them_are_right(ran: Ran) -> None:
 
 def test_each_kind_of_end_was_met(ran: Ran) -> None:
     """Otherwise it would be something else that held them."""
-    ends = {outcome.end for outcome in ran.outcomes.values()}
-    assert {"exited", "signal", "deadline", "memory", "output"} <= ends
+    ends_by_name = {name: outcome.end for name, outcome in ran.outcomes.items()}
+    assert {"exited", "signal", "deadline", "memory", "output"} <= set(ends_by_name.values())
     kinds = {name: verdict(outcome, ran.expected).kind for name, outcome in ran.outcomes.items()}
     assert kinds["sleeping with every signal ignored"] == kinds["spinning for ever"] == "timeout"
     assert kinds["output without end"] == kinds["a daemon"] == kinds["memory over many processes"] == "contained"
+    for name in ("over many processes", "in a process whose first thread ended", "in page tables", "in sockets"):
+        assert ends_by_name[f"memory {name}"] == "memory", ran.outcomes[f"memory {name}"]
+    assert kinds["memory in shared maps that a child keeps"] == "contained"
     assert kinds["leaving before the tests"] == kinds["not Python"] == "crash"
     assert kinds["telling results of its own"] == "wrong"

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from atroposlib.sandbox import Limits, LocalSandbox, Outcome, Program, Raised, Returned
 from atroposlib.sandbox.inside import filters, rooms
+from atroposlib.sandbox.inside.memory import Memory, bytes_of
 from atroposlib.sandbox.local import read_results
 from atroposlib.sandbox.verdict import same_value, verdict
 from example_trainer.child_processes.guard import parents
@@ -83,6 +84,110 @@ def test_what_comes_of_programs() -> None:
     assert (cpu.end, verdict(cpu, []).kind) == ("cpu", "timeout")
     assert 0.3 < cpu.cpu_seconds < 3  # as a busy machine counts it
     assert empty.problem == "it defines no function f"
+
+
+ORDINARY = {
+    "processes": """
+import mmap, multiprocessing, tempfile
+def f():
+    fork = multiprocessing.get_context("fork")
+    one, other = fork.Pipe()
+    file = tempfile.TemporaryFile()
+    file.truncate(4096)
+    array = mmap.mmap(file.fileno(), 4096)
+    def work():
+        array[7] = 6
+        other.send("done")
+    child = fork.Process(target=work)
+    child.start()
+    result = [one.recv(), array[7]]
+    child.join()
+    return result + [child.exitcode]
+""",
+    "threads": """
+from concurrent.futures import ThreadPoolExecutor
+def f():
+    with ThreadPoolExecutor(8) as pool:
+        return [sum(pool.map(lambda x: x * x, range(10))), "threads", 0]
+""",
+    "event loop": """
+import asyncio
+async def work():
+    loop = asyncio.get_running_loop()
+    return [await asyncio.gather(asyncio.sleep(0, 1), loop.run_in_executor(None, int, "2")), "loop", 0]
+def f():
+    return asyncio.run(work())
+""",
+    "files": """
+import mmap, shutil, sqlite3, subprocess, sys, tempfile
+def f():
+    with tempfile.TemporaryDirectory() as folder:
+        with open(folder + "/a", "w") as file:
+            file.write("hello" * 10000)
+        shutil.copyfile(folder + "/a", folder + "/b")
+        with open(folder + "/b", "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            found = view[:5].decode()
+        with sqlite3.connect(folder + "/c") as base:
+            base.execute("create table t (x)")
+            base.execute("insert into t values (1)")
+        with mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as private:
+            private[5] = 7
+            number = private[5]
+        said = subprocess.run([sys.executable, "-S", "-c", "print(1)"], capture_output=True, text=True)
+    return [found, number, said.stdout.strip()]
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("processes", ["done", 6, 0]), ("threads", [285, "threads", 0])),
+        *(("event loop", [[1, 2], "loop", 0]), ("files", ["hello", 7, "1"])),
+    ],
+)
+def test_an_ordinary_program_works(name: str, value: list[Any]) -> None:
+    (outcome,) = run_all(Program(ORDINARY[name], "f", [[]]), limits=Limits(seconds=60, cpu_seconds=30))
+    assert outcome.results == [Returned(value)], outcome
+
+
+def test_a_refusal_is_an_error_that_counts_as_contained() -> None:
+    shared = "import mmap\ndef f():\n    return len(mmap.mmap(-1, 4096))"
+    large = "def f():\n    return len(bytearray(1 << 40))"
+    outcomes = run_all(Program(shared, "f", [[]]), Program(large, "f", [[]]), Program(f"{shared}\nf()", "f", [[]]))
+    judged = [verdict(outcome, [4096]) for outcome in outcomes]
+    assert [each.kind for each in judged] == ["contained"] * 3
+    assert [each.why for each in judged] == [
+        "refused by the sandbox: call 0 raised PermissionError: [Errno 1] Operation not permitted",
+        "refused by the sandbox: call 0 raised MemoryError",
+        "refused by the sandbox: PermissionError: [Errno 1] Operation not permitted",
+    ]
+
+
+STATUS = b"Name:\tx\nVmPeak:\t 900 kB\nVmRSS:\t 8 kB\nVmPTE:\t 4 kB\nVmSwap:\t 2 kB\nThreads:\t1\n"
+
+
+def test_resident_swapped_and_page_tables_are_added_up() -> None:
+    assert bytes_of(STATUS) == 14 * 1024
+    assert bytes_of(b"Name:\tx\nState:\tZ (zombie)\n") is None
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_memory_of_all_processes_is_found_in_either_proc(own: bool) -> None:
+    """Without a /proc of its own a watcher finds its descendants one by one."""
+    script = "import time, sys; held = bytearray(b'x') * (32 << 20); print(1, flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-S", "-c", script], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    descriptor = os.open("/proc", os.O_RDONLY)
+    try:
+        used = Memory(descriptor, own=own, own_network=False).used()
+    finally:
+        os.close(descriptor)
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    assert used > 32 << 20
 
 
 def test_output_is_counted_and_its_beginning_kept() -> None:
@@ -214,7 +319,7 @@ def test_numbers_of_calls_are_those_of_the_kernels_headers(column: int) -> None:
     theirs = {name: int(number) for name, number in found}
     ours = {name: row[column] for name, row in (filters.FORBIDDEN | filters.WITHOUT_NAMESPACES | filters.BY_ARGUMENT).items()}
     newest = max(theirs.values())
-    assert {name: number for name, number in ours.items() if number and number <= newest} == {
+    assert {name: number for name, number in ours.items() if number is not None and number <= newest} == {
         name: theirs[name] for name in ours if name in theirs
     }
 

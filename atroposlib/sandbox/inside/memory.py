@@ -1,0 +1,98 @@
+"""Memory of a program's processes, added up from `/proc`.
+
+The sum is complete because the filter refuses every kind of memory that belongs to no process, see `filters`.
+"""
+
+import contextlib
+import os
+import socket
+
+COUNTED = (b"VmRSS", b"VmSwap", b"VmPTE")
+"""Lines of a `status` file. Page tables count: one byte in each GiB of addresses costs 8 KiB of them, and next to no resident
+memory. Swapped pages count, since a program can have its own pages swapped out."""
+TRIES = 20
+"""Attempts to read the memory of a process whose threads come and go."""
+
+
+class Memory:
+    """The memory of all processes below this one.
+
+    Args:
+        proc: a descriptor of a folder `/proc`, which this object keeps open.
+        own: the folder shows the processes of this process's own namespace and no others.
+        own_network: all sockets of the network namespace are the program's.
+    """
+
+    def __init__(self, proc: int, own: bool, own_network: bool) -> None:
+        self._proc, self._own = proc, own
+        self._socket_bytes = most_of_a_socket() if own_network else 0
+
+    def used(self) -> int:
+        """Return the bytes in use now. Pages that several processes share count once for each of them."""
+        names = self._namespace() if self._own else self._descendants()
+        return sum(self._of_process(name) for name in names) + self._sockets()
+
+    def _sockets(self) -> int:
+        """A socket counts as if it were full: the kernel does not tell how full it is once the sending end is closed."""
+        if not self._socket_bytes:
+            return 0
+        first = self._read("self/net/sockstat").split(b"\n", 1)[0]  # sockets: used 2
+        return int(first.split()[2]) * self._socket_bytes if first else 0
+
+    def _namespace(self) -> list[str]:
+        """Process 1 is this one."""
+        return [name for name in os.listdir(self._proc) if name.isdigit() and name != "1"]
+
+    def _descendants(self) -> list[str]:
+        """Processes whose parents ended are children of this one, which adopts them."""
+        found = [os.readlink("self", dir_fd=self._proc)]
+        for name in found:
+            for task in self._tasks(name):
+                found += self._read(f"{name}/task/{task}/children").decode().split()
+        return found[1:]
+
+    def _of_process(self, name: str) -> int:
+        counted = bytes_of(self._read(f"{name}/status"))
+        if counted is not None:
+            return counted
+        # The first thread of a process can end before the others. It has no memory then, and the others still do.
+        for _ in range(TRIES):
+            tasks = self._tasks(name)
+            if len(tasks) < 2:
+                break
+            for task in tasks:
+                counted = bytes_of(self._read(f"{name}/task/{task}/status"))
+                if counted is not None:
+                    return counted
+        return 0
+
+    def _tasks(self, name: str) -> list[str]:
+        with contextlib.suppress(OSError):  # the process ended in between
+            folder = os.open(f"{name}/task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._proc)
+            try:
+                return os.listdir(folder)
+            finally:
+                os.close(folder)
+        return []
+
+    def _read(self, path: str) -> bytes:
+        with contextlib.suppress(OSError):  # the process ended in between
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
+            try:
+                return os.read(descriptor, 1 << 16)
+            finally:
+                os.close(descriptor)
+        return b""
+
+
+def most_of_a_socket() -> int:
+    """Return the bytes that one socket can hold: a last message may be as large as the buffer that it overfills."""
+    one, other = socket.socketpair()
+    with one, other:
+        return 2 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+def bytes_of(status: bytes) -> int | None:
+    """Return what a `status` file counts, in bytes; None for a thread that ended, which has no memory any more."""
+    sizes = [line.split()[1] for line in status.splitlines() if line.partition(b":")[0] in COUNTED]
+    return sum(int(size) for size in sizes) * 1024 if sizes else None
