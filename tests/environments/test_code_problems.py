@@ -99,7 +99,7 @@ def test_rows_that_are_no_problems_are_counted_and_named(tmp_path: Path) -> None
     bad: list[tuple[Any, str]] = [
         ([1], "not a JSON object"),
         (GOOD | {"question": ""}, "'question' is missing"),
-        (GOOD | {"function": "f()"}, "'function' 'f\\(\\)' is no name"),
+        (GOOD | {"function": "f()"}, "'function' 'f\\(\\)' is not the name of a function"),
         (GOOD | {"tests": []}, "'tests' is missing"),
         (GOOD | {"tests": [{"args": [1], "expected": 1}, {"args": [2]}]}, "test 2 has no `expected`"),
         (GOOD | {"tests": [{"expected": 1}]}, "test 1 has no list `args`"),
