@@ -16,7 +16,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from atroposlib.inference.tool_call_translator import ToolCallTranslator, as_dict, decoded
-from atroposlib.utils.thinking import HARMONY_CHANNEL, TAGS, read_reasoning
+from atroposlib.utils.thinking import HARMONY_CHANNEL, TAGS, CallSpans, read_reasoning
+from atroposlib.utils.tool_call_parser import CallReader
 
 logger = logging.getLogger(__name__)
 
@@ -253,11 +254,11 @@ class ChatTemplate:
             opens = not messages or messages[-1].get("role") != "assistant"
         if self.takes_parts:
             messages = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, tools=chat.tools, tokenize=False, add_generation_prompt=opens, **chat.options
-            )
+        text = self.tokenizer.apply_chat_template(
+            messages, tools=chat.tools, tokenize=False, add_generation_prompt=opens, **chat.options
         )
+        # JSON can hold half of a surrogate pair, and a tokenizer cannot.
+        return str(text).encode("utf-8", errors="replace").decode("utf-8")
 
     def _forms(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         """Yield the messages with calls of tools as text, and then as structures if there are calls."""
@@ -304,33 +305,35 @@ def _with_arguments(message: dict[str, Any], write: Callable[[Any], Any]) -> dic
     return message | {"tool_calls": calls}
 
 
-def completed(message: dict[str, Any], opened: str) -> dict[str, Any]:
+def completed(message: dict[str, Any], opened: str | None, reader: CallReader) -> dict[str, Any]:
     """Return an answer as one whole message: with the tags that its prompt had opened.
 
     Args:
         message: any; those that are not the assistant's stay as they are.
-        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`. If that is not
-            known, a closing tag without an opening one shows it.
+        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`. If it is None, the
+            prompt is not known, and a closing tag without an opening one shows it.
+        reader: of calls of tools, whose tags are text.
     """
     content = message.get("content")
     if message.get("role") != "assistant":
         return message
     if not isinstance(content, str) or any(isinstance(message.get(name), str) for name in REASONING_FIELDS):
         return message
+    calls = reader.calls_in(content)
     if HARMONY_CHANNEL in content:
         # The template of gpt-oss refuses these marks in the content of a message.
-        parts = read_reasoning(content, opened)
+        parts = read_reasoning(content, opened or "", calls)
         return message | {"content": parts.answer, "thinking": parts.reasoning}
-    if not opened:
-        opened = unopened_tag(content)
+    if opened is None:
+        opened = unopened_tag(content, calls)
     if not opened or content.lstrip().startswith(opened.strip()):
         return message
     return message | {"content": opened + content}
 
 
-def unopened_tag(content: str) -> str:
+def unopened_tag(content: str, calls: CallSpans) -> str:
     """Return the opening tag, and a line break, of a block that begins with the content and lacks that tag."""
-    parts = read_reasoning(content)
+    parts = read_reasoning(content, calls=calls)
     if not parts.closed or not parts.spans or parts.spans[0][0] != parts.insides[0][0]:
         return ""
     closing = content[parts.insides[0][1] : parts.spans[0][1]].lower()

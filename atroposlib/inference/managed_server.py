@@ -181,7 +181,7 @@ class ManagedServer:
             if tail is not None:
                 return self.tracker.after(source, turn, tail)
         pairs = zip(chat.messages, chat.keys, strict=True)
-        messages = [completed(message, self._opened.get(key, "")) for message, key in pairs]
+        messages = [completed(message, self._opened.get(key), self.translator.format) for message, key in pairs]
         whole = Chat(messages, chat.tools, chat.options)
         return self.tracker.whole(self.template.whole(whole, self.preserve_think_blocks))
 

@@ -88,7 +88,7 @@ class ToolCallTranslator:
             return raw_text, None, "stop"
         calls = []
         for one in readable:
-            function = ToolCall(name=one.name, arguments=json.dumps(one.arguments, ensure_ascii=False))
+            function = ToolCall(name=sendable(one.name), arguments=as_json(one.arguments))
             calls.append(ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=function))
         content = content_before(raw_text, found)
         answer = Answer(raw_text, content, tuple(call["id"] for call in calls), problems)
@@ -166,6 +166,17 @@ class ToolCallTranslator:
             if "tool" not in special and special not in marks and special not in self._decode.kept:
                 text = text.replace(special, "")
         return text
+
+
+def sendable(text: str) -> str:
+    """Return text that UTF-8 can hold. A model can write half of a surrogate pair in JSON."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def as_json(arguments: Any) -> str:
+    """Return arguments as JSON that UTF-8 can hold, with as few escapes as possible."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text if sendable(text) == text else json.dumps(arguments)
 
 
 def decoded(arguments: Any) -> Any:

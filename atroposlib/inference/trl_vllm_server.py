@@ -9,6 +9,7 @@ from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
+from atroposlib.inference.messages import checked_messages
 from atroposlib.inference.openai_server import PROBE_TIMEOUT, OpenAIRoutes
 from atroposlib.inference.server_baseline import APIServer as APIServer
 from atroposlib.inference.server_baseline import APIServerConfig as APIServerConfig
@@ -46,7 +47,8 @@ class TrlVllmServer(OpenAIRoutes):
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in response.json()["completion_ids"]]
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
-        prompt = self.tokenizer.apply_chat_template(kwargs["messages"], tokenize=False, add_generation_prompt=True)
+        messages = checked_messages(kwargs["messages"])
+        prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         choices = [
             Choice(index=i, finish_reason="stop", message=ChatCompletionMessage(role="assistant", content=text))
             for i, text in enumerate(await self._texts(prompt, kwargs))

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.utils.thinking import is_quoted, read_reasoning
+from atroposlib.utils.thinking import CallSpans, is_quoted, read_reasoning
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,10 @@ class CallReader(ABC):
         Raises:
             Unreadable: there is no call behind the mark.
         """
+
+    def calls_in(self, text: str) -> CallSpans:
+        """Return a reader of the calls in a response, for `read_reasoning`."""
+        return _Scan(self, text, ())
 
     def read(self, text: str, tools: Tools = (), opened: str = "") -> list[Found]:
         """Return the calls of a response, in their order.

@@ -168,3 +168,25 @@ def test_the_model_reads_why_its_calls_cannot_be_read(sampler: Sampler) -> None:
     assert f"{reason}Well?" in prompt
     (node,) = managed.get_state()["nodes"]
     assert [token for token in node.masked_tokens if token != -100] == [token for row in rows for token in row]
+
+
+def test_half_of_a_surrogate_pair_harms_neither_prompt_nor_answer(sampler: Sampler) -> None:
+    half = "\ud800"
+    written = f"<tool_call>{json.dumps({'name': f'f{half}', 'arguments': {'a': half}})}</tool_call>"
+    sampler.next = [(sampler.tokenizer.encode(f"{written}<|im_end|>", add_special_tokens=False), "stop")]
+    history = [asked(f"q{half}"), called(name=half, arguments=json.dumps({"a": half})), asked("?")]
+    with served(sampler) as http:
+        session = http.post("/sessions/create", json={}).json()["uuid"]
+        body = json.dumps({"messages": history, "tools": TOOLS})
+        answer = http.post(f"/{session}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "f?"
+    assert json.loads(call["function"]["arguments"]) == {"a": half}
+
+
+def test_a_closing_tag_in_an_argument_does_not_open_reasoning_in_the_history(sampler: Sampler) -> None:
+    managed = ManagedServer(sampler, sampler.tokenizer)
+    said = FORMATS["hermes"].write("f", {"a": "</think>"})
+    assert "<think>" not in managed.render([asked("q"), {"role": "assistant", "content": said}, asked("?")])
+    thought = managed.render([asked("q"), {"role": "assistant", "content": f"hm</think>{said}"}, asked("?")])
+    assert thought.count("<think>") == 1
