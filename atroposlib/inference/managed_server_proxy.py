@@ -15,7 +15,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from atroposlib.api.gate.access import Access
+from atroposlib.api.gate.access import READING, Access
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.inference.proxy_door import Door, ProxyLimits, error_body
@@ -26,6 +26,9 @@ from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.utils.addresses import argument, http_addresses, listening_host
 from atroposlib.utils.keys import PROXY_KEY, VLLM_KEY, given_or_variable
+
+READING_PATHS = READING | {"/health", "/v1/models", "/servers", "/sessions"}
+"""Paths whose GET changes nothing."""
 
 
 class ChatMessage(BaseModel):
@@ -294,7 +297,7 @@ def main(argv: list[str] | None = None) -> None:
     api_key = given_or_variable(None, PROXY_KEY)
     host = arguments.host or ("0.0.0.0" if api_key else "127.0.0.1")
     limits = ProxyLimits(
-        access=Access(api_key, host, frozenset(name.lower() for name in arguments.allow_host)),
+        access=Access(api_key, host, frozenset(name.lower() for name in arguments.allow_host), READING_PATHS),
         max_sessions=arguments.max_sessions,
         session_seconds=arguments.session_timeout,
         max_body=arguments.max_body_bytes,

@@ -2,8 +2,8 @@
 
 With a key, everything but the monitoring paths needs it. Without one
 
-* a request that another web page sent is refused (a browser says so by Origin or Sec-Fetch-Site), and so is one that came by a
-  name which anybody may have pointed at this machine (its Host). The rollout service has the same rule, in atroposlib/api;
+* a request that another web page sent is refused, and so is a change for which a browser followed a link (see `browsers`);
+* a request is refused if its Host is a name that anybody may have pointed at this machine;
 * whoever reaches the port may look and sample, as with `vllm serve`. What pauses the engine or changes weights, adapters or
   caches answers this machine alone. What may be asked for from afar is listed; all that is not listed is of that kind.
 """
@@ -21,8 +21,15 @@ from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 
+from vllm_patching.server.browsers import SAFE_METHODS, BrowserHeaders
+
 MONITORING = frozenset({"/health", "/health_generate", "/metrics", "/metrics/", "/ping", "/version", "/weights"})
 """Needs no key: neither a prompt nor a weight can be read there."""
+READING = MONITORING | {
+    "/bridge/info", "/bridge/state", "/deterministic", "/docs", "/load", "/lora/info", "/lora/status", "/openapi.json",
+    "/redoc", "/sampling", "/v1/models", "/vocabulary",
+}  # fmt: skip
+"""Paths whose GET changes nothing: a person may open them in a browser. Every other request counts as a change."""
 FROM_AFAR = MONITORING | {
     "/deterministic", "/detokenize", "/generate", "/inference/v1/generate", "/invocations", "/load", "/sampling", "/tokenize",
     "/vocabulary",
@@ -40,7 +47,7 @@ class Asked:
 
     Attributes:
         path: as the routes see it, without a prefix that a proxy adds.
-        host, origin, fetch_site: the headers Host, Origin and Sec-Fetch-Site; None where there is none.
+        host, origin, fetch_site, fetch_mode, fetch_dest: the headers Host, Origin and Sec-Fetch-*; None for a missing one.
         browser: what asks calls itself one.
         token: of `Authorization: Bearer`; empty if there is none.
         here: it was sent by a process on this machine.
@@ -51,6 +58,8 @@ class Asked:
     host: str | None = None
     origin: str | None = None
     fetch_site: str | None = None
+    fetch_mode: str | None = None
+    fetch_dest: str | None = None
     browser: bool = False
     token: bytes = b""
     here: bool = False
@@ -103,7 +112,7 @@ class Door:
                 f"the Host {asked.host[:_SHOWN]!r} is none that this server goes by, and it has no key to know its clients by: "
                 "call it by its address, or start it with --allow-host NAME or with VLLM_API_KEY",
             )
-        page = self._foreign_page(asked)
+        page = self._browser_refusal(asked)
         if page:
             return Refusal(
                 403,
@@ -134,18 +143,20 @@ class Door:
             return everywhere or is_loopback(name)
         return everywhere and name == socket.gethostname().lower()
 
-    def _foreign_page(self, asked: Asked) -> str:
-        """What shows that a page of another origin sends this; empty if nothing does."""
-        if asked.origin in self.origins:
-            return ""
-        host = "" if asked.host is None else asked.host.lower()
-        if asked.origin is not None and asked.origin.lower() not in (f"http://{host}", f"https://{host}"):
-            return f"the request comes from the Origin {asked.origin[:_SHOWN]!r}"
-        if asked.fetch_site not in (None, "same-origin", "none"):
-            return f"the request comes from another page (Sec-Fetch-Site: {asked.fetch_site[:_SHOWN]})"
-        if asked.browser and asked.origin is None and asked.fetch_site is None and asked.method not in ("GET", "HEAD"):
-            return "the request comes from a browser that does not say from which page"
-        return ""
+    def _browser_refusal(self, asked: Asked) -> str:
+        """Return why a browser may not send this request; empty if it may."""
+        browser = BrowserHeaders(
+            asked.host or "",
+            asked.origin,
+            asked.fetch_site,
+            asked.fetch_mode,
+            asked.fetch_dest,
+            asked.browser,
+            self.origins,
+        )
+        if asked.method in SAFE_METHODS and asked.path in READING:
+            return browser.foreign_page()
+        return browser.unproven_change(asked.method, asked.path)
 
 
 def make_door(args: argparse.Namespace, environment: MutableMapping[str, str]) -> Door:
@@ -218,6 +229,8 @@ def asked_of(scope: Mapping[str, Any]) -> Asked:
         host=text(b"host"),
         origin=text(b"origin"),
         fetch_site=text(b"sec-fetch-site"),
+        fetch_mode=text(b"sec-fetch-mode"),
+        fetch_dest=text(b"sec-fetch-dest"),
         browser=headers.get(b"user-agent", b"").startswith(b"Mozilla/"),
         token=token.strip() if scheme.lower() == b"bearer" else b"",
         here=not forwarded and is_from_here(scope.get("client"), scope.get("server")),

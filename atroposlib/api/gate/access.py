@@ -1,8 +1,8 @@
-"""Who may call the service: whoever has its key, or, without one, programs of this machine and no web page.
+"""Access to the service: with the key, or, without one, for programs of this machine and for no web page.
 
-A page in a browser on this machine can send requests here although it cannot read the answers, and with a name of its own
-that it lets point here (DNS rebinding) it can read them too. Neither can be had without the browser saying so: a request of
-another page carries its `Origin`, or `Sec-Fetch-Site`, or the other name as `Host`. Programs send none of these.
+A page in a browser on this machine can send requests here although it cannot read the answers. With a name of its
+own that points here (DNS rebinding) it can read them too. The `Host` header shows such a name, and `Origin` and
+`Sec-Fetch-*` show the rest (see `browsers`). Programs send none of these.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-READING = frozenset(
-    {"/", "/info", "/wandb_info", "/status", "/stats", "/metrics", "/latest_example", "/docs", "/openapi.json", "/fleet"}
-)
-"""Paths whose GET changes nothing: a person may open them in a browser."""
+from atroposlib.api.gate.browsers import SAFE_METHODS, BrowserHeaders
 
+READING = frozenset(
+    {
+        "/", "/info", "/wandb_info", "/status", "/stats", "/metrics", "/latest_example", "/docs", "/redoc", "/openapi.json",
+        "/fleet", "/evaluations", "/reference",
+    }
+)  # fmt: skip
+"""Paths whose GET changes nothing: a person may open them in a browser. Every other request counts as a change."""
 
 PAGE = "/ui"
 """What is below it lets people in by itself: by a sign-in, and by links that a browser follows (see ui.web.gatekeeper)."""
@@ -43,6 +47,8 @@ class Access:
     """The address that the service listens on, or the name of it; empty if that is not known."""
     hosts: frozenset[str] = frozenset()
     """Further names, in lower case, by which it may be called when there is no key."""
+    reading: frozenset[str] = READING
+    """Paths whose GET changes nothing."""
 
     def check(self, method: str, path: str, headers: Headers) -> None:
         """Refuse whoever may not call.
@@ -63,7 +69,9 @@ class Access:
                 f"the Host {host[:200]!r} is none that this service goes by, and it has no key to know its clients by; "
                 "call it by its address, or start it with --allow-host NAME or with a key",
             )
-        page = foreign_page(headers, host) or _silent_page(method, path, headers)
+        browser = browser_headers(headers, host)
+        reads = method in SAFE_METHODS and path in self.reading
+        page = browser.foreign_page() if reads else browser.unproven_change(method, path)
         if page:
             raise NotAllowedError(
                 403, f"{page}: a web page may not call a service without a key; use a program, such as curl, or set a key"
@@ -99,22 +107,13 @@ def _name(host: str) -> str:
         return host.lower()
 
 
-def foreign_page(headers: Headers, host: str) -> str | None:
-    """What shows that a page of another origin sends this."""
-    origin = headers.get("origin")
-    if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
-        return f"the request comes from the Origin {origin[:200]!r}"
-    site = headers.get("sec-fetch-site", "none")
-    if site not in ("same-origin", "none"):
-        return f"the request comes from another page (Sec-Fetch-Site: {site[:200]})"
-    return None
-
-
-def _silent_page(method: str, path: str, headers: Headers) -> str | None:
-    """What shows that a page may send this: over plain HTTP to another machine browsers say no Sec-Fetch-Site, and for an
-    image no Origin either. All that is left is that it is a browser."""
-    browser = headers.get("user-agent", "").startswith("Mozilla/")
-    reading = method in ("GET", "HEAD") and path in READING
-    if browser and not reading and not ("origin" in headers or "sec-fetch-site" in headers):
-        return f"{method} {path} comes from a browser that does not say from which page"
-    return None
+def browser_headers(headers: Headers, host: str) -> BrowserHeaders:
+    """Return what the headers show about a browser."""
+    return BrowserHeaders(
+        host,
+        headers.get("origin"),
+        headers.get("sec-fetch-site"),
+        headers.get("sec-fetch-mode"),
+        headers.get("sec-fetch-dest"),
+        headers.get("user-agent", "").startswith("Mozilla/"),
+    )

@@ -16,7 +16,8 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import Scope
 
-from atroposlib.api.gate.access import foreign_page
+from atroposlib.api.gate.access import browser_headers
+from atroposlib.api.gate.browsers import SAFE_METHODS
 from atroposlib.ui.web.sessions import SESSION_SECONDS, Attempts, Sessions
 
 PREFIX = "/ui"
@@ -100,11 +101,17 @@ def host_name(host: str) -> str:
 
 
 def _foreign(scope: Scope, headers: Headers, host: str) -> str:
-    """What shows that a page of another origin sends this, other than a link that a person follows."""
-    follows = scope["method"] in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
-    if follows and headers.get("sec-fetch-dest", "document") == "document" and not scope["path"].startswith(API):
+    """Return why a browser may not send this; empty if it may. A link to a part of the page may be followed."""
+    reads = scope["method"] in SAFE_METHODS
+    if (
+        reads
+        and headers.get("sec-fetch-mode") == "navigate"
+        and headers.get("sec-fetch-dest", "document") == "document"
+        and not scope["path"].startswith(API)
+    ):
         return ""
-    found = foreign_page(headers, host)
+    browser = browser_headers(headers, host)
+    found = browser.foreign_page() if reads else browser.unproven_change(scope["method"], scope["path"])
     return f"{found}: only this page itself may send it; a proxy must hand on the Host" if found else ""
 
 

@@ -16,6 +16,7 @@ from starlette.websockets import WebSocketDisconnect
 from vllm_patching.server.access import (
     FROM_AFAR,
     MONITORING,
+    READING,
     AskAtTheDoor,
     Asked,
     Door,
@@ -32,12 +33,22 @@ PRIVILEGED = (
     "/v1/unload_lora_adapter", "/abort_requests", "/scale_elastic_ep", "/start_profile", "/docs", "/server_info",
 )  # fmt: skip
 HEADERS = st.sampled_from(
-    (b"host", b"origin", b"sec-fetch-site", b"authorization", b"x-forwarded-for", b"forwarded", b"user-agent")
+    (
+        b"host",
+        b"origin",
+        b"sec-fetch-site",
+        b"sec-fetch-mode",
+        b"sec-fetch-dest",
+        b"authorization",
+        b"x-forwarded-for",
+        b"forwarded",
+        b"user-agent",
+    )
 )
 VALUES = st.one_of(
     st.sampled_from((b"localhost:9001", b"evil.example", b"127.0.0.1", b"http://evil.example", b"null", b"Bearer sesame",
                      b"bearer  sesame", b"Basic sesame", b"cross-site", b"same-origin", b"[::1]:9001", b"http://localhost:9001",
-                     b"Mozilla/5.0")),
+                     b"Mozilla/5.0", b"none", b"navigate", b"cors", b"no-cors", b"document", b"image", b"empty")),
     st.binary(max_size=40),
 )  # fmt: skip
 ADDRESSES = st.sampled_from(("127.0.0.1", "::1", "::ffff:127.0.0.1", "10.0.0.7", "192.168.1.4", "2001:db8::1", "", "a path"))
@@ -77,6 +88,9 @@ def test_without_a_key_nobody_from_afar_changes_anything(scope: dict[str, Any]) 
         assert not asked.host or Door().is_ours(asked.host)
         assert asked.origin is None or (asked.host and asked.origin.lower().endswith(f"//{asked.host.lower()}"))
         assert asked.fetch_site in (None, "same-origin", "none")
+        if asked.method not in ("GET", "HEAD") or asked.path not in READING:
+            assert asked.fetch_site != "none"
+            assert asked.fetch_mode != "navigate" or asked.method not in ("GET", "HEAD")
 
 
 @given(scopes())
@@ -189,6 +203,24 @@ def test_ordinary_clients_are_let_in(headers: dict[str, str]) -> None:
 )
 def test_where_a_connection_comes_from(client: Any, server: Any, here: bool) -> None:
     assert is_from_here(client, server) == here
+
+
+LINK = {"fetch_site": "none", "fetch_mode": "navigate", "fetch_dest": "document", "browser": True}
+
+
+@pytest.mark.parametrize("path", [*(path for path in PRIVILEGED if path not in READING), "/generate", "/v1/completions"])
+def test_a_link_that_a_person_follows_changes_nothing(path: str) -> None:
+    for method in ("GET", "HEAD", "POST"):
+        refusal = Door().refusal(Asked(path, method, "localhost:9001", here=True, **LINK))  # type: ignore[arg-type]
+        assert refusal is not None
+        assert refusal.status == 403
+        assert "changes something" in refusal.message
+        assert Door().refusal(Asked(path, method, "localhost:9001", here=True)) is None
+
+
+@pytest.mark.parametrize("path", ["/health", "/weights", "/bridge/state", "/v1/models", "/docs"])
+def test_a_link_may_be_followed_to_read(path: str) -> None:
+    assert Door().refusal(Asked(path, "GET", "localhost:9001", here=True, **LINK)) is None  # type: ignore[arg-type]
 
 
 def flags(**given: Any) -> argparse.Namespace:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import signal
+import subprocess
+import urllib.request
 from pathlib import Path
 
+import aiohttp
 import httpx
 import pytest
+import requests
 from starlette.datastructures import Headers
 
 from atroposlib.api.gate.access import Access, NotAllowedError
@@ -16,6 +22,11 @@ from tests.atroposlib.api.test_run_api import run
 
 BROWSER = "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36"
 ELSEWHERE = "https://elsewhere.example"
+
+
+def fetched(site: str, mode: str, destination: str) -> dict[str, str]:
+    """Headers of a present-day browser."""
+    return {"sec_fetch_site": site, "sec_fetch_mode": mode, "sec_fetch_dest": destination, "user_agent": BROWSER}
 
 
 def allowed(access: Access, path: str = "/reset_data", method: str = "GET", **headers: str) -> bool:
@@ -70,13 +81,48 @@ def test_a_client_of_http_1_0_names_no_host() -> None:
         ({"origin": "null"}, False),
         ({"sec_fetch_site": "cross-site", "user_agent": BROWSER}, False),
         ({"sec_fetch_site": "same-site", "user_agent": BROWSER}, False),
-        ({"sec_fetch_site": "same-origin", "user_agent": BROWSER}, True),
-        ({"sec_fetch_site": "none", "user_agent": BROWSER}, True),  # typed by a person
+        (fetched("same-origin", "cors", "empty"), True),  # a script of our own page, such as /docs
+        (fetched("same-origin", "same-origin", "empty"), True),
+        (fetched("none", "navigate", "document"), False),  # a link in an e-mail, a bookmark, a typed address
+        (fetched("same-origin", "navigate", "document"), False),  # a link that our own page shows
+        (fetched("same-origin", "no-cors", "image"), False),  # an image that our own page shows
+        (fetched("same-origin", "navigate", "iframe"), False),
+        (fetched("cross-site", "navigate", "document"), False),
+        ({"sec_fetch_site": "none"}, False),
+        ({"sec_fetch_site": "same-origin", "user_agent": BROWSER}, False),
+        ({"sec_fetch_mode": "navigate"}, False),
+        ({"sec_fetch_dest": "image"}, False),
+        ({"sec_fetch_mode": "cors", "user_agent": "node"}, True),  # Node's fetch, a program
+        ({"sec_fetch_mode": "cors", "user_agent": BROWSER}, False),
         ({"user_agent": BROWSER}, False),  # an image of another page, over plain HTTP
     ],
 )
 def test_a_page_cannot_wipe_a_run(headers: dict[str, str], is_allowed: bool) -> None:
     assert allowed(Access(), **headers) == is_allowed
+
+
+@pytest.mark.parametrize(
+    "path", ["/reset_data", "/batch", "/status-env", "/batch/", "/RESET_DATA", "//reset_data", "/of_tomorrow"]
+)
+def test_a_link_reaches_only_what_is_listed_as_reading(path: str) -> None:
+    assert not allowed(Access(), path, **fetched("none", "navigate", "document"))
+    assert not allowed(Access(), path, "HEAD", **fetched("none", "navigate", "document"))
+    assert allowed(Access(), path)
+
+
+@pytest.mark.parametrize("path", ["/", "/status", "/stats", "/fleet", "/evaluations", "/reference", "/docs"])
+def test_a_link_may_be_followed_to_read(path: str) -> None:
+    assert allowed(Access(), path, **fetched("none", "navigate", "document"))
+    assert not allowed(Access(), path, "POST", **fetched("none", "navigate", "document"))
+
+
+@pytest.mark.parametrize(("method", "mode"), [("POST", "navigate"), ("DELETE", "cors"), ("POST", "no-cors")])
+def test_a_post_must_come_from_our_own_page(method: str, mode: str) -> None:
+    own = fetched("same-origin", mode, "empty") | {"origin": "http://localhost:8000"}
+    assert allowed(Access(), "/register", method, **own)
+    assert not allowed(Access(), "/register", method, **(own | {"sec_fetch_site": "cross-site"}))
+    assert not allowed(Access(), "/register", method, **(own | {"origin": "null"}))
+    assert not allowed(Access(), "/register", method, **fetched("none", mode, "empty"))
 
 
 def test_a_person_may_look() -> None:
@@ -98,6 +144,12 @@ def test_with_a_key_only_the_key_counts() -> None:
 # ---- the process ----
 
 
+async def asked_by_aiohttp(url: str) -> int:
+    """Return the status that aiohttp gets."""
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        return answer.status
+
+
 def test_pages_are_refused_and_old_clients_are_not(tmp_path: Path) -> None:
     service = Service(tmp_path, "--store", "memory", "--allow-host", "rollouts.example").start()
     service.begin()
@@ -113,6 +165,17 @@ def test_pages_are_refused_and_old_clients_are_not(tmp_path: Path) -> None:
     named = service.http.get("/status", headers={"host": f"rollouts.example:{service.port}"})
     assert named.status_code == 200
     assert "access-control-allow-origin" not in named.headers
+    link = {name.replace("_", "-"): value for name, value in fetched("none", "navigate", "document").items()}
+    for path in ("/reset_data", "/batch"):
+        answer = service.http.get(path, headers=link)
+        assert answer.status_code == 403
+        assert "follows a link" in answer.json()["detail"]
+    assert service.get("/status") == {"current_step": 0, "queue_size": 1}, "a link in an e-mail reaches nothing"
+    assert asyncio.run(asked_by_aiohttp(f"{address}/status")) == 200
+    assert requests.get(f"{address}/info", timeout=30).status_code == 200
+    assert urllib.request.urlopen(f"{address}/batch", timeout=30).status == 200
+    curl = shutil.which("curl")
+    assert curl is None or subprocess.check_output([curl, "-s", f"{address}/reset_data"]) == b"Reset successful"
     assert service.http.get("/reset_data").text == "Reset successful"
     service.signal(signal.SIGTERM)
 
