@@ -19,7 +19,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnu
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.type_definitions import Message
 from atroposlib.utils.boxed import last_boxed
-from atroposlib.utils.math_scoring import as_number
+from atroposlib.utils.math_scoring import number_in
 from environments.arithmetic_problems import (
     DEFAULT_DIFFICULTY,
     MAX_HELD_OUT,
@@ -79,7 +79,7 @@ class ArithmeticEnv(SingleTurnEnv):
 
     async def grade(self, problem: Problem, response: Response) -> Grade:
         answer = last_boxed(response.answer)
-        correct = answer is not None and as_number(answer) == problem.answer
+        correct = answer is not None and number_in(answer) == problem.answer
         return Grade(score=1.0 if correct else -1.0, correct=correct, answer=answer)
 
     def eval_problems(self) -> list[Problem]:

@@ -21,7 +21,7 @@ from atroposlib.envs.graded import Grade
 from atroposlib.envs.multi_turn import Conversation, MultiTurnConfig, MultiTurnEnv
 from atroposlib.envs.tool_formats import TaggedFormat
 from atroposlib.utils.boxed import last_boxed
-from atroposlib.utils.math_scoring import as_number
+from atroposlib.utils.math_scoring import number_in
 from environments.arithmetic_problems import MAX_HELD_OUT, read_levels
 from environments.calculator_problems import (
     CALL_END,
@@ -96,7 +96,7 @@ class CalculatorEnv(MultiTurnEnv):
 
     async def grade(self, talk: Conversation) -> Grade:
         answer = last_boxed(talk.answer)
-        correct = answer is not None and as_number(answer) == talk.item.answer
+        correct = answer is not None and number_in(answer) == talk.item.answer
         return Grade(score=1.0 if correct else -1.0, correct=correct, answer=answer)
 
     def eval_problems(self) -> list[Calculation]:

@@ -12,6 +12,7 @@ import logging
 import re
 from decimal import Decimal
 
+from atroposlib.utils.answer_spelling import choice, is_text, plain_number, spelled, time_of_day, with_base, words_of
 from atroposlib.utils.killable import ChildDied, KillableCalls
 
 logger = logging.getLogger(__name__)
@@ -23,13 +24,14 @@ MAX_NUMBER_CHARACTERS = 1000
 MAX_EXPRESSION_CHARACTERS = 2000
 """A longer answer equals nothing but the same text: parsing it would take minutes."""
 
-_DOLLAR = r"(?:\\?\$\s*)"
+_CURRENCY = r"(?:\\?\$\s*|[€£¥₹]\s*)"
 _NUMBER = re.compile(
-    rf"(?P<sign>[+-]?)\s*{_DOLLAR}*(?P<inner>[+-]?)"
-    r"(?P<digits>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?P<exponent>[eE][+-]?[0-9]{1,3})?"
-    rf"\s*{_DOLLAR}*\.?"
+    rf"(?P<sign>[+-]?)\s*{_CURRENCY}*(?P<inner>[+-]?)"
+    r"(?P<digits>(?:[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?P<exponent>[eE][+-]?[0-9]{1,3})?"
+    rf"\s*{_CURRENCY}*\.?"
 )
-_SPELLINGS = str.maketrans("０１２３４５６７８９，．－＋−", "0123456789,.-+-")
+_SPELLINGS = str.maketrans("０１２３４５６７８９，．－＋−–‐‑\u00a0\u2009\u202f", "0123456789,.-+----   ")
 _LATEX_COMMA = re.compile(r",\\!|\{,\}|\\,")
 _SPACE_IN_LIST = re.compile(r"\s*,\s*")
 
@@ -37,9 +39,9 @@ _SPACE_IN_LIST = re.compile(r"\s*,\s*")
 def as_number(text: str) -> Decimal | None:
     r"""Return a plain number as people write it (`$1,234.50`, `-3`, `1e5`), or None for everything else.
 
-    A comma separates thousands only in its places: `1,234` is a number, `1,2` is two. LaTeX's spellings
-    of that comma (`1{,}234`, `1,\!234`, `1\,234`) and full-width digits are read too. Percent signs, underscores
-    and units are left to math_verify.
+    A comma or a space separates thousands only in its places: `1,234` and `1 234` are numbers, `1,2` is two.
+    LaTeX's spellings of the comma (`1{,}234`, `1,\!234`, `1\,234`) and full-width digits are read too. Percent
+    signs, underscores and units make no plain number.
 
     >>> as_number("$1,234.50"), as_number("1,2"), as_number("5%")
     (Decimal('1234.50'), None, None)
@@ -51,11 +53,24 @@ def as_number(text: str) -> Decimal | None:
     if found is None or (found["sign"] and found["inner"]):
         return None
     sign = found["sign"] or found["inner"]
-    return Decimal(f"{sign}{found['digits'].replace(',', '')}{found['exponent'] or ''}")
+    return Decimal(f"{sign}{re.sub('[, ]', '', found['digits'])}{found['exponent'] or ''}")
+
+
+def number_in(answer: str) -> Decimal | None:
+    r"""Return the number that an answer gives, with or without a unit; None if it is not one number.
+
+    >>> number_in(r"42\text{ apples}"), number_in("x = 4"), number_in("4 or 5")
+    (Decimal('42'), None, None)
+    """
+    number = as_number(answer)
+    return as_number(plain_number(spelled(answer))) if number is None and len(answer) <= MAX_NUMBER_CHARACTERS else number
 
 
 def compare_plainly(gold: str, answer: str) -> bool | None:
-    """Compare two answers that are plain numbers, the same text or too long; None if math_verify must decide.
+    """Compare two answers that need no algebra; None if math_verify must decide.
+
+    These are plain numbers, with or without a unit, numbers with a base, words, times of the day, letters of
+    choices, equal texts, and texts that are too long.
 
     >>> compare_plainly("1,000", "1000.0"), compare_plainly("3, 5", "3,5"), compare_plainly("2", "4/2")
     (True, True, None)
@@ -68,7 +83,45 @@ def compare_plainly(gold: str, answer: str) -> bool | None:
         return bool(texts[0])
     if not all(texts) or max(len(gold), len(answer)) > MAX_EXPRESSION_CHARACTERS:
         return False
+    return _compare_spelled(gold, answer)
+
+
+def _compare_spelled(gold: str, answer: str) -> bool | None:
+    """Compare the spellings of two answers; None if math_verify must decide."""
+    times = time_of_day(gold), time_of_day(answer)
+    if None not in times and times[0] != times[1]:
+        return False
+    one, other = spelled(gold), spelled(answer)
+    if one and one == other:
+        return True
+    numbers = as_number(plain_number(one)), as_number(plain_number(other))
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers[0] == numbers[1]
+    based = with_base(one), with_base(other)
+    if None not in based:
+        return based[0] == based[1]
+    words = words_of(one), words_of(other)
+    if None not in words and (words[0] == words[1] or is_text(one) or is_text(other)):
+        return words[0] == words[1]
+    return _compare_choices(one, other)
+
+
+def _compare_choices(one: str, other: str) -> bool | None:
+    """Compare two answers of which one is a labelled choice; None if the contents must decide."""
+    choices = choice(one), choice(other)
+    if choices[0] is not None and choices[1] is not None:
+        if choices[0][0] != choices[1][0]:
+            return False
+        if not (choices[0][1] and choices[1][1]):
+            return True
     return None
+
+
+def _content(text: str) -> str:
+    """Return an answer in one spelling, without the label of a choice."""
+    text = spelled(text)
+    labelled = choice(text)
+    return spelled(labelled[1]) if labelled and labelled[1] else text
 
 
 def equal_in_this_process(gold: str, answer: str) -> bool:
@@ -81,12 +134,14 @@ def equal_in_this_process(gold: str, answer: str) -> bool:
             boxed_match_priority=0,
             try_extract_without_anchor=False,
             normalization_config=NormalizationConfig(
-                basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="all", equations=False
+                basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
             ),
         )
     ]
     try:
-        expected, given = (parse(rf"\boxed{{{text}}}", reading, parsing_timeout=PARSE_SECONDS) for text in (gold, answer))
+        expected, given = (
+            parse(rf"\boxed{{{_content(text)}}}", reading, parsing_timeout=PARSE_SECONDS) for text in (gold, answer)
+        )
         return bool(expected) and bool(given) and bool(verify(expected, given, timeout_seconds=PARSE_SECONDS))
     except Exception as error:  # noqa: BLE001  # the parser and SymPy raise anything over what a model wrote
         logger.debug("%.120r could not be compared with %.120r: %s", answer, gold, error)

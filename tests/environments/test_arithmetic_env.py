@@ -30,7 +30,8 @@ def test_the_last_box_decides_and_nothing_else(env: ArithmeticEnv) -> None:
     assert score(rf"\boxed{{ {right:,} }}") == 1.0
     assert score(rf"\boxed{{{wrong}}} \boxed{{{right}}}") == 1.0
     assert score(rf"\boxed{{{right}}} \boxed{{{wrong}}}") == -1.0
-    assert score(rf"\boxed{{{right} apples}}") == -1.0
+    assert score(rf"\boxed{{{right} apples}}") == 1.0
+    assert score(rf"\boxed{{{right} or {wrong} apples}}") == -1.0
     assert score(f"the answer is {right}") == -1.0
     assert score(rf"\boxed{{{right}") == -1.0
     assert score("") == -1.0
