@@ -252,7 +252,8 @@ class MultiTurnEnv(GradedEnv):
         text, cut = choice.message.content or "", choice.finish_reason == "length"
         opened = (node.metadata or {}).get("opened", "")
         whole = whole_response(text, opened)
-        calls = [] if cut or not self.toolbox.tools else self.tool_format.read(whole)
+        tools = list(self.toolbox.tools.values())
+        calls = [] if cut or not tools else self.tool_format.read_with(whole, tools)
         begin, end = (sampled_runs(node.masked_tokens) or [(0, 0)])[-1]
         turn = Turn(text, end - begin, choice.finish_reason == "stop", calls, opened=opened)
         added = len(whole) - len(text)

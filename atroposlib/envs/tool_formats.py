@@ -73,6 +73,10 @@ class ToolFormat(ABC):
             A call that cannot be read has the problem "unreadable", and the reason as its answer.
         """
 
+    def read_with(self, text: str, tools: Sequence[Described]) -> list[Call]:
+        """As `read`, for formats that take the types of plain values from the tools."""
+        return self.read(text)
+
     def answer(self, call: Call) -> dict[str, Any]:
         """Return the message that answers a call."""
         return {"role": self.role, "content": call.answer}
@@ -106,7 +110,11 @@ class NamedFormat(ToolFormat):
         return f"You can call these tools:\n{lines}\n\nA call looks like this; the next message has its answer:\n{example}"
 
     def read(self, text: str) -> list[Call]:
-        return list(map(as_read, self._format.read(text)))
+        return self.read_with(text, ())
+
+    def read_with(self, text: str, tools: Sequence[Described]) -> list[Call]:
+        """As `read`, with the tools whose schemas have the types of plain values."""
+        return list(map(as_read, self._format.read(text, [tool.schema for tool in tools])))
 
 
 class HermesFormat(NamedFormat):

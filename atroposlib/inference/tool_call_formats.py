@@ -212,7 +212,7 @@ class Marked(CallFormat):
         types, arguments = types_of(tools, name), {}
         while (pair := self._pair.match(text, at)) is not None:
             key, at = pair["key"].strip(), pair.end()
-            arguments[key] = typed(pair["value"], types.get(key))
+            arguments[key] = typed(pair["value"], types.get(key, frozenset()))
         return arguments, at
 
     def write(self, name: str, arguments: Any) -> str:
@@ -225,25 +225,52 @@ class Marked(CallFormat):
         return self._call.format(name=name, body="".join(written))
 
 
-def types_of(tools: Tools, name: str) -> dict[str, Any]:
-    """Return the type of each parameter in a tool's JSON schema; empty if it is not known."""
+def types_of(tools: Tools, name: str) -> dict[str, frozenset[str]]:
+    """Return the JSON types of each parameter of a tool; empty if its schema is not known."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
             properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, Mapping)}
+            return {key: json_types(schema) for key, schema in properties.items() if isinstance(schema, Mapping)}
     return {}
 
 
-def typed(text: str, kind: str | None) -> Any:
-    """Return a value that was written as plain text. If it does not fit its type, it stays text for the tool to refuse."""
+def json_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a JSON schema allows; empty if it names none."""
+    own = schema.get("type") or ()
+    types = {own} if isinstance(own, str) else set(map(str, own))
+    for other in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+        types |= json_types(other) if isinstance(other, Mapping) else set()
+    return frozenset(types)
+
+
+def typed(text: str, types: frozenset[str]) -> Any:
+    """Return a value that was written as plain text.
+
+    Args:
+        text: the value.
+        types: JSON types of the parameter; empty if they are not known.
+
+    Returns:
+        The text itself, if a string is allowed and the text is not of another allowed type, or if it is
+        not JSON. The tool refuses what does not fit.
+    """
     value = text.removeprefix("\n").removesuffix("\n")
-    if kind == "string":
-        return value
     try:
-        return json.loads(value)
+        read = json.loads(value)
     except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(value, value)
+        read = {"True": True, "False": False, "None": None}.get(value, value)
+    return value if "string" in types and not types & JSON_TYPES.get(type(read), frozenset()) else read
+
+
+JSON_TYPES: Mapping[type, frozenset[str]] = {
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    type(None): frozenset({"null"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+}
 
 
 def xml(tag: str) -> Marked:

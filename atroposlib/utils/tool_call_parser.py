@@ -229,7 +229,7 @@ def decode(text: str, start: int) -> tuple[Any, int]:
         Unreadable: there is none.
     """
     if text[start : start + 1] not in ("{", "["):
-        raise Unreadable("a call is not a JSON object")
+        raise Unreadable(f"a call is not a JSON object: it begins with {text[start : start + 20]!r}")
     end, seen = None, start
     try:
         return _DECODER.raw_decode(text, start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,3 +204,23 @@ def test_a_tag_in_an_argument_belongs_to_the_answer() -> None:
     assert opened_by("<think>\n") == "<think>\n"
     spans = [one.span for one in HermesFormat().read(call("w", t="</think>"))]
     assert spans == [(0, len(call("w", t="</think>")))]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"type": "string"}, "123", "123"),
+        ({"type": "string"}, '"a"', '"a"'),
+        ({"type": "integer"}, "123", 123),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "123", "123"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "integer"]}, "123", 123),
+        ({"type": "boolean"}, "True", True),
+        ({}, "[1]", [1]),
+    ],
+)
+def test_plain_values_have_the_types_of_the_tool(schema: dict[str, Any], text: str, expected: Any) -> None:
+    function = {"name": "w", "parameters": {"type": "object", "properties": {"t": schema}}}
+    tool = SimpleNamespace(schema={"type": "function", "function": function})
+    (one,) = NamedFormat("qwen3_coder").read_with(f"<function=w><parameter=t>{text}</parameter></function>", [tool])
+    assert one.arguments == {"t": expected}
