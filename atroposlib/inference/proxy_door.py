@@ -1,6 +1,7 @@
 """What every request to the managed-server proxy passes first: who may call, and how large its body may be."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import orjson
@@ -51,10 +52,11 @@ class Door:
             return
         headers = Headers(scope=scope)
         try:
-            self.limits.access.check(scope["method"], scope["path"], headers)
+            client = (scope.get("client") or ("",))[0]
+            self.limits.access.check(scope["method"], scope["path"], headers, client)
             body = await self._body(headers, receive)
         except NotAllowedError as error:
-            await refuse(send, error.status, error.detail)
+            await refuse(send, error.status, error.detail, error.headers)
         except TooMuch as error:
             await refuse(send, error.status, str(error))
         else:
@@ -87,11 +89,14 @@ def error_body(status: int, message: str, kind: str = "invalid_request_error") -
     return {"error": {"message": message, "type": kind, "code": status}}
 
 
-async def refuse(send: Send, status: int, message: str) -> None:
-    """Answer without asking the proxy; what is left of the body is not read, so the connection ends."""
+async def refuse(send: Send, status: int, message: str, more: Mapping[str, str] | None = None) -> None:
+    """Answer without calling the proxy. The rest of the body is not read, so the connection ends.
+
+    Args:
+        more: headers of the answer, such as Retry-After.
+    """
     body = orjson.dumps(error_body(status, message))
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+    headers += [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

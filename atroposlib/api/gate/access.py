@@ -10,11 +10,13 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
+from atroposlib.api.gate.attempts import TRIES, TRY_SECONDS, Attempts
 from atroposlib.api.gate.browsers import SAFE_METHODS, BrowserHeaders
 
 READING = frozenset(
@@ -30,11 +32,15 @@ PAGE = "/ui"
 
 
 class NotAllowedError(Exception):
-    """The caller may not do this."""
+    """The caller may not do this.
 
-    def __init__(self, status: int, detail: str) -> None:
+    Attributes:
+        headers: of the answer, such as Retry-After.
+    """
+
+    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(detail)
-        self.status, self.detail = status, detail
+        self.status, self.detail, self.headers = status, detail, headers or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +55,22 @@ class Access:
     """Further names, in lower case, by which it may be called when there is no key."""
     reading: frozenset[str] = READING
     """Paths whose GET changes nothing."""
+    attempts: Attempts = field(default_factory=lambda: Attempts(time.monotonic, all_tries=None), compare=False)
+    """Wrong keys of each address."""
 
-    def check(self, method: str, path: str, headers: Headers) -> None:
-        """Refuse whoever may not call.
+    def check(self, method: str, path: str, headers: Headers, client: str = "") -> None:
+        """Refuse a request that is not allowed.
+
+        Args:
+            client: the address that sends the request.
 
         Raises:
             NotAllowedError: says why, and what to do.
         """
-        if path == PAGE or path.startswith(f"{PAGE}/"):
-            return
+        is_page = path == PAGE or path.startswith(f"{PAGE}/")
         if self.api_key is not None:
-            if path != "/":
-                self._check_key(self.api_key, headers)
+            self._check_key(self.api_key, headers, client, is_required=path != "/" and not is_page)
+        if self.api_key is not None or is_page:
             return
         host = headers.get("host", "")
         if host and not self._is_ours(_name(host)):
@@ -77,11 +87,31 @@ class Access:
                 403, f"{page}: a web page may not call a service without a key; use a program, such as curl, or set a key"
             )
 
-    def _check_key(self, key: str, headers: Headers) -> None:
+    def _check_key(self, key: str, headers: Headers, client: str, is_required: bool) -> None:
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), key.encode()):
-            what = "carries no bearer token" if not token else "carries a wrong bearer token"
-            raise NotAllowedError(401, f"the request {what}; send 'Authorization: Bearer <api key>'")
+        token = token.strip()
+        if scheme.lower() != "bearer" or not token:
+            if is_required:
+                raise _unauthorized("carries no bearer token" if not token else "carries a wrong bearer token")
+            return
+        is_right = hmac.compare_digest(token.encode(), key.encode())
+        wait = self.attempts.wait(client)
+        # A host that works with the right key goes on if somebody else there guesses. A stranger's guess is not
+        # even answered as right while its address has to wait.
+        if is_right and (not wait or _is_loopback(client) or self.attempts.is_known(client)):
+            self.attempts.succeeded(client)
+        elif wait:
+            again = int(wait) + 1
+            raise NotAllowedError(
+                429,
+                f"{client or 'this address'} sent {TRIES} wrong keys within {TRY_SECONDS:g} s; try again in {again} s "
+                "with the service's key",
+                {"Retry-After": str(again)},
+            )
+        else:
+            self.attempts.failed(client)
+            if is_required:
+                raise _unauthorized("carries a wrong bearer token")
 
     def _is_ours(self, name: str) -> bool:
         if name in self.hosts or name == "localhost" or name == _name(self.bound_to):
@@ -95,6 +125,19 @@ class Access:
 
     def _everywhere(self) -> bool:
         return self.bound_to in ("", "0.0.0.0", "::")
+
+
+def _unauthorized(what: str) -> NotAllowedError:
+    detail = f"the request {what}; send 'Authorization: Bearer <api key>'"
+    return NotAllowedError(401, detail, {"WWW-Authenticate": "Bearer"})
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
 def _name(host: str) -> str:

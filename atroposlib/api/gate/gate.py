@@ -123,15 +123,15 @@ class Gate:
         app = self.packing if accepts_gzip(headers) else self.app
         started = time.perf_counter()
         try:
-            self.limits.access.check(scope["method"], scope["path"], headers)
+            client = (scope.get("client") or ("",))[0]
+            self.limits.access.check(scope["method"], scope["path"], headers, client)
             most = self.limits.max_body if scope["path"] in LARGE else min(self.limits.max_body, MOST_OF_OTHERS)
             body = await self._body(headers, receive, most)
             # A page that is open is told what is new until it is closed, and each message has its own time.
             async with asyncio.timeout(None if scope["path"] in ENDLESS else self.limits.seconds):
                 await app(scope, replayed(body, receive), answer.send)
         except NotAllowedError as error:
-            challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-            await self._refuse(RefusedError(error.status, error.detail, challenge), answer)
+            await self._refuse(RefusedError(error.status, error.detail, error.headers), answer)
         except RefusedError as refusal:
             await self._refuse(refusal, answer)
         except TimeoutError:

@@ -17,8 +17,9 @@ from starlette.requests import cookie_parser
 from starlette.types import Scope
 
 from atroposlib.api.gate.access import browser_headers
+from atroposlib.api.gate.attempts import Attempts
 from atroposlib.api.gate.browsers import SAFE_METHODS
-from atroposlib.ui.web.sessions import SESSION_SECONDS, Attempts, Sessions
+from atroposlib.ui.web.sessions import SESSION_SECONDS, Sessions
 
 PREFIX = "/ui"
 SIGN_IN = "/ui/sign-in"

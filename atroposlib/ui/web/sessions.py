@@ -1,4 +1,4 @@
-"""Sign-in: a cookie that the service signed, and how often somebody may try. Pure, but for the clock that is handed in.
+"""Sign-in: a cookie that the service signed. Pure, but for the clock that is passed in.
 
 The cookie holds when it ends and a number of its own, signed with a key that is derived from the service's API key. So it is
 good after a restart of the service, ends by itself, and is worthless when the API key has changed.
@@ -10,17 +10,12 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 SESSION_SECONDS = 12 * 3600.0
 MOST_ENDED = 10_000
 """Sessions that were signed out and are remembered until they would have ended."""
-TRIES, TRY_SECONDS = 10, 60.0
-"""Wrong keys that one address may give in so many seconds."""
-ALL_TRIES = 300
-"""And that all addresses may together: somebody may have many."""
-_MOST_ADDRESSES = 10_000
 _FORM = re.compile(r"1\.([0-9a-f]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{64})")
 
 
@@ -74,32 +69,3 @@ class Sessions:
 
     def _signature(self, stated: str) -> str:
         return hmac.digest(self._secret, stated.encode(), "sha256").hex()
-
-
-class Attempts:
-    """Counts wrong keys. Bounded in memory.
-
-    Args:
-        clock: seconds, of a clock that never jumps.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._of: OrderedDict[str, deque[float]] = OrderedDict()
-        self._all: deque[float] = deque(maxlen=ALL_TRIES)
-
-    def wait(self, address: str) -> float:
-        """Seconds until this address may try again; 0 if it may now."""
-        since = self._clock() - TRY_SECONDS
-        mine = self._of.get(address, deque())
-        waits = [times[0] - since for times, most in ((mine, TRIES), (self._all, ALL_TRIES)) if len(times) >= most]
-        return max(0.0, *waits) if waits else 0.0
-
-    def failed(self, address: str) -> None:
-        """This address has given a wrong key."""
-        now = self._clock()
-        self._all.append(now)
-        self._of.setdefault(address, deque(maxlen=TRIES)).append(now)
-        self._of.move_to_end(address)
-        while len(self._of) > _MOST_ADDRESSES:
-            self._of.popitem(last=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atroposlib.api.gate.attempts import ALL_TRIES, TRIES, Attempts
 from atroposlib.ui.web.gatekeeper import host_name, is_loopback, safe_next
-from atroposlib.ui.web.sessions import ALL_TRIES, TRIES, Attempts, Sessions
+from atroposlib.ui.web.sessions import Sessions
 
 
 class Clock:
