@@ -5,11 +5,15 @@ The sum is complete because the filter refuses every kind of memory that belongs
 
 import contextlib
 import os
+import resource
 import socket
 
 COUNTED = (b"VmRSS", b"VmSwap", b"VmPTE")
 """Lines of a `status` file. Page tables count: one byte in each GiB of addresses costs 8 KiB of them, and next to no resident
 memory. Swapped pages count, since a program can have its own pages swapped out."""
+RECORD_BYTES = 256
+"""The kernel's record of one mapping. A process can have as many mappings as it has pages of addresses; no file that is cheap
+to read counts them."""
 TRIES = 20
 """Attempts to read the memory of a process whose threads come and go."""
 
@@ -28,9 +32,14 @@ class Memory:
         self._socket_bytes = most_of_a_socket() if own_network else 0
 
     def used(self) -> int:
-        """Return the bytes in use now. Pages that several processes share count once for each of them."""
-        names = self._namespace() if self._own else self._descendants()
-        return sum(self._of_process(name) for name in names) + self._sockets()
+        """Return the bytes in use now. Pages that several processes share count once for each of them.
+
+        The records of mappings are left out for the largest process: a program of one process near its limit gets a
+        `MemoryError`, and is not ended.
+        """
+        processes = [self._of_process(name) for name in (self._namespace() if self._own else self._descendants())]
+        records = [most for _, most in processes]
+        return sum(size for size, _ in processes) + sum(records) - max(records, default=0) + self._sockets()
 
     def _sockets(self) -> int:
         """A socket counts as if it were full: the kernel does not tell how full it is once the sending end is closed."""
@@ -51,7 +60,7 @@ class Memory:
                 found += self._read(f"{name}/task/{task}/children").decode().split()
         return found[1:]
 
-    def _of_process(self, name: str) -> int:
+    def _of_process(self, name: str) -> tuple[int, int]:
         counted = bytes_of(self._read(f"{name}/status"))
         if counted is not None:
             return counted
@@ -64,7 +73,7 @@ class Memory:
                 counted = bytes_of(self._read(f"{name}/task/{task}/status"))
                 if counted is not None:
                     return counted
-        return 0
+        return 0, 0
 
     def _tasks(self, name: str) -> list[str]:
         with contextlib.suppress(OSError):  # the process ended in between
@@ -92,7 +101,15 @@ def most_of_a_socket() -> int:
         return 2 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
-def bytes_of(status: bytes) -> int | None:
-    """Return what a `status` file counts, in bytes; None for a thread that ended, which has no memory any more."""
-    sizes = [line.split()[1] for line in status.splitlines() if line.partition(b":")[0] in COUNTED]
-    return sum(int(size) for size in sizes) * 1024 if sizes else None
+def bytes_of(status: bytes) -> tuple[int, int] | None:
+    """Read a `status` file.
+
+    Returns:
+        The bytes that it counts, and the most that the records of its mappings can have. None for a thread that ended, which
+        has no memory any more.
+    """
+    sizes = {line.partition(b":")[0]: line.split()[1] for line in status.splitlines() if line.startswith(b"Vm")}
+    if not sizes:
+        return None
+    counted = sum(int(sizes.get(name, 0)) for name in COUNTED) * 1024
+    return counted, int(sizes.get(b"VmSize", 0)) * 1024 // resource.getpagesize() * RECORD_BYTES

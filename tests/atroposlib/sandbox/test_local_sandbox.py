@@ -164,12 +164,24 @@ def test_a_refusal_is_an_error_that_counts_as_contained() -> None:
     ]
 
 
-STATUS = b"Name:\tx\nVmPeak:\t 900 kB\nVmRSS:\t 8 kB\nVmPTE:\t 4 kB\nVmSwap:\t 2 kB\nThreads:\t1\n"
+STATUS = b"Name:\tx\nVmPeak:\t 900 kB\nVmSize:\t 640 kB\nVmRSS:\t 8 kB\nVmPTE:\t 4 kB\nVmSwap:\t 2 kB\nThreads:\t1\n"
 
 
 def test_resident_swapped_and_page_tables_are_added_up() -> None:
-    assert bytes_of(STATUS) == 14 * 1024
+    assert bytes_of(STATUS) == (14 << 10, (640 << 10) // os.sysconf("SC_PAGESIZE") * 256)
     assert bytes_of(b"Name:\tx\nState:\tZ (zombie)\n") is None
+
+
+def test_records_of_mappings_count_for_all_processes_but_the_largest(tmp_path: Path) -> None:
+    page = os.sysconf("SC_PAGESIZE")
+    for name, pages in (("1", 5), ("7", 100), ("8", 30), ("9", 20)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "status").write_text(f"VmSize: {pages * page >> 10} kB\nVmRSS: 4 kB\n")
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        assert Memory(descriptor, own=True, own_network=False).used() == 3 * 4096 + 50 * 256
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("own", [True, False])
