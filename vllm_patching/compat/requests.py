@@ -48,3 +48,17 @@ def logprobs_mode(engine: Any) -> str:
     or `raw_logprobs`, before temperature and penalties; or logits of either kind.
     """
     return str(engine.model_config.logprobs_mode)
+
+
+def vocabulary_size(engine: Any) -> int:
+    """The number of token ids that the model has logits for."""
+    return int(engine.model_config.get_vocab_size())
+
+
+def caller_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it does not accept. Versions from 0.32 on do not derive all of it from ValueError."""
+    try:
+        from vllm import exceptions
+    except ImportError:
+        return (ValueError,)
+    return (ValueError, getattr(exceptions, "VLLMClientError", ValueError))

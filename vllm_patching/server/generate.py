@@ -7,44 +7,50 @@ import math
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from vllm_patching.compat.requests import logprobs_mode, tokenizer_of
+from vllm_patching.compat.requests import logprobs_mode, tokenizer_of, vocabulary_size
+from vllm_patching.protocol.messages import Message
 from vllm_patching.server.version_spans import Span, VersionSpans
 
+LARGEST_COUNT = 2**31 - 1
+"""Of tokens, and the largest token id: the engine keeps both in 32 bits."""
+LARGEST_SEED = 2**64 - 1024
+"""Each of up to 1,024 samples adds its index to the seed, and a seed has 64 bits."""
+TokenId = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
-class TokenPrompt(BaseModel):
+
+class TokenPrompt(Message):
     """A prompt that is tokenised already."""
 
-    model_config = ConfigDict(extra="forbid")
-    prompt_token_ids: list[int] = Field(min_length=1)
+    prompt_token_ids: list[TokenId] = Field(min_length=1)
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(Message):
     """The body of POST /generate: the prompt and vLLM's sampling parameters."""
-
-    model_config = ConfigDict(extra="forbid")
 
     prompt: TokenPrompt | str
     n: int = Field(default=1, ge=1, le=1024)
-    max_tokens: int = Field(default=16, ge=1)
-    min_tokens: int = Field(default=0, ge=0)
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = -1
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    seed: int | None = None
+    max_tokens: int = Field(default=16, ge=1, le=LARGEST_COUNT)
+    min_tokens: int = Field(default=0, ge=0, le=LARGEST_COUNT)
+    temperature: Finite = Field(default=1.0, ge=0)
+    top_p: Finite = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1, le=LARGEST_COUNT)
+    min_p: Finite = Field(default=0.0, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), le=LARGEST_SEED)
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = Field(default=1.0, gt=0)
+    presence_penalty: Finite = 0.0
+    frequency_penalty: Finite = 0.0
+    repetition_penalty: Finite = Field(default=1.0, ge=1e-6, le=1e6)
+    """Logits are divided or multiplied by it; further out they overflow float32."""
     logprobs: int = Field(
         default=0, ge=0, le=20, description="alternatives beside each sampled token; 0: the sampled one alone"
     )
@@ -165,6 +171,9 @@ class Generator:
             token_ids = request.prompt.prompt_token_ids
         if request.scores_prompt and (mode := logprobs_mode(self._engine)).endswith("_logits"):
             raise ValueError(f"this server runs with --logprobs-mode {mode} and has logits where logprobs are asked for")
+        if request.stop_token_ids and max(request.stop_token_ids) >= (size := vocabulary_size(self._engine)):
+            # vLLM would index the logits with it, which ends the engine.
+            raise ValueError(f"stop_token_ids holds {max(request.stop_token_ids)}, and the model's ids go from 0 to {size - 1}")
         tasks = [asyncio.create_task(self._one(token_ids, request.sampling_parameters(i))) for i in range(request.n)]
         try:
             outputs = await asyncio.gather(*tasks)

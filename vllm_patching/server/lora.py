@@ -19,9 +19,10 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from vllm_patching.compat.adapters import lora_request
+from vllm_patching.protocol.messages import LARGEST, Message
 from vllm_patching.protocol.sharding import ModelGeometry
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.server.adapter_removals import AdapterRemovals
@@ -284,15 +285,16 @@ class LoraController:
         return {key: self._ranks[0][key] for key in ("dtype", "max_rank", "slots", "capacity")}
 
 
-class LoadBody(BaseModel):
+class LoadBody(Message):
     """The body of POST /lora/load."""
 
-    model_config = ConfigDict(extra="forbid")
     path: str = Field(min_length=1, description="absolute path of a folder in PEFT's format, on the server's machine")
-    version: int = Field(ge=0, description="weight version that /generate reports for it")
+    version: int = Field(ge=0, le=LARGEST, description="weight version that /generate reports for it")
     checksum: str | None = Field(default=None, description="of the weights file, as the trainer computes it")
     replaces: str | None = Field(default=None, description="name of the adapter that must be served now, if any is")
-    weight_epoch: int = Field(default=0, ge=0, description="life of the trainer that made it: Unix milliseconds of its start")
+    weight_epoch: int = Field(
+        default=0, ge=0, le=LARGEST, description="life of the trainer that made it: Unix milliseconds of its start"
+    )
 
 
 def add_lora_routes(router: APIRouter, service: Any) -> None:

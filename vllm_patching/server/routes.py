@@ -15,13 +15,14 @@ from fastapi.responses import JSONResponse, Response
 
 from vllm_patching.compat.engine import engine_is_dead
 from vllm_patching.compat.outputs import output_token_counts
-from vllm_patching.compat.requests import logprobs_mode, tokenizer_of
+from vllm_patching.compat.requests import caller_errors, logprobs_mode, tokenizer_of
 from vllm_patching.server.access import AskAtTheDoor, Door
 from vllm_patching.server.bridge_routes import NOT_SHARED, add_bridge_routes
 from vllm_patching.server.controller import BridgeController
 from vllm_patching.server.generate import CutOff, GenerateRequest, Generator, LogprobNotFinite
 from vllm_patching.server.guard import RefuseWhileUnavailable
 from vllm_patching.server.lora import LoraController, add_lora_routes
+from vllm_patching.server.refusals import RefusingRoute
 from vllm_patching.server.timeline import FollowRequests, ServerTimeline
 from vllm_patching.server.turns import add_turn_routes
 
@@ -87,7 +88,7 @@ def attach(app: Any, service: LockstepService, door: Door, timeline: ServerTimel
 
 
 def make_router(service: LockstepService) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=RefusingRoute)
 
     @router.get("/health_generate")
     async def health_generate() -> JSONResponse:
@@ -114,7 +115,7 @@ def make_router(service: LockstepService) -> APIRouter:
             if not work.done():
                 return _error(499, "the client has closed the connection")
             return Response(work.result().to_json(), media_type="application/json")
-        except ValueError as error:
+        except caller_errors() as error:
             return _error(400, str(error))
         except LogprobNotFinite as error:
             return _error(500, str(error))

@@ -23,8 +23,8 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
 
+from vllm_patching.protocol.messages import Epoch, Message
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server.engine_switch import EngineSwitch
@@ -261,9 +261,8 @@ def prepare(args: argparse.Namespace, shared: bool, variables: MutableMapping[st
     return ""
 
 
-class TurnBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    epoch: int
+class TurnBody(Message):
+    epoch: Epoch
 
 
 def add_turn_routes(router: APIRouter, turns: Callable[[], Turns | None], not_shared: str) -> None:

@@ -33,7 +33,7 @@ def test_each_route_wants_the_engine_then_the_flag(method: str, path: str) -> No
 
 @pytest.mark.parametrize("body", [{}, {"path": "/x"}, {**BODY, "version": -1}, {**BODY, "name": "x"}, {**BODY, "path": ""}])
 def test_a_body_that_does_not_fit_is_refused(body: dict[str, object]) -> None:
-    assert client(LockstepService()).post("/lora/load", json=body).status_code == 422
+    assert client(LockstepService()).post("/lora/load", json=body).status_code == 400
 
 
 def test_a_request_keeps_the_version_that_it_began_with() -> None:
