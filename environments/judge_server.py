@@ -18,6 +18,7 @@ import math
 import random
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -33,6 +34,7 @@ from atroposlib.inference.openai_server import OpenAIServer
 from atroposlib.inference.server_baseline import MODEL_NOT_NAMED, describe, status_of
 from atroposlib.type_definitions import Message
 from atroposlib.utils.addresses import HttpAddress
+from atroposlib.utils.control_tokens import ControlTokens, harmless
 from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
 from atroposlib.utils.keys import given_or_variable
 from atroposlib.utils.thinking import answer_part
@@ -103,7 +105,7 @@ class JudgeConfig(BaseEnvConfig):
     )
     judge_timeout: float = Field(default=1800.0, gt=0, description="Longest wait for the judge while it is away")
     judge_max_tokens: int = Field(default=512, ge=1, description="Most tokens of one judgement")
-    judge_temperature: float = Field(default=0.0, ge=0, description="Temperature of the first judgement of an answer")
+    judge_temperature: float = Field(default=0.0, ge=0, le=2, description="Temperature of the first judgement of an answer")
     judge_samples: int = Field(default=1, ge=1, description="Judgements of each answer, of which the mean counts")
     judge_attempts: int = Field(
         default=3, ge=1, description="How often a judgement is asked for until it has a number; then the item is given up"
@@ -220,7 +222,8 @@ class JudgeEnv(SingleTurnEnv):
             RolloutFailure: the judge gave no number, or refuses this request; the item is given up.
             EnvironmentFailure: it was away for too long, or refuses the key, or has no such model.
         """
-        messages = judge_messages(problem.text, problem.rubric or self.config.rubric, answer)
+        special = ControlTokens(self._tokenizer).special
+        messages = judge_messages(problem.text, problem.rubric or self.config.rubric, answer, special)
         said = ""
         for attempt in range(self.config.judge_attempts):
             # The same request would get the same answer again.
@@ -277,8 +280,16 @@ class JudgeEnv(SingleTurnEnv):
         return {"question": problem.text, "rubric": problem.rubric or self.config.rubric}
 
 
-def judge_messages(question: str, rubric: str, answer: str) -> list[Message]:
-    """What the judge is asked. The answer stands between marks that its author cannot know, so that it cannot end itself."""
+def judge_messages(question: str, rubric: str, answer: str, special: Iterable[str] = ()) -> list[Message]:
+    """Return the request to the judge. The answer stands between marks that its author cannot know.
+
+    The judge's server tokenises the request, so special tokens that a text spells out are broken by a space.
+
+    Args:
+        special: special tokens of the judge, beside the common ones.
+    """
+    known = tuple(special)
+    question, rubric, answer = (harmless(text, known) for text in (question, rubric, answer))
     mark = secrets.token_hex(8)
     shown = answer if len(answer) <= LONGEST_ANSWER else f"{answer[:LONGEST_ANSWER]} [cut off here]"
     text = (

@@ -85,8 +85,7 @@ class MultiTurnEnv(GradedEnv):
     def toolbox(self) -> Toolbox:
         """The tools as of the first use, which is after `setup`."""
         config = self.config
-        special = getattr(self.tokenizer, "all_special_tokens", [])
-        return Toolbox(self.tools, Conversation, config.tool_timeout, config.max_tool_output, special)
+        return Toolbox(self.tools, Conversation, config.tool_timeout, config.max_tool_output)
 
     async def collect_group(self, item: Item) -> ScoredDataGroup:
         """A group of `group_size` conversations about an item."""

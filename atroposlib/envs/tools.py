@@ -22,7 +22,7 @@ import re
 import threading
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -153,7 +153,6 @@ class Toolbox:
         context: the type of what tools are given of the conversation.
         seconds: longest time of a call.
         most_characters: of an answer.
-        removed: text that an answer must not hold as it is, such as a tokenizer's special tokens.
 
     Raises:
         UsageError: two tools of one name, or one that cannot be one.
@@ -165,14 +164,13 @@ class Toolbox:
         context: type,
         seconds: float,
         most_characters: int,
-        removed: Sequence[str] = (),
     ):
         self.tools: dict[str, Tool] = {}
         for tool in (Tool(function, context) for function in functions):
             if tool.name in self.tools:
                 raise UsageError(f"two tools are called {tool.name!r}: rename one")
             self.tools[tool.name] = tool
-        self.seconds, self.most_characters, self.removed = seconds, most_characters, [text for text in removed if text]
+        self.seconds, self.most_characters = seconds, most_characters
         self.problems: Counter[str] = Counter()
         self._said: set[tuple[str, str]] = set()
         self._hanging = 0
@@ -186,7 +184,7 @@ class Toolbox:
         error: BaseException | None = None
         if call.problem is None:
             error = await self._run(call, context)
-        call.answer = self._harmless(call.answer)
+        call.answer = self._encodable(call.answer)
         if call.problem is not None:
             self._note(call, error)
 
@@ -275,12 +273,10 @@ class Toolbox:
     def _refuse(call: Call, problem: Problem, why: str) -> None:
         call.problem, call.answer = problem, f"error: {' '.join(why.split())[:MOST_ERROR]}"
 
-    def _harmless(self, text: str) -> str:
-        """Text that a tokenizer can encode, in which special tokens are plain text."""
-        text = text.encode("utf-8", errors="replace").decode("utf-8")
-        for token in self.removed:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
+    @staticmethod
+    def _encodable(text: str) -> str:
+        """Return text that a tokenizer can encode: without lone surrogates."""
+        return text.encode("utf-8", errors="replace").decode("utf-8")
 
     def _note(self, call: Call, error: BaseException | None) -> None:
         assert call.problem is not None

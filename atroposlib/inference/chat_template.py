@@ -3,6 +3,8 @@
 Templates rewrite the answers of earlier turns: they remove reasoning, trim white space, write calls
 of tools in their own way, or put an empty block of reasoning in front. So the template renders a
 stand-in in place of the answer, and only the text around it is used.
+
+Rendered text holds the marks of `control_tokens.GUARD`: special tokens that messages spell out stay text.
 """
 
 import json
@@ -15,7 +17,9 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
+from atroposlib.errors import EnvironmentFailure
 from atroposlib.inference.tool_call_translator import ToolCallTranslator, as_dict, decoded
+from atroposlib.utils.control_tokens import ControlTokens
 from atroposlib.utils.thinking import HARMONY_CHANNEL, TAGS, CallSpans, read_reasoning
 from atroposlib.utils.tool_call_parser import CallReader
 
@@ -152,8 +156,25 @@ def apart(message: dict[str, Any]) -> dict[str, Any]:
     return fields | message | {"content": parts.answer.strip("\n")}
 
 
+def require_chat_template(tokenizer: Any) -> None:
+    """Refuse a tokenizer without a chat template.
+
+    Raises:
+        EnvironmentFailure: see above. A tokenizer that renders chats in a way of its own is taken.
+    """
+    renders = getattr(type(tokenizer), "apply_chat_template", None)
+    own_way = not getattr(renders, "__qualname__", "").startswith("PreTrainedTokenizerBase.")
+    if own_way or getattr(tokenizer, "chat_template", None):
+        return
+    name = getattr(tokenizer, "name_or_path", "") or "of the served model"
+    raise EnvironmentFailure(
+        f"the tokenizer {name} has no chat template, as those of base models: serve an instruction-tuned model, or name a "
+        "tokenizer with a chat template and the same vocabulary by --env.tokenizer_name"
+    )
+
+
 class ChatTemplate:
-    """A renderer of conversations.
+    """A renderer of conversations. Its texts have marks; see `atroposlib.utils.control_tokens`.
 
     Args:
         tokenizer: has the template, and a method `apply_chat_template`.
@@ -163,6 +184,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, translator: ToolCallTranslator) -> None:
         self.tokenizer = tokenizer
         self.translator = translator
+        self._control = ControlTokens(tokenizer)
         # Digits alone: templates that change white space, case or tags leave them as they are.
         self._stand_in = str(secrets.randbelow(9 * 10**39) + 10**39)
 
@@ -250,12 +272,14 @@ class ChatTemplate:
         return texts[0] == texts[1]
 
     def _apply(self, messages: list[dict[str, Any]], chat: Chat, opens: bool | None = None) -> str:
+        require_chat_template(self.tokenizer)
         if opens is None:
             opens = not messages or messages[-1].get("role") != "assistant"
+        messages = self._control.guard_messages(messages)
         if self.takes_parts:
             messages = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
         text = self.tokenizer.apply_chat_template(
-            messages, tools=chat.tools, tokenize=False, add_generation_prompt=opens, **chat.options
+            messages, tools=self._control.guard(chat.tools), tokenize=False, add_generation_prompt=opens, **chat.options
         )
         # JSON can hold half of a surrogate pair, and a tokenizer cannot.
         return str(text).encode("utf-8", errors="replace").decode("utf-8")
@@ -285,12 +309,12 @@ class ChatTemplate:
         rendered = self._apply(messages, chat)
         if any(rendered.count(mark) != 1 for mark in marks):
             return None
-        for (_, text), mark in zip(kept, marks, strict=True):
+        for (place, text), mark in zip(kept, marks, strict=True):
             before, _, behind = rendered.partition(mark)
             if text.lstrip() and _TAG.match(text.lstrip()):
                 # The template opens a block in front of every answer. The answer brings its own.
                 before = _OPENED_BEFORE.sub("", before)
-            rendered = before + text + behind
+            rendered = before + self._control.guard_messages([messages[place] | {"content": text}])[0]["content"] + behind
         return rendered
 
 

@@ -17,6 +17,7 @@ from atroposlib.inference.chat_template import Exchange
 from atroposlib.inference.generation import Generation, Span, Weights, joined, weight_fields
 from atroposlib.inference.sampling import SamplingSpan, continued, on_the_wire
 from atroposlib.inference.tokenizers import Continuation, encode_plain, encode_rendered
+from atroposlib.utils.control_tokens import behind, plain
 from atroposlib.utils.thinking import opened_by
 
 
@@ -187,11 +188,12 @@ class SequenceTracker:
         """Return the prompt with this text. It continues the longest turn whose text it begins with.
 
         Args:
-            text: the prompt's.
+            text: the prompt's, with the marks of `ControlTokens.guard` if a chat template made it.
             rendered: a chat template made it, so that its special tokens are in the text.
         """
-        source, turn = self._find(text)
-        return Prompt(text, self._encode(text, rendered, source, turn), source, turn)
+        shown = plain(text)
+        source, turn = self._find(shown)
+        return Prompt(shown, self._encode(text, rendered, source, turn), source, turn)
 
     def after(self, source: Kept, turn: Turn, tail: str) -> Prompt:
         """Return the prompt that continues a turn.
@@ -209,7 +211,7 @@ class SequenceTracker:
             from_end = encode_rendered(self.tokenizer, stripped)
             if from_end[:1] == tokens[-1:]:
                 added, tail = from_end[1:], stripped[len(end) :]
-        return Prompt(source.text[: turn.text] + tail, tokens + added, source, turn)
+        return Prompt(source.text[: turn.text] + plain(tail), tokens + added, source, turn)
 
     def end_of(self, source: Kept, turn: Turn) -> str:
         """Return the text of the token with which the model ended a turn; empty if the answer was cut off."""
@@ -263,7 +265,7 @@ class SequenceTracker:
         """Note the completions of a prompt, one sequence each, in their order.
 
         Args:
-            text: the prompt's.
+            text: the prompt's, with the marks of `ControlTokens.guard` if a chat template made it.
             request: what `prompt` gave with it; None for a prompt that continues nothing.
             generation: the answer.
             answer_id: comes back in the nodes' metadata.
@@ -341,7 +343,7 @@ class SequenceTracker:
 
     def _encode(self, text: str, rendered: bool, source: Kept | None, turn: Turn | None) -> list[int]:
         if source is not None and turn is not None:
-            return source.node.tokens[: turn.tokens] + self._continuation(text[turn.text :])
+            return source.node.tokens[: turn.tokens] + self._continuation(behind(text, turn.text))
         return (encode_rendered if rendered else encode_plain)(self.tokenizer, text)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import InferenceUnavailable
+from atroposlib.utils.control_tokens import GUARD, ControlTokens
 from atroposlib.utils.thinking import SPECIAL_MARKS
 
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -66,7 +67,9 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_rendered(tokenizer: Any, text: str) -> list[int]:
-    """Ids of text that holds its special tokens as text, such as a rendered chat template, or of what follows other text."""
+    """Ids of text that a chat template rendered, marks of `ControlTokens.guard` included, or of what follows other text."""
+    if GUARD in text:
+        return ControlTokens(tokenizer).encode(text)
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from atroposlib.groups import PROMPT_MASK
 from atroposlib.type_definitions import Message
+from atroposlib.utils.control_tokens import ControlTokens, render_messages
 
 UNMASKED_ROLES = ["assistant", "agent"]
 
@@ -33,11 +34,13 @@ def tokenize_for_trainer(
     Returns:
         `tokens` and `masks` of the same length (the token id where it is trained, else -100), and `messages` when asked for.
     """
-    messages = list(chat)
+    messages, control = list(chat), ControlTokens(tokenizer)
 
     def render(conversation: Sequence[Message], with_opening: bool = False) -> list[int]:
         if not conversation:
             return []
+        if control.guard_messages(conversation) != conversation:
+            return render_messages(tokenizer, conversation, add_generation_prompt=with_opening)[1]
         return list(
             tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False, add_generation_prompt=with_opening)
         )

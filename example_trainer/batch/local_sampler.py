@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from atroposlib.inference.tokenizers import ResponseDecoder
+from atroposlib.utils.control_tokens import render_messages
 from atroposlib.utils.thinking import opened_by
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.batch.evaluations import Evaluation
@@ -114,10 +115,8 @@ class Sampler:
 
     def _ask(self, problem: Problem, wanted: dict[str, Any]) -> tuple[list[int], str, dict[str, Any]]:
         """Return the prompt's tokens, what the prompt opened (see `opened_by`), and the server's answer."""
-        text = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False, **self._template
-        )
-        prompt = self._tokenizer.encode(text, add_special_tokens=False)
+        messages = [{"role": "user", "content": problem.question}]
+        text, prompt = render_messages(self._tokenizer, messages, add_generation_prompt=True, **self._template)
         body = {
             "prompt": {"prompt_token_ids": prompt},
             "max_tokens": self._max_tokens,
