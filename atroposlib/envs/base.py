@@ -66,6 +66,7 @@ class BaseEnv(ABC):
     """
 
     name: str | None = None
+    sends_chats: ClassVar[bool] = False  # True: the tokenizer's chat template is checked before the first item
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     server_cls: ClassVar[type[APIServer]] = APIServer  # type: ignore[type-abstract]  # stands for "by server_type"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.curriculum import Curriculum, item_key
@@ -73,6 +73,7 @@ class GradedEnv(BaseEnv):
     """Problems in, graded answers out."""
 
     temperature = 1.0
+    sends_chats: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

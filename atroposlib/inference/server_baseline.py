@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import Field
 
 from atroposlib.compatibility import WarnsOfUnknownKeys
-from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
+from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.inference.generation import Generation, current_versions
 from atroposlib.inference.health import HealthGate
 from atroposlib.inference.reasoning import VALID_REASONING_EFFORTS, ReasoningConfig
@@ -96,6 +96,8 @@ class APIServer(ABC):
 
     role = "inference server"
     address_flag = "--openai.base_url"
+    highest_temperature: float | None = None
+    """The limit of the server, if it has one. Requests above it are refused here."""
     looked_at_always = False
     """It is asked how it is all the time while there are others beside it; else only when it was away."""
     router: Router
@@ -222,6 +224,7 @@ class APIServer(ABC):
 
     async def _request(self, call: Callable[..., Awaitable[T]], kwargs: dict[str, Any]) -> T:
         """Ask this server, or one that answers for it. `call` is a method; of another server the same one is called."""
+        require_temperature(kwargs.get("temperature"), self.highest_temperature, f"{self.role} at {self.root_url}")
         split: Split = kwargs.pop("split", "train")
         evaluating = split == "eval"
         failures = 0
@@ -287,6 +290,15 @@ class APIServer(ABC):
             if attempts:
                 metrics[f"server/{server_name}_{prefix}average_num_attempts"] = float(np.mean(attempts))
         return metrics
+
+
+def require_temperature(temperature: Any, highest: float | None, server: str) -> None:
+    """
+    Raises:
+        UsageError: the server would refuse every request at this temperature.
+    """
+    if highest is not None and isinstance(temperature, int | float) and not 0 <= temperature <= highest:
+        raise UsageError(f"temperature {temperature:g} is outside what the {server} takes, 0 to {highest:g}: change it")
 
 
 class CutOff(Exception):

@@ -296,16 +296,12 @@ def each_address(config: APIServerConfig) -> list[APIServerConfig]:
     """One configuration for each address in `base_url`, which may hold several with commas between them.
 
     Raises:
-        UsageError: an address is empty or there twice.
+        UsageError: an address is there twice. The configuration has refused empty ones.
     """
     if "," not in (config.base_url or ""):
         return [config]
     addresses = [address.strip() for address in (config.base_url or "").split(",")]
     for index, address in enumerate(addresses):
-        if not address:
-            raise UsageError(
-                f"--openai.base_url {config.base_url}: an address is empty; write http://A:PORT/v1,http://B:PORT/v1"
-            )
         if any(same_address(address, other) for other in addresses[:index]):
             raise UsageError(f"--openai.base_url {config.base_url}: {address} is there twice; name each server once")
     return [at_url(config, address) for address in addresses]

@@ -17,6 +17,7 @@ class SGLangServer(VLLMServer):
     """An SGLang server. It says nothing about weight versions."""
 
     key_variable = None
+    highest_temperature = None
     tells_weights = False
 
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:

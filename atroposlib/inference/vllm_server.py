@@ -7,7 +7,7 @@ import orjson
 
 from atroposlib.errors import NoRoom
 from atroposlib.inference.generation import Generation, Weights, spans_of
-from atroposlib.inference.openai_server import PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
+from atroposlib.inference.openai_server import HIGHEST_TEMPERATURE, PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
 from atroposlib.inference.routing import Look
 from atroposlib.inference.sampling import sampling_of
 from atroposlib.inference.server_baseline import APIServer as APIServer
@@ -31,6 +31,7 @@ class VLLMServer(OpenAIRoutes):
     """Requests for training go to `/generate`, so that no text is ever tokenised twice; the OpenAI routes work too."""
 
     key_variable: str | None = VLLM_KEY
+    highest_temperature: float | None = HIGHEST_TEMPERATURE
     tokenizer: Any = None
     """Encodes prompts given as text; set by the environment. Prompts given as token ids need none."""
     _options: list[str] | None = None

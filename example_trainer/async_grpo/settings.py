@@ -92,7 +92,7 @@ class Inference(Section):
     max_batches_ahead: int | None = Field(
         None, ge=0, description="batches queued or in work at most; not given: the environment's bound"
     )
-    temperature: float | None = Field(None, gt=0, description="the trainer's --temperature, which environments sample at")
+    temperature: float | None = Field(None, gt=0, le=2, description="the trainer's --temperature, which environments sample at")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs of one server, all of one node")
     dtype: str | None = Field(None, description="of the server; not given: bfloat16 on GPUs, float32 on CPUs")
     seed: int | None = Field(None, ge=0, description="of environments and servers; each gets one of its own from it")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from atroposlib.errors import InferenceUnavailable
+from atroposlib.inference.chat_template import require_chat_template
 from atroposlib.inference.openai_server import OpenAIRoutes, OpenAIServer
 from atroposlib.inference.server_baseline import MODEL_NOT_NAMED
 from atroposlib.inference.tokenizers import load_tokenizer
@@ -67,6 +68,8 @@ async def wait_for_inference(env: "BaseEnv") -> None:
     if name is not None and env._tokenizer is None:
         # Loading takes seconds: not in the event loop, where a signal to stop would have to wait for it.
         env.tokenizer = await asyncio.to_thread(load_tokenizer, name)
+    if env._tokenizer is not None and env.sends_chats:
+        require_chat_template(env._tokenizer)
 
 
 async def wait_for_servers(env: "BaseEnv") -> None:
