@@ -3,16 +3,27 @@
 Fences come in pairs, as in CommonMark: a block ends at a fence of the same character, at least as long and
 without an info string. Two things that models write go beyond it: a fence may be indented by any amount (in a
 list), and a backtick fence without an info string, or with Python's name, may open behind text on the same line.
+A tag or a brace may follow a closing fence, and code may begin behind the opening one. Blocks inside a block of
+Markdown count as blocks.
 """
 
 import re
+import textwrap
 from dataclasses import dataclass
 
 _FENCE = re.compile(r"(?P<before>[ \t]*|[^`\n]*[^`\n \t][ \t]*)(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)")
 _INLINE = re.compile(r"```(?:python3?|py)?[ \t]+(.+?)```|```(.+?)```", re.IGNORECASE)
-_LANGUAGE = re.compile(r"[\s{.]*([a-z+#-]*)")
+_LANGUAGE = re.compile(r"[\s{.]*([a-z+#_-]*)")
+_LIST_MARKER = re.compile(r"[ \t]*(?:[-*+]|\d{1,9}[.)])[ \t]+")
+_PYTHON_NAME = re.compile(r"(?:\{[^}\s]*\}\s*)?\S*?(?<![a-z])(?:i?python|py|sage)(?![a-z_]|-[a-z])")
+"""Python's name in the first word of an info string: `python3`, `text/x-python`, `inc.py`, `{code-cell} python`."""
+_CODE_AS_INFO = re.compile(
+    r"(?:\s*(?:python3?|py)\s)?\s*((?:(?:async\s+)?def|class)\s+\w+\s*[(:\[].*|import\s.*|from\s+\S+\s+import\s.*)"
+)
+_NO_LANGUAGE = frozenset(("code", "tool_code", "solution", "program", "answer"))
+_MARKDOWN = frozenset(("markdown", "md"))
 _CLOSED_BEHIND_CODE = re.compile(r"(`{3,}|~{3,})[ \t]*$", re.MULTILINE)
-_PYTHON = frozenset(("python", "py", "ipython", "sage"))
+_PYTHON = "python"
 
 
 @dataclass(frozen=True)
@@ -20,7 +31,7 @@ class CodeBlock:
     """One fenced block.
 
     Attributes:
-        language: first word of the info string in lower case, without a version; "" without one.
+        language: `python`, or the first word of another info string in lower case, without a version; "" without one.
         code: the lines between the fences, without the fence's own indentation.
     """
 
@@ -30,13 +41,17 @@ class CodeBlock:
     @property
     def is_python(self) -> bool:
         """Whether the info string names Python."""
-        return self.language in _PYTHON
+        return self.language == _PYTHON
 
 
-def code_blocks(text: str) -> tuple[list[CodeBlock], str]:
+def code_blocks(text: str, inside_markdown: bool = False) -> tuple[list[CodeBlock], str]:
     """Return the fenced blocks of a text in order, and the text outside them.
 
     A block whose fence is never closed ends with the text, or behind code on its own last line.
+
+    Args:
+        text: of an answer.
+        inside_markdown: the text is a block of Markdown itself, so that such a block in it is one block.
     """
     blocks: list[CodeBlock] = []
     outside: list[str] = []
@@ -51,13 +66,17 @@ def code_blocks(text: str) -> tuple[list[CodeBlock], str]:
         indent = len(opening["before"])
         if opening["before"].strip():
             outside.append(opening["before"])
-            indent = 0
+            indent = len(opening["before"]) if _LIST_MARKER.fullmatch(opening["before"]) else 0
         end = _closing(lines, number, indent, opening["fence"])
         rest: str | None = None
         code = "\n".join(_without_indent(line, indent) for line in lines[number : len(lines) if end is None else end])
         if end is None:
             code, rest = _cut(code)
-        blocks.append(CodeBlock(_language(opening["info"]), code))
+        language = _language(opening["info"])
+        if first := _CODE_AS_INFO.fullmatch(opening["info"].rstrip("\r")):
+            language, code = _PYTHON, f"{first[1]}\n{code}"
+        is_nested = language in _MARKDOWN and not inside_markdown
+        blocks.extend(code_blocks(code, inside_markdown=True)[0] if is_nested else [CodeBlock(language, code)])
         if rest:
             outside.append(rest)
         number = len(lines) if end is None else end + 1
@@ -78,7 +97,11 @@ def program_in(text: str, function: str | None = None) -> str:
     blocks, outside = code_blocks(text)
     candidates = [block for block in blocks if block.is_python or not block.language]
     name = r"\w+" if function is None else re.escape(function)
-    for pattern in (rf"^(?:async[ \t]+def|def|class)[ \t]+{name}\b", rf"^{name}[ \t]*(?::[^=\n]*)?=(?!=)"):
+    for pattern in (
+        rf"^(?:async[ \t]+def|def|class)[ \t]+{name}\b",
+        rf"^{name}[ \t]*(?::[^=\n]*)?=(?!=)",
+        rf"^[ \t]+(?:async[ \t]+)?def[ \t]+{name}\b",
+    ):
         defining = re.compile(pattern, re.MULTILINE)
         if found := [block.code for block in candidates if defining.search(block.code)]:
             return found[-1]
@@ -86,7 +109,7 @@ def program_in(text: str, function: str | None = None) -> str:
         return ([block.code for block in candidates if block.is_python] or [candidates[-1].code])[-1]
     if not blocks and (inline := _INLINE.findall(outside)):
         return str(inline[-1][0] or inline[-1][1])
-    return outside
+    return textwrap.dedent(outside)
 
 
 def _opening(line: str) -> re.Match[str] | None:
@@ -94,14 +117,14 @@ def _opening(line: str) -> re.Match[str] | None:
         return None
     found = _FENCE.fullmatch(line)
     if found is not None and found["before"].strip():
-        opens = found["fence"][0] == "`" and (not found["info"].strip() or _language(found["info"]) in _PYTHON)
+        opens = found["fence"][0] == "`" and (not found["info"].strip() or _language(found["info"]) == _PYTHON)
         return found if opens else None  # "put it between ``` and ```" opens nothing
     return found
 
 
 def _closing(lines: list[str], start: int, indent: int, fence: str) -> int | None:
     """Return the line with the closing fence. More indentation than the opening one's and three spaces makes it code."""
-    closing = re.compile(rf"[ \t]{{0,{indent + 3}}}{fence[0]}{{{len(fence)},}}[ \t]*\r?")
+    closing = re.compile(rf"[ \t]{{0,{indent + 3}}}{fence[0]}{{{len(fence)},}}[ \t]*(?:[<}}][^`\n]*)?\r?")
     return next((number for number in range(start, len(lines)) if closing.fullmatch(lines[number])), None)
 
 
@@ -117,5 +140,8 @@ def _without_indent(line: str, indent: int) -> str:
 
 
 def _language(info: str) -> str:
-    found = _LANGUAGE.match(info.lower())
-    return found[1] if found else ""
+    info = info.lower().strip()
+    if _PYTHON_NAME.match(info):
+        return _PYTHON
+    found = _LANGUAGE.match(info)
+    return found[1] if found and found[1] not in _NO_LANGUAGE else ""

@@ -9,7 +9,27 @@ from atroposlib.utils.code_blocks import CodeBlock, code_blocks, program_in
 SOLUTION = "def inc(n: int) -> int:\n    # adds one\n\n    return n + 1"
 
 python_infos = st.sampled_from(
-    ["python", "py", "Python", "python3", "Python 3", "python3.11", 'python title="a.py"', "{.python}", "{python}", "py3", ""]
+    [
+        "python",
+        "py",
+        "Python",
+        "python3",
+        "Python 3",
+        "python3.11",
+        'python title="a.py"',
+        "{.python}",
+        "{python}",
+        "py3",
+        "",
+        "inc.py",
+        "src/inc.py",
+        "text/x-python",
+        "language-python",
+        "{code-cell} python",
+        "python#L1",
+        "tool_code",
+        "solution",
+    ]
 )
 other_infos = st.sampled_from(["text", "bash", "json", "math", "console", "cpp", "c++", "output", "diff", "pycon"])
 fences = st.builds(lambda character, length: character * length, st.sampled_from("`~"), st.integers(3, 5))
@@ -60,6 +80,15 @@ def test_no_text_raises_and_no_line_is_invented(text: str) -> None:
         ("```python\ndef inc(n): return 1\n```\nno:\n```python\ndef inc(n): return 2\n```", "def inc(n): return 2"),
         ("```text\nnothing\n```\ndef inc(n): pass", "def inc(n): pass"),
         ("````python\n```\n````", "```"),
+        ("1. ```python\n   def inc(n): pass\n   ```", "def inc(n): pass"),
+        ("- ```python\n  def inc(n): pass\n  ```\n- ```\n  2\n  ```", "def inc(n): pass"),
+        ("<answer>```python\ndef inc(n): pass\n```</answer>", "def inc(n): pass"),
+        ("```python\ndef inc(n): pass\n```<|im_end|>", "def inc(n): pass"),
+        ("\\boxed{```python\ndef inc(n): pass\n```}", "def inc(n): pass"),
+        ("```python def inc(n):\n    return n\n```", "def inc(n):\n    return n"),
+        ("````markdown\n```python\ndef inc(n): pass\n```\n````", "def inc(n): pass"),
+        ("    def inc(n):\n        return n", "def inc(n):\n    return n"),
+        ("```python\nif 1:\n    def inc(n): pass\n```\n```python\ninc(1)\n```", "if 1:\n    def inc(n): pass"),
     ],
 )
 def test_odd_answers(text: str, program: str) -> None:
@@ -77,7 +106,7 @@ def test_blocks_keep_their_order_and_language() -> None:
     assert outside == "a\nb"
 
 
-@pytest.mark.parametrize("piece", ["```\n", "~~~~python\n", "a ```python\n", "``` ", "a ", "\n"])
+@pytest.mark.parametrize("piece", ["```\n", "~~~~python\n", "```md\n", "a ```python\n", "``` ", "a ", "\n"])
 def test_megabytes_are_read_once(piece: str) -> None:
     """The time limit of a test ends a reading that starts again at each fence."""
     program_in(piece * (1_000_000 // len(piece)), "inc")
