@@ -34,7 +34,7 @@ from atroposlib.ui.rollouts.archive import MOST_BYTES
 from atroposlib.ui.rollouts.recorder import RolloutRecorder
 from atroposlib.ui.run.catalogue import LIVE
 from atroposlib.ui.web.gatekeeper import Gatekeeper
-from atroposlib.ui.web.sessions import SESSION_SECONDS
+from atroposlib.ui.web.sessions import SESSION_SECONDS, STATE_FILE
 from atroposlib.utils.addresses import argument, listening_host, server_address
 from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
 from atroposlib.utils.keys import VLLM_KEY
@@ -300,6 +300,8 @@ def make_page(
     hub = Hub()
     store = service.store.path if isinstance(service.store, SqliteStore) else None
     observed = observed_folder(run_folder, store)
+    if keeper.sessions is not None and observed.is_kept:
+        keeper.sessions.keep_in(observed.path / STATE_FILE)
     if keep_rollouts:
         service.recorder = RolloutRecorder(
             observed.path,

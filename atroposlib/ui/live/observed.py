@@ -48,6 +48,11 @@ class ObservedFolder:
         self._complained = False
 
     @property
+    def is_kept(self) -> bool:
+        """Whether the folder outlives this process."""
+        return self._temporary is None
+
+    @property
     def run(self) -> dict[str, Any]:
         """Who the run is, as it was written last; empty before."""
         return read_object(self.path / "run.json")

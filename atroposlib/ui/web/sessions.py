@@ -1,21 +1,30 @@
-"""Sign-in: a cookie that the service signed. Pure, but for the clock that is passed in.
+"""Sign-in: a cookie that the service signed.
 
-The cookie holds when it ends and a number of its own, signed with a key that is derived from the service's API key. So it is
-good after a restart of the service, ends by itself, and is worthless when the API key has changed.
+The cookie holds its end and a number of its own, signed with a key that is derived from the service's API key and a
+random salt. It ends by itself, and is worthless when the API key or the salt has changed. Salt and signed-out cookies
+are kept in a file, so that both survive a restart of the service. If that file is lost, all sign-ins end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import json
+import logging
+import os
 import re
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 SESSION_SECONDS = 12 * 3600.0
 MOST_ENDED = 10_000
-"""Sessions that were signed out and are remembered until they would have ended."""
+"""Signed-out sessions that are remembered until they would have ended. If there are more, all sign-ins end."""
+STATE_FILE = "sessions.json"
+_SALT = re.compile(r"[0-9a-f]{32}")
 _FORM = re.compile(r"1\.([0-9a-f]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{64})")
 
 
@@ -31,10 +40,52 @@ class Sessions:
     def __init__(self, api_key: str, clock: Callable[[], float], seconds: float = SESSION_SECONDS) -> None:
         self.seconds, self._clock = seconds, clock
         self._api_key = api_key.encode()
-        self._secret = hmac.digest(self._api_key, b"lockstep: sessions of the page", "sha256")
+        self._path: Path | None = None
+        self._ended: dict[str, float] = {}
+        self._use_salt(secrets.token_hex(16))
+
+    def _use_salt(self, salt: str) -> None:
+        self._salt = salt
+        self._secret = hmac.digest(self._api_key, b"lockstep: sessions of the page " + salt.encode(), "sha256")
         # Services on other ports of the same host see each other's cookies: each has a name of its own.
         self.cookie = f"lockstep_ui_{hashlib.sha256(self._secret).hexdigest()[:8]}"
-        self._ended: OrderedDict[str, float] = OrderedDict()
+
+    def keep_in(self, path: Path) -> None:
+        """Continue the sessions of an earlier process, and keep them in this file for the next one.
+
+        A file that cannot be read, or holds something else, is replaced: all earlier sign-ins end.
+        """
+        self._path = path
+        try:
+            state = json.loads(path.read_bytes())
+            ended = {str(number): float(ends) for number, ends in state["ended"].items()}
+            if not _SALT.fullmatch(state["salt"]):
+                raise ValueError("the salt is not 32 hexadecimal digits")
+        except FileNotFoundError:
+            self._save()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            logger.warning("%s cannot be read (%s): everybody has to sign in to the page again", path, error)
+            self._save()
+        else:
+            self._ended = ended
+            self._use_salt(state["salt"])
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            draft.unlink(missing_ok=True)
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                json.dump({"salt": self._salt, "ended": self._ended}, file)
+            draft.replace(self._path)
+        except OSError as error:
+            logger.warning("cannot write %s (%s): all sign-ins to the page end when this service restarts", self._path, error)
+            # Without the file the next process has another salt: no cookie that was signed out is good again.
+            for stale in (draft, self._path):
+                with contextlib.suppress(OSError):
+                    stale.unlink(missing_ok=True)
 
     def is_key(self, given: str) -> bool:
         """Whether this is the service's key. Takes as long for a wrong one as for the right one."""
@@ -57,15 +108,19 @@ class Sessions:
         return ends if self._clock() < ends and found[2] not in self._ended else None
 
     def end(self, cookie: str | None) -> None:
-        """Somebody signs out: the cookie is good no longer, even where a copy of it was kept."""
+        """Sign out: no copy of the cookie is good any more, after a restart of the service neither."""
         ends = self.ends(cookie)
         found = _FORM.fullmatch(cookie or "")
         if ends is None or found is None:
             return
         now = self._clock()
-        while self._ended and (len(self._ended) >= MOST_ENDED or next(iter(self._ended.values())) < now):
-            self._ended.popitem(last=False)
-        self._ended[found[2]] = ends
+        self._ended = {number: at for number, at in self._ended.items() if at >= now}
+        if len(self._ended) < MOST_ENDED:
+            self._ended[found[2]] = ends
+        else:
+            self._ended = {}
+            self._use_salt(secrets.token_hex(16))
+        self._save()
 
     def _signature(self, stated: str) -> str:
         return hmac.digest(self._secret, stated.encode(), "sha256").hex()

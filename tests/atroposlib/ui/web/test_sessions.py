@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,12 +23,22 @@ class Clock:
         return self.now
 
 
-def test_a_session_begins_and_ends() -> None:
-    clock = Clock()
-    sessions = Sessions("key", clock, seconds=60)
+def kept(path: Path, clock: Clock, key: str = "key", seconds: float = 60) -> Sessions:
+    """The sessions of a process that keeps them in this file."""
+    sessions = Sessions(key, clock, seconds)
+    sessions.keep_in(path)
+    return sessions
+
+
+def test_a_session_begins_and_ends(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "observed" / "sessions.json"
+    sessions = kept(file, clock)
     cookie = sessions.begin()
     assert sessions.ends(cookie) == clock.now + 60
-    assert Sessions("key", clock, 60).ends(cookie) is not None, "it is good after a restart"
+    assert kept(file, clock).ends(cookie) is not None, "it is good after a restart"
+    assert kept(file, clock, "other").ends(cookie) is None
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert Sessions("key", clock, 60).ends(cookie) is None, "a service that keeps nothing cannot know who signed out"
     assert Sessions("other", clock, 60).ends(cookie) is None
     assert Sessions("other", clock).cookie != sessions.cookie, "two services on one host do not disturb each other"
     clock.now += 60
@@ -38,6 +53,56 @@ def test_a_session_that_was_signed_out_is_over_even_for_a_copy_of_it() -> None:
     assert sessions.ends(mine) is None
     assert sessions.ends(other) is not None
     sessions.end("nonsense")
+
+
+def test_a_session_that_was_signed_out_is_over_after_a_restart(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "sessions.json"
+    sessions = kept(file, clock)
+    mine, other = sessions.begin(), sessions.begin()
+    sessions.end(mine)
+    for _ in range(2):
+        sessions = kept(file, clock)
+        assert sessions.ends(mine) is None
+        assert sessions.ends(other) is not None
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"salt": "", "ended": {}}', '{"salt": "' + "0" * 32 + '", "ended": 1}'])
+def test_without_a_whole_file_every_session_is_over(tmp_path: Path, content: str) -> None:
+    clock, file = Clock(), tmp_path / "sessions.json"
+    cookie = kept(file, clock).begin()
+    file.write_text(content)
+    sessions = kept(file, clock)
+    assert sessions.ends(cookie) is None
+    assert kept(file, clock).ends(sessions.begin()) is not None, "the file is whole again"
+
+
+def test_a_sign_out_that_cannot_be_written_ends_all_sessions_at_the_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, file = Clock(), tmp_path / "sessions.json"
+    sessions = kept(file, clock)
+    cookie = sessions.begin()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", full)
+        sessions.end(cookie)
+    assert sessions.ends(cookie) is None
+    assert "No space left on device" in caplog.text
+    assert kept(file, clock).ends(cookie) is None
+
+
+def test_more_sign_outs_than_are_remembered_end_all_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atroposlib.ui.web.sessions.MOST_ENDED", 3)
+    clock, file = Clock(), tmp_path / "sessions.json"
+    sessions = kept(file, clock)
+    cookies = [sessions.begin() for _ in range(4)]
+    for cookie in cookies:
+        sessions.end(cookie)
+        assert sessions.ends(cookie) is None
+    assert all(sessions.ends(cookie) is kept(file, clock).ends(cookie) is None for cookie in cookies)
 
 
 @given(st.integers(0, 105), st.characters(codec="utf-8"))
