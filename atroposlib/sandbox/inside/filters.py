@@ -71,8 +71,10 @@ BY_ARGUMENT: Numbers = {
 
 NEW_NAMESPACES = 0x7E020000
 """The flags of clone that make namespaces."""
-FORBIDDEN_FCNTL = (8, 10, 15, 1031)
-"""fcntl's F_SETOWN, F_SETSIG and F_SETOWN_EX, which choose the process that the kernel signals; and F_SETPIPE_SZ."""
+CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
+FORBIDDEN_FCNTL = (8, 10, 15, 37, 38, 1031)
+"""fcntl's F_SETOWN, F_SETSIG and F_SETOWN_EX, which choose the process that the kernel signals; F_OFD_SETLK and F_OFD_SETLKW,
+whose locks show no process; and F_SETPIPE_SZ."""
 TERMINAL_TRICKS = (0x5412, 0x541C, 0x8901, 0x8902)
 """ioctl's TIOCSTI, TIOCLINUX, FIOSETOWN and SIOCSPGRP."""
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000
@@ -115,7 +117,7 @@ def seccomp_filter(machine: str, namespaces: bool) -> bytes:
     by_argument = {name: row[column] or 0 for name, row in BY_ARGUMENT.items()}
     # glibc asks for clone where clone3 is not there; of clone3 a filter cannot see the flags.
     program += _step(JUMP_EQUAL, by_argument["clone3"], 0, 1) + refuse(ENOSYS)
-    program += _when(by_argument["clone"], FIRST_AT, [(JUMP_SET, NEW_NAMESPACES)])
+    program += _clone(by_argument["clone"])
     # Another process than itself.
     program += _unless(by_argument["prlimit64"], FIRST_AT, 0)
     program += _unless(by_argument["socketpair"], FIRST_AT, AF_UNIX)
@@ -137,6 +139,14 @@ def _when(number: int, argument: int, tests: Iterable[tuple[int, int]]) -> bytes
 def _unless(number: int, argument: int, value: int) -> bytes:
     """Refuse a call of which an argument is not this value."""
     inner = _step(LOAD, argument) + _step(JUMP_EQUAL, value, 0, 1) + _step(RETURN, ALLOW) + refuse(EPERM)
+    return _step(JUMP_EQUAL, number, 0, len(inner) // 8) + inner
+
+
+def _clone(number: int) -> bytes:
+    """Refuse new namespaces, and processes that share descriptors: locks of a process that ended would outlive it unseen."""
+    inner = _step(LOAD, FIRST_AT) + _step(JUMP_SET, NEW_NAMESPACES, 0, 1) + refuse(EPERM)
+    inner += _step(JUMP_SET, CLONE_FILES, 0, 2) + _step(JUMP_SET, CLONE_THREAD, 1, 0) + refuse(EPERM)
+    inner += _step(RETURN, ALLOW)
     return _step(JUMP_EQUAL, number, 0, len(inner) // 8) + inner
 
 

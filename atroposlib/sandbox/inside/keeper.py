@@ -26,6 +26,9 @@ MODES = ("users", "user_namespace", "restricted")
 namespace, which ordinary users may make; or without namespaces, by Landlock and seccomp."""
 LOOK_SECONDS = 0.01
 """How often the memory of a program's processes is added up."""
+LOCKS_SECONDS = 1.0
+"""How often file locks are counted. Reading the list stops all processes of the host that lock a file, for a moment."""
+MOST_LOCKS = 1000
 TOP_MESSAGE = 1 << 16
 PRELOADED = (
     *("bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools"),
@@ -202,7 +205,7 @@ def wait(order: Order, child: int, memory: Memory, status: socket.socket, began:
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(status, select.POLLIN)
-    peak = 0
+    peak, count_locks_at = 0, began + LOCKS_SECONDS
     while True:
         left = order["seconds"] - (time.monotonic() - began)
         if left <= 0:
@@ -214,6 +217,10 @@ def wait(order: Order, child: int, memory: Memory, status: socket.socket, began:
         peak = max(peak, memory.used())
         if peak > order["memory"]:
             return "memory", peak
+        if time.monotonic() >= count_locks_at:
+            if memory.locks() > MOST_LOCKS:
+                return "memory", peak
+            count_locks_at = time.monotonic() + LOCKS_SECONDS
 
 
 def end_all(child: int, mode: str) -> tuple[int, int]:

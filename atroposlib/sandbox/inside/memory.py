@@ -1,6 +1,6 @@
 """Memory of a program's processes, added up from `/proc`.
 
-The sum is complete because the filter refuses every kind of memory that belongs to no process, see `filters`.
+The filter refuses memory that belongs to no process, see `filters`. docs/sandbox.md lists the rest, with its bounds.
 """
 
 import contextlib
@@ -14,6 +14,8 @@ memory. Swapped pages count, since a program can have its own pages swapped out.
 RECORD_BYTES = 256
 """The kernel's record of one mapping. A process can have as many mappings as it has pages of addresses; no file that is cheap
 to read counts them."""
+LONGEST_LOCKS = 1 << 20
+"""Bytes of the list of file locks that are read: about 18,000 locks, those of the host included."""
 TRIES = 20
 """Attempts to read the memory of a process whose threads come and go."""
 
@@ -37,9 +39,19 @@ class Memory:
         The records of mappings are left out for the largest process: a program of one process near its limit gets a
         `MemoryError`, and is not ended.
         """
-        processes = [self._of_process(name) for name in (self._namespace() if self._own else self._descendants())]
+        processes = [self._of_process(name) for name in self._names()]
         records = [most for _, most in processes]
         return sum(size for size, _ in processes) + sum(records) - max(records, default=0) + self._sockets()
+
+    def locks(self) -> int:
+        """Return the number of file locks. The kernel keeps a record of each, and no limit of a process counts them."""
+        names = {name.encode() for name in self._names()}
+        # For example: 1: POSIX  ADVISORY  WRITE 708 08:02:4711 0 EOF. A lock that waits has `->` after its number.
+        fields = [line.replace(b"-> ", b"").split() for line in self._read("locks", LONGEST_LOCKS).splitlines()]
+        return sum(len(line) > 4 and line[4] in names for line in fields)
+
+    def _names(self) -> list[str]:
+        return self._namespace() if self._own else self._descendants()
 
     def _sockets(self) -> int:
         """A socket counts as if it were full: the kernel does not tell how full it is once the sending end is closed."""
@@ -84,14 +96,18 @@ class Memory:
                 os.close(folder)
         return []
 
-    def _read(self, path: str) -> bytes:
+    def _read(self, path: str, most: int = 1 << 16) -> bytes:
+        """Return the beginning of a file, empty if there is none."""
+        data = b""
         with contextlib.suppress(OSError):  # the process ended in between
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
             try:
-                return os.read(descriptor, 1 << 16)
+                # The kernel gives a page at a time.
+                while len(data) < most and (more := os.read(descriptor, most)):
+                    data += more
             finally:
                 os.close(descriptor)
-        return b""
+        return data
 
 
 def most_of_a_socket() -> int:

@@ -18,8 +18,8 @@ from atroposlib.sandbox.inside import filters, kernel  # noqa: E402
 from atroposlib.sandbox.verdict import verdict  # noqa: E402
 
 CHOSEN = """memory over many processes|memory in a process whose first thread ended|memory in page tables
-memory in shared maps that a child keeps|memory in large sockets|memory in standard input
-memory in a memfd|killing a process of the same user|killing who made it|signals by ownership of a pipe
+memory in file locks that show no process|memory in shared maps that a child keeps|memory in large sockets
+memory in standard input|memory in a memfd|killing a process of the same user|killing who made it|signals by ownership of a pipe
 limits of its watcher|looking into its watcher|secrets in the environment of others|secrets of the user|network by address
 a socket with an abstract name|deleting files|emptying Python's own files|writing where it may not|filling the disk|a daemon
 orphans in groups of their own|higher limits|becoming root|capabilities|mounting|namespaces of its own|loosening its filter

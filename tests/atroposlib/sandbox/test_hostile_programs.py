@@ -162,7 +162,13 @@ def test_each_kind_of_end_was_met(ran: Ran) -> None:
     kinds = {name: verdict(outcome, ran.expected).kind for name, outcome in ran.outcomes.items()}
     assert kinds["sleeping with every signal ignored"] == kinds["spinning for ever"] == "timeout"
     assert kinds["output without end"] == kinds["a daemon"] == kinds["memory over many processes"] == "contained"
-    for name in ("over many processes", "in a process whose first thread ended", "in page tables", "in sockets"):
+    for name in (
+        "over many processes",
+        "in a process whose first thread ended",
+        "in page tables",
+        "in sockets",
+        "in file locks",
+    ):
         assert ends_by_name[f"memory {name}"] == "memory", ran.outcomes[f"memory {name}"]
     assert kinds["memory in shared maps that a child keeps"] == "contained"
     assert kinds["leaving before the tests"] == kinds["not Python"] == "crash"
