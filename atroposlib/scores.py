@@ -1,5 +1,6 @@
 """Scores as environments and reward functions give them: of any number type, and equal up to rounding."""
 
+import math
 from collections.abc import Iterable
 from decimal import Decimal
 from fractions import Fraction
@@ -20,6 +21,8 @@ def scores_equal(scores: Iterable[float]) -> bool:
     if not values:
         return True
     largest, smallest = max(values), min(values)
+    if not math.isfinite(largest - smallest):
+        return largest == smallest
     return largest - smallest <= SCORE_TOLERANCE * max(1.0, abs(largest), abs(smallest))
 
 
@@ -27,7 +30,7 @@ def plain_numbers(value: Any) -> Any:
     """Return numbers, arrays and nested lists of them as Python's own numbers and lists.
 
     NumPy's, PyTorch's and JAX's scalars and arrays are converted by their `tolist`, so none of these packages is
-    imported. Decimal and Fraction become floats. Everything else is returned unchanged.
+    imported. Decimal and Fraction become floats, or NaN if float cannot hold them. Everything else is returned unchanged.
     """
     if isinstance(value, str | bytes | bool | int) or type(value) is float or value is None:
         return value
@@ -36,9 +39,14 @@ def plain_numbers(value: Any) -> Any:
             return value
         return [plain_numbers(entry) for entry in value]
     if callable(tolist := getattr(value, "tolist", None)):
-        return plain_numbers(tolist())
+        plain = tolist()
+        # NumPy returns a longdouble as itself.
+        return float(plain) if type(plain) is type(value) else plain_numbers(plain)
     if isinstance(value, Decimal | Fraction | float):
-        return float(value)
+        try:
+            return float(value)
+        except (OverflowError, ValueError):  # beyond float's range, or a signaling NaN
+            return math.nan
     return value
 
 

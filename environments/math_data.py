@@ -3,15 +3,17 @@
 Evaluation suites go by name. Each is one file in a folder of yours, and `SUITES` says where it comes from.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from atroposlib.errors import EnvironmentFailure, UsageError
-from atroposlib.utils.boxed import last_boxed
+from atroposlib.utils.boxed import boxed_contents, last_boxed
 from atroposlib.utils.data_files import ENDINGS, BadRow, Row, rows_of_file, usable_rows
 from atroposlib.utils.math_scoring import as_number
 
@@ -30,7 +32,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns; None: the first of the usual names that a row has."""
+    """Names of the columns; None: the first of the usual names under which a row has a value."""
 
     question: str | None = None
     answer: str | None = None
@@ -78,15 +80,17 @@ SUITES = {
 def gold_answer(value: object) -> str | None:
     """Return the final answer in a cell, or None if there is none.
 
-    It is the text behind the last `####`, else the last box, else the whole cell. Thousands separators of a
-    plain number are removed; everything else stays as it is.
+    It is the text behind the last `####`, else the last box, else the whole cell. If the last box is never
+    closed, there is no answer. Thousands separators of a plain number are removed; everything else stays as it is.
 
     >>> gold_answer("2 + 2 = 4 #### 1,234"), gold_answer("so \\boxed{x}"), gold_answer(7), gold_answer(" ")
     ('1234', 'x', '7', None)
     >>> gold_answer("#### 1,2")
     '1,2'
     """
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        return None
+    if isinstance(value, float | Decimal) and not math.isfinite(value):
         return None
     text = str(value)
     _, mark, after = text.rpartition(ANSWER_MARK)
@@ -94,6 +98,8 @@ def gold_answer(value: object) -> str | None:
         number = as_number(after) if "," in after else None
         return (after.strip() if number is None else f"{number:f}") or None
     boxed = last_boxed(text)
+    if boxed is None and boxed_contents(text):
+        return None  # its last box was cut off
     return (text if boxed is None else boxed).strip() or None
 
 
@@ -121,12 +127,16 @@ def read_question(row: Any, columns: Columns) -> Question:
     marked = gold is not None and (last_boxed(str(answer)) is not None or ANSWER_MARK in str(answer))
     if gold is None or (answer_column == "solution" and not marked):
         raise BadRow(f"{answer_column!r} holds no answer: {answer!r:.80}")
+    if any("\ud800" <= character <= "\udfff" for character in question + gold):
+        raise BadRow("it holds half of a character (a lone surrogate), which no request can carry")
     return Question(question.strip(), gold)
 
 
 def _column(row: dict[str, Any], what: str, given: str | None, usual: Sequence[str]) -> str:
     """Return the name of the column with the question or the answer."""
-    name = given or next((name for name in usual if name in row), None)
+    present = [name for name in usual if name in row]
+    filled = [name for name in present if row[name] is not None and row[name] != ""]
+    name = given or next(iter(filled or present), None)
     if name is None or name not in row:
         expected = repr(given) if given else " or ".join(usual)
         raise BadRow(f"no column {expected}; it has {', '.join(map(str, row))}: name it with --env.{what}_column")

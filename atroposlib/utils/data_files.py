@@ -2,7 +2,7 @@
 
 - Only a line feed ends a line of JSON lines. Other characters that Python's `splitlines` knows, such as U+2028,
   are legal inside JSON strings.
-- A byte order mark is skipped.
+- A byte order mark is skipped, at the start of each line too: files that were joined have several.
 - A row that cannot be read is returned with its fault, so that the caller can count it. A file is refused only
   if none of it can be read.
 """
@@ -120,7 +120,7 @@ def _line_rows(path: Path, content: bytes) -> Iterator[Row]:
 
 def _line_row(where: str, line: bytes) -> Row:
     try:
-        return Row(where, json.loads(line.decode()))
+        return Row(where, json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode()))
     except json.JSONDecodeError as error:
         return Row(where, None, f"not JSON ({error.msg} at column {error.colno})")
     except UnicodeDecodeError as error:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ GOOD = {"question": "Two and two?", "answer": "2+2=<<2+2=4>>4\n#### 4"}
         ("#### ", None),
         (None, None),
         (float("nan"), None),
+        (float("inf"), None),
+        (Decimal("5.00"), "5.00"),
+        (r"so \boxed{5", None),
         (True, None),
         ([1], None),
     ],
@@ -95,6 +99,11 @@ def test_columns_go_by_name_or_are_the_usual_ones(tmp_path: Path) -> None:
         UsageError, match=r"line 1: no column 'txt'; it has problem, text, .*: name it with --env\.question_column"
     ):
         read_file(path, Columns("txt"))
+    # Data sets of several sources have columns that are empty in some rows.
+    merged = {"question": None, "problem": "p", "answer": "", "solution": r"so \boxed{1}"}
+    assert read_file(write(tmp_path / "m.jsonl", merged, {"problem": "\ud800", "answer": "1"})).questions == [
+        Question("p", "1")
+    ]
     with pytest.raises(UsageError, match=r"no column answer or .*: name it with --env\.answer_column"):
         read_file(write(tmp_path / "y.jsonl", {"question": "q"}))
     with pytest.raises(UsageError, match=r"has no question with an answer .*'solution' holds no answer"):

@@ -89,3 +89,9 @@ def test_a_file_of_another_format_is_refused_in_one_line(tmp_path: Path, name: s
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read .*nothing\.jsonl: No such file"):
         rows_of_file(tmp_path / "nothing.jsonl")
+
+
+def test_files_that_were_joined_have_several_marks(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(2 * b'\xef\xbb\xbf{"a": 1}\n')
+    assert [row.value for row in rows_of_file(path)] == [{"a": 1}, {"a": 1}]
