@@ -14,6 +14,7 @@ from atroposlib.utils.addresses import url_host
 from example_trainer.api_keys import revealed
 from example_trainer.child_processes.processes import GUARD_MARGIN_SECONDS
 from example_trainer.config import TrainerConfig
+from example_trainer.errors import BridgeError
 from example_trainer.models.lora.settings import base_model_name
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
@@ -96,7 +97,7 @@ def _checkpoint_bridge(config: TrainerConfig, stop: StopSignal, weight_epoch: in
     """The bridge of mode none: a server of the trainer's own, or one that it leaves alone.
 
     Raises:
-        BridgeError: another trainer has the port, or a program that is not a vLLM server.
+        BridgeError: another trainer has the port, or a program that is not a vLLM server, or --vllm-host is an IPv6 address.
     """
     if not config.starts_vllm:
         logger.info("[Bridge] --vllm-restart-interval 0: this trainer saves checkpoints, and neither starts nor restarts vLLM")
@@ -106,6 +107,11 @@ def _checkpoint_bridge(config: TrainerConfig, stop: StopSignal, weight_epoch: in
     end_left_over_server(config.vllm_port, STOP_SECONDS + GUARD_MARGIN_SECONDS, stop.wait)
     if server_answers(config, stop.wait):
         return ForeignServerBridge(config)
+    if config.vllm_host.startswith("["):
+        raise BridgeError(
+            f"--vllm-host {config.vllm_host}: the vLLM server that this trainer starts listens on IPv4 only; give --vllm-host "
+            "localhost, or start the server yourself with --host and give --vllm-restart-interval 0"
+        )
     return RestartBridge(config, stop, weight_epoch)
 
 

@@ -147,3 +147,9 @@ def test_a_keeper_that_has_failed_ends_the_training_with_what_to_do() -> None:
     ):
         keeper.due()
     keeper.close()
+
+
+def test_a_server_of_the_trainers_own_is_not_at_an_ipv6_address(free_port: Callable[[], int]) -> None:
+    options = {"model_name": "m", "vllm_host": "::1", "vllm_port": free_port()}
+    with pytest.raises(BridgeError, match=r"--vllm-host \[::1\]: .* listens on IPv4 only"):
+        make_bridge(TrainerConfig.model_validate(options))
