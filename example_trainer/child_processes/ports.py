@@ -1,16 +1,19 @@
-"""TCP ports that nobody else uses, not even another starter that is about to use them."""
+"""TCP ports that no other process uses, not even another starter that is about to use them."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
 import socket
+import stat
 import tempfile
+import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
+from example_trainer.child_processes.own_folder import open_own_folder
 from example_trainer.child_processes.processes import ProcessError
 
 LOWEST, HIGHEST = 20_000, 32_000
@@ -37,24 +40,48 @@ class PortReservations:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(tempfile.gettempdir()) / f"lockstep-ports-{os.getuid()}"
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        self.held: dict[int, IO[str]] = {}
+        try:
+            self._directory = open_own_folder(self.folder)
+        except OSError as error:
+            raise ProcessError(f"cannot reserve ports in {self.folder}: {error}") from error
+        weakref.finalize(self, os.close, self._directory)
+        self.held: dict[int, int] = {}
 
     def take(self, port: int) -> bool:
-        """Reserve this very port; False if it is in use or reserved."""
+        """Reserve this port; False if it is in use or reserved.
+
+        Raises:
+            ProcessError: the port's lock is a link, or another user's file.
+        """
         if port in self.held:
             return False
-        lock = (self.folder / str(port)).open("w")
+        lock = self._open_lock(port)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.close()
+            os.close(lock)
             return False
         if not is_free(port):
-            lock.close()
+            os.close(lock)
             return False
         self.held[port] = lock
         return True
+
+    def _open_lock(self, port: int) -> int:
+        # Neither follow a link nor truncate: the folder may lie where other users can write.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        path = self.folder / str(port)
+        try:
+            lock = os.open(str(port), flags, 0o600, dir_fd=self._directory)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ProcessError(f"{path} is a link, which may lead to a file of yours: remove it") from None
+            raise ProcessError(f"cannot reserve port {port} with {path}: {error.strerror}") from error
+        found = os.fstat(lock)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            os.close(lock)
+            raise ProcessError(f"{path} is not a regular file of user {os.geteuid()}: remove it")
+        return lock
 
     def pick(self) -> int:
         """Reserve some free port.
@@ -69,9 +96,9 @@ class PortReservations:
         raise ProcessError(f"found no free TCP port between {LOWEST} and {HIGHEST}: see which processes listen there (ss -ltn)")
 
     def close(self) -> None:
-        """Give all reservations back."""
+        """Give all reservations back. Afterwards ports can be reserved again."""
         for lock in self.held.values():
-            lock.close()
+            os.close(lock)
         self.held.clear()
 
     def __enter__(self) -> PortReservations:

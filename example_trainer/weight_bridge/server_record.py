@@ -13,11 +13,13 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from example_trainer.child_processes.guard import descendants, send
+from example_trainer.child_processes.own_folder import open_own_folder
 from example_trainer.errors import BridgeError
 from vllm_patching.protocol.writers import Writer, process_here, this_process
 
@@ -73,18 +75,25 @@ def write_record(port: int, guard_pid: int, log: Path, folder: Path | None = Non
         OSError: the record cannot be written.
     """
     file = record_file(port, folder)
-    file.parent.mkdir(mode=0o700, exist_ok=True)
-    draft = file.with_suffix(f".{os.getpid()}")
+    directory = open_own_folder(file.parent)
     record = {"trainer": this_process().to_json(), "guard": process_here(guard_pid).to_json(), "log": str(log)}
-    draft.write_text(json.dumps(record), encoding="utf-8")
-    draft.replace(file)
+    draft = f"{port}.{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(draft, dir_fd=directory)
+        with os.fdopen(os.open(draft, flags, 0o600, dir_fd=directory), "w", encoding="utf-8") as opened:
+            json.dump(record, opened)
+        os.replace(draft, file.name, src_dir_fd=directory, dst_dir_fd=directory)
+    finally:
+        os.close(directory)
 
 
 def read_record(port: int, folder: Path | None = None) -> ServerRecord | None:
     """The record of the server at a port; None if this user's trainers have started none there on this machine."""
     file = record_file(port, folder)
     try:
-        if file.stat().st_uid != os.getuid():
+        if file.lstat().st_uid != os.getuid():  # of a link itself: another user may have made it
             return None
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         record = ServerRecord(Writer.from_json(found["trainer"]), Writer.from_json(found["guard"]), str(found["log"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -108,6 +109,48 @@ def test_two_runs_never_pick_the_same_port(tmp_path: Path) -> None:
         assert all(LOWEST <= port < HIGHEST for port in first)
         one.close()
         assert two.take(first[0])
+
+
+def test_links_in_the_folder_of_reservations_are_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep this")
+    folder = tmp_path / "ports"
+    folder.mkdir()
+    (folder / "20001").symlink_to(precious)
+    (folder / "20002").symlink_to(tmp_path / "made-by-a-link")
+    (folder / "20003").hardlink_to(precious)
+    os.mkfifo(folder / "20004")
+    (folder / "20005").mkdir()
+    with PortReservations(folder) as ports:
+        for port in (20001, 20002):
+            with pytest.raises(ProcessError, match=f"{port} is a link"):
+                ports.take(port)
+        ports.take(20003)
+        for port, said in ((20004, "is not a regular file"), (20005, "cannot reserve port 20005")):
+            with pytest.raises(ProcessError, match=said):
+                ports.take(port)
+    assert precious.read_text() == "keep this"
+    assert not (tmp_path / "made-by-a-link").exists()
+
+
+def test_the_folder_of_reservations_must_be_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ProcessError, match=r"it is a link.*TMPDIR"):
+        PortReservations(link)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProcessError, match="TMPDIR"):
+        PortReservations(tmp_path / "file")
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    PortReservations(open_to_all)
+    assert open_to_all.stat().st_mode & 0o777 == 0o700
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(ProcessError, match=f"belongs to user {user} and not to {user + 1}"):
+        PortReservations(open_to_all)
 
 
 def test_a_port_that_somebody_listens_on_is_not_free(tmp_path: Path) -> None:
