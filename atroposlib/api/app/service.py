@@ -17,6 +17,7 @@ from atroposlib.api.app.metrics import Metrics
 from atroposlib.api.app.moves import Moves
 from atroposlib.api.models.groups import NO_REFERENCE, with_reference
 from atroposlib.api.models.records import MISSING, NOBODY, Draft, Lease, Limits, Receipt
+from atroposlib.api.models.values import unreadable
 from atroposlib.api.queue import figures
 from atroposlib.api.queue.fleet import Table
 from atroposlib.api.queue.rollout_queue import RolloutQueue
@@ -60,6 +61,13 @@ class Recorder(Protocol):
         """Write what waits, within a deadline."""
 
 
+def _refuse_unreadable(bodies: Sequence[tuple[int, bytes]]) -> None:
+    reasons = {seq: reason for seq, body in bodies if (reason := unreadable(body))}
+    if reasons:
+        what = "; ".join(f"group {seq}: {reason}" for seq, reason in reasons.items())
+        raise DamagedError(f"an earlier version stored groups that trainers cannot read: {what}", list(reasons))
+
+
 class RolloutService:
     """One queue and its store. Every method runs on the event loop that made it.
 
@@ -79,6 +87,8 @@ class RolloutService:
         self.limits = limits or Limits()
         self.clock = time.monotonic  # never the wall clock: it may jump
         self.queue = RolloutQueue(self.limits, store.load(), self.clock())
+        self._checked_from = self.queue.next_seq
+        """Groups below this number were stored by an earlier start, perhaps of a version that accepted more."""
         self.metrics = Metrics(lambda: self.queue)
         self.latest: bytes | None = None
         self.fleet_table = Table()
@@ -239,11 +249,16 @@ class RolloutService:
         """The bodies of groups, in the order asked for.
 
         Raises:
-            DamagedError: some of them are damaged or gone.
+            DamagedError: some of them are damaged or gone, or an earlier version stored what trainers cannot read.
             StoreError: they cannot be read.
         """
         bodies = self.store.bodies_at_hand(seqs)
-        return await asyncio.to_thread(self.store.bodies, seqs) if bodies is None else bodies
+        if bodies is None:
+            bodies = await asyncio.to_thread(self.store.bodies, seqs)
+        earlier = [(seq, body) for seq, body in zip(seqs, bodies, strict=True) if seq < self._checked_from]
+        if earlier:
+            await asyncio.to_thread(_refuse_unreadable, earlier)
+        return bodies
 
     def stats(self) -> dict[str, Any]:
         """What waits, what is leased, what was dropped and why, and who is behind; for people and scripts."""

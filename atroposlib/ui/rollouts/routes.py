@@ -43,14 +43,14 @@ def rollout_routes(page: RunPage) -> list[Route]:
         return page.render(request.scope, "rollouts.html")
 
     async def group(request: Request) -> Response:
-        return page.render(request.scope, "rollout.html", page_name="rollouts", group=request.path_params["group"])
+        return page.render(request.scope, "rollout.html", page_name="rollouts", group=number_in_path(request, "group"))
 
     return [
         Route(f"{PREFIX}/rollouts", lists, methods=["GET"]),
-        Route(f"{PREFIX}/rollouts/{{group:int}}", group, methods=["GET"]),
+        Route(f"{PREFIX}/rollouts/{{group}}", refusing(page, group), methods=["GET"]),
         route("rollouts", list_json),
-        route("rollouts/{group:int}", group_json),
-        route("rollouts/{group:int}/{rollout:int}", rollout_json),
+        route("rollouts/{group}", group_json),
+        route("rollouts/{group}/{rollout}", rollout_json),
     ]
 
 
@@ -93,7 +93,7 @@ def list_json(request: Request, source: RolloutSource) -> dict[str, Any]:
 
 def group_json(request: Request, source: RolloutSource) -> dict[str, Any]:
     """GET /ui/api/rollouts/GROUP: the numbers of its rollouts, side by side, and the groups before and after it."""
-    kept = source.group(request.path_params["group"])
+    kept = source.group(number_in_path(request, "group"))
     older, newer = source.beside(kept.id)
     return {
         "group": kept.id,
@@ -113,7 +113,7 @@ def with_sampling(kept: KeptGroup, index: int) -> dict[str, Any]:
 
 def rollout_json(request: Request, source: RolloutSource) -> dict[str, Any]:
     """GET /ui/api/rollouts/GROUP/ROLLOUT?begin=&count=: so many tokens of one; see transcript."""
-    kept, index = source.group(request.path_params["group"]), request.path_params["rollout"]
+    kept, index = source.group(number_in_path(request, "group")), number_in_path(request, "rollout")
     if index >= len(kept.heads):
         raise NoSuchError(f"group {kept.id} has {len(kept.heads)} rollouts, and so no rollout {index}")
     query = request.query_params
@@ -121,6 +121,18 @@ def rollout_json(request: Request, source: RolloutSource) -> dict[str, Any]:
     trained = source.trained(kept.first + index)
     told = transcript(kept.content, index, source.text(), trained, begin, min(count, MOST_TOKENS))
     return told | {"group": kept.id, "rollout": index, "trained_version": None if trained is None else trained.weight_version}
+
+
+def number_in_path(request: Request, name: str) -> int:
+    """The number of a group or a rollout in the address.
+
+    Raises:
+        NoSuchError: it is not a whole number, or larger than the archive's numbers can be.
+    """
+    try:
+        return number_of(request.path_params[name], name)
+    except QueryError as error:
+        raise NoSuchError(f"{error}, or has more than 18 digits: no {name} has this number") from None
 
 
 def number_of(text: str, name: str) -> int:

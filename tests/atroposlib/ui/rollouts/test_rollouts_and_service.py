@@ -90,6 +90,11 @@ def test_a_rollout_is_followed_from_its_post_to_the_trainers_numbers_and_through
     [
         ("rollouts/99999", 404, "group 99999 is not kept: groups 1 to 4 are"),
         ("rollouts/1/7", 404, "no rollout 7"),
+        (f"rollouts/{2**63}", 404, "no group has this number"),
+        (f"rollouts/{'9' * 5000}", 404, "no group has this number"),
+        (f"rollouts/1/{2**63}", 404, "no rollout has this number"),
+        ("rollouts/x", 404, "no group has this number"),
+        ("rollouts/\u0661", 404, "no group has this number"),
         ("rollouts?sort=prettiest", 400, "prettiest"),
         ("rollouts?cursor=x", 400, "cursor"),
         ("rollouts?limit=-3", 400, "limit"),
