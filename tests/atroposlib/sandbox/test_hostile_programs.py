@@ -168,6 +168,7 @@ def test_each_kind_of_end_was_met(ran: Ran) -> None:
         "in page tables",
         "in sockets",
         "in file locks",
+        "by all ways at once",
     ):
         assert ends_by_name[f"memory {name}"] == "memory", ran.outcomes[f"memory {name}"]
     assert kinds["memory in shared maps that a child keeps"] == "contained"
