@@ -78,7 +78,8 @@ def test_the_smaller_model_the_answers_to_questions_and_several_gpus(shell: Type
         ("trainer log", "Step 2/10"),
     ):
         assert text in shell.answer(COMMANDS[name]), name
-    programs = shell.answer(COMMANDS["processes"])
+    # ps printed nothing once, on a machine with many processes that start and end: it is asked three times.
+    programs = next(filter(None, (shell.answer(COMMANDS["processes"]) for _ in range(3))), "")
     for program in ("atroposlib.cli.run_api", "gsm8k_server.py", "vllm_api_server.py"):
         assert program in programs
     # On this machine the server for several GPUs is the same one.
