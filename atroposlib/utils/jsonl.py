@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from atroposlib.errors import EnvironmentFailure
+from atroposlib.number_bounds import unstorable
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,59 @@ def encode(value: Any) -> bytes:
         TypeError: it holds something that JSON cannot.
     """
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS, default=as_plain)
+
+
+def encode_repaired(value: Any, indent: bool = False) -> bytes:
+    """JSON of a value for a file that people read; half a surrogate pair is written as an escape, a large integer as text.
+
+    Programs that were sampled print what they like, and one character must not cost the whole file.
+
+    Raises:
+        TypeError: it holds something that JSON cannot.
+    """
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | (orjson.OPT_INDENT_2 if indent else 0)
+    try:
+        return orjson.dumps(value, option=options, default=as_plain)
+    except TypeError:
+        return orjson.dumps(_repaired(value), option=options, default=lambda other: _repaired(as_plain(other)))
+
+
+def _repaired(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", errors="backslashreplace").decode()
+    if isinstance(value, int) and (reason := unstorable(value)):
+        logger.warning("an integer of %d bits is written as text: %s", value.bit_length(), reason)
+        return hex(value)
+    if isinstance(value, Mapping):
+        return {_repaired(key): _repaired(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_repaired(item) for item in value]
+    return value
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole, and its folder: a reader, or a run after a failure, sees the earlier content or the new.
+
+    Raises:
+        EnvironmentFailure: the file cannot be written; the earlier content is kept.
+    """
+    target = path.resolve()  # a link stays a link
+    draft = target.with_name(f"{target.name}.partial")
+    try:
+        if target.exists() and not target.is_file():  # a device or a pipe, such as /dev/stdout
+            target.write_bytes(content)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draft.write_bytes(content)
+            draft.replace(target)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"cannot write {len(content)} bytes to {path}: {error.strerror}; make room there, or name another path"
+        ) from error
 
 
 def unencodable_fields(fields: Mapping[Any, Any]) -> dict[Any, str]:
@@ -66,7 +120,7 @@ class JsonLinesWriter:
             TypeError: the row cannot be written as JSON.
             EnvironmentFailure: the disk refused it.
         """
-        left = memoryview(encode(row) + b"\n")
+        left = memoryview(encode_repaired(row) + b"\n")
         size = os.fstat(self._file.fileno()).st_size
         try:
             while left:

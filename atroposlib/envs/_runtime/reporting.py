@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import math
 import os
 import random
 import string
@@ -15,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 
 from atroposlib.envs._runtime.service_client import RejectedByService
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.inference.generation import VersionRecord, current_versions
 from atroposlib.inference.server_baseline import MODEL_NOT_NAMED
+from atroposlib.number_bounds import LARGEST_FLOAT32
 from atroposlib.utils.display import display_metrics_table
-from atroposlib.utils.jsonl import JsonLinesWriter, unencodable_fields
+from atroposlib.utils.jsonl import JsonLinesWriter, encode_repaired, replace_file, unencodable_fields
 from atroposlib.utils.keys import open_settings
 from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.wandb_login import offline_mode
@@ -229,7 +228,7 @@ class Reports:
         oldest = None if record is None else record.oldest_weights
         body = {
             "env_id": self.env.env_id,
-            "name": name[:LONGEST_NAME],
+            "name": name.encode("utf-8", errors="backslashreplace").decode()[:LONGEST_NAME],
             "weight_version": None if oldest is None else oldest.version,
             "weight_epoch": None if oldest is None else oldest.epoch,
             "metrics": numbers,
@@ -262,11 +261,11 @@ class Reports:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers among metrics, as the rollout service takes them. The weight version goes in a field of its own."""
+    """The numbers among metrics that the rollout service takes. The weight version goes in a field of its own."""
     numbers = {
-        str(name): float(value)
+        str(name).encode("utf-8", errors="backslashreplace").decode(): number
         for name, value in metrics.items()
-        if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and name != "weight_version"
+        if name != "weight_version" and (number := _number_of(value)) is not None
     }
     taken = {name: value for name, value in numbers.items() if 0 < len(name) <= LONGEST_NAME}
     return dict(list(taken.items())[:MOST_METRICS])
@@ -277,19 +276,26 @@ def samples_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.samples.jsonl")
 
 
+def _number_of(value: Any) -> float | None:
+    """A metric as the rollout service takes it; None for all else."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer that is too large
+        return None
+    return number if abs(number) <= LARGEST_FLOAT32 else None
+
+
 def write_json(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+    """Replace the file by this content, or leave it as it is."""
+    replace_file(path, encode_repaired(content, indent=True) + b"\n")
     logger.info("wrote %s", path)
 
 
 def write_json_lines(path: Path, rows: list[dict[str, Any]] | None) -> None:
-    """Replace the file's content by these rows; nothing is written when there are none."""
+    """Replace the file's content by these rows, or leave it as it is; nothing is written when there are none."""
     if not rows:
         return
-    path.unlink(missing_ok=True)
-    writer = JsonLinesWriter(path)
-    for row in rows:
-        writer.write(row)
-    writer.close()
+    replace_file(path, b"".join(encode_repaired(row) + b"\n" for row in rows))
     logger.info("wrote %d samples to %s", len(rows), path)

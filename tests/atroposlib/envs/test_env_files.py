@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
+from atroposlib.envs._runtime.reporting import numbers_of, write_json, write_json_lines
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.utils.jsonl import JsonLinesWriter
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response, run
@@ -127,6 +128,41 @@ def test_metrics_that_cannot_be_written_are_left_out_of_the_file(tmp_path: Path,
     assert row["train/x"] == 1.5
     assert "train/table" not in row
     assert "metric 'train/table' is left out" in caplog.text
+
+
+def test_half_a_character_or_a_huge_integer_costs_neither_samples_nor_the_file_before(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "samples.jsonl"
+    write_json_lines(path, [{"answer": "before"}])
+    write_json_lines(path, [{"answer": "\ud800x", "\udc00": 10**400}, {"answer": "whole"}])
+    rows = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    assert rows == [{"answer": "\\ud800x", "\\udc00": hex(10**400)}, {"answer": "whole"}]
+    with pytest.raises(TypeError):
+        write_json_lines(path, [{"answer": "after"}, {"answer": Unwritable()}])
+    assert [orjson.loads(line) for line in path.read_bytes().splitlines()] == rows
+    write_json(tmp_path / "new" / "metrics.json", {"accuracy": 0.5, "error": "\ud800"})
+    assert orjson.loads((tmp_path / "new" / "metrics.json").read_bytes()) == {"accuracy": 0.5, "error": "\\ud800"}
+    assert sorted(one.name for one in path.parent.iterdir()) == ["metrics.json", "samples.jsonl"]
+
+
+def test_a_result_that_cannot_be_written_keeps_the_file_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.json"
+    write_json(path, {"accuracy": 0.5})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(EnvironmentFailure, match=r"cannot write \d+ bytes to .*metrics.json: File too large"):
+            write_json(path, {"accuracy": "x" * 500})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert orjson.loads(path.read_bytes()) == {"accuracy": 0.5}
+    assert [one.name for one in tmp_path.iterdir()] == ["metrics.json"]
+
+
+def test_metrics_that_the_service_would_refuse_are_not_posted() -> None:
+    metrics = {"a": 1, "b": 10**400, "c": 1e39, "d": float("nan"), "e": -1e38, "f\ud800": 2.0, "weight_version": 3}
+    assert numbers_of(metrics) == {"a": 1.0, "e": -1e38, "f\\ud800": 2.0}
 
 
 def test_a_full_disk_loses_no_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
