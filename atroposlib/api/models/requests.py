@@ -56,6 +56,7 @@ VersionSpans = Annotated[list[VersionSpan], Field(fail_fast=True)]
 
 Number = Annotated[FiniteFloat, Field(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)]
 """A number that stays finite in float32, in which TensorBoard and most loggers keep it."""
+NumberRows = Annotated[list[Annotated[list[Number], Field(fail_fast=True)]], Field(fail_fast=True)]
 Time = Annotated[FiniteFloat, Field(ge=0, le=MOST_UNIX_SECONDS)]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -97,7 +98,10 @@ def refused(error: ValidationError) -> InvalidRequestError:
         where = list(item["loc"])
         bare = item["type"] in ("missing", "json_invalid")  # their input is the whole body
         value = None if bare else short(item["input"])
-        message = item["msg"] if bare else f"{path(where)} is {value!r}: {item['msg']}"
+        rule = item["msg"]
+        if item["type"] == "float_type" and type(item["input"]) is int:  # an integer that no float can hold
+            rule = f"Input should be less than or equal to {LARGEST_FLOAT32:g} in magnitude"
+        message = rule if bare else f"{path(where)} is {value!r}: {rule}"
         errors.append({"type": item["type"], "loc": ["body", *where], "msg": message, "input": value})
     return InvalidRequestError(errors)
 
@@ -339,7 +343,7 @@ class AnsweredReference(Request):
 
     id: Version
     """As it came with the group."""
-    ref_logprobs: FloatRows | None = None
+    ref_logprobs: NumberRows | None = None
     """[n][length]: aligned with the group's tokens; where the mask is -100, as in inference_logprobs, 1.0."""
     unusable: Name | None = None
     """Why there can be none for this group: it goes on to the trainer without."""
