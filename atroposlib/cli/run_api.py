@@ -38,6 +38,7 @@ from atroposlib.ui.web.sessions import SESSION_SECONDS, STATE_FILE
 from atroposlib.utils.addresses import argument, listening_host, server_address
 from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
 from atroposlib.utils.keys import VLLM_KEY
+from atroposlib.utils.private_files import use_private_files
 
 logger = logging.getLogger("atroposlib.cli.run_api")
 
@@ -250,6 +251,21 @@ class Server(uvicorn.Server):
                     logger.info("see the run at http://%s:%d/ui", here, port)
 
 
+def store_path(name: str | None, port: int) -> Path:
+    """Return the file of the store that --store names; by default one for each port."""
+    return Path(name) if name is not None else Path("runs") / f"rollouts-{port}.db"
+
+
+def files_of(store: str | None, port: int, run_folder: Path | None) -> list[Path]:
+    """Return the files and folders that an earlier process of this service may have left."""
+    path = store_path(store, port)
+    files = (
+        [] if store == "memory" else [path, *path.parent.glob(f"{path.name}-*"), *path.parent.glob(f"{path.stem}.previous.*")]
+    )
+    observed = observed_folder(run_folder, None if store == "memory" else path)
+    return [*files, observed.path] if observed.is_kept else files
+
+
 def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
     """The store that --store names.
 
@@ -262,7 +278,7 @@ def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
     if name == "memory":
         logger.info("store: memory only; whatever ends this process loses all groups")
         return MemoryStore()
-    path = Path(name) if name is not None else Path("runs") / f"rollouts-{port}.db"
+    path = store_path(name, port)
     if name is None:
         path.parent.mkdir(exist_ok=True)
     if not path.exists():
@@ -326,6 +342,8 @@ def main(argv: list[str] | None = None) -> None:
     host = arguments.host or ("0.0.0.0" if api_key else "127.0.0.1")
     sock = listen(host, arguments.port)
     try:
+        if api_key:
+            use_private_files(files_of(arguments.store, sock.getsockname()[1], arguments.run_folder))
         store = open_store(arguments.store, sock.getsockname()[1], arguments.new_run)
         service = RolloutService(store, Limits(arguments.max_queue_groups, arguments.max_queue_bytes, arguments.silent_after))
     except (StoreError, OSError) as error:

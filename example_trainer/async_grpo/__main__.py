@@ -22,6 +22,7 @@ from example_trainer.async_grpo.driver import Driver
 from example_trainer.async_grpo.fleet import ServiceFleet
 from example_trainer.async_grpo.roles import Commands
 from example_trainer.async_grpo.settings import Settings, read_settings
+from example_trainer.child_processes.own_folder import private_files
 from example_trainer.child_processes.processes import ProcessError
 from example_trainer.child_processes.run_keys import make_keys
 from example_trainer.errors import ConfigError
@@ -66,6 +67,7 @@ def orchestrate(given: argparse.Namespace, stop: StopSignal, commands: type[Comm
         require_vllm()  # on a cluster the nodes need it, and not this machine
     with contextlib.ExitStack() as stack:
         folder = settings.folder
+        stack.enter_context(private_files())  # of a Ray that this process starts too, with its token
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((folder / ".driver-lock").open("w"))

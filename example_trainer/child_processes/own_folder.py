@@ -1,9 +1,11 @@
-"""Folders of one user in places where every user can write, such as the temporary folder."""
+"""Files and folders to which other users of the machine get no access."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -31,3 +33,20 @@ def open_own_folder(folder: Path) -> int:
     if found.st_mode & 0o077:
         os.fchmod(directory, 0o700)
     return directory
+
+
+@contextmanager
+def private_files(wanted: bool = True) -> Iterator[None]:
+    """In the block this process, and children that it starts, make files 0600 and folders 0700.
+
+    Args:
+        wanted: False to leave the umask as it is.
+    """
+    if not wanted:
+        yield
+        return
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from atroposlib.utils.process_identity import Identity, identify
 from example_trainer.child_processes.guard import descendants, send
+from example_trainer.child_processes.own_folder import private_files
 from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ProcessError, describe_exit, first_error, tail
 from example_trainer.child_processes.readiness import http_probe, wait_until
@@ -81,7 +82,7 @@ class Starter:
         Raises:
             QuickstartError: it cannot be done; what this call started is stopped again.
         """
-        with claimed(self.options.run):
+        with private_files(), claimed(self.options.run):
             self.refuse_what_runs()
             self.clear_leftovers()
             self.refuse_ports()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from example_trainer.child_processes.own_folder import private_files
 from scripts.ops.control import Say, Starter, claimed, stop
 from scripts.ops.fleet import GOOD, SERVING, Fleet, FleetRow, ask_server, published_fleet
 from scripts.ops.keys import SERVICE, make_keys
@@ -42,7 +43,7 @@ class Roller:
             QuickstartError: a server did not come back, or another one is not well; the rest is not touched.
         """
         parts = self.chosen(named)
-        with claimed(self.stack.options.run):
+        with private_files(), claimed(self.stack.options.run):
             self.starter.keys = make_keys(self.stack.options.run, os.environ, running=bool(self.starter.running()))
             rows = self.ask(self.servers)
             self.newest = max(self.newest, *(row.weights for row in rows.values()))

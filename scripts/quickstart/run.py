@@ -15,9 +15,11 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from example_trainer.child_processes.own_folder import private_files
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor
 from example_trainer.child_processes.readiness import http_probe, wait_until
+from example_trainer.child_processes.run_keys import SERVICE, VLLM
 from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.metrics import SHARE, TOOL_USE, MetricsFile, sampled
 from scripts.quickstart.options import ROOT, Options
@@ -135,6 +137,7 @@ class Quickstart:
             Interrupted: Ctrl-C, SIGTERM or SIGHUP; likewise.
         """
         with ExitStack() as stack:
+            stack.enter_context(private_files(wanted=any(os.environ.get(name) for name in (SERVICE, VLLM))))
             stack.enter_context(open_output(self.options.output))
             ports = stack.enter_context(PortReservations())
             self.plan = self.make_plan(self.options, Ports(service=ports.pick(), vllm=ports.pick(), rendezvous=ports.pick()))

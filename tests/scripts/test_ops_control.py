@@ -77,6 +77,7 @@ def test_the_whole_stack_starts_shows_its_state_and_stops_in_order(run: Run) -> 
     pids = run.pids()
     assert list(pids) == list(PARTS)
     assert (run.folder / "vllm.log").read_text().startswith("child ")
+    assert [path for path in (run.folder, *run.folder.rglob("*")) if path.lstat().st_mode & 0o077] == []
     metrics = run.folder / "trainer" / "metrics.jsonl"
     metrics.parent.mkdir()
     metrics.write_text('{"step": 3}\n{"step": 4}\n{"ste')
