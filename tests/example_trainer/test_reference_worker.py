@@ -166,7 +166,10 @@ def test_its_flags_are_the_trainers_and_its_own() -> None:
         (["--model-nam", "m"], "unknown flag --model-nam; did you mean --model-name?"),
         (["--model-name", "m", "--learning-rate", "1"], "unknown flag --learning-rate"),
         (["--model-name", "m", "--lease-seconds", "0"], "--lease-seconds '0': input should be greater than 0"),
-        (["--model-name", "m", "--atropos-url", "here"], "--atropos-url 'here': string should match"),
+        (
+            ["--model-name", "m", "--atropos-url", "here"],
+            "--atropos-url 'here': 'here' does not begin with http:// or https://",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_one_line(arguments: list[str], told: str) -> None:

@@ -138,7 +138,9 @@ def test_another_trainers_run_is_not_taken_over_unasked(service: Service, tmp_pa
     assert written(file) == ["1.1", "2.1"]
 
 
-def test_groups_without_messages_and_no_groups_at_all_are_said(service: Service, tmp_path: Path) -> None:
+def test_groups_without_messages_and_no_groups_at_all_are_said(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     service.http.get("/reset_data")
     file = tmp_path / "data.jsonl"
     with pytest.raises(ServiceUnavailable, match="is an environment running"):
@@ -147,8 +149,9 @@ def test_groups_without_messages_and_no_groups_at_all_are_said(service: Service,
     with pytest.raises(EnvironmentFailure, match="leave --save-messages out"):
         collect(service, file)
     assert not file.exists(), "a file without a row would only be in the way"
-    with pytest.raises(UsageError, match="no address"):
+    with pytest.raises(SystemExit):
         collect(service, file, "--api-url", "localhost:1")
+    assert "does not begin with http://" in capsys.readouterr().err
 
 
 def test_two_writers_and_a_disk_that_refuses(tmp_path: Path) -> None:
