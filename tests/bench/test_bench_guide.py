@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,6 +103,8 @@ def test_the_shell_runs_what_is_typed_and_kills_what_the_pattern_matches(shell: 
         assert shell.kill() < 5
         assert shell.pids() == {}
         shell.type("sleep 600 &")
+        while not shell.pids_of("sleep 600"):  # the shell starts it some time later; the test's time limit ends the loop
+            time.sleep(0.05)
         with pytest.raises(BenchError, match=r"after SIGKILL of 0 processes these still run: .*sleep 600"):
             shell.kill()
         shell.type("python -c 'import time; time.sleep(0.5)' > two.log &")

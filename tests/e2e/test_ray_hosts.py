@@ -117,7 +117,10 @@ def test_the_documented_commands_start_a_cluster_of_two_hosts_and_train_on_it(pr
         cluster.type("host-a", typed["head"])
         cluster.type("host-b", typed["join"])
         a, b = (cluster.hosts[name].address for name in ("host-a", "host-b"))
-        refused = cluster.type("host-a", f"ray status\n! {direct} --folder {tmp_path / 'refused'}\n")  # it is for GPUs
+        # Ray's report of the nodes follows a join some seconds later.
+        joined = f"for n in $(seq 60); do ray status | grep -q '/{2.0 * cores} CPU' && break; sleep 1; done"
+        refusal = f"{joined}\nray status\n! {direct} --folder {tmp_path / 'refused'}\n"  # it is for GPUs
+        refused = cluster.type("host-a", refusal)
         assert f"/{2.0 * cores} CPU" in refused
         assert re.search(rf"cannot place .*; the cluster: (?=.*{a} has {cores} CPU).*{b} has {cores} CPU", refused)
         said = cluster.type("host-a", job, **{SHIPPED: str(config), "/shared/run": str(tmp_path / "run")})
