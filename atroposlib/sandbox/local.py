@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from atroposlib.sandbox.contract import (
     ISOLATIONS,
@@ -24,13 +24,14 @@ from atroposlib.sandbox.contract import (
     SandboxBroken,
     SandboxUnavailable,
 )
+from atroposlib.sandbox.keeper_process import await_end, keeper_process, kill_all
 
 logger = logging.getLogger(__name__)
 
-KEEPER = Path(__file__).with_name("inside") / "__main__.py"
 START_SECONDS = 60.0
 GRACE_SECONDS = 15.0
-"""Beyond a program's own deadline, which its watcher keeps: a busy machine may hold that up."""
+"""Beyond a program's own deadline, which its watcher keeps: a busy machine may hold that up. If the watcher reports nothing
+until then, the keeper is replaced: one of them has stopped."""
 CHUNK = 1 << 16
 TRIAL = Path(__file__).with_name("inside") / "trial.py"
 HOW = {
@@ -174,7 +175,7 @@ class LocalSandbox:
         raise AssertionError("unreachable: the second attempt returns or raises")
 
     async def _run_once(self, request: bytes, calls: int) -> Outcome:
-        limits = self.limits
+        limits, keeper = self.limits, self._keeper
         loop = asyncio.get_running_loop()
         asked = file_of(request)
         output, output_end = os.pipe2(os.O_CLOEXEC)
@@ -203,7 +204,11 @@ class LocalSandbox:
                 async with asyncio.timeout(limits.seconds + GRACE_SECONDS):
                     said = await loop.sock_recv(status, CHUNK)
             except TimeoutError:
-                raise SandboxBroken(f"it had not ended {GRACE_SECONDS:g} s after its deadline") from None
+                await self._give_up(keeper)
+                raise SandboxBroken(
+                    f"its end was not reported within {GRACE_SECONDS:g} s after its deadline of {limits.seconds:g} s: the "
+                    "sandbox's keeper, or the program's watcher, has stopped; both were killed, and a new keeper is started"
+                ) from None
             except OSError as error:
                 raise SandboxBroken(f"its watcher cannot be heard: {error}") from error
             told = json.loads(said) if said else {"broken": "its watcher ended without a word"}
@@ -242,28 +247,12 @@ class LocalSandbox:
         if control is not None:
             control.close()
         if keeper is not None:
-            try:
-                await asyncio.to_thread(keeper.wait, 10)
-            except subprocess.TimeoutExpired:
-                keeper.kill()
-                await asyncio.to_thread(keeper.wait)
+            await asyncio.to_thread(await_end, keeper)
 
-
-def keeper_process(control: int, errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a keeper that listens on that descriptor."""
-    # Not the virtual environment's Python, which is a link from where programs may not look.
-    python = os.path.realpath(sys.executable)
-    return subprocess.Popen(
-        [python, "-s", "-P", "-S", "-B", str(KEEPER), str(control)],
-        # The only variables that it has: two threads need no arenas of 64 MiB each, and sets have the same order in every run.
-        env={"MALLOC_ARENA_MAX": "2", "PYTHONHASHSEED": "0"},
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        pass_fds=(control,),
-        start_new_session=True,
-    )
+    async def _give_up(self, keeper: subprocess.Popen[bytes] | None) -> None:
+        """Kill a keeper that has stopped. Another program may have replaced it before."""
+        if keeper is not None:
+            await asyncio.to_thread(kill_all, keeper)
 
 
 def file_of(data: bytes) -> int:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from atroposlib.sandbox import Limits, LocalSandbox, Outcome, Program, Raised, Returned
 from atroposlib.sandbox.inside import filters, rooms
 from atroposlib.sandbox.inside.memory import Memory, bytes_of
+from atroposlib.sandbox.keeper_process import processes_below
 from atroposlib.sandbox.local import read_results
 from atroposlib.sandbox.verdict import same_value, verdict
 from example_trainer.child_processes.guard import parents
@@ -217,7 +218,7 @@ def test_a_keeper_that_dies_is_started_again_and_its_programs_run_anew() -> None
         running = asyncio.create_task(box.run(Program("import time\ntime.sleep(0.3)\ndef f():\n    return 1", "f", [[]])))
         await asyncio.sleep(0.1)
         # Its first process ends with those that it started.
-        os.kill(below(first.pid)[0], signal.SIGKILL)
+        os.kill(processes_below(first.pid)[0], signal.SIGKILL)
         first.wait(60)
         return await running
 
@@ -228,11 +229,11 @@ def test_a_program_that_nobody_waits_for_any_more_ends() -> None:
     async def work(box: LocalSandbox) -> float:
         assert box._keeper is not None
         running = asyncio.create_task(box.run(Program("import time\ntime.sleep(1000)")))
-        before = await until(lambda: len(below(box._keeper.pid)) > 3)
+        before = await until(lambda: len(processes_below(box._keeper.pid)) > 3)
         running.cancel()
         await asyncio.wait([running])
         assert running.cancelled()
-        await until(lambda: len(below(box._keeper.pid)) <= 2)
+        await until(lambda: len(processes_below(box._keeper.pid)) <= 2)
         return before
 
     in_sandbox(work, Limits(seconds=1000))
@@ -245,8 +246,8 @@ def test_all_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment)
     assert owner.stdout is not None
     keeper = int(owner.stdout.readline())
-    asyncio.run(until(lambda: len(below(keeper)) > 3))
-    family = below(keeper)
+    asyncio.run(until(lambda: len(processes_below(keeper)) > 3))
+    family = processes_below(keeper)
     owner.kill()
     owner.wait()
     owner.stdout.close()
@@ -259,17 +260,6 @@ async def until(probe: Callable[[], bool], seconds: float = 60) -> float:
         assert time.monotonic() - began < seconds, "it did not come to that"
         await asyncio.sleep(0.02)
     return time.monotonic() - began
-
-
-def below(pid: int) -> list[int]:
-    """Processes that descend from one."""
-    found = [pid]
-    for one in found:
-        try:
-            found += [int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
-        except OSError:
-            continue  # it ended meanwhile
-    return found[1:]
 
 
 def other_way(way: str, python: str = sys.executable, *before: str) -> dict[str, Any]:
