@@ -3,8 +3,8 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-14B-Instruct \\
         --tensor-parallel-size 2 --port 9001 --dtype bfloat16
 
-Takes `vllm serve`'s flags. Ours: --allow-host, --bridge-timeout, --colocate, --deterministic, --inflight-cache,
---weight-version, --weight-epoch.
+Takes `vllm serve`'s flags. Ours: --allow-host, --bridge-timeout, --colocate, --deterministic, --engine-timeout,
+--inflight-cache, --weight-version, --weight-epoch.
 Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes
 (default: the working directory); VLLM_API_KEY is the key that callers must have (without: vllm_patching/server/access.py);
 LOCKSTEP_TIMELINE is a folder for what it did when (docs/timelines.md).
@@ -39,6 +39,7 @@ from vllm_patching.server.flags import (
 
 if TYPE_CHECKING:
     from vllm_patching.server.access import Door
+    from vllm_patching.server.routes import LockstepService
 
 quiet_torchao()  # here for the processes too that vLLM spawns: they run this file first
 
@@ -180,6 +181,18 @@ async def verify_deterministic(engine: Any, logger: Any) -> dict[str, Any]:
     return report
 
 
+async def watch_engine(engine: Any, args: argparse.Namespace, service: LockstepService) -> None:
+    """Have the server's health follow the engine's progress."""
+    from vllm_patching.server.engine_watch import EngineWatch
+
+    bridge = service.bridge
+    watch = EngineWatch(engine, args.engine_timeout, lambda: bridge is not None and bridge.holds_engine, service.end_requests)
+    if bridge is not None:
+        bridge.engine_trouble = lambda: watch.trouble
+    await watch.start(args.bridge_timeout)
+    service.watch = watch
+
+
 def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Door) -> None:
     """Hook our routes and the bridge into vLLM's server."""
     from vllm_patching.compat.loggers import worker_logger
@@ -237,6 +250,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
             lora = LoraController(engine, args.model, args.bridge_timeout, spans)
             await lora.start()
             service.lora = lora
+        await watch_engine(engine, args, service)
         service.generator = Generator(engine, spans)
         service.engine = engine
         task = asyncio.create_task(announce(state, args, logger))
@@ -251,6 +265,8 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
         try:
             await run_server(args)
         finally:
+            if service.watch is not None:
+                await service.watch.stop()
             if service.bridge is not None:
                 await service.bridge.stop()
             timeline.close()

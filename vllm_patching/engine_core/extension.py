@@ -1,5 +1,5 @@
-"""What is added to vLLM's engine core, the process that schedules: it sends tokens in few messages (gathered_outputs.py), and
-checks new weights and goes on in one.
+"""What is added to vLLM's engine core, the process that schedules: it sends tokens in few messages (gathered_outputs.py),
+notes its steps (progress.py), and checks new weights and goes on in one.
 
 As two messages, the workers' answer goes to the front end and its consent comes back while the engine stands still. The front
 end may be busy with hundreds of requests, and an engine core that is paused with requests sleeps for a millisecond between two
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_patching.compat.rank_messages import keep_payloads_whole, wait_without_spinning
-from vllm_patching.engine_core import gathered_outputs
+from vllm_patching.engine_core import gathered_outputs, progress
 from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal, compare
 
 PLUGIN_NAME = "lockstep"
@@ -43,6 +43,7 @@ def install() -> None:
     if hasattr(process, "pause_scheduler") and all(hasattr(core, seam) for seam in _GATHERING_SEAMS):
         kinds = importlib.import_module("vllm.v1.engine")
         gathered_outputs.install(core, process, kinds.EngineCoreOutput, kinds.EngineCoreOutputs)
+        progress.install(core)
         keep_payloads_whole(importlib.import_module("vllm.v1.serial_utils").MsgpackEncoder, process)
     if "vllm" in sys.modules and importlib.import_module("vllm.platforms").current_platform.is_cpu():
         wait_without_spinning()

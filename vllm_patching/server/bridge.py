@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class Bridge:
         """
         self.state = BridgeState()
         self.timeout = timeout
+        self.engine_trouble: Callable[[], str] = lambda: ""
+        """Return why the engine makes no progress; empty while it does."""
         self._engine = engine
         self._silence = Silence()
         self._ranks = RankCalls(engine, timeout, self._silence)
@@ -160,6 +163,7 @@ class Bridge:
             "instance": self.instance,
             "engine": str(self._switch.state),
             "engine_dead": engine_is_dead(self._engine),
+            "engine_trouble": self.engine_trouble(),
             "lease": None if lease is None else {"holder": lease.holder, "version": lease.version},
             "ranks": self._ranks.last_seen,
             "silent_seconds": self._silence.seconds,
@@ -169,6 +173,8 @@ class Bridge:
         """Why nothing can be sampled rightly, by what the engine does; empty if it can, or will when an update has ended."""
         if self._watchdog.has_ended:
             return f"the bridge's watchdog has ended ({self._watchdog.end}), which notices lost updates; restart the server"
+        if silent := self.engine_trouble():
+            return silent
         if self.state.quarantine:
             return f"in quarantine: {self.state.quarantine}; a full update from a trainer heals it"
         if not self.state.healthy:
@@ -178,6 +184,12 @@ class Bridge:
         if not changing and self._switch.state is not EngineState.RUNNING:
             return f"the engine is {self._switch.state} outside an update; a full update from a trainer or a restart heals it"
         return self.turns.trouble
+
+    @property
+    def holds_engine(self) -> bool:
+        """Whether the engine stands still because it was told to. While it is told to pause, it should still answer."""
+        in_update = self.state.in_update and self._switch.state is not EngineState.RUNNING
+        return (in_update or self.turns.changing or self._switch.resting) and not self._switch.pausing
 
     def _write_config(self) -> None:
         facts = {key: value for key, value in self.info().items() if key != "ranks"}

@@ -143,7 +143,7 @@ class BridgeController(Bridge):
         """
         async with self._lock:
             self._or_conflict(lambda: self.state.check_begin(epoch, version))
-            if self._watchdog.has_ended:
+            if self._watchdog.has_ended or self.engine_trouble():
                 raise BridgeRefusal(503, self.trouble())
             if cohort != self._cohort or (self.state.mode == "broadcast" and not cohort):
                 raise BridgeRefusal(

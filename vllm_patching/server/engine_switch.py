@@ -39,6 +39,8 @@ class EngineSwitch:
         """Called with each state that it comes to."""
         self.pauses = 0
         """How often it was stopped."""
+        self.pausing = False
+        """Whether it is told to pause and has not answered yet."""
         self.resting = False
         """Whether its keys' and values' memory is away (see turns), without which it must not go on."""
         self._engine, self._timeout, self._keep_cache = engine, timeout, keep_cache
@@ -79,7 +81,11 @@ class EngineSwitch:
             BridgeRefusal: it does not answer in time, failed or has died; it may stand still or not.
         """
         self.state = EngineState.UNKNOWN
-        await self._command(pause_and_keep(self._engine, clear_cache=not self._keep_cache), "a pause")
+        self.pausing = True
+        try:
+            await self._command(pause_and_keep(self._engine, clear_cache=not self._keep_cache), "a pause")
+        finally:
+            self.pausing = False
         self.state = EngineState.PAUSED
         self.pauses += 1
 

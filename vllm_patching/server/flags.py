@@ -14,6 +14,7 @@ LORA_EXTENSION = "vllm_patching.worker.lora.LoraWorkerExtension"
 ADAPTERS_AT_ONCE, ADAPTERS_IN_MEMORY = 2, 8
 DEFAULT_PORT = 9001
 DEFAULT_BRIDGE_TIMEOUT = 120.0
+DEFAULT_ENGINE_TIMEOUT = 30.0
 _ONE_FRONT_END = (
     "all replicas of a server are updated together, by one front end on their host: leave it out, and start one server for "
     "each host"
@@ -69,6 +70,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="seconds that each step of a weight update may take before it is given up (default: %(default)s)",
     )
     parser.add_argument(
+        "--engine-timeout",
+        type=float,
+        default=DEFAULT_ENGINE_TIMEOUT,
+        help="seconds without a step of vLLM's engine after which the server is unhealthy and ends its requests with 503. "
+        "Pauses do not count. A step of a new shape, which may compile, has ten times as long (default: %(default)s)",
+    )
+    parser.add_argument(
         "--weight-version",
         type=int,
         default=0,
@@ -113,8 +121,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args.model = getattr(args, "model_tag", None) or args.model
     # What is sampled from is what logprobs are of. Deterministic mode allows no other distribution than the raw one.
     args.logprobs_mode = args.logprobs_mode or ("raw_logprobs" if args.deterministic else "processed_logprobs")
-    if args.bridge_timeout <= 0:
-        fail(f"--bridge-timeout {args.bridge_timeout:g} must be larger than 0 (seconds)")
+    for flag, seconds in (("--bridge-timeout", args.bridge_timeout), ("--engine-timeout", args.engine_timeout)):
+        if not seconds > 0:
+            fail(f"{flag} {seconds:g} must be larger than 0 (seconds)")
     if args.api_server_count not in (None, 1):
         fail(
             f"--api-server-count {args.api_server_count}: one process must own the bridge's state and count which weights each "

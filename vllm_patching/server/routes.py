@@ -19,16 +19,17 @@ from vllm_patching.compat.requests import caller_errors, logprobs_mode, tokenize
 from vllm_patching.server.access import AskAtTheDoor, Door
 from vllm_patching.server.bridge_routes import NOT_SHARED, add_bridge_routes
 from vllm_patching.server.controller import BridgeController
+from vllm_patching.server.engine_watch import EngineWatch
 from vllm_patching.server.generate import CutOff, GenerateRequest, Generator, LogprobNotFinite
 from vllm_patching.server.guard import RefuseWhileUnavailable
 from vllm_patching.server.lora import LoraController, add_lora_routes
 from vllm_patching.server.refusals import RefusingRoute
+from vllm_patching.server.shared_check import CHECK_SECONDS, SharedCheck
 from vllm_patching.server.timeline import FollowRequests, ServerTimeline
 from vllm_patching.server.turns import add_turn_routes
 
 logger = logging.getLogger("vllm.lockstep.routes")
 
-HEALTH_GENERATE_SECONDS = 30.0
 GENERATE_OPTIONS = ["return_text", "token_logprobs", "prompt_token_logprobs"]
 """Fields of /generate that other servers refuse; GET /sampling names them for clients that speak to several kinds."""
 
@@ -39,6 +40,8 @@ class LockstepService:
     def __init__(self) -> None:
         self.engine: Any = None
         self.generator: Generator | None = None
+        self.watch: EngineWatch | None = None
+        self.guard: RefuseWhileUnavailable | None = None
         self.bridge: BridgeController | None = None
         self.lora: LoraController | None = None
         self.instance = uuid.uuid4().hex
@@ -70,7 +73,14 @@ class LockstepService:
             return "the engine is still loading"
         if engine_is_dead(self.engine):
             return "vLLM's engine process has died; restart the server"
-        return self.bridge.trouble() if self.bridge is not None else ""
+        if self.bridge is not None:
+            return self.bridge.trouble()
+        return self.watch.trouble if self.watch is not None else ""
+
+    async def end_requests(self, reason: str) -> None:
+        """Answer every request in flight with 503 and a reason."""
+        if self.guard is not None:
+            await self.guard.end_requests(reason)
 
 
 def attach(app: Any, service: LockstepService, door: Door, timeline: ServerTimeline | None = None) -> None:
@@ -84,11 +94,13 @@ def attach(app: Any, service: LockstepService, door: Door, timeline: ServerTimel
     stack = app.middleware_stack or app.build_middleware_stack()
     if timeline is not None and timeline.on:
         stack = FollowRequests(stack, timeline)
-    app.middleware_stack = AskAtTheDoor(RefuseWhileUnavailable(stack, service), door)
+    service.guard = RefuseWhileUnavailable(stack, service)
+    app.middleware_stack = AskAtTheDoor(service.guard, door)
 
 
 def make_router(service: LockstepService) -> APIRouter:
     router = APIRouter(route_class=RefusingRoute)
+    check = SharedCheck()
 
     @router.get("/health_generate")
     async def health_generate() -> JSONResponse:
@@ -96,13 +108,15 @@ def make_router(service: LockstepService) -> APIRouter:
         if reason or service.generator is None:
             return _error(503, reason or "the engine is still loading")
         try:
-            seconds = await service.generator.check(HEALTH_GENERATE_SECONDS)
+            seconds, age = await check.result(service.generator.check)
         except TimeoutError:
             paused = service.bridge is not None and service.bridge.state.in_update
             resting = service.bridge.turns.reason if service.bridge is not None else ""
             why = resting or "a weight update holds it" if resting or paused else "the engine is stuck or overloaded"
-            return _error(503, f"no token within {HEALTH_GENERATE_SECONDS:g} s: {why}")
-        return JSONResponse({"status": "ok", "seconds": seconds})
+            return _error(503, f"no token within {CHECK_SECONDS:g} s: {why}")
+        except CutOff as error:
+            return _error(503, service.unavailable() or str(error))
+        return JSONResponse({"status": "ok", "seconds": seconds, "age": age})
 
     @router.post("/generate")
     async def generate(body: GenerateRequest, request: Request) -> Response:

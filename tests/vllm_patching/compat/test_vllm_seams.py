@@ -61,6 +61,11 @@ SEAMS = (
     *(f"{ENGINE}:EngineCoreOutput.{name}" for name in ("request_id", "new_token_ids", "new_logprobs")),
     *(f"{ENGINE}:EngineCoreOutputs.{name}" for name in ("outputs", "timestamp", "scheduler_stats", "finished_requests")),
     "vllm.v1.core.sched.scheduler:Scheduler.requests",
+    *(f"{CORE}:EngineCore.{name}" for name in ("scheduler", "model_executor", "vllm_config")),  # progress.py
+    "vllm.v1.executor.abstract:Executor.execute_model",
+    *(f"vllm.v1.request:RequestStatus.{name}" for name in ("RUNNING", "WAITING_FOR_REMOTE_KVS", "FINISHED_ABORTED")),
+    *(f"vllm.v1.core.sched.output:SchedulerOutput.{name}" for name in ("num_scheduled_tokens", "scheduled_new_reqs")),
+    "vllm.v1.core.sched.output:SchedulerOutput.total_num_scheduled_tokens",
     # the workers
     "vllm.v1.worker.gpu_worker:Worker.get_model",
     "vllm.v1.worker.gpu_worker:Worker.execute_model",

@@ -1,0 +1,134 @@
+"""Watches whether vLLM's engine makes progress, and ends the requests of one that does not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from vllm_patching.compat.engine import ask_engine_cores, engine_is_dead, replicas
+from vllm_patching.engine_core.progress import PROGRESS, WATCH_STEPS, FirstSteps
+from vllm_patching.server.progress import EngineProgress
+from vllm_patching.server.ranks import answer_in_time
+
+logger = logging.getLogger("vllm.lockstep.engine")
+
+TICK_SECONDS = 0.5
+LONGEST_TICK_SECONDS = 1.0
+"""A tick that took longer counts as this: the API process was stopped or busy, and may not have read the engine's answer."""
+QUESTIONS = 10
+"""The engine is asked so many times within the limit."""
+
+
+class EngineWatch:
+    """Asks every engine core for its progress, one question at a time, and applies the rule of `progress.py`."""
+
+    def __init__(
+        self,
+        engine: Any,
+        limit: float,
+        held: Callable[[], bool],
+        end_requests: Callable[[str], Coroutine[Any, Any, None]],
+    ) -> None:
+        """
+        Args:
+            engine: vLLM's AsyncLLM.
+            limit: seconds without progress after which there is trouble (--engine-timeout).
+            held: return whether the engine stands still because it was told to.
+            end_requests: answer every request in flight with a reason.
+        """
+        self._engine, self._limit, self._held, self._end_requests = engine, limit, held, end_requests
+        self._count = replicas(engine)
+        self._progress = EngineProgress(limit, self._count)
+        self._first_steps: FirstSteps | None = None
+        self._questions: dict[int, asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._asked = 0.0
+        self._trouble = self._failure = ""
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be sampled; empty while the engine makes progress."""
+        return self._trouble
+
+    async def start(self, timeout: float) -> None:
+        """Begin to watch. Call from within the engine's event loop.
+
+        Args:
+            timeout: seconds for the engine's first answer.
+
+        Raises:
+            BridgeRefusal: the engine did not answer in time.
+            UnsupportedVllm: the engine core has no such method.
+        """
+        handle, name = tempfile.mkstemp(prefix="lockstep-steps-")
+        os.close(handle)
+        self._first_steps = FirstSteps(Path(name), self._count)
+        try:
+            for question in ask_engine_cores(self._engine, WATCH_STEPS, name, self._count):
+                await answer_in_time(self._engine, question, WATCH_STEPS, timeout, "vLLM's engine")
+        finally:
+            self._first_steps.remove_file()
+        self._task = asyncio.create_task(self._watch(), name="engine watch")
+
+    async def stop(self) -> None:
+        """End the watch."""
+        tasks = [task for task in (self._task, self._ending, *self._questions.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            passed, last = min(now - last, LONGEST_TICK_SECONDS), now
+            try:
+                await self._tick(passed, now)
+            except Exception as error:  # the watch must go on; the same error is logged once
+                if repr(error) != self._failure:
+                    logger.exception("[Engine] the watch over vLLM's engine failed in one look; it goes on")
+                self._failure = repr(error)
+
+    async def _tick(self, passed: float, now: float) -> None:
+        assert self._first_steps is not None
+        if engine_is_dead(self._engine):
+            return
+        self._progress.passed(passed, [self._first_steps.under_way(number) for number in range(self._count)])
+        if self._held():
+            self._progress.excused()
+        if self._trouble or now - self._asked >= self._limit / QUESTIONS:
+            self._asked = now
+            self._ask()
+        before, self._trouble = self._trouble, self._progress.trouble
+        if self._trouble and not before:
+            logger.error("[Engine] UNHEALTHY: %s; requests in flight end with 503", self._trouble)
+            self._ending = asyncio.create_task(self._end_requests(self._trouble), name="end of requests")
+        elif before and not self._trouble:
+            logger.warning("[Engine] vLLM's engine makes progress again: requests are answered")
+
+    def _ask(self) -> None:
+        """Ask those engine cores that have answered the question before."""
+        free = [n for n in range(self._count) if n not in self._questions or self._questions[n].done()]
+        if not free:
+            return
+        for number, question in enumerate(ask_engine_cores(self._engine, PROGRESS)):
+            if number in free:
+                self._questions[number] = asyncio.create_task(self._answer(number, question), name=f"progress of {number}")
+            elif asyncio.iscoroutine(question):
+                question.close()
+
+    async def _answer(self, number: int, question: Awaitable[Any]) -> None:
+        try:
+            answer = await question
+        except Exception as error:  # noqa: BLE001 - an engine that cannot answer makes no progress, whatever it raises
+            logger.debug("[Engine] engine core %d did not answer: %r", number, error)
+            return
+        self._progress.answered(number, int(answer["executed"]), int(answer["due"]))
