@@ -140,6 +140,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "(at most 32,768, beyond which it": "the largest of BUDGETS in example_trainer/training/memory_plan.py",
         "model on one H100 a restart took 98 s": "the trainer's log in bench/results/guide_legacy.json",
         "16 bytes for each parameter at 50 GB/s": "BUS_BYTES_PER_SECOND in example_trainer/training/memory_choice.py",
+        "64 MiB, and 16 MiB more that no post may use up": "RESERVE_BYTES and SLACK_BYTES in atroposlib/api/store/reserve.py",
         "leaves 8 % of the memory free": "_PLANNED_SHARE in example_trainer/training/memory_plan.py",
         "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_items.py",
     },
@@ -158,6 +159,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "packs of 16,384 tokens in sequences of the length that is named": "what bench/trainer_speed.py is asked for",
     },
     "docs/rollout-service.md": {
+        "holds 64 MiB of the disk": "RESERVE_BYTES in atroposlib/api/store/reserve.py",
+        "its size and 16 MiB are free": "SLACK_BYTES in atroposlib/api/store/reserve.py",
         "or falls 256 messages or 8 MiB behind": "limits of atroposlib/ui/live/hub.py",
         "after decompression (1 MiB any other)": "a limit of atroposlib/api/gate/gate.py",
         "a head has 64 KiB at most. Bodies from 1 MiB on": "limits of atroposlib/api",

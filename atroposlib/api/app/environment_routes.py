@@ -23,6 +23,7 @@ from atroposlib.api.models.requests import (
     invalid,
     read,
 )
+from atroposlib.api.store.store import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -126,12 +127,14 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
 async def post(service: RolloutService, reader: GroupReader, body: bytes, many: bool) -> list[Receipt]:
     """Read and post groups. Name the field of a group that is too large, and count the post if it is refused."""
     try:
-        drafts = await reader.read(body, many)
-        try:
-            return await service.post(drafts)
-        except BatchTooSmallError as error:
-            raise invalid([error.index, "tokens"] if many else ["tokens"], error.size, f"tokens: {error}") from None
-    except (InvalidRequestError, QueueError) as refusal:
+        await service.post_space.require(len(body))
+        with service.post_space.taken(len(body)):
+            drafts = await reader.read(body, many)
+            try:
+                return await service.post(drafts)
+            except BatchTooSmallError as error:
+                raise invalid([error.index, "tokens"] if many else ["tokens"], error.size, f"tokens: {error}") from None
+    except (InvalidRequestError, QueueError, StoreError) as refusal:
         service.queue.refusals.note_refusal(str(refusal))
         raise
 

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from atroposlib.api.app.post_space import PostSpace
 from atroposlib.api.models.records import NOBODY, Draft, Lease, Receipt
 from atroposlib.api.queue.rollout_queue import RolloutQueue
 
@@ -15,9 +16,14 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class Metrics:
-    """One registry per service. `queue` gives the current queue, whose totals are read when asked for."""
+    """One registry per service.
 
-    def __init__(self, queue: Callable[[], RolloutQueue]) -> None:
+    Args:
+        queue: returns the current queue, whose totals are read when Prometheus asks.
+        post_space: knows the space of the store's disk.
+    """
+
+    def __init__(self, queue: Callable[[], RolloutQueue], post_space: PostSpace) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter("rollout_requests", "Requests answered", ["method", "route", "status"], registry=self.registry)
         self.request_seconds = Histogram(
@@ -37,6 +43,7 @@ class Metrics:
             registry=self.registry,
         )
         self.registry.register(_QueueState(queue))
+        self.registry.register(_StoreSpace(post_space))
         self._queue = queue
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -104,3 +111,21 @@ class _QueueState(Collector):
         for (reason, bucket), count in sorted(queue.drops.items()):
             drops.add_metric([reason, str(bucket)], count)
         yield drops
+
+
+class _StoreSpace(Collector):
+    """Space of the store's disk, as it was last measured; nothing for a store in memory."""
+
+    def __init__(self, post_space: PostSpace) -> None:
+        self._post_space = post_space
+
+    def collect(self) -> Iterator[Metric]:
+        """The space, and whether posts are refused for want of it."""
+        figures = self._post_space.figures()
+        if figures is None:
+            return
+        yield GaugeMetricFamily("rollout_store_free_bytes", "Free bytes of the store's disk", figures["free_bytes"])
+        refusing = figures["refusing_posts"] is not None
+        yield GaugeMetricFamily("rollout_store_refusing_posts", "1 while posts are refused for want of disk space", refusing)
+        whole = figures["reserve_is_whole"]
+        yield GaugeMetricFamily("rollout_store_reserve_is_whole", "1 if the reserve for batches is there", whole)

@@ -15,6 +15,7 @@ import orjson
 
 from atroposlib.api.app.metrics import Metrics
 from atroposlib.api.app.moves import Moves
+from atroposlib.api.app.post_space import PostSpace
 from atroposlib.api.models.groups import NO_REFERENCE, with_reference
 from atroposlib.api.models.records import MISSING, NOBODY, Draft, Lease, Limits, Receipt
 from atroposlib.api.models.values import unreadable
@@ -89,7 +90,8 @@ class RolloutService:
         self.queue = RolloutQueue(self.limits, store.load(), self.clock())
         self._checked_from = self.queue.next_seq
         """Groups below this number were stored by an earlier start, perhaps of a version that accepted more."""
-        self.metrics = Metrics(lambda: self.queue)
+        self.post_space = PostSpace(store)
+        self.metrics = Metrics(lambda: self.queue, self.post_space)
         self.latest: bytes | None = None
         self.fleet_table = Table()
         self.moves = Moves()
@@ -279,6 +281,7 @@ class RolloutService:
                 "waiting_to_be_used_again": queue.lines.used_groups,
             },
             "waiting_because": queue.waiting,
+            "store": self.post_space.figures(),
             "queue": figures.backlog(queue),
             "leases": figures.leases(queue),
             "dropped": [

@@ -5,77 +5,46 @@ Bodies have a table of their own, because SQLite rewrites a whole row to change 
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import sqlite3
 import threading
+import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import orjson
 
 from atroposlib.api.models.records import BUFFERED, QUEUED, REFERENCE, Changes, Evaluation, Group, Lease, Receipt, Snapshot
+from atroposlib.api.store.file_lock import lock_file
+from atroposlib.api.store.reserve import RESERVE_BYTES, SLACK_BYTES, DiskSpace, Reserve, megabytes
+from atroposlib.api.store.schema import APPLICATION_ID, FORMAT, SCHEMA, UPGRADE
+from atroposlib.api.store.statements import Statements
 from atroposlib.api.store.store import DamagedError, RecentBodies, Store, StoreError
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PAGE_SIZE = 65536
 """Bodies are long: larger pages make fewer links."""
 CHECKPOINT_PAGES = 1024
 """64 MiB of log before it is copied into the file. Much of it has been handed out and freed by then."""
-MOST_VARIABLES = 999
-"""In one statement: what every SQLite takes, those before 3.32 included."""
 RECENT_BYTES = 64 << 20
 """Bodies of the newest groups are kept in memory, since most are handed out soon."""
 
-APPLICATION_ID = 0x4C6F636B
-"""Marks the file as ours."""
-FORMAT = 5
 
-SCHEMA = """
-CREATE TABLE state (id INTEGER PRIMARY KEY CHECK (id = 1), record BLOB NOT NULL);
-CREATE TABLE environments (env_id INTEGER PRIMARY KEY, record BLOB NOT NULL);
-CREATE TABLE groups (
-    seq INTEGER PRIMARY KEY, line INTEGER NOT NULL, size INTEGER NOT NULL, longest INTEGER NOT NULL,
-    n_bytes INTEGER NOT NULL, weights TEXT NOT NULL, stated INTEGER NOT NULL, place INTEGER NOT NULL,
-    tokens INTEGER NOT NULL, reference INTEGER NOT NULL, uses INTEGER NOT NULL);
-CREATE TABLE bodies (seq INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
-CREATE TABLE leases (batch_id INTEGER PRIMARY KEY, sent INTEGER NOT NULL, returned INTEGER NOT NULL);
-CREATE TABLE keys (
-    place INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, status TEXT NOT NULL, buffer_size INTEGER, reason TEXT);
-CREATE TABLE evaluations (id INTEGER PRIMARY KEY, record BLOB NOT NULL);
-"""
-
-UPGRADE = {
-    1: "ALTER TABLE groups ADD COLUMN stated INTEGER NOT NULL DEFAULT 0;",
-    2: """
-ALTER TABLE groups RENAME TO groups_before;
-CREATE TABLE groups (
-    seq INTEGER PRIMARY KEY, line INTEGER NOT NULL, size INTEGER NOT NULL, longest INTEGER NOT NULL,
-    n_bytes INTEGER NOT NULL, weights TEXT NOT NULL, stated INTEGER NOT NULL, place INTEGER NOT NULL);
-INSERT INTO groups SELECT seq, line, size, longest, n_bytes, '[[0,' || version || ']]', stated, place FROM groups_before;
-DROP TABLE groups_before;
-DROP TABLE IF EXISTS clean_stop;
-""",
-    3: SCHEMA[SCHEMA.index("CREATE TABLE evaluations") :],
-    # Bodies of before may have their empty ref_logprobs anywhere, so that no reference can be put into them.
-    4: """
-ALTER TABLE groups ADD COLUMN tokens INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE groups ADD COLUMN reference INTEGER NOT NULL DEFAULT 1;
-ALTER TABLE groups ADD COLUMN uses INTEGER NOT NULL DEFAULT 0;
-UPDATE groups SET tokens = size * longest;
-""",
-}
-"""From each earlier format to the one after it, for every SQLite: those before 3.35 can drop no column."""
+SMALL_BYTES = 8 << 20
+"""A file that holds less than this is rewritten without its free pages when the disk is full."""
 
 
 class SqliteStore(Store):
     """Keeps everything in the file at `path`. No two processes can have it open.
+
+    Args:
+        path: of the file.
+        reserve: bytes of the disk that are kept for what empties the queue.
 
     Raises:
         StoreError: the file cannot be opened, belongs to another program, is damaged, or is in use.
@@ -83,78 +52,88 @@ class SqliteStore(Store):
 
     durable = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reserve: int = RESERVE_BYTES) -> None:
         self.path = path
         if not path.parent.is_dir():
             raise StoreError(f"{path}: the folder {path.parent} does not exist; create it, or pass another --store")
-        self._lock_file = self._take_lock()
+        self._file = path.resolve()  # SQLite names its log after the file, so a link must not have a log of its own
+        self._lock = lock_file(self._file)
+        self._reserve = Reserve(Path(f"{self._file}-reserve"), reserve)
         self._recent = RecentBodies(RECENT_BYTES)
         self._writing = threading.Lock()
         self._reading = threading.Lock()
         self._unreadable: set[int] = set()
         """Groups whose bodies SQLite cannot follow on the disk, and so cannot delete either."""
         try:
-            self._writer = self._connect()
-            self._prepare()
-            self._reader = self._connect()
-        except sqlite3.Error as error:
-            raise self._error(error) from None
+            self._writer, self._reader = self._open()
+            self._statements = Statements(self._writer, self._unreadable)
+        except (sqlite3.Error, StoreError) as error:
+            os.close(self._lock)
+            raise error if isinstance(error, StoreError) else self._error(error) from None
+        self._reserve.build(self._free() - self._promised())
+        self._look()
+
+    def _open(self) -> tuple[sqlite3.Connection, sqlite3.Connection]:
+        """Open the file. Even that needs some of the disk, to recover the log for instance."""
+        try:
+            return self._connections()
+        except sqlite3.OperationalError as error:
+            if not _wants_space(error) or not self._reserve.release():
+                raise
+            logger.warning("store %s: %s; its reserve is given to opening it", self.path, error)
+            return self._connections()
+
+    def _connections(self) -> tuple[sqlite3.Connection, sqlite3.Connection]:
+        with ExitStack() as opened:
+            writer = opened.enter_context(closing(self._connect()))
+            self._prepare(writer)
+            reader = opened.enter_context(closing(self._connect()))
+            opened.pop_all()
+            return writer, reader
 
     def _error(self, error: Exception) -> StoreError:
         text = str(error)
         remedy = "look at the disk and the file's permissions, or pass another --store"
-        if "full" in text or "I/O" in text:
-            remedy = "is the disk full? Free some space; until then nothing new is accepted"
+        if isinstance(error, sqlite3.OperationalError) and _wants_space(error):
+            folder = self.path.absolute().parent
+            free = f"{megabytes(self._free())} are free on the disk of {folder}"
+            remedy = f"{free}: free some space, raise the quota, or look for faults of the disk (dmesg)"
         elif "malformed" in text or "not a database" in text:
             remedy = "the file is damaged: restore it from a copy, or move it away to start with an empty one"
         return StoreError(f"store {self.path}: {text}; {remedy}")
 
-    def _take_lock(self) -> int:
-        name = f"{self.path}.lock"
-        try:
-            descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StoreError(f"store {self.path}: {error.strerror}; pass another --store") from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.read(descriptor, 32).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise StoreError(
-                f"store {self.path} is in use by another service (pid {owner}); stop it, or pass another --store"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
-        return descriptor
-
     def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.path, timeout=10, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(self._file, timeout=10, isolation_level=None, check_same_thread=False)
         connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
         connection.execute("PRAGMA synchronous = FULL")  # not only a kill: a power cut may not lose an answered post either
         connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {2 * CHECKPOINT_PAGES * PAGE_SIZE}")
         connection.execute("PRAGMA cache_size = -32768")
+        connection.execute(
+            "PRAGMA secure_delete = OFF"
+        )  # some builds write zeros over all that is deleted: an ack costs a batch
+        connection.execute("PRAGMA temp_store = MEMORY")  # the folder for temporary files may be full too
         return connection
 
-    def _prepare(self) -> None:
-        new = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        (application,) = self._writer.execute("PRAGMA application_id").fetchone()
-        (version,) = self._writer.execute("PRAGMA user_version").fetchone()
+    def _prepare(self, writer: sqlite3.Connection) -> None:
+        new = writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        (application,) = writer.execute("PRAGMA application_id").fetchone()
+        (version,) = writer.execute("PRAGMA user_version").fetchone()
         if not new and (application != APPLICATION_ID or version not in (*UPGRADE, FORMAT)):
             raise StoreError(
                 f"store {self.path} is not a rollout store of format {FORMAT} (application id {application:#x}, "
                 f"format {version}); pass another --store"
             )
-        (mode,) = self._writer.execute("PRAGMA journal_mode = WAL").fetchone()
+        (mode,) = writer.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
             raise StoreError(f"store {self.path}: the file system cannot do write-ahead logging ({mode}); pass another --store")
         if new:
-            self._writer.executescript(
+            writer.executescript(
                 f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"
             )
         elif version != FORMAT:
             steps = "".join(UPGRADE[step] for step in range(version, FORMAT))
-            self._writer.executescript(f"BEGIN; {steps} PRAGMA user_version = {FORMAT}; COMMIT;")
+            writer.executescript(f"BEGIN; {steps} PRAGMA user_version = {FORMAT}; COMMIT;")
 
     # ---- reading ----
 
@@ -224,25 +203,55 @@ class SqliteStore(Store):
     # ---- writing ----
 
     def commit(self, together: Sequence[Changes]) -> None:
-        """Write the changes in one transaction, and have it on the disk."""
+        """Write the changes in one transaction, and have it on the disk.
+
+        New groups may not use the reserve. Everything else may, since it empties the queue or is small.
+        """
+        # What came before a wipe is gone; what is left is applied at once.
+        wiped = max((index for index, changes in enumerate(together) if changes.wipe), default=0)
+        wipes, left = any(changes.wipe for changes in together), together[wiped:]
         with self._writing:
             try:
-                self._writer.execute("BEGIN IMMEDIATE")
-                for changes in together:
-                    if changes.wipe:
-                        self._wipe()
-                # What came before a wipe is gone; what is left is applied at once.
-                wiped = max((index for index, changes in enumerate(together) if changes.wipe), default=0)
-                self._apply(together[wiped:])
-                self._writer.execute("COMMIT")
+                try:
+                    self._transact(wipes, left)
+                except sqlite3.OperationalError as error:
+                    if not _wants_space(error) or any(changes.added for changes in left):
+                        raise
+                    self._transact_from_reserve(wipes, left)
             except (sqlite3.Error, OSError) as error:
-                self._roll_back()
+                self._look()
                 raise self._error(error) from None
-            except BaseException:
-                self._roll_back()
-                raise
             for changes in together:
                 self._recent.follow(changes)
+            if not self._reserve.is_whole:  # what is left of it must not fill with the log
+                self._make_room()
+            self._look()
+
+    def _transact(self, wipes: bool, changes: Sequence[Changes]) -> None:
+        try:
+            self._writer.execute("BEGIN IMMEDIATE")
+            if wipes:
+                self._statements.wipe()
+            self._statements.apply(changes)
+            self._writer.execute("COMMIT")
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _transact_from_reserve(self, wipes: bool, changes: Sequence[Changes]) -> None:
+        """Write changes for which the disk has no space: first into the log from its beginning, then with the reserve."""
+        with self._reading:
+            self._fold()
+        try:
+            self._transact(wipes, changes)
+        except sqlite3.OperationalError as error:
+            if not _wants_space(error) or not self._reserve.release():
+                raise
+            logger.warning(
+                "store %s: %s; the reserve of %s is used for batches and acknowledgements, and new groups are refused",
+                self.path, error, megabytes(self._reserve.size),
+            )  # fmt: skip
+            self._transact(wipes, changes)
 
     def _roll_back(self) -> None:
         try:
@@ -251,91 +260,82 @@ class SqliteStore(Store):
         except sqlite3.Error as error:
             logger.error("store %s: the rollback failed too: %s", self.path, error)
 
-    def _apply(self, together: Sequence[Changes]) -> None:
-        """Apply several changes, in their order."""
-        run = self._writer.execute
-        added = [entry for changes in together for entry in changes.added]
-        if added:
-            rows = []
-            for group, _, place in added:
-                weights = orjson.dumps(group.weights).decode()
-                numbers = (group.seq, group.line, group.size, group.longest, group.n_bytes)
-                rows.append((*numbers, weights, group.stated, place, group.tokens, group.reference, group.uses))
-            self._insert("groups", rows)
-            self._insert("bodies", [(group.seq, zlib.crc32(body), body) for group, body, _ in added])
-        for seq, body in [entry for changes in together for entry in changes.referenced]:
-            run("UPDATE bodies SET crc = ?, body = ? WHERE seq = ?", (zlib.crc32(body), body, seq))
-            run("UPDATE groups SET n_bytes = ? WHERE seq = ?", (len(body), seq))
-        for seq, reference in [entry for changes in together for entry in changes.reference]:
-            run("UPDATE groups SET reference = ? WHERE seq = ?", (reference, seq))
-        uses = dict([entry for changes in together for entry in changes.uses])
-        for times in sorted(set(uses.values())):
-            self._for_all("UPDATE groups SET uses = ? WHERE seq", [seq for seq, n in uses.items() if n == times], times)
-        for changes in together:
-            self._place(changes)
-        removed = [seq for changes in together for seq in changes.removed]
-        if removed:
-            self._for_all("DELETE FROM groups WHERE seq", removed)
-            self._for_all("DELETE FROM bodies WHERE seq", [seq for seq in removed if seq not in self._unreadable])
-        environments = {record["env_id"]: record for changes in together for record in changes.environments}
-        for env_id, record in environments.items():
-            run("INSERT OR REPLACE INTO environments VALUES (?, ?)", (env_id, orjson.dumps(record)))
-        keys: dict[str, Receipt | None] = {}
-        for changes in together:
-            keys.update(changes.keys_added)
-            keys.update(dict.fromkeys(changes.keys_removed))
-        if keys:
-            self._for_all("DELETE FROM keys WHERE key", list(keys))
-            kept = [(key, r.status, r.buffer_size, r.reason) for key, r in keys.items() if r is not None]
-            self._insert("keys (key, status, buffer_size, reason)", kept)
-        results = [(result.id, orjson.dumps(result)) for changes in together for result in changes.evaluations]
-        if results:
-            self._insert("evaluations", results)
-        self._for_all("DELETE FROM evaluations WHERE id", [id for changes in together for id in changes.evaluations_removed])
-        state = next((changes.state for changes in reversed(together) if changes.state is not None), None)
-        if state is not None:
-            run("INSERT OR REPLACE INTO state VALUES (1, ?)", (orjson.dumps(state),))
+    # ---- space ----
 
-    def _insert(self, into: str, rows: Sequence[tuple[object, ...]]) -> None:
-        """Insert rows, many with one statement: each hands the interpreter to other threads and has to wait for it again,
-        so few statements matter more than short ones."""
-        for some in _chunks(rows, MOST_VARIABLES // len(rows[0]) if rows else 1):
-            row = f"({', '.join('?' * len(some[0]))})"
-            values = [value for entry in some for value in entry]
-            self._writer.execute(f"INSERT INTO {into} VALUES {', '.join([row] * len(some))}", values)
+    def _free(self) -> int:
+        found = os.fstatvfs(self._lock)
+        return found.f_bavail * found.f_frsize
 
-    def _for_all(self, statement: str, values: Sequence[int | str], *first: int) -> None:
-        """Run a statement that ends before its `IN`, for many values at a time. `first` are what it needs before them."""
-        for some in _chunks(values, MOST_VARIABLES - len(first)):
-            self._writer.execute(f"{statement} IN ({', '.join('?' * len(some))})", [*first, *some])
+    def _promised(self) -> int:
+        """Bytes by which the file will grow when the log is folded into it."""
+        (pages,) = self._writer.execute("PRAGMA page_count").fetchone()
+        return max(0, int(pages) * PAGE_SIZE - os.fstat(self._lock).st_size)
 
-    def _place(self, changes: Changes) -> None:
-        run = self._writer.execute
-        place = "UPDATE groups SET place = ? WHERE seq"
-        moved = dict(changes.moved)
-        for to in sorted(set(moved.values())):
-            self._for_all(place, [seq for seq, last in moved.items() if last == to], to)
-        for batch_id, sent, returned, seqs in changes.leases:
-            run("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (batch_id, sent, returned))
-            self._for_all(place, seqs, batch_id)
-        for batch_id in changes.leases_removed:
-            run("DELETE FROM leases WHERE batch_id = ?", (batch_id,))
+    def _look(self) -> None:
+        """Measure the space."""
+        try:
+            (reusable,) = self._writer.execute("PRAGMA freelist_count").fetchone()
+            reserve = self._reserve
+            self.space = DiskSpace(
+                self.path, self._free(), self._promised(), int(reusable) * PAGE_SIZE, reserve.size, reserve.is_whole
+            )
+        except (sqlite3.Error, OSError) as error:
+            logger.warning("store %s: its space cannot be measured: %s", self.path, error)
 
-    def _wipe(self) -> None:
-        for table in ("state", "environments", "groups", "bodies", "leases", "keys", "evaluations"):
-            self._writer.execute(f"DELETE FROM {table}")
+    def measure(self) -> None:
+        """Measure the free space alone: all else changes with commits."""
+        try:
+            free = self._free()
+        except OSError as error:
+            logger.warning("store %s: its space cannot be measured: %s", self.path, error)
+            return
+        if self.space is not None:
+            self.space = replace(self.space, free=free, measured=time.monotonic())
+
+    def make_room(self) -> None:
+        """Give back what the store does not need, rebuild the reserve if there is space for it, and measure what is left."""
+        with self._writing:
+            self._make_room()
+            self._look()
+
+    def _make_room(self) -> None:
+        with self._reading:
+            self._fold()
+            self._shorten()
+        try:
+            self._reserve.build(self._free() - self._promised())
+        except (sqlite3.Error, OSError) as error:
+            logger.warning("store %s: its reserve cannot be rebuilt: %s", self.path, error)
+
+    def _fold(self) -> None:
+        """Fold the log into the file and empty it. Nobody may be reading."""
+        try:
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        except sqlite3.Error as error:  # the log stays as it is, and nothing is lost
+            logger.info("store %s: its log cannot be folded into the file now: %s", self.path, error)
+
+    def _shorten(self) -> None:
+        """Rewrite a file that holds next to nothing, which gives its free pages back to the disk. Nobody may be reading."""
+        try:
+            (pages,) = self._writer.execute("PRAGMA page_count").fetchone()
+            (unused,) = self._writer.execute("PRAGMA freelist_count").fetchone()
+            if unused * PAGE_SIZE >= SLACK_BYTES and (pages - unused) * PAGE_SIZE <= SMALL_BYTES:
+                self._writer.execute("VACUUM")
+                self._fold()
+        except sqlite3.Error as error:
+            logger.info("store %s: it cannot be shortened now: %s", self.path, error)
 
     def close(self) -> None:
         """Fold the log into the file, and let go of it."""
         with self._writing, self._reading:
             self._reader.close()
             self._writer.close()
-            os.close(self._lock_file)
+            os.close(self._lock)
 
 
-def _chunks(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(values), size):
-        yield values[start : start + size]
+def _wants_space(error: sqlite3.Error) -> bool:
+    """Return True for what a full disk or a used-up quota looks like. A broken disk looks like the latter."""
+    return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 def set_aside(path: Path) -> int:

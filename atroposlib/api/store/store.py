@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from atroposlib.api.models.records import Changes, Snapshot
+from atroposlib.api.store.reserve import DiskSpace
 
 
 class StoreError(RuntimeError):
@@ -29,6 +30,8 @@ class Store(ABC):
 
     durable: bool = False
     """What was committed survives the death of the process and of the machine. A store that is not commits at once."""
+    space: DiskSpace | None = None
+    """The space of its disk when that was last measured; None for a store that needs none."""
 
     @abstractmethod
     def load(self) -> Snapshot:
@@ -58,6 +61,12 @@ class Store(ABC):
             DamagedError: some of them are damaged or gone; it names all of those.
             StoreError: they cannot be read.
         """
+
+    def measure(self) -> None:  # noqa: B027 - a store without a file has nothing to do
+        """Measure the free space of the disk again. May be called from another thread, and waits for no commit."""
+
+    def make_room(self) -> None:  # noqa: B027 - a store without a file has nothing to do
+        """Give unused space back to the disk, and measure `space` again. May be called from another thread."""
 
     @abstractmethod
     def close(self) -> None:

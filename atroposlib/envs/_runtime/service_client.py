@@ -4,15 +4,18 @@ A transient outage never loses a group and never ends the process: every call is
 in the log, until `timeout` seconds have passed. A post carries an idempotency key, so that a retry is not counted twice.
 """
 
+import asyncio
 import gzip
 import logging
 import math
+import time
 from typing import Any
 
 import httpx
 import orjson
 
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable
+from atroposlib.utils import waiting
 from atroposlib.utils.connections import LIMITS
 from atroposlib.utils.jsonl import encode
 from atroposlib.utils.keys import LOOPBACK, SERVICE_KEY, bearer, host_of
@@ -22,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 COMPRESS_ABOVE_BYTES = 4096
 LONGEST_RETRY_AFTER = 30.0
+FULL_DISK = 507
+FULL_DISK_SECONDS = 24 * 3600.0
+"""Longest wait for space on the service's disk, which a person has to free, or a trainer that takes batches."""
 
 
 class RejectedByService(Exception):
@@ -54,6 +60,8 @@ class RolloutServiceClient:
         )
         # On one machine compressing costs more than it saves.
         self._compress = host_of(self.url) not in LOOPBACK
+        self._full_since: float | None = None
+        """When the service refused a call for want of disk space, if it has taken no post since."""
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -91,18 +99,17 @@ class RolloutServiceClient:
             RejectedByService: an answer that a retry cannot change.
         """
         content, headers = self._encode(body)
-        patience = Patience(
-            f"rollout service at {self.url}",
-            self.timeout,
-            ServiceUnavailable,
-            logger,
-            "start it with `python -m atroposlib.cli.run_api` or pass its address as --env.rollout_server_url",
-        )
+        patience, full_since = self._patience(), None
         while True:
             try:
                 response = await self._http.request(method, path, content=content, headers=headers)
             except httpx.HTTPError as error:
                 await patience.wait(f"no answer to {path} ({type(error).__name__})")
+                continue
+            if response.status_code == FULL_DISK:
+                full_since = time.monotonic() if full_since is None else full_since
+                await self._wait_for_space(path, response, full_since)
+                patience = self._patience()  # the service is there, and what it lacks later is another matter
                 continue
             if response.status_code == 429:
                 await patience.wait(f"it is full ({path} answered 429)", at_least=retry_after(response))
@@ -123,7 +130,38 @@ class RolloutServiceClient:
                 await patience.wait(f"{path} answered no JSON: {response.text[:80]!r}")
                 continue
             patience.done()
+            if method == "POST" and self._full_since is not None:
+                waited, self._full_since = time.monotonic() - self._full_since, None
+                logger.info("the rollout service at %s has space again after %.0f s", self.url, waited)
             return answer if isinstance(answer, dict) else {"value": answer}
+
+    def _patience(self) -> Patience:
+        return Patience(
+            f"rollout service at {self.url}",
+            self.timeout,
+            ServiceUnavailable,
+            logger,
+            "start it with `python -m atroposlib.cli.run_api` or pass its address as --env.rollout_server_url",
+        )
+
+    async def _wait_for_space(self, path: str, refusal: httpx.Response, since: float) -> None:
+        """Pause once while the service's disk is full. All calls that wait log one line together.
+
+        Raises:
+            ServiceUnavailable: this call has waited for `FULL_DISK_SECONDS`.
+        """
+        reason = _detail(refusal)
+        if time.monotonic() - since > FULL_DISK_SECONDS:
+            raise ServiceUnavailable(
+                f"rollout service at {self.url}: no disk space for {path} within {FULL_DISK_SECONDS:.0f} s: {reason}"
+            )
+        if self._full_since is None:
+            self._full_since = time.monotonic()
+            logger.warning(
+                "the rollout service at %s has no disk space: %s. Posts wait up to %.0f s and go on by themselves",
+                self.url, reason, FULL_DISK_SECONDS,
+            )  # fmt: skip
+        await asyncio.sleep(max(waiting.FIRST_PAUSE, retry_after(refusal, default=5.0)))
 
     def _encode(self, body: Any) -> tuple[bytes | None, dict[str, str]]:
         if body is None:
@@ -133,6 +171,16 @@ class RolloutServiceClient:
         if self._compress and len(content) > COMPRESS_ABOVE_BYTES:
             return gzip.compress(content, compresslevel=1), headers | {"Content-Encoding": "gzip"}
         return content, headers
+
+
+def _detail(response: httpx.Response) -> str:
+    """Return the reason in a refusal of the service, in one line."""
+    try:
+        content = orjson.loads(response.content)
+    except orjson.JSONDecodeError:
+        content = None
+    detail = content.get("detail") if isinstance(content, dict) else None
+    return " ".join((detail if isinstance(detail, str) else response.text).split())[:500]
 
 
 def retry_after(response: httpx.Response, default: float = 1.0) -> float:

@@ -38,7 +38,7 @@ class Fault:
 
 def find_faults(stack: Mapping[str, Any]) -> list[Fault]:
     """The faults of a stack, those that stop a run first."""
-    found = [*_of_trainer(stack), *_of_queue(stack), *_of_environments(stack)]
+    found = [*_of_store(stack), *_of_trainer(stack), *_of_queue(stack), *_of_environments(stack)]
     if not stack["service"]["run_ended"]:  # its servers may stop then
         for server in stack["servers"]:
             found += _of_server(server)
@@ -78,6 +78,16 @@ def _of_trainer(stack: Mapping[str, Any]) -> Iterator[Fault]:
     if trainer["batches_skipped"]:
         text = f"{trainer['batches_skipped']} batches could not be trained on."
         yield Fault("trainer", "warning", text, "The trainer's log names the reason of each (docs/runs.md).")
+
+
+def _of_store(stack: Mapping[str, Any]) -> Iterator[Fault]:
+    store = stack["service"].get("store") or {}
+    if store.get("refusing_posts"):
+        remedy = "Free space on that disk. Batches still go out, and environments go on by themselves when there is space."
+        yield Fault("service", "error", store["refusing_posts"], remedy)
+    elif store and not store["reserve_is_whole"]:
+        text = f"The reserve of {store['reserve_bytes'] / 1e6:,.0f} MB beside {store['path']} is not there."
+        yield Fault("service", "warning", text, "Free space on that disk, or raise the quota: it is then built again.")
 
 
 def _of_queue(stack: Mapping[str, Any]) -> Iterator[Fault]:

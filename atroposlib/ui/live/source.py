@@ -198,7 +198,7 @@ class LiveSource:
         rows = [server.row(published.get(url)) for url, server in self.watch.servers.items()]
         heard = TrainerHeard(since, service.clock() - service.trainer_heard, service.trainer_publishes)
         ended = self._ended if queue.ended else None
-        return stack_of(queue, rows, time.time(), service.clock(), heard, self._processes, ended)
+        return stack_of(queue, rows, time.time(), service.clock(), heard, self._processes, ended, service.post_space.figures())
 
     def _read_files(self) -> None:
         """Read what the run's folder says of processes and of the end of the run. In the thread that writes."""

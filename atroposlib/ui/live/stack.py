@@ -44,6 +44,7 @@ def stack_of(
     heard: TrainerHeard = TrainerHeard(),  # noqa: B008 - a tuple
     processes: Sequence[RunProcess] = (),
     ended: float | None = None,
+    store: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The stack as GET /ui/api/stack tells it.
 
@@ -55,6 +56,7 @@ def stack_of(
         heard: of the trainer.
         processes: records of the run's folder.
         ended: Unix time of the end of the run, if it is known.
+        store: space of the store, as `PostSpace.figures` returns it.
     """
     trainer = queue.registration
     dropped: Counter[str] = Counter()
@@ -70,6 +72,7 @@ def stack_of(
             "waiting_because": queue.waiting,
             "run_ended": queue.ended,
             "silent_after": queue.limits.silent_after,
+            "store": None if store is None else dict(store),
         },
         "trainer": {
             "registered": trainer is not None,
@@ -102,6 +105,8 @@ def stack_of(
 def worth_telling(stack: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a stack that counts when two are compared: all but the seconds that pass in each anyway."""
     told = {name: value for name, value in stack.items() if name != "time"}
+    if (store := stack["service"].get("store")) is not None:
+        told["service"] = stack["service"] | {"store": store | {"free_bytes": None}}
     told["trainer"] = stack["trainer"] | {"seconds_since_step": None, "seconds_silent": None}
     told["signs"] = {name: sign | {"seen": None} for name, sign in stack["signs"].items()}
     told["environments"] = [one | {"seconds_silent": None} for one in stack["environments"]]

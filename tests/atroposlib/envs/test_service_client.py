@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from atroposlib.envs._runtime import service_client
 from atroposlib.envs._runtime.service_client import RejectedByService, RolloutServiceClient
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable
 from atroposlib.inference.generation import Generation, current_versions
@@ -95,6 +96,27 @@ async def test_it_waits_as_long_as_retry_after_says(server: Scripted, monkeypatc
     waits = [pause for pause in pauses if pause >= 0.01]
     assert waits[0] == 7.0
     assert min(waits[1:3]) >= 1.0
+
+
+async def test_a_full_disk_is_waited_for_beyond_the_timeout_with_one_line(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service_client, "retry_after", lambda *_, **__: 0.01)
+    caplog.set_level("INFO")
+    refusal = (507, {"Retry-After": "5"}, b'{"detail": "store /disk/a.db: 3.1 MB are free"}')
+    server.answers = [refusal] * 30
+    posting = client(server, timeout=0.05)
+    answers = await asyncio.gather(*(posting.post("/scored_data", {"n": n}) for n in range(3)))
+    assert answers == [{"status": "received"}] * 3
+    assert len(server.bodies) == 33
+    assert (
+        sum("has no disk space: store /disk/a.db: 3.1 MB are free. Posts wait up to" in line for line in caplog.messages) == 1
+    )
+    assert sum("has space again" in line for line in caplog.messages) == 1
+    monkeypatch.setattr(service_client, "FULL_DISK_SECONDS", 0.02)
+    server.answers = [refusal] * 1000
+    with pytest.raises(ServiceUnavailable, match=r"no disk space for /scored_data within .*: store /disk/a\.db"):
+        await posting.post("/scored_data", {})
 
 
 async def test_what_a_retry_cannot_change_is_not_retried(server: Scripted) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sqlite3
 import subprocess
@@ -16,7 +17,8 @@ import pytest
 from atroposlib.api.models.records import GIVEN, Changes, Draft, Evaluation, Group, Limits, Registration
 from atroposlib.api.queue.evaluations import MOST_BYTES, MOST_KEPT, Evaluations
 from atroposlib.api.queue.rollout_queue import RolloutQueue
-from atroposlib.api.store.sqlite_store import MOST_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
+from atroposlib.api.store.sqlite_store import PAGE_SIZE, SqliteStore, set_aside
+from atroposlib.api.store.statements import MOST_VARIABLES
 from atroposlib.api.store.store import DamagedError, StoreError
 from tests.atroposlib.api.conftest import ROOT
 
@@ -125,9 +127,36 @@ def test_bodies_are_read_from_the_file_when_memory_has_let_go_of_them(store: Sql
     assert store.bodies([0, 69]) == [body, body]
 
 
-def test_two_services_cannot_share_a_file(store: SqliteStore, path: Path) -> None:
-    with pytest.raises(StoreError, match=r"in use by another service \(pid \d+\)"):
-        SqliteStore(path)
+@pytest.mark.parametrize("name", ["itself", "symbolic_link", "link_of_the_folder", "hard_link"])
+def test_two_services_cannot_share_a_file_by_any_name(store: SqliteStore, path: Path, tmp_path: Path, name: str) -> None:
+    other = {"itself": path, "link_of_the_folder": tmp_path / "folder" / path.name}.get(name, tmp_path / "other.db")
+    if name == "symbolic_link":
+        other.symlink_to(path)
+    elif name == "hard_link":
+        other.hardlink_to(path)
+    elif name == "link_of_the_folder":
+        other.parent.symlink_to(tmp_path)
+    script = f"""
+from pathlib import Path
+from atroposlib.api.store.sqlite_store import SqliteStore
+SqliteStore(Path({str(other)!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert f"is in use by another service (pid {os.getpid()}); stop it, or pass another --store" in done.stderr
+    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, WEIGHTS), b"{}", False)])])
+    assert store.bodies([0]) == [b"{}"]
+
+
+def test_a_link_opens_the_store_that_it_names(path: Path, tmp_path: Path) -> None:
+    store = SqliteStore(path)
+    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, WEIGHTS), b"{}", False)])])
+    store.close()
+    (tmp_path / "link.db").symlink_to(path)
+    with closing(SqliteStore(tmp_path / "link.db")) as linked:
+        assert linked.bodies([0]) == [b"{}"]
+    with closing(SqliteStore(path)) as again:
+        assert [one.seq for one in again.load().queued] == [0]
+    assert not list(tmp_path.glob("link.db?*")), "all that lies beside it has the name of the file itself"
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
@@ -226,7 +255,7 @@ def test_a_full_disk_refuses_clearly_keeps_what_was_stored_and_recovers(path: Pa
     assert done.returncode == 0, done.stderr
     refusal, still, kept = done.stdout.splitlines()
     assert str(path) in refusal
-    assert "Free some space" in refusal
+    assert "free some space" in refusal
     assert still == "still refusing"
     assert int(kept.split()[1]) >= 3
     store = SqliteStore(path)

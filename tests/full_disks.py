@@ -1,0 +1,48 @@
+"""Disks that fill: a small tmpfs where the tests may mount one, and a function of the system that fails where they may not."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+MNT_DETACH = 2
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: float) -> Iterator[Path]:
+    """A file system of its own at `folder/disk`. Skips the test where none can be mounted."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    path = folder / "disk"
+    path.mkdir()
+    options = f"size={int(megabytes * 1024)}k,mode=700".encode()
+    if libc.mount(b"tmpfs", bytes(path), b"tmpfs", 0, options):
+        pytest.skip(f"mounting a small file system needs root: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield path
+    finally:
+        libc.umount2(bytes(path), MNT_DETACH)
+
+
+def fill(folder: Path, leave: int = 0) -> Path:
+    """Another program's file, which takes all of the disk but so many bytes. Returns the file."""
+    path = folder / "of_another_program"
+    found = os.statvfs(folder)
+    with path.open("wb", buffering=0) as file:
+        size = found.f_bavail * found.f_frsize - leave
+        if size > 0:
+            os.posix_fallocate(file.fileno(), 0, size)
+        chunk = b"x" * 4096
+        while leave == 0:
+            try:
+                file.write(chunk)
+            except OSError as error:
+                if error.errno == errno.ENOSPC:
+                    break
+                raise
+    return path
