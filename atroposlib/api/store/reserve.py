@@ -6,6 +6,7 @@ allocated to a file of its own, which is removed when a commit that empties the 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -38,6 +39,7 @@ class DiskSpace:
         reusable: bytes of pages in the file that hold nothing.
         reserve: bytes kept for what empties the queue, if they are not used.
         reserve_is_whole: they are allocated.
+        reserve_lacks_space: the system refused to allocate them for want of space, though `free` may be more: a quota.
         measured: when, in seconds of the monotonic clock.
     """
 
@@ -47,6 +49,7 @@ class DiskSpace:
     reusable: int
     reserve: int
     reserve_is_whole: bool
+    reserve_lacks_space: bool = False
     measured: float = field(default_factory=time.monotonic)
 
     def needed_for(self, n_bytes: int) -> int:
@@ -58,13 +61,12 @@ class DiskSpace:
     def refusal(self, n_bytes: int) -> str | None:
         """Return the reason to refuse posts of so many bytes; None if there is space."""
         needed, folder = self.needed_for(n_bytes), self.path.absolute().parent
-        if self.reserve_is_whole and self.free >= needed:
-            return None
-        if self.reserve_is_whole:
-            kept = f"{megabytes(self.reserve)} beyond that are reserved for batches and acknowledgements"
-        else:
-            needed = max(needed, self.reserve + SLACK_BYTES + self.promised)
+        kept = f"{megabytes(self.reserve)} beyond that are reserved for batches and acknowledgements"
+        if not self.reserve_is_whole:
+            needed += self.reserve
             kept = f"its reserve of {megabytes(self.reserve)} for batches and acknowledgements is not whole"
+        if self.free >= needed and not self.reserve_lacks_space:
+            return None
         return (
             f"store {self.path}: {megabytes(self.free)} are free on its disk, {megabytes(needed)} are needed for new groups, "
             f"and {kept}. New groups are refused until there is space: free some in {folder} or elsewhere on that disk"
@@ -82,6 +84,8 @@ class Reserve:
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
         self.is_whole = self._is_allocated()
+        self.lacks_space = False
+        """The last attempt to allocate it failed for want of space."""
         self._complained = False
 
     def _is_allocated(self) -> bool:
@@ -104,11 +108,12 @@ class Reserve:
                 os.close(descriptor)
         except OSError as error:  # a quota, or another program that was faster
             self._remove()
+            self.lacks_space = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not self._complained:
                 logger.warning("store: cannot allocate %s for %s: %s", megabytes(self.size), self.path, error.strerror)
             self._complained = True
             return
-        self.is_whole, self._complained = True, False
+        self.is_whole, self.lacks_space, self._complained = True, False, False
 
     def release(self) -> bool:
         """Give the space back to the disk. Returns False if there was none to give."""

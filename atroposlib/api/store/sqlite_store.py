@@ -223,7 +223,8 @@ class SqliteStore(Store):
                 raise self._error(error) from None
             for changes in together:
                 self._recent.follow(changes)
-            if not self._reserve.is_whole:  # what is left of it must not fill with the log
+            if not self._reserve.is_whole and self._free() < self._reserve.size + SLACK_BYTES:
+                # What is left of the reserve must not fill with the log.
                 self._make_room()
             self._look()
 
@@ -277,8 +278,9 @@ class SqliteStore(Store):
             (reusable,) = self._writer.execute("PRAGMA freelist_count").fetchone()
             reserve = self._reserve
             self.space = DiskSpace(
-                self.path, self._free(), self._promised(), int(reusable) * PAGE_SIZE, reserve.size, reserve.is_whole
-            )
+                self.path, self._free(), self._promised(), int(reusable) * PAGE_SIZE,
+                reserve.size, reserve.is_whole, reserve.lacks_space,
+            )  # fmt: skip
         except (sqlite3.Error, OSError) as error:
             logger.warning("store %s: its space cannot be measured: %s", self.path, error)
 

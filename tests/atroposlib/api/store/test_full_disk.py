@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import shutil
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,9 @@ def test_a_post_that_is_taken_leaves_the_disk_space_for_all_that_was_promised(
         growth = max(0, n_bytes - reusable)
         assert free >= promised + n_bytes + growth, "its bytes fit into the log, and later into the file"
         assert now.refusal(n_bytes // 2) is None
-    assert space(free, False, promised, reusable).refusal(n_bytes) is not None, "without its reserve it takes nothing"
+    if space(free, False, promised, reusable).refusal(n_bytes) is None:
+        assert free - RESERVE >= now.needed_for(n_bytes), "a reserve that cannot be allocated is left free"
+    assert replace(now, reserve_is_whole=False, reserve_lacks_space=True).refusal(n_bytes), "a quota is used up"
 
 
 def test_the_refusal_names_file_space_reserve_and_remedy() -> None:
@@ -51,7 +56,7 @@ def test_the_refusal_names_file_space_reserve_and_remedy() -> None:
     assert refusal is not None
     for part in ("store /disk/rollouts.db", "3.1 MB are free", "4.2 MB beyond that are reserved", "free some in /disk"):
         assert part in refusal
-    assert "reserve of 4.2 MB for batches and acknowledgements is not whole" in (space(1 << 40, False).refusal(0) or "")
+    assert "reserve of 4.2 MB for batches and acknowledgements is not whole" in (space(1 << 20, False).refusal(0) or "")
 
 
 class ScriptedStore(MemoryStore):
@@ -83,6 +88,10 @@ def test_posts_that_are_under_way_count_and_room_is_made_before_one_is_refused()
     asyncio.run(test())
 
 
+def refuse(number: int, *_: object) -> None:
+    raise OSError(number, os.strerror(number))
+
+
 def test_the_reserve_is_allocated_taken_over_and_given_back(tmp_path: Path) -> None:
     path = tmp_path / "a.db-reserve"
     reserve = Reserve(path, RESERVE)
@@ -97,6 +106,12 @@ def test_the_reserve_is_allocated_taken_over_and_given_back(tmp_path: Path) -> N
     assert reserve.release()
     assert not path.exists()
     assert not reserve.release()
+    with pytest.MonkeyPatch.context() as patched:
+        for number, lacks in ((errno.EDQUOT, True), (errno.EOPNOTSUPP, False)):
+            patched.setattr(os, "posix_fallocate", partial(refuse, number))
+            reserve.build(free=RESERVE + SLACK_BYTES)
+            assert (reserve.is_whole, reserve.lacks_space) == (False, lacks)
+            assert not path.exists()
     os.truncate(shutil.copy(__file__, path), RESERVE)
     assert not Reserve(path, RESERVE).is_whole, "a copy with holes holds no space"
 
@@ -107,7 +122,7 @@ class PagedReserve(Reserve):
     pages = 40
 
     def __init__(self) -> None:
-        self.size, self.is_whole, self.limit = 0, True, 1 << 30
+        self.size, self.is_whole, self.lacks_space, self.limit = 0, True, False, 1 << 30
         self.path, self.store = Path("none"), None
 
     def hold(self, store: SqliteStore, spare: int) -> None:
