@@ -243,6 +243,7 @@ def test_links_between_the_documents_lead_somewhere(document: Path) -> None:
 
 WRITTEN_BY_THE_READER = {
     "my_losses.py",
+    "test_my_losses.py",
     *(
         f"{folder}{name}_server.py"
         for folder in ("environments/", "tests/environments/test_")

@@ -1,4 +1,4 @@
-"""docs/algorithms.md: its tables are those of the code, its commands are understood, and its example learns."""
+"""docs/algorithms.md: tables are those of the code, commands are understood. The loss of docs/your-loss.md learns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from example_trainer.options.section import flag_of
 from example_trainer.reference_worker import parse_arguments
 from example_trainer.training.step import make_objective
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+TUTORIAL = (DOCS / "your-loss.md").read_text(encoding="utf-8")
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -33,8 +35,14 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in table[0].splitlines()[2:]]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def typed(page: str, program: str) -> list[list[str]]:
+    """Return the arguments of each command of a page that starts a program."""
+    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line.partition(program)[2]) for line in lines if program in line]
 
 
 def row_of(name: str, method: Method) -> list[str]:
@@ -70,17 +78,19 @@ def test_the_figures_are_those_of_a_step() -> None:
     assert named - StepFigures(torch.device("cpu"), 0).row(lambda sums: sums).keys() == set()
 
 
-def test_the_example_is_found_by_its_command_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_commands_are_understood() -> None:
+    assert [parse_config(words).kl_coef for words in typed(PAGE, "grpo.py")] == [0.0, 0.04]
+    assert [parse_arguments(words)[0].atropos_url for words in typed(PAGE, "reference_worker")] == ["http://localhost:8000"]
+
+
+def test_the_loss_of_the_tutorial_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy over five tokens, one of which is rewarded, by the trainer's own objective."""
-    (code,) = blocks("python")
+    code, *_ = blocks(TUTORIAL, "python")
     (tmp_path / "my_losses.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
-    configs = [parse_config(shlex.split(line.partition("grpo.py")[2])) for line in lines if "grpo.py" in line]
-    workers = [parse_arguments(shlex.split(line.partition("reference_worker")[2])) for line in lines if "grpo.py" not in line]
-    (config,) = (config for config in configs if config.loss == "my_losses:pulled_back")
-    assert (len(configs), len(workers), config.method.clip_eps, config.minibatches) == (3, 1, 0.1, 4)
+    (config,) = (parse_config(words) for words in typed(TUTORIAL, "grpo.py"))
+    assert (config.loss, config.method.clip_eps, config.minibatches) == ("my_losses:pulled_back", 0.1, 4)
     objective, advantages = make_objective(config), find_advantages(config.method.advantages)
     generator = torch.Generator().manual_seed(0)
     policy = torch.zeros(5, requires_grad=True)

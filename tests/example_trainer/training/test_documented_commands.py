@@ -50,7 +50,7 @@ def test_every_command_of_the_pages_is_found(commands: list[Documented]) -> None
     """A page that is added, or a command that the reader of pages no longer sees, changes these numbers."""
     assert Counter(command.page for command in commands) == {
         "README.md": 2,
-        "docs/algorithms.md": 3,
+        "docs/algorithms.md": 2,
         "docs/async.md": 3,
         "docs/determinism.md": 1,
         "docs/fleet.md": 1,
@@ -59,6 +59,7 @@ def test_every_command_of_the_pages_is_found(commands: list[Documented]) -> None
         "docs/parallel-trainer.md": 2,
         "docs/parameter-server.md": 1,
         "docs/weight-bridge.md": 1,
+        "docs/your-loss.md": 1,
         "grpo_sync.yaml": 1,
         "gsm8k_shared_vllm.yaml": 1,
         "qwen3b_async_grpo.yaml": 1,
