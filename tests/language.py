@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -192,6 +193,16 @@ def write_counts(now: Mapping[str, Mapping[str, int]], path: Path = COUNTS) -> N
     """Write the limits, with an empty line between entries, so that git merges changes of neighbours."""
     lines = [f"{json.dumps(name)}: {json.dumps(dict(counts))}" for name, counts in sorted(now.items())]
     path.write_text("{\n" + ",\n\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def changed_since_the_limits() -> set[str]:
+    """List the files that differ from the commit that last wrote the limits; nothing outside of a git checkout."""
+    git = ("git", "-C", str(ROOT))
+    commit = subprocess.run([*git, "log", "-1", "--format=%H", "--", str(COUNTS)], capture_output=True, text=True, timeout=60)
+    if commit.returncode or not commit.stdout.strip():
+        return set()
+    changes = [*git, "diff", "--name-only", commit.stdout.strip()]
+    return set(subprocess.run(changes, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines())
 
 
 def risen(now: Mapping[str, Mapping[str, int]], limits: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str, int, int]]:

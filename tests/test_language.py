@@ -1,9 +1,8 @@
-"""Plain English in the documents and docstrings: counts of hard phrases and long sentences may only fall."""
+"""tests/language.py: what is counted, where it stands, and how limits are kept. test_project.py compares with the limits."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
@@ -11,40 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import language
-from tests.language import COMMAND, COUNTS, ROOT, Hit, hits_in_code, hits_in_document, read_counts, risen, write_counts
+from tests.language import hits_in_code, hits_in_document, read_counts, write_counts
 
 COUNTING = st.dictionaries(
     st.sampled_from(["README.md", "docs/a.md", "docs/b.md", "bench/"]),
     st.dictionaries(st.sampled_from(["phrases", "long sentences"]), st.integers(1, 90)),
     min_size=1,
 )
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[tuple[str, Hit]]]:
-    return language.all_hits()
-
-
-def test_no_count_rises(found: dict[str, list[tuple[str, Hit]]]) -> None:
-    now, limits = language.counted(found), json.loads(COUNTS.read_text(encoding="utf-8"))
-    lines = []
-    for name, kind, count, limit in risen(now, limits):
-        lines.append(f"{name} has {count} {kind}, its limit is {limit}. Reword the new ones among these:")
-        lines += [f"  {file}:{hit.line}: {hit.text} ({hit.remedy})" for file, hit in found[name] if hit.kind == kind]
-    moved = f"If text moved here from another page, `{COMMAND}` moves the limit with it."
-    assert lines == [], "\n".join([*lines, moved])
-    if risen(limits, now):
-        warnings.warn(f"counts have fallen below {COUNTS.name}: run `{COMMAND}` and commit that file", stacklevel=1)
-
-
-@pytest.mark.parametrize("page", language.guides(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_guides_are_plain(page: Path) -> None:
-    """A guide whose limit is still higher, because it is an older page, may only fall until it is plain."""
-    name, text = str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
-    hits = [hit for hit in hits_in_document(text) if hit.kind == "phrases"]
-    plain = language.words(language.prose(text)) * language.GUIDE_PHRASES_PER_1000_WORDS // 1000
-    limit = max(plain, read_counts().get(name, {}).get("phrases", 0))
-    assert len(hits) <= limit, "\n".join(f"{name}:{hit.line}: {hit.text} ({hit.remedy})" for hit in hits)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The project as a whole: promised log lines, files within reading size, commands of the README that exist, no debris."""
+"""The project as a whole: promised log lines, reading size, plain English, commands of the README that exist, no debris."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests import language
 from tests.conftest import WAITING
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -270,6 +272,30 @@ def test_the_trainers_page_shows_every_file_of_its_rooms() -> None:
     shown = [path for path in files if not told_as_folders & set(path.parts)]
     assert len(shown) > 40
     assert [str(path) for path in shown if not re.search(rf"(?<![\w]){path.name}", text)] == []
+
+
+def test_counts_of_hard_phrases_and_long_sentences_do_not_rise() -> None:
+    found, limits = language.all_hits(), language.read_counts()
+    now, lines = language.counted(found), []
+    for name, kind, count, limit in language.risen(now, limits):
+        lines.append(f"{name} has {count} {kind}, its limit is {limit}. Reword {count - limit} of these:")
+        hits = [(file, hit) for file, hit in found[name] if hit.kind == kind]
+        recent = language.changed_since_the_limits()
+        lines += [f"  {file}:{hit.line}: {hit.text} ({hit.remedy})" for file, hit in hits if file in recent or not recent]
+    moved = f"If text moved here from another page, `{language.COMMAND}` moves the limit with it."
+    assert lines == [], "\n".join([*lines, moved])
+    if language.risen(limits, now):
+        warnings.warn(f"counts have fallen: run `{language.COMMAND}` and commit {language.COUNTS.name}", stacklevel=1)
+
+
+@pytest.mark.parametrize("page", language.guides(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_guides_are_plain(page: Path) -> None:
+    """A guide whose limit is still higher, because it is an older page, may only fall until it is plain."""
+    name, text = str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
+    hits = [hit for hit in language.hits_in_document(text) if hit.kind == "phrases"]
+    plain = language.words(language.prose(text)) * language.GUIDE_PHRASES_PER_1000_WORDS // 1000
+    limit = max(plain, language.read_counts().get(name, {}).get("phrases", 0))
+    assert len(hits) <= limit, "\n".join(f"{name}:{hit.line}: {hit.text} ({hit.remedy})" for hit in hits)
 
 
 def test_scripts_run_by_path_find_the_repository(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import IO
 
 KEEPER = Path(__file__).with_name("inside") / "__main__.py"
 END_SECONDS = 10.0
-"""How long a keeper may take to end by itself after its owner has closed its socket."""
+"""Time for a keeper to end by itself after its owner has closed its socket."""
 
 
 def keeper_process(control: int, errors: IO[bytes]) -> subprocess.Popen[bytes]:
