@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
-from bench.bridge_figures import markdown, sources
+from bench.bridge_figures import markdown
 from bench.learning_plan import CHAPTERS, shown_in
-from bench.learning_summary import HEADS, variant_rows
+from bench.learning_summary import COLUMNS, HEADS, variant_rows
 from bench.results_book import Book
 
 LEARNING = "learning"
 NOT_YET = "Not measured yet: there is no `bench/results/learning.json`."
+SHOWN = ("staleness", "corrections_4", "damping_4", "losses_2x2", "arithmetic")
+"""Chapters whose picture and table a document shows; bench/learning.py prints all of them."""
+SHOWN_COLUMNS = [heading for heading in COLUMNS if heading != "solved before"]
 
 
 def chapter_text(chapter: str, book: Book) -> str:
-    """A chapter's picture and table: the variants and those that they are compared with, means over the seeds, and their
-    standard deviations."""
+    """Return a chapter's picture and table: its variants and what they are compared with, mean ± deviation over the seeds."""
     if not _measured(book):
         return NOT_YET
     runs, variants = book.get(LEARNING, "runs"), shown_in(chapter)
-    names = {variant.name for variant in variants}
-    places = {run: (LEARNING, f"runs/{run}") for run, found in runs.items() if found["variant"] in names}
-    rows = variant_rows(runs, [(variant.name, variant.label) for variant in variants])
     if not any(variant.name in {run["variant"] for run in runs.values()} for variant in variants if variant.chapter == chapter):
         return "Not measured yet."
+    names = {variant.label: variant.name for variant in variants}
+    rows = [
+        [cells[""], *(cells[heading] for heading in SHOWN_COLUMNS), f"{_diverged(runs, names[cells['']])} of {cells['runs']}"]
+        for row in variant_rows(runs, [(variant.name, variant.label) for variant in variants])
+        if (cells := dict(zip(HEADS, row, strict=True)))
+    ]
     picture = f"![{CHAPTERS[chapter][0]}](images/learning_{chapter}.png)"
-    return f"{picture}\n\n{markdown(list(HEADS), rows)}\n\n{sources(book, places)}"
+    of_chapter = [name for name, run in runs.items() if run["variant"] in names.values()]
+    dates = sorted(book.measured(LEARNING, f"runs/{name}")["date"].split()[0] for name in of_chapter)
+    return f"{picture}\n\n{markdown(['', *SHOWN_COLUMNS, 'diverged'], rows)}\n\nMeasured from {dates[0]} to {dates[-1]}."
 
 
 def divergences(book: Book) -> str:
-    """Which trainings diverged, and how; or that none did."""
+    """Return how many trainings diverged, of how many."""
     if not _measured(book):
         return NOT_YET
-    runs = book.get(LEARNING, "runs")
-    ended = {name: run for name, run in runs.items() if run["status"] != "failed"}
-    wrong = [f"{name} ({run['diverged']})" for name, run in ended.items() if run["diverged"]]
-    told = f"{len(wrong)} of {len(ended)} trainings diverged" + (f": {'; '.join(wrong)}" if wrong else "") + "."
+    ended = [run for run in book.get(LEARNING, "runs").values() if run["status"] != "failed"]
+    text = f"{sum(bool(run['diverged']) for run in ended)} of {len(ended)} trainings diverged."
     missing = len(book.page(LEARNING).get("missing", ()))
-    return told + (f" {missing} of {missing + len(ended)} are still to be run." if missing else "")
+    return text + (f" {missing} of {missing + len(ended)} are still to be run." if missing else "")
+
+
+def _diverged(runs: Mapping[str, Mapping[str, Any]], variant: str) -> int:
+    return sum(run["variant"] == variant and bool(run["diverged"]) for run in runs.values() if run["status"] != "failed")
 
 
 def _measured(book: Book) -> bool:
@@ -46,6 +56,6 @@ def _measured(book: Book) -> bool:
 
 
 NAMED: dict[str, Callable[[Book], str]] = {
-    **{f"learning_{chapter}": partial(chapter_text, chapter) for chapter in CHAPTERS},
+    **{f"learning_{chapter}": partial(chapter_text, chapter) for chapter in SHOWN},
     "learning_divergences": divergences,
 }

@@ -18,7 +18,11 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 SLOW = ("--lr", "3e-5")
 DAMPED = (
     ("token_mask_now", "token mask, bounds around the sampler", ("--correction", "token_mask", "--correction-ratio", "now")),
-    ("sequence_mask_now", "sequence mask, likewise", ("--correction", "sequence_mask", "--correction-ratio", "now")),
+    (
+        "sequence_mask_now",
+        "sequence mask, bounds around the sampler",
+        ("--correction", "sequence_mask", "--correction-ratio", "now"),
+    ),
     ("token_truncate_at_1", "token truncate at 1", ("--correction", "token_truncate", "--correction-high", "1")),
     ("slow", "uncorrected, 0.3 of the learning rate", (*UNCORRECTED, *SLOW)),
     ("token_truncate_slow", "token truncate, 0.3 of the learning rate", ("--correction", "token_truncate", *SLOW)),

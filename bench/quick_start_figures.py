@@ -70,47 +70,18 @@ def quick_start_range(book: Book) -> str:
 
 def quick_start_runs(book: Book) -> str:
     """Return the table of all runs of the default quick start."""
-    head = ["", "solved before", "after", "late batches, mean", "lowest", "load", "training", "processor time"]
+    head = ["", "solved after", "late batches, mean", "lowest", "load", "training"]
     rows = [
         [
             name,
-            *(f"{run[f'eval_{when}']:.1%}" for when in ("before", "after")),
+            f"{run['eval_after']:.1%}",
             *(f"{run['late_batches'][key]:.1%}" for key in ("mean", "lowest")),
             f"{run['load']['mean']:.1f}",
             span(run["seconds_train"]),
-            span(run["processor_seconds"]),
         ]
         for name, run in quick_starts(book).items()
     ]
     return f"{markdown(head, rows)}\n\n{measured_at(book, 'quick_starts')}"
-
-
-def quick_start_choices(book: Book) -> str:
-    """Return the table of the batches and learning rates that were tried, one row for each run."""
-    head = [
-        "problems × answers",
-        "problems at once",
-        "learning rate",
-        "seed",
-        "solved after",
-        "late batches, mean",
-        "lowest",
-        "load",
-    ]
-    tried = book.page("quick_start_choices")
-    rows = [
-        [
-            f"{run['groups']} × {run['group_size']}",
-            str(run["groups_in_work"]),
-            f"{run['lr']:.0e}",
-            str(run["seed"]),
-            f"{run['eval_after']:.1%}",
-            *(f"{run['late_batches'][key]:.1%}" for key in ("mean", "lowest")),
-            f"{run['load']['mean']:.1f}",
-        ]
-        for run in tried.values()
-    ]
-    return f"{markdown(head, rows)}\n\n{measured_at(book, 'quick_start_choices')}"
 
 
 def calculator_table(book: Book) -> str:
@@ -135,7 +106,6 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "quickstart_table": quickstart_table,
     "quick_start_range": quick_start_range,
     "quick_start_runs": quick_start_runs,
-    "quick_start_choices": quick_start_choices,
     "calculator_table": calculator_table,
     "quickstart_in_all": lambda book: span(book.number("quickstart", "fresh_clone/seconds_in_all")),
 }
