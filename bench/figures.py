@@ -1,4 +1,4 @@
-"""Puts the figures of README.md and docs/ where they belong: from bench/results/, and nowhere else.
+"""Puts the figures of the READMEs and docs/ where they belong: from bench/results/, and nowhere else.
 
     python bench/figures.py            rewrites them
     python bench/figures.py --check    says what differs, and ends with status 1 (a test runs this)
@@ -37,8 +37,8 @@ UNITS = re.compile(
 
 
 def documents(root: Path) -> list[Path]:
-    """README.md and docs/*.md."""
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    """README.md, example_trainer/README.md and docs/*.md."""
+    return [root / "README.md", root / "example_trainer" / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
 def rewritten(text: str, book: Book, named: Mapping[str, Callable[[Book], str]] = NAMED) -> str:

@@ -220,17 +220,19 @@ OTHER_PROGRAMS_FLAGS = {
     "--compilation-config",
     "--nproc-per-node",
 }
-"""Flags in the README that vLLM and torchrun define."""
+"""Flags in the READMEs that vLLM and torchrun define."""
 
 
-def test_flags_in_the_readme_exist() -> None:
+def test_flags_in_the_readmes_exist() -> None:
     from example_trainer.config import TrainerConfig
 
     known = {"--" + name.replace("_", "-") for name in TrainerConfig.model_fields} | OTHER_PROGRAMS_FLAGS
     for path in (path for folder in CODE if folder != "tests" for path in sources(folder)):
         text = path.read_text(encoding="utf-8")
         known |= {"--" + name for name in re.findall(r"(?:add_argument|\boption)\(\s*\"(?:--)?([\w-]+)\"", text)}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w.-])", (ROOT / "README.md").read_text(encoding="utf-8")))
+    pages = (ROOT / name / "README.md" for name in (".", "example_trainer", "docs"))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w.-])", text))
     assert len(named) > 30
     assert named - known == set()
 
@@ -246,6 +248,7 @@ def test_links_between_the_documents_lead_somewhere(document: Path) -> None:
 WRITTEN_BY_THE_READER = {
     "my_losses.py",
     "test_my_losses.py",
+    "environments/short_sums_server.py",
     *(
         f"{folder}{name}_server.py"
         for folder in ("environments/", "tests/environments/test_")

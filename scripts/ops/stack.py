@@ -1,4 +1,4 @@
-"""Which commands make up the stack, as the README's launch sequence types them, with ports, folders and devices filled in."""
+"""Commands of the stack, as example_trainer/README.md types them, with ports, folders and devices filled in."""
 
 from __future__ import annotations
 

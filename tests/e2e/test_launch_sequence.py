@@ -1,4 +1,4 @@
-"""The README's launch sequence, typed as it stands there but for the model's name, with all that it promises.
+"""The launch sequence of example_trainer/README.md, typed as it stands there but for the model's name, and its promises.
 
 Then come the guide's production run beside the same services, and its clean-up, after which nothing may be left.
 """
@@ -22,15 +22,15 @@ from tests.e2e.guide_shell import NEEDS_GSM8K, guide_shell, on_this_machine, typ
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540), NEEDS_GSM8K]
 
 LAUNCHED = ("old files", "service", "environment", "vllm", "shared memory", "trainer")
-"""The guide's commands that the README's sequence has too."""
+"""The guide's commands that the page's sequence has too."""
 
 
 def launch_commands() -> list[str]:
-    """The shell blocks of the README's launch sequence, in order."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = readme.split("## Launch sequence", 1)[1].split("\n## ", 1)[0]
+    """The shell blocks of the launch sequence, in order."""
+    page = (ROOT / "example_trainer" / "README.md").read_text(encoding="utf-8")
+    section = page.split("## Launch sequence", 1)[1].split("\n## ", 1)[0]
     blocks = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
-    assert len(blocks) >= 7, "the README's launch sequence has lost its commands"
+    assert len(blocks) >= 7, "the launch sequence has lost its commands"
     return blocks
 
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of two hosts, by the commands that docs/async.md has for it: each host sees its own processes and files in
+"""A Ray cluster of two hosts, by the commands of docs/several-machines.md: each host sees its own processes and files in
 /tmp/ray alone, and reaches the other over the network."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VARIABLES = FORKED_ENGINES | {
 
 def blocks() -> dict[str, str]:
     """The commands of the section on two machines, by what they are for."""
-    page = (ROOT / "docs" / "async.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "several-machines.md").read_text(encoding="utf-8")
     section = page.split("## On two machines", 1)[1].split("\n## ", 1)[0]
     found = [textwrap.dedent(block) for block in re.findall(r"```bash\n(.*?)```", section, re.DOTALL)]
     both, head, join, run = found

@@ -1,4 +1,4 @@
-"""Trainer and server on hosts of their own, as docs/operations.md says: wrong addresses, closed ports, broken links."""
+"""Trainer and server on hosts of their own, typed as in docs/several-machines.md: bad addresses, closed ports, cut links."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BRIDGE_SECONDS = 8.0
 
 def commands() -> dict[str, str]:
     """The shell lines of the section on two hosts, by the host that they are for; those for both come first on each."""
-    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "several-machines.md").read_text(encoding="utf-8")
     section = page.split("## Trainer and servers on different hosts", 1)[1].split("\n## ", 1)[0]
     both, server, trainer = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     assert f"VLLM_API_KEY={KEY}" in both

@@ -11,17 +11,18 @@ from example_trainer.config import TrainerConfig
 from example_trainer.options.section import flag_of
 from tests.conftest import ROOT
 
+PAGE = ROOT / "example_trainer" / "README.md"
 FIELDS = {flag_of(name): field for name, field in TrainerConfig.model_fields.items()}
 PROSE = {
     "--loss", "--advantages", "--tokens-per-microbatch", "--share-prefixes", "--max-staleness", "--gradient-checkpointing",
     "--vllm-gpus", "--config",
 }  # fmt: skip
-"""Flags whose default the table of README describes in words, because it depends on other options."""
+"""Flags whose default the table describes in words, because it depends on other options."""
 
 
 def rows() -> list[tuple[list[str], list[str]]]:
-    """Flags and defaults of each row of README's table of the trainer's options."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("| trainer (`grpo.py`) | default | |")[2]
+    """Flags and defaults of each row of the table of the trainer's options."""
+    text = PAGE.read_text(encoding="utf-8").partition("| trainer (`grpo.py`) | default | |")[2]
     found = []
     for line in text.split("\n\n")[0].splitlines()[2:]:
         flags, default = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:3])
@@ -41,7 +42,7 @@ def is_default(word: str, flag: str) -> bool:
     return float(plain) == field.default if number else plain == str(field.default)
 
 
-def test_the_defaults_in_the_readme() -> None:
+def test_the_defaults_in_the_table() -> None:
     compared = 0
     for flags, defaults in rows():
         if PROSE & set(flags):
@@ -53,7 +54,9 @@ def test_the_defaults_in_the_readme() -> None:
     assert compared > 30
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", PAGE, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_the_defaults_in_the_prose(page: Path) -> None:
     """`--flag` (10) and `--flag` (600 s) name the default."""
     named = r"`(--[\w-]+)` \((\d+(?:\.\d+)?(?:e-\d+)?)(?: s\b|[);,:])"

@@ -1,6 +1,6 @@
 """Every trainer command of the project's pages, and the memory plan's answer to each of them on cards of three sizes.
 
-python -m tests.example_trainer.training.documented_commands     prints the table of docs/operations.md
+python -m tests.example_trainer.training.documented_commands     prints the table of docs/your-model.md
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CARDS = {"80 GB": (79.2, 78.6), "141 GB": (139.8, 139.2), "183 GB": (178.4, 177.
 """GiB in all and free, as an H100, an H200 and a B200 report them before a training."""
 DEFAULT_SHARE = server_share.DEFAULT_SHARE
 START, END = "<!-- what fits -->", "<!-- end of what fits -->"
-"""Around the table in docs/operations.md."""
+"""Around the table in docs/your-model.md."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def logical_lines(text: str) -> Iterator[str]:
     for line in joined.splitlines():
         whole = line.strip().removeprefix("#").strip()
         spans = re.findall(r"`([^`]+)`", line)
-        yield from spans or [whole.removeprefix('echo "').removesuffix('"')]
+        yield from spans or [whole.removeprefix('echo "').removesuffix('"') if whole.startswith('echo "') else whole]
 
 
 def command_words(line: str) -> list[str]:
@@ -152,9 +152,12 @@ def started(arguments: Sequence[str], page: str) -> Documented:
         mock.patch.object(stack_options, "check_model", side_effect=str),
     ):
         options = stack_options.parse(arguments)
-    words = Stack(options).trainer().arguments
+    stack = Stack(options)
+    words = stack.trainer().arguments
     config = command_line.parse_config(words[words.index("example_trainer/grpo.py") + 1 :])
-    return Documented(page, config, len(options.trainer_gpus), len(options.vllm_gpus) // options.servers)
+    share = float(dict(pairwise(stack.vllm().arguments)).get("--gpu-memory-utilization", DEFAULT_SHARE))
+    own_gpus = not set(options.vllm_gpus) & set(options.trainer_gpus)
+    return Documented(page, config, len(options.trainer_gpus), len(options.vllm_gpus) // options.servers, share, own_gpus)
 
 
 def asynchronous(file: Path, page: str) -> Documented:
@@ -184,6 +187,7 @@ def pages() -> dict[str, Path]:
     """The project's pages and configurations, by the name that the table shows."""
     files = [
         ROOT / "README.md",
+        ROOT / "example_trainer/README.md",
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "example_trainer/configs").glob("*.yaml")),
     ]
@@ -240,14 +244,18 @@ def _parameters(model: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     return (torch.empty(spec.full_shape, device="meta") for spec in plan_shards(shape, 0, 1))
 
 
-def plan(command: Documented, card: str, host: float = 10**6) -> MemoryChoice | MemoryShortage:
+def plan(
+    command: Documented, card: str, host: float = 10**6, cards: Mapping[str, tuple[float, float]] = CARDS
+) -> MemoryChoice | MemoryShortage:
     """The trainer's own choice, or its refusal, for a command on a card.
 
     Args:
         host: GiB of free host memory.
+        cards: the sizes of cards, by their names.
     """
-    total, free = CARDS[card]
-    if command.single_copy:
+    total, free = cards[card]
+    # A server with the default share leaves a trainer no memory: such a page means another GPU.
+    if command.single_copy or (not command.own_gpus and command.share < DEFAULT_SHARE):
         free -= command.share * total
     model = MODEL_CONFIGS[command.config.model_name]
     sizes = (int(free * GIB), int(total * GIB))
@@ -265,9 +273,9 @@ def plan(command: Documented, card: str, host: float = 10**6) -> MemoryChoice | 
             return shortage
 
 
-def outcome(command: Documented, card: str) -> str:
+def outcome(command: Documented, card: str, cards: Mapping[str, tuple[float, float]] = CARDS) -> str:
     """The plan's answer in a few words."""
-    answer = plan(command, card)
+    answer = plan(command, card, cards=cards)
     if isinstance(answer, MemoryShortage):
         remedy = re.search(r"what helps: (start vLLM with --gpu-memory-utilization [\d.]+ or less|.*?(?= \())", str(answer))
         return f"no: {remedy[1]}" if remedy else "no"
@@ -291,8 +299,8 @@ def table(commands: Sequence[Documented]) -> str:
 
 
 def written_table() -> str:
-    """The table as docs/operations.md has it."""
-    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    """The table as docs/your-model.md has it."""
+    text = (ROOT / "docs" / "your-model.md").read_text(encoding="utf-8")
     return text.partition(START)[2].partition(END)[0].strip()
 
 

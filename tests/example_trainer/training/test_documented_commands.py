@@ -25,6 +25,7 @@ from tests.example_trainer.training.documented_commands import (
     table,
     written_table,
 )
+from tests.example_trainer.training.documented_sizes import sizes_table, written_sizes
 from tests.example_trainer.training.memory_cases import request
 from tests.example_trainer.training.model_configs import MODEL_CONFIGS, PARAMETERS
 
@@ -50,16 +51,20 @@ def test_every_command_of_the_pages_is_found(commands: list[Documented]) -> None
     """A page that is added, or a command that the reader of pages no longer sees, changes these numbers."""
     assert Counter(command.page for command in commands) == {
         "README.md": 2,
+        "example_trainer/README.md": 1,
         "docs/algorithms.md": 2,
-        "docs/async.md": 3,
+        "docs/async.md": 1,
         "docs/determinism.md": 1,
         "docs/fleet.md": 1,
         "docs/lora.md": 1,
-        "docs/operations.md": 4,
-        "docs/parallel-trainer.md": 2,
+        "docs/operations.md": 3,
         "docs/parameter-server.md": 1,
+        "docs/several-gpus.md": 5,
+        "docs/several-machines.md": 3,
+        "docs/start.md": 3,
         "docs/weight-bridge.md": 1,
         "docs/your-loss.md": 1,
+        "docs/your-model.md": 1,
         "grpo_sync.yaml": 1,
         "gsm8k_shared_vllm.yaml": 1,
         "qwen3b_async_grpo.yaml": 1,
@@ -74,6 +79,11 @@ def test_the_page_says_what_the_plan_does(commands: list[Documented]) -> None:
     assert written_table() == table(commands)
 
 
+def test_the_page_of_models_has_the_plans_answer_for_every_size() -> None:
+    """`python -m tests.example_trainer.training.documented_sizes` prints the table that belongs there."""
+    assert written_sizes() == sizes_table()
+
+
 @pytest.mark.parametrize("card", ["141 GB", "183 GB"])
 def test_every_command_runs_on_cards_of_141_gb_and_more(commands: list[Documented], card: str) -> None:
     assert {
@@ -82,8 +92,8 @@ def test_every_command_runs_on_cards_of_141_gb_and_more(commands: list[Documente
 
 
 def test_the_headline_run_fits_on_one_gpu_and_says_so_where_it_does_not(commands: list[Documented]) -> None:
-    """README's step 8, the line of start.sh and the configuration: one trainer process, one GPU, no further flag."""
-    headline = [*on_page(commands, "README.md"), *on_page(commands, "docs/operations.md")]
+    """Step 8 of the launch sequence, start.sh and the configuration: one trainer process, one GPU, no further flag."""
+    headline = [*on_page(commands, "example_trainer/README.md"), *on_page(commands, "docs/operations.md")]
     headline += on_page(commands, "gsm8k_shared_vllm.yaml")
     assert len(headline) == 3
     for command in headline:
@@ -92,7 +102,7 @@ def test_the_headline_run_fits_on_one_gpu_and_says_so_where_it_does_not(commands
             choice = plan(command, card)
             assert isinstance(choice, MemoryChoice)
             assert (choice.offload, choice.gradient_checkpointing) == (True, False)
-        # README: more host memory than that, or 8-bit moments; with cards of 80 GB two or more of them.
+        # The page: more host memory than that, or 8-bit moments; with cards of 80 GB two or more of them.
         refusal = str(plan(command, "141 GB", host=120))
         assert "need 165.07 GiB, of which 120.00 are free" in refusal
         assert "what helps: --optimizer adamw-8bit (" in refusal
@@ -104,7 +114,7 @@ def test_the_headline_run_fits_on_one_gpu_and_says_so_where_it_does_not(commands
 
 
 def test_the_sizes_in_the_text_are_those_of_the_plan(commands: list[Documented]) -> None:
-    text = {page: (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/operations.md")}
+    text = {page: (ROOT / page).read_text(encoding="utf-8") for page in ("example_trainer/README.md", "docs/your-model.md")}
     host = {
         (name, optimizer): round(host_bytes(offloaded(name, optimizer)) / GIB)
         for name in ("Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-3B-Instruct")
@@ -113,15 +123,21 @@ def test_the_sizes_in_the_text_are_those_of_the_plan(commands: list[Documented])
     large = host[HEADLINE, "adamw"], host[HEADLINE, "adamw-8bit"]
     sizes = large[0], host["Qwen/Qwen3-8B", "adamw"], host["Qwen/Qwen2.5-3B-Instruct", "adamw"]
     expected = "{} GiB for Qwen2.5-14B, {} GiB for Qwen3-8B, {} GiB for Qwen2.5-3B".format(*sizes)
-    assert expected in " ".join(text["docs/operations.md"].split())
-    assert f"half of that: {large[1]} GiB for Qwen2.5-14B" in text["docs/operations.md"]
-    assert f"of which it needs {large[0]} GiB" in " ".join(text["README.md"].split())
-    assert f"`--optimizer adamw-8bit`, which needs {large[1]} GiB" in " ".join(text["README.md"].split())
+    assert expected in " ".join(text["docs/your-model.md"].split())
+    assert f"half of that: {large[1]} GiB for Qwen2.5-14B" in text["docs/your-model.md"]
+    assert f"of which it needs {large[0]} GiB" in " ".join(text["example_trainer/README.md"].split())
+    launch = " ".join(text["example_trainer/README.md"].split())
+    assert f"`--optimizer adamw-8bit`, which needs {large[1]} GiB" in launch
     whole = str(
-        plan(with_options(on_page(commands, "README.md")[0], optimizer_offload=False, gradient_checkpointing=False), "141 GB")
+        plan(
+            with_options(
+                on_page(commands, "example_trainer/README.md")[0], optimizer_offload=False, gradient_checkpointing=False
+            ),
+            "141 GB",
+        )
     )
     needed = float(whole.partition("needs about ")[2].split()[0])
-    assert f"need {int(needed)} GiB on one GPU" in text["README.md"]
+    assert f"need {int(needed)} GiB on one GPU" in text["example_trainer/README.md"]
 
 
 def with_options(command: Documented, **options: object) -> Documented:
@@ -134,11 +150,18 @@ def offloaded(name: str, optimizer: str) -> MemoryRequest:
 
 
 def test_the_commands_of_several_ranks_fit_on_every_card(commands: list[Documented]) -> None:
-    found = on_page(commands, "docs/parallel-trainer.md")
+    found = on_page(commands, "docs/several-gpus.md")
     assert [(command.way, command.ranks, command.server_ranks) for command in found] == [
-        ("broadcast", 2, 1), ("single copy", 2, 2),
+        ("broadcast", 2, 2), ("single copy", 4, 4), ("broadcast", 2, 1), ("single copy", 2, 2),
     ]  # fmt: skip
     assert all(isinstance(plan(command, card), MemoryChoice) for command in found for card in CARDS)
+
+
+def test_the_commands_of_the_readme_fit_on_one_card_and_on_four(commands: list[Documented]) -> None:
+    one, four = (command for command in commands if command.page == "README.md")
+    assert (one.way, one.ranks, one.own_gpus) == ("single copy", 1, False)
+    assert (four.way, four.ranks + four.server_ranks, four.own_gpus) == ("broadcast", 4, True)
+    assert all(isinstance(plan(command, card), MemoryChoice) for command in (one, four) for card in CARDS)
 
 
 @pytest.fixture(scope="module")
