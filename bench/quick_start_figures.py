@@ -63,7 +63,7 @@ def quick_start_range(book: Book) -> str:
     loads = [run["load"]["mean"] for run in runs]
     cpus = {run["machine"]["cpus"] for run in runs}
     return (
-        f"Of {len(ends)} runs on {max(cpus)} cores, at a load of {min(loads):.0f} to {max(loads):.0f}, each ended between "
+        f"All {len(ends)} runs on {max(cpus)} cores, at a load of {min(loads):.0f} to {max(loads):.0f}, ended between "
         f"{min(ends):.1%} and {max(ends):.1%}"
     )
 

@@ -76,7 +76,7 @@ def written_rows(folder: Path, *, dated: bool) -> Book:
 def test_the_range_is_that_of_all_rows(tmp_path: Path) -> None:
     book = written_rows(tmp_path, dated=True)
     text = quick_start_figures.quick_start_range(book)
-    assert text == "Of 2 runs on 2 cores, at a load of 1 to 8, each ended between 98.0% and 99.2%"
+    assert text == "All 2 runs on 2 cores, at a load of 1 to 8, ended between 98.0% and 99.2%"
     assert list(quick_start_figures.quick_starts(book)) == ["seed 0", "seed 1"]
 
 

@@ -125,7 +125,7 @@ def test_the_sizes_in_the_text_are_those_of_the_plan(commands: list[Documented])
     expected = "{} GiB for Qwen2.5-14B, {} GiB for Qwen3-8B, {} GiB for Qwen2.5-3B".format(*sizes)
     assert expected in " ".join(text["docs/your-model.md"].split())
     assert f"half of that: {large[1]} GiB for Qwen2.5-14B" in text["docs/your-model.md"]
-    assert f"of which it needs {large[0]} GiB" in " ".join(text["example_trainer/README.md"].split())
+    assert f"It needs {large[0]} GiB there" in " ".join(text["example_trainer/README.md"].split())
     launch = " ".join(text["example_trainer/README.md"].split())
     assert f"`--optimizer adamw-8bit`, which needs {large[1]} GiB" in launch
     whole = str(
