@@ -10,8 +10,6 @@ from bench.gpu.shapes import SHAPES
 from bench.results_book import Book
 
 SPEED, SAMPLING, WHOLE = "trainer_speed", "generate_cost", "whole_run"
-SMALLER = "_80gb"
-"""The same on GPUs of 80 GB, in a file of their own."""
 FEWER = "ours, fewer ahead"
 """Our part of a whole run with fewer groups on their way."""
 SAVED = "1.7B, 512, with a checkpoint"
@@ -20,16 +18,6 @@ SAVED = "1.7B, 512, with a checkpoint"
 def trainer_speed(book: Book) -> str:
     """Every case of bench/trainer_speed.py that was measured."""
     return _cases(book, SPEED, "cases")
-
-
-def trainer_speed_without_fa4(book: Book) -> str:
-    """The same where FlashAttention 4 could not be imported."""
-    return _cases(book, SPEED, "without FlashAttention 4/cases")
-
-
-def trainer_speed_80gb(book: Book) -> str:
-    """What was measured on GPUs of 80 GB, 14B over two among it."""
-    return _cases(book, SPEED + SMALLER, "cases")
 
 
 def _cases(book: Book, file: str, part: str) -> str:
@@ -92,20 +80,12 @@ def whole_run_bound(book: Book) -> str:
     gives = max(book.number(SAMPLING, f"ways/{way}/tokens_per_second") for way in ("numbers", "text and tables"))
     mean, longest = lengths(settings)
     return (
-        f"It takes {takes:,.0f} tokens in each second that it does not wait. `/generate` gives {gives:,.0f} at best, so that "
-        f"{1 - gives / takes:.0%} of waiting are the least that this machine allows, and a faster trainer would wait longer. "
-        f"Here the server gave {rate:,.0f}, for it was not full: an answer has {mean:,.0f} tokens on average, the longest of a "
-        f"group of {settings['group']} has {longest:,.0f}, and until that one has ended the others' places stay empty. Of "
-        f"{settings['in_flight']} answers in groups under way {settings['in_flight'] * mean / longest:,.0f} are being sampled"
+        f"The trainer takes {takes:,.0f} tokens in each second that it does not wait. `/generate` gives {gives:,.0f} at best, "
+        f"so the trainer waits for at least {1 - gives / takes:.0%} of the time. In this run the server gave {rate:,.0f}, "
+        f"because it was not full. An answer has {mean:,.0f} tokens on average, and the longest of a group of "
+        f"{settings['group']} has {longest:,.0f}. The other places of the group are empty until that one ends. Of "
+        f"{settings['in_flight']} answers in open groups the server samples {settings['in_flight'] * mean / longest:,.0f} at a time"
     )
-
-
-def most_at_once(book: Book) -> str:
-    """How many answers may be sampled at once before the longest of a group spans more versions than it may."""
-    settings = book.get(WHOLE, "settings")
-    mean, longest = lengths(settings)
-    of_batch = settings["sequences"] * mean / longest
-    return f"{of_batch * settings['staleness']:,.0f} answers, and {of_batch:,.0f} more for each version more"
 
 
 def lengths(settings: Mapping[str, Any]) -> tuple[float, float]:
@@ -126,8 +106,8 @@ def checkpoint_cost(book: Book) -> str:
     found = book.get(SPEED, place)
     before, after = (max(found[f"step_seconds_{when}"]) for when in ("before", "after"))
     return (
-        f"{found['bytes'] / 1e9:.0f} GB are complete after {found['complete_seconds']:.0f} s; the slowest step meanwhile took "
-        f"{after:.2f} s, the slowest before {before:.2f} s"
+        f"{found['bytes'] / 1e9:.0f} GB took {found['complete_seconds']:.0f} s. The slowest step took {after:.2f} s while the "
+        f"thread wrote, and {before:.2f} s before"
     )
 
 
@@ -165,13 +145,10 @@ def handing_on(book: Book) -> str:
 
 NAMED: dict[str, Callable[[Book], str]] = {
     "trainer_speed": trainer_speed,
-    "trainer_speed_without_fa4": trainer_speed_without_fa4,
     "checkpoint_cost": checkpoint_cost,
     "longest_sequences": longest_sequences,
     "whole_run": whole_run,
     "whole_run_bound": whole_run_bound,
-    "whole_run_most_at_once": most_at_once,
-    "trainer_speed_80gb": trainer_speed_80gb,
     "sampling_cost": sampling_cost,
     "handing_on": handing_on,
 }

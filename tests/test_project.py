@@ -268,15 +268,6 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
     assert {name for name in named if not any(path.endswith(f"/{name}") for path in there)} == set()
 
 
-def test_the_trainers_page_shows_every_file_of_its_rooms() -> None:
-    text = (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
-    told_as_folders = {"child_processes", "configs", "lora", "ops", "qwen3"}
-    files = [path.relative_to(ROOT / "example_trainer") for path in sources("example_trainer") if path.stem != "__init__"]
-    shown = [path for path in files if not told_as_folders & set(path.parts)]
-    assert len(shown) > 40
-    assert [str(path) for path in shown if not re.search(rf"(?<![\w]){path.name}", text)] == []
-
-
 def test_counts_of_hard_phrases_and_long_sentences_do_not_rise() -> None:
     found, limits = language.all_hits(), language.read_counts()
     now, lines = language.counted(found), []
