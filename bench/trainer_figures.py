@@ -84,7 +84,8 @@ def whole_run_bound(book: Book) -> str:
         f"so the trainer waits for at least {1 - gives / takes:.0%} of the time. In this run the server gave {rate:,.0f}, "
         f"because it was not full. An answer has {mean:,.0f} tokens on average, and the longest of a group of "
         f"{settings['group']} has {longest:,.0f}. The other places of the group are empty until that one ends. Of "
-        f"{settings['in_flight']} answers in open groups the server samples {settings['in_flight'] * mean / longest:,.0f} at a time"
+        f"{settings['in_flight']} answers in open groups the server samples {settings['in_flight'] * mean / longest:,.0f} at "
+        "a time"
     )
 
 
