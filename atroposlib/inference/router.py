@@ -22,6 +22,8 @@ LOOK_SECONDS = 1.0
 """How often a server is asked how it is, while requests are under way."""
 MOVE_AFTER_SECONDS = 15.0
 """A server that is silent, or does not serve, for so long loses the requests that it has, if another can answer them."""
+QUIET_SECONDS = 30.0
+"""A server that stands alone is looked at once its requests have had no answer for so long."""
 LOOKS_AFTER_WORK = 5
 """Rounds of looks after the last request; then the servers are left in peace."""
 
@@ -48,6 +50,8 @@ class Router:
         self._under_way: dict[APIServer, set[asyncio.Timeout]] = {}
         self._looking: dict[APIServer, asyncio.Task[None]] = {}
         self._watcher: asyncio.Task[None] | None = None
+        self._last_answer = 0.0
+        """time.monotonic() of the last answer, or of the first request after a time without any."""
         self.adopt(servers)
 
     def adopt(self, servers: Sequence[APIServer]) -> None:
@@ -107,6 +111,8 @@ class Router:
         Raises:
             MovedElsewhere: the server was away for so long that the request had better be asked elsewhere.
         """
+        if not self._under_way:
+            self._last_answer = time.monotonic()
         under_way = self._under_way.setdefault(server, set())
         try:
             async with asyncio.timeout(None) as moved:
@@ -127,6 +133,7 @@ class Router:
 
     def refused(self, server: APIServer, began: float, why: str) -> None:
         """A request found it away."""
+        self._last_answer = time.monotonic()
         known = self.routing.of(server)
         if not known.away and len(self.servers) > 1:
             logger.info("%s at %s is away (%s): requests go to the others", self.role, server.root_url, why)
@@ -134,25 +141,37 @@ class Router:
 
     def failed(self, server: APIServer, began: float) -> None:
         """A request failed by its fault."""
+        self._last_answer = time.monotonic()
         self.routing.failed(server, began, time.monotonic())
 
     def answered(self, server: APIServer, began: float) -> None:
         """A request was answered."""
+        self._last_answer = time.monotonic()
         self.routing.answered(server, began)
 
     # ---- looking ----
 
     def _keep_watch(self) -> None:
-        """Look at the servers while there are requests. One that stands alone is looked at only when it was away."""
-        if len(self.servers) > 1 and (self._watcher is None or self._watcher.done()):
+        """Look at the servers while there are requests."""
+        if self._can_be_watched() and (self._watcher is None or self._watcher.done()):
             self._watcher = asyncio.create_task(self._watch(), name="looks at the inference servers")
+
+    def _can_be_watched(self) -> bool:
+        return len(self.servers) > 1 or self.servers[0].looked_at_always
+
+    def _is_looked_at(self, server: APIServer) -> bool:
+        """Whether it is time to look at a server. One that stands alone is left alone while it answers requests."""
+        if self.routing.of(server).away:
+            return True
+        quiet = bool(self._under_way) and time.monotonic() - self._last_answer >= QUIET_SECONDS
+        return server.looked_at_always and (len(self.servers) > 1 or quiet)
 
     async def _watch(self) -> None:
         idle = 0
-        while idle < LOOKS_AFTER_WORK and len(self.servers) > 1:
+        while idle < LOOKS_AFTER_WORK and self._can_be_watched():
             try:
                 for server in self._all():
-                    if server.looked_at_always or self.routing.of(server).away:
+                    if self._is_looked_at(server):
                         self._look_at(server)
                 self._move_what_is_lost()
             except Exception:  # looks must go on; what they tell is a help, requests find out by themselves
@@ -175,11 +194,26 @@ class Router:
             look = Look(wrong=f"{type(error).__name__}: {error}")
         was_away = known.away
         self.routing.looked(server, began, time.monotonic(), look, server.sem.in_use + server.eval_sem.in_use)
-        if len(self.servers) > 1 and server in self.servers and bool(was_away) != bool(known.away):
-            if known.away:
-                logger.info("%s at %s is away (%s): requests go to the others", self.role, server.root_url, known.away)
-            else:
-                logger.info("%s at %s is back", self.role, server.root_url)
+        if server in self.servers and bool(was_away) != bool(known.away):
+            self._log_change(server, known.away)
+
+    def _log_change(self, server: APIServer, away: str) -> None:
+        """Log that a server is away, or back if `away` is empty. A gate logs the same for one that has no requests."""
+        waiting = len(self._under_way.get(server, ()))
+        if len(self.servers) == 1 and not waiting:
+            return
+        if not away:
+            logger.info("%s at %s is back", self.role, server.root_url)
+        elif len(self.servers) > 1:
+            logger.info("%s at %s is away (%s): requests go to the others", self.role, server.root_url, away)
+        else:
+            logger.warning(
+                "%s at %s is away (%s): %d requests wait for it; start it again if it does not come back",
+                self.role,
+                server.root_url,
+                away,
+                waiting,
+            )
 
     def _move_what_is_lost(self) -> None:
         now = time.monotonic()

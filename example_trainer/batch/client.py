@@ -131,6 +131,8 @@ class RolloutClient:
         self._positions: dict[str, int] | None = None
         self._query: dict[str, int] = {}
         self._said_no_leases = False
+        self.server_trouble: Callable[[], str] = lambda: ""
+        """Return which servers cannot be sampled from, each with its reason, for the line that says what is waited for."""
         self._changed = threading.Condition()
         """Guards `_held`, `_version` and `_positions`."""
         self._held: deque[TrainedBatch | None] = deque()
@@ -204,7 +206,9 @@ class RolloutClient:
                 )
             last_said = min(last_said, seconds)  # somebody else may have begun to wait
             if seconds - last_said > PROGRESS_SECONDS:
-                logger.info("Waiting for a batch for %.0f s: %s", seconds, self._progress())
+                trouble = self.server_trouble()
+                servers = f"; these vLLM servers do not serve: {trouble}" if trouble else ""
+                logger.info("Waiting for a batch for %.0f s: %s%s", seconds, self._progress(), servers)
                 last_said = seconds
             self._service.pause(delay, interruptible=True)
             delay = min(_LONGEST_POLL, delay * 1.5)

@@ -52,11 +52,13 @@ class Upkeep:
         due: whether there is work; cheap, asked every few seconds.
         work: does it.
         urgent: whether `due` is to be asked at once; costs nothing, asked at every look for the batch.
+        trouble: names the servers that cannot be sampled from, for the log.
     """
 
     due: Callable[[], bool]
     work: Callable[[], None]
     urgent: Callable[[], bool] = lambda: False
+    trouble: Callable[[], str] = lambda: ""
 
 
 class Batches:
@@ -221,6 +223,8 @@ class Batches:
 
     def _wait_for_thread(self, version: int, upkeep: Upkeep | None) -> Prepared | None:
         looked = time.monotonic()
+        if upkeep is not None and self._client is not None:
+            self._client.server_trouble = upkeep.trouble
         while True:
             if (prepared := self._preparing.take(version, _LOOK_SECONDS)) is not None:
                 return prepared

@@ -236,7 +236,7 @@ def make_upkeep(parts: Parts) -> Upkeep:
         if parts.checkpoints.written():
             parts.batches.release()
 
-    return Upkeep(due, work, urgent=complete)
+    return Upkeep(due, work, urgent=complete, trouble=parts.bridge.server_trouble)
 
 
 def ask_restarted_servers(parts: Parts) -> None:

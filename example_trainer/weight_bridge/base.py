@@ -172,6 +172,10 @@ class WeightBridge(ABC):
         """Whether `keep_serving` has something to do. Asked now and then while training waits; not collective: rank 0 alone."""
         return False
 
+    def server_trouble(self) -> str:
+        """Name the servers that cannot be sampled from, each with its reason; empty if none is known. On rank 0, at once."""
+        return ""
+
     def place_server(self, device: torch.device, geometry: Geometry) -> ServerGpus | None:
         """Choose the GPUs of a server that the bridge will start; None if it starts none, or one without GPUs.
 

@@ -22,7 +22,7 @@ from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.cohorts import Cohort
 from example_trainer.weight_bridge.fleet import Fleet
 from example_trainer.weight_bridge.fleet_keeper import Board, FleetKeeper
-from example_trainer.weight_bridge.fleet_report import table
+from example_trainer.weight_bridge.fleet_report import not_good, table
 from example_trainer.weight_bridge.fleet_updates import FleetUpdates
 from example_trainer.weight_bridge.groups import Group
 from example_trainer.weight_bridge.members import Member, Watch
@@ -201,6 +201,10 @@ class BroadcastBridge(WeightBridge):
 
     def server_restarted(self) -> bool:
         return bool(self._keeper.due())
+
+    def server_trouble(self) -> str:
+        with self._keeper.lock:
+            return not_good(self._keeper.fleet)
 
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving. The model's weights are the present ones already."""

@@ -46,6 +46,7 @@ class Sight:
         weight_version, weight_epoch: of the weights that it serves, or would.
         trouble: why its weights cannot be used, although it answers; empty if they can.
         taken_by: the trainer that has joined it since we did; empty if it is ours, or nobody's.
+        hangs: whether its engine makes no progress, so that it cannot be updated either.
     """
 
     instance: str
@@ -53,6 +54,7 @@ class Sight:
     weight_epoch: int
     trouble: str = ""
     taken_by: str = ""
+    hangs: bool = False
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Place:
         instance: of the process that was joined last; empty before.
         weight_version, weight_epoch: that it serves as far as is known; None before it was seen.
         answers: whether it did when it was looked at last, and has not failed since.
+        hangs: whether its engine makes no progress.
         hopeless: whether waiting will not help.
         failures: tries that failed, since it was good.
         not_before: Unix seconds before which it is not tried again.
@@ -82,6 +85,7 @@ class Place:
     weight_version: int | None = None
     weight_epoch: int | None = None
     answers: bool = False
+    hangs: bool = False
     hopeless: bool = False
     failures: int = 0
     not_before: float = 0.0
@@ -145,7 +149,7 @@ class Fleet:
             if place.standing is not Standing.AWAY and now - place.silent_since >= self.patience:
                 self._stand(place, Standing.AWAY, "does not answer", now)
             return
-        place.answers, place.silent_since = True, None
+        place.answers, place.silent_since, place.hangs = True, None, sight.hangs
         before = (place.weight_version, place.weight_epoch)
         place.weight_version, place.weight_epoch = sight.weight_version, sight.weight_epoch
         if place.instance and sight.instance != place.instance:
@@ -160,6 +164,8 @@ class Fleet:
         elif place.standing is Standing.GOOD and before != (sight.weight_version, sight.weight_epoch):
             told = f"serves version {sight.weight_version} (weight epoch {sight.weight_epoch}) instead of {before[0]}"
             self._stand(place, Standing.QUARANTINED, told, now)
+        elif sight.hangs:
+            self._stand(place, place.standing, sight.trouble, now)
 
     def failed(self, url: str, reason: str, now: float, away: bool = False, hopeless: bool = False) -> None:
         """A server did not do its part of joining or of an update.
@@ -215,7 +221,10 @@ class Fleet:
         return [
             place.url
             for place in self.places.values()
-            if place.standing is not Standing.GOOD and place.answers and not place.hopeless and now >= place.not_before
+            if place.standing is not Standing.GOOD
+            and place.answers
+            and not (place.hopeless or place.hangs)
+            and now >= place.not_before
         ]
 
     def takes_part(self, now: float) -> list[str]:

@@ -29,10 +29,15 @@ def is_bad_news(change: Change) -> bool:
     return change.now is not Standing.GOOD
 
 
-def missing_servers(fleet: Fleet) -> str:
-    """Those that are not good, each with the reason."""
+def not_good(fleet: Fleet) -> str:
+    """Those that are not good, each with the reason; empty if all are."""
     missing = [place for place in fleet.places.values() if place.standing is not Standing.GOOD]
-    return " ".join(f"{place.url} ({place.reason})" for place in missing) or "no others are known"
+    return " ".join(f"{place.url} ({place.reason})" for place in missing)
+
+
+def missing_servers(fleet: Fleet) -> str:
+    """As `not_good`, for a sentence that needs some words."""
+    return not_good(fleet) or "no others are known"
 
 
 def waiting_line(fleet: Fleet, until: float) -> str:

@@ -127,14 +127,12 @@ class Member:
         if state is None:
             return None
         ours = not self.joined or state["instance"] != self.instance or state["epoch"] == self.epoch
-        trouble = ""
-        if state["engine_dead"]:
-            trouble = "vLLM's engine process has died"
-        elif not state["healthy"]:
+        hangs = str(state.get("engine_trouble", ""))
+        trouble = "vLLM's engine process has died" if state["engine_dead"] else hangs
+        if not trouble and not state["healthy"]:
             trouble = state.get("quarantine") or state["last_error"] or "is unhealthy"
-        return Sight(
-            state["instance"], state["weight_version"], state["weight_epoch"], trouble, "" if ours else taken_over(state)
-        )
+        taken_by = "" if ours else taken_over(state)
+        return Sight(state["instance"], state["weight_version"], state["weight_epoch"], trouble, taken_by, bool(hangs))
 
     def broken(self, state: dict[str, Any] | None) -> str:
         """Why it will not finish the update that it is in; empty while it may."""
@@ -144,6 +142,8 @@ class Member:
             return "was restarted"
         if state["engine_dead"]:
             return "vLLM's engine process has died"
+        if state.get("engine_trouble"):
+            return str(state["engine_trouble"])
         return f"{taken_over(state)} has taken it over" if state["epoch"] != self.epoch else ""
 
     def waited_for_us(self, state: dict[str, Any] | None, version: int) -> str:

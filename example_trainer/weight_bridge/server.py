@@ -75,6 +75,8 @@ class BridgeServer(WeightServer):
     """What this process is to the server, for messages."""
     _lease: str | None = None
     _instance: str | None = None
+    trouble = ""
+    """Why the server could not be sampled from when it was looked at last, after its address; empty if it could."""
 
     def wait_for_info(self) -> dict[str, Any]:
         """GET /bridge/info, waiting for a server that is still loading.
@@ -214,7 +216,28 @@ class BridgeServer(WeightServer):
     def has_restarted(self) -> bool:
         """Whether another process than the one joined answers here, ready to be joined. Does not wait."""
         state = self.watch("/bridge/state", "the weights", _STATE_SECONDS)
+        why = "does not answer" if state is None else state.get("trouble", "")
+        self.trouble = f"{self.url} ({why})" if why else ""
         return state is not None and state["instance"] != self._instance
+
+    def wait_for_engine(self, message: str) -> bool:
+        """After an update failed: whether the server's engine hung. Waits until it goes on, or the server is gone.
+
+        Args:
+            message: logged if it hangs.
+
+        Raises:
+            BridgeError: it did not go on in time.
+        """
+        deadline, hung = time.monotonic() + self.startup_timeout, False
+        while (state := self._state()) is not None and state.get("engine_trouble"):
+            if not hung:
+                logger.warning("%s: %s", message, state["engine_trouble"])
+            hung = True
+            if time.monotonic() > deadline:
+                raise BridgeError(f"{self.url} still after {self.startup_timeout:g} s: {state['engine_trouble']}")
+            self.sleep(0.5)
+        return hung
 
     def wait_for_restart(self, message: str) -> bool:
         """After an update failed: whether the server has gone and come back. Waits for it if it is away.

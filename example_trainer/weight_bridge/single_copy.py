@@ -123,11 +123,15 @@ class SingleCopyBridge(WeightBridge):
         try:
             return self._update(version, write_weights, masters)
         except BridgeError as error:
+            hangs = f"[Bridge] {error}; waiting for vLLM's engine"
+            hung = self._ranks.on_main(
+                "waiting for vLLM", lambda: self._server.wait_for_engine(hangs), self._server.longest_wait
+            )
             waiting = f"[Bridge] {error}; looking whether the server was restarted"
             if self._ranks.on_main("asking vLLM", lambda: self._server.wait_for_restart(waiting), self._server.longest_wait):
                 logger.warning("[Bridge] %s was restarted: joining it again to give it version %d", self._server.url, version)
                 self._attach()
-            elif isinstance(error, LeaseLost) and not self._owes_lease:
+            elif (hung or isinstance(error, LeaseLost)) and not self._owes_lease:
                 logger.warning("[Bridge] %s: doing the update to version %d anew", error, version)
             else:
                 raise
@@ -135,6 +139,9 @@ class SingleCopyBridge(WeightBridge):
 
     def server_restarted(self) -> bool:
         return self._server.has_restarted()
+
+    def server_trouble(self) -> str:
+        return self._server.trouble
 
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving."""

@@ -281,6 +281,44 @@ async def test_requests_at_a_server_that_hangs_are_asked_elsewhere(
         await seen(manager, lambda: lights[0].generated > before)
 
 
+async def test_one_that_stands_alone_is_named_when_it_is_silent_and_goes_on_with_its_requests(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("atroposlib.inference.vllm_server.LOOK_TIMEOUT", 0.5)
+    async with fleet(1) as (manager, (light,)):
+        await ask(manager, 2)
+        assert "/weights" not in light.asked, "while it answers, it is left alone"
+        monkeypatch.setattr(router, "QUIET_SECONDS", 0.1)
+        light.hold.clear()
+        waiting = asyncio.create_task(ask(manager, 10))
+        async with asyncio.timeout(60):
+            while "is away (silent for 0.5 s): 10 requests wait for it" not in caplog.text:
+                await asyncio.sleep(0.01)
+        later = asyncio.create_task(ask(manager, 1))
+        async with asyncio.timeout(60):
+            while "waiting for inference server at" not in caplog.text:  # a new request is not sent to it
+                await asyncio.sleep(0.01)
+        light.hold.set()
+        async with asyncio.timeout(60):
+            await asyncio.gather(waiting, later)
+        assert light.generated == 13, "no request was sent twice"
+
+
+async def test_a_server_whose_engine_hangs_is_gone_around_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    reason = "vLLM's engine has not answered for 30 s (--engine-timeout)"
+    async with fleet(2) as (manager, lights):
+        await ask(manager, 2)
+        lights[0].answers["/generate"] = (503, {"error": reason})
+        lights[0].says(serving=False, trouble=reason)
+        await ask(manager, 20)
+        before = lights[0].generated
+        await ask(manager, 20)
+        assert lights[0].generated == before
+        assert reason in caplog.text
+
+
 async def test_all_away_is_one_line_that_names_them_and_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with fleet(2) as (manager, lights):

@@ -197,6 +197,21 @@ def test_a_batch_that_does_not_come_is_an_error_that_says_what_was_waited_for(
     assert "see whether an environment is running" in caplog.text, "the public server does not say what is missing"
 
 
+def test_the_waiting_line_names_servers_that_do_not_serve(
+    scripted: MakeServer, client_of: MakeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rollout_client, "PROGRESS_SECONDS", 0.1)
+    caplog.set_level(logging.INFO)
+    client = client_of(
+        scripted({"/batch": [{"batch": None}], "/stats": [{"waiting_because": "0 of 2"}]}).url, batch_timeout=2.0
+    )
+    client.server_trouble = lambda: "http://b:9001 (vLLM's engine has not answered for 30 s)"
+    client.register(REGISTRATION)
+    with pytest.raises(RolloutServiceError):
+        client.next_batch()
+    assert "0 of 2; these vLLM servers do not serve: http://b:9001 (vLLM's engine has not answered for 30 s)" in caplog.text
+
+
 def test_the_waiting_line_says_what_the_service_says(
     scripted: MakeServer, client_of: MakeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

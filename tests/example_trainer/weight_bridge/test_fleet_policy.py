@@ -29,11 +29,15 @@ class Simulated:
     spoils: bool = False
     """Its checksum will differ."""
     taken_by: str = ""
+    hangs: bool = False
+    """Its engine makes no progress, and it says so."""
     version: int = 0
     epoch: int = 0
 
     def sight(self) -> Sight | None:
-        return Sight(f"life {self.life}", self.version, self.epoch, "", self.taken_by) if self.alive else None
+        trouble = "the engine does not answer" if self.hangs else ""
+        told = Sight(f"life {self.life}", self.version, self.epoch, trouble, self.taken_by, self.hangs)
+        return told if self.alive else None
 
 
 class FleetModel(RuleBasedStateMachine):
@@ -62,6 +66,10 @@ class FleetModel(RuleBasedStateMachine):
     def restarts(self, which: int, spoils: bool) -> None:
         server = self.server(which)
         self.servers[URLS[which]] = Simulated(server.life + 1, spoils=spoils)
+
+    @rule(which=WHICH, hangs=st.booleans())
+    def hangs_or_goes_on(self, which: int, hangs: bool) -> None:
+        self.server(which).hangs = hangs
 
     @rule(which=WHICH)
     def spoils(self, which: int) -> None:
@@ -115,6 +123,8 @@ class FleetModel(RuleBasedStateMachine):
                 self.fleet.failed(url, "did not answer /bridge/begin", self.now, away=True)
             elif server.taken_by:
                 self.fleet.failed(url, f"{server.taken_by} has taken it over", self.now, hopeless=True)
+            elif server.hangs:
+                self.fleet.failed(url, "refused /bridge/begin", self.now)
             elif server.spoils:
                 self.fleet.failed(url, "another checksum", self.now)
             else:
@@ -130,6 +140,7 @@ class FleetModel(RuleBasedStateMachine):
             assert (place.reason == "") == (place.standing is Standing.GOOD), place
             assert place.since <= self.now
         assert not set(self.fleet.good) & set(self.fleet.due(self.now))
+        assert not any(self.fleet.places[url].hangs for url in self.fleet.due(self.now)), "an update of it would only fail"
         assert sum(n for name, n in self.fleet.counts().items() if name != "size") == self.fleet.counts()["size"]
         for change in self.fleet.take_changes():
             assert self.standings.get(change.url, Standing.JOINING) is change.before
@@ -170,6 +181,25 @@ def test_a_server_that_is_back_is_due_at_the_first_look() -> None:
     fleet.saw(URLS[1], Sight("life 2", 0, 0), 2.0)
     assert fleet.due(2.0) == [URLS[1]]
     assert fleet.places[URLS[1]].reason == "was restarted"
+
+
+def test_a_server_whose_engine_hangs_is_not_tried_until_it_goes_on() -> None:
+    fleet, hangs = good_fleet(), Sight("life 1", 1, 5, "the engine does not answer", hangs=True)
+    for now in range(100):
+        fleet.saw(URLS[1], hangs, float(now))
+        assert fleet.takes_part(now) == [URLS[0], URLS[2]]
+    place = fleet.places[URLS[1]]
+    assert (place.standing, place.reason) == (Standing.QUARANTINED, "the engine does not answer")
+    fleet.saw(URLS[1], Sight("life 1", 1, 5), 100.0)
+    assert fleet.due(100.0) == [URLS[1]], "it may have missed an update"
+
+
+def test_a_server_that_failed_before_its_engine_was_known_to_hang_gets_that_reason() -> None:
+    fleet = good_fleet()
+    fleet.failed(URLS[1], "is 10 s behind the others", 1.0)
+    fleet.saw(URLS[1], Sight("life 1", 1, 5, "the engine does not answer", hangs=True), 2.0)
+    assert fleet.places[URLS[1]].reason == "the engine does not answer"
+    assert fleet.due(500.0) == []
 
 
 def test_one_silent_look_is_no_absence_and_ten_seconds_are() -> None:

@@ -36,6 +36,8 @@ class Server(ThreadingHTTPServer):
         self.steps: list[str] = []
         self.facts: dict[str, Any] = {}
         self.not_finite = ""
+        self.hangs_for = 0
+        """Looks at its state for which its engine still makes no progress."""
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def answer(self, step: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -45,8 +47,13 @@ class Server(ThreadingHTTPServer):
                 "ranks": [MANIFEST.to_json()],
             } | self.facts  # fmt: skip
         if step == "state":
-            return 200, {"instance": "one", "engine_dead": False, "healthy": True, "last_error": ""}
+            told = "the engine does not answer" if self.hangs_for > 0 else ""
+            self.hangs_for -= 1
+            state = {"healthy": not told, "trouble": told, "engine_trouble": told}
+            return 200, {"instance": "one", "engine_dead": False, "last_error": ""} | state
         self.steps.append(step)
+        if self.hangs_for > 0 and step == "begin":
+            return 503, {"error": "the engine does not answer"}
         if step == "begin":
             return 200, {"lease": {"id": "lease", "deadline": time.monotonic() + 60}}
         if step == "commit" and body["checksums"] != [weights_checksum([("weight", self.weight.detach())])]:
@@ -170,6 +177,34 @@ def test_what_is_not_finite_in_masters_at_hand_is_never_written(
         bridge.sync(1, new(model, float("nan")), {"weight": torch.full((2, 3), float("nan"))})
     assert server.steps == ["init"]
     assert torch.isfinite(server.weight).all()
+
+
+def test_a_server_whose_engine_hangs_is_waited_for_and_named(
+    server: Server, joined: tuple[SingleCopyBridge, OneWeight], caplog: pytest.LogCaptureFixture
+) -> None:
+    bridge, model = joined
+    bridge._server.sleep = lambda seconds: None
+    assert bridge.server_trouble() == ""
+    server.hangs_for = 5
+    assert not bridge.server_restarted()
+    assert bridge.server_trouble() == f"http://127.0.0.1:{server.server_address[1]} (the engine does not answer)"
+    bridge.sync(1, new(model, 5.0))
+    assert torch.equal(server.weight.detach(), torch.full((2, 3), 5.0))
+    assert server.steps[0] == "init"
+    assert server.steps[-2:] == ["begin", "commit"]
+    assert "waiting for vLLM's engine: the engine does not answer" in caplog.text
+    assert not bridge.server_restarted()
+    assert bridge.server_trouble() == ""
+
+
+def test_a_server_whose_engine_hangs_for_too_long_ends_the_training(
+    server: Server, joined: tuple[SingleCopyBridge, OneWeight]
+) -> None:
+    bridge, model = joined
+    bridge._server.sleep, bridge._server.startup_timeout = (lambda seconds: None), 0.05
+    server.hangs_for = 10**9
+    with pytest.raises(BridgeError, match=r"still after 0\.05 s: the engine does not answer"):
+        bridge.sync(1, new(model, 5.0))
 
 
 def test_a_write_that_fails_gives_the_lease_back(server: Server, joined: tuple[SingleCopyBridge, OneWeight]) -> None:
