@@ -160,7 +160,7 @@ class Router:
         return len(self.servers) > 1 or self.servers[0].looked_at_always
 
     def _is_looked_at(self, server: APIServer) -> bool:
-        """Whether it is time to look at a server. One that stands alone is left alone while it answers requests."""
+        """Return whether to look at a server now. One that stands alone is left alone while it answers requests."""
         if self.routing.of(server).away:
             return True
         quiet = bool(self._under_way) and time.monotonic() - self._last_answer >= QUIET_SECONDS
