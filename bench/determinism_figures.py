@@ -11,7 +11,7 @@ from bench.bridge_figures import markdown, sources
 from bench.on_off_summary import HEAD, differences, row_of
 from bench.results_book import Book, FigureError
 
-COST, PROBE, ON_OFF, PUBLISHED = "deterministic_cost", "determinism_probe", "bi_on_off", "on_off_published"
+COST, ON_OFF, PUBLISHED = "deterministic_cost", "bi_on_off", "on_off_published"
 SAMPLING = {
     "1 sequence": "sampling, 1 sequence",
     "1 sequence, seeded": "1 sequence, seeded",
@@ -73,18 +73,6 @@ def rounds_apart(book: Book) -> str:
     return f"up to {100 * apart:.0f} %"
 
 
-def kernels(mode: str, of: str = "") -> Callable[[Book], str]:
-    """Milliseconds that the kernels of one step of one sequence take; `of`: those whose name holds that alone."""
-
-    def found(book: Book) -> str:
-        row = book.get(COST, f"kernels/1 sequence/{mode}")
-        book.measured(COST, f"kernels/1 sequence/{mode}")
-        seconds = sum(kernel[2] for kernel in row["kernels"] if of in kernel[0]) if of else row["busy_seconds"]
-        return f"{seconds / row['steps'] * 1e3:.2f} ms"
-
-    return found
-
-
 def parity_total(book: Book) -> str:
     """Millions of compared tokens of all matrices. Raises FigureError if one of them differed."""
     totals = {key: row for key, row in book.get("parity_matrix", "totals").items() if key != "control"}
@@ -108,17 +96,6 @@ def control_difference(book: Book) -> str:
     """The largest difference of a logprob with the mode off."""
     rows = [row for _, _, row in cells(book, "qwen3-0.6b") if row["mismatched"]]
     return f"{max(row['max_difference'] for row in rows):.2f}"
-
-
-def preemptions(book: Book) -> str:
-    """How many preemptions the 0.6B matrix saw with the mode on."""
-    return str(sum(row["preemptions"] for _, _, row in cells(book, "qwen3-0.6b") if not row["mismatched"]))
-
-
-def over_broadcast(book: Book) -> str:
-    """Tokens of the matrix on two GPUs that were sampled after updates over broadcast."""
-    found = cells(book, "qwen3-0.6b, single copy and broadcast, two GPUs")
-    return f"{sum(row['tokens'] for bridge, _, row in found if bridge == 'broadcast' and not row['mismatched']):,}"
 
 
 def rewards(mode: str) -> Callable[[Book], str]:
@@ -178,65 +155,17 @@ def worst_gradient(kind: str) -> Callable[[Book], str]:
     return found
 
 
-def probe_rows(part: str, *names: str) -> Callable[[Book], str]:
-    """How many rows of a part were compared, in all or of these names; raises FigureError if one differs."""
-
-    def found(book: Book) -> str:
-        rows = {key: row for key, row in book.get(PROBE, part).items() if not names or key in names}
-        compared = {k: r for k, r in rows.items() if isinstance(r, dict) and "differ" in r and "splits free" not in k}
-        if any(row["differ"] for row in compared.values()):
-            raise FigureError(f"determinism_probe.json {part}: rows differ")
-        return f"{sum(row['rows'] for row in compared.values()):,}"
-
-    return found
-
-
-def triton_slower(book: Book) -> str:
-    """How many times as long as the pinned library vLLM's Triton kernel takes: `1.3 to 6.4`."""
-    times = book.get(PROBE, "linear, microseconds")
-    found = []
-    for name, row in times.items():
-        if isinstance(row, dict) and name.endswith(" triton"):
-            pinned = times[name.replace(" triton", " pinned")]
-            found += [value / pinned[size] for size, value in row.items() if size in pinned]
-    return f"{min(found):.1f} to {max(found):.1f}"
-
-
-def pinned_slower(book: Book) -> str:
-    """Where pinning costs more than a tenth: `0.6b o at 2 rows 12.7 for 8.1 µs, …`."""
-    times = book.get(PROBE, "linear, microseconds")
-    found = []
-    for name, row in times.items():
-        if isinstance(row, dict) and name.endswith(" as it comes"):
-            layer = name.removesuffix(" as it comes")
-            pinned = times[f"{layer} pinned"]
-            slow = {size: (pinned[size], value) for size, value in row.items() if pinned[size] > 1.1 * value}
-            if slow:
-                each = ", ".join(f"{size} ({pair[0]:.1f} for {pair[1]:.1f} µs)" for size, pair in slow.items())
-                found.append(f"`{layer}` at {each}")
-    return "; ".join(found)
-
-
 NAMED: dict[str, Callable[[Book], str]] = {
     "cost": cost,
     "cost_ours": ratios("ours"),
     "cost_vllm": ratios("vllm"),
     "rounds_apart": rounds_apart,
-    "kernels_ours": kernels("ours"),
-    "kernels_off": kernels("off"),
-    "kernels_vllm": kernels("vllm"),
-    "kernels_vllm_product": kernels("vllm", "matmul_kernel_persistent"),
     "parity_total": parity_total,
     "control_difference": control_difference,
-    "preemptions": preemptions,
-    "over_broadcast": over_broadcast,
     "rewards_on": rewards("on"),
     "rewards_off": rewards("off"),
     "tokens_off": tokens_off,
     "on_off_published": on_off_table,
     "worst_gradient_bf16": worst_gradient("bf16"),
     "worst_gradient_float32": worst_gradient("float32"),
-    "probe_attention_rows": probe_rows("attention, heads of 128"),
-    "triton_slower": triton_slower,
-    "pinned_slower": pinned_slower,
 }

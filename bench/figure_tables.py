@@ -129,10 +129,6 @@ NAMED: dict[str, Callable[[Book], str]] = {
 """By the name that stands in the documents."""
 
 ELSEWHERE: dict[str, dict[str, str]] = {
-    "docs/determinism.md": {
-        "one block walks through 152,000 columns alone": "the vocabulary of Qwen's models",
-        "0 of 16,384 tokens of the starter model differ": "printed by the command beside it, on an H200; no file was kept",
-    },
     "docs/inference-servers.md": {
         "`--max-body-bytes` (16 MiB)": "the default of that option",
     },

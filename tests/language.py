@@ -93,7 +93,7 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
     for position, paragraph in paragraphs(text):
         begin = 0
         for end in [
-            *(m.end() for m in re.finditer(r"[.!?][\"')\]*_]*\s+(?=[\"'(\[*_`]*[A-Z0-9x])", paragraph)),
+            *(m.end() for m in re.finditer(r"[.!?][\"')\]*_]*\s+(?=[\"'(\[*_`]*(?:[A-Z0-9x]|vLLM))", paragraph)),
             len(paragraph),
         ]:
             sentence = paragraph[begin:end]
