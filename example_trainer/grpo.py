@@ -29,9 +29,10 @@ from collections.abc import Sequence
 import torch
 
 from example_trainer.api_keys import revealed
-from example_trainer.batch.client import RolloutClient, registration
+from example_trainer.batch.client import RolloutClient
 from example_trainer.batch.evaluations import EvaluationFeed
 from example_trainer.batch.prefetch import make_batches
+from example_trainer.batch.registration import registration
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import make_parity, pin_settings, require_pairing
@@ -58,6 +59,7 @@ from example_trainer.training.reference import ReferenceSettings
 from example_trainer.training.resume import agreed_start
 from example_trainer.training.runs import SavedStep, mark_run
 from example_trainer.training.step import make_objective
+from example_trainer.training.weight_epoch import with_given_epoch
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs, require_fitting_logprobs
 from example_trainer.weight_bridge.server import planned_shapes
@@ -99,6 +101,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         if start.saved and start.saved.step >= config.training_steps:
             finish_earlier_run(config, start.saved, stop, ranks)
             return
+        start = with_given_epoch(start, config, stop, ranks)
         bridge = make_bridge(config, stop, ranks, weight_epoch=start.run.epoch, device=device)
         stack.callback(bridge.close)
         serving = bridge.serving_dtype()
@@ -144,11 +147,11 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         ask_servers()  # before there is anything to train on
         positions = start.saved.positions if start.saved else {}
         told = ReferenceSettings.of(config, model).for_the_wire() if config.asks_reference_workers else None
-        batches.register(registration(config, optimizer.steps, start.run.epoch, positions, told))
+        batches.register(registration(config, optimizer.steps, start.run.lives, positions, told, start.run.public_name))
         evaluations = None
         if ranks.is_main:  # before the first batch is asked for, since environments are let in then
             seen, key = metrics.evaluations.seen, revealed(config.atropos_api_key)
-            evaluations = EvaluationFeed(config.atropos_url, key, seen, start.run.begun / 1000, start.saved is None)
+            evaluations = EvaluationFeed(config.atropos_url, key, seen, start.run.begun, start.saved is None)
             stack.callback(evaluations.close)
         take_steps(
             Parts(

@@ -1,8 +1,8 @@
 """How old weights are when versions go back: the lives of the trainers that made them. Pure functions.
 
 A weight version is a number of optimizer steps, so a trainer that dies at 17 and resumes from a checkpoint at 10 makes 11
-to 17 a second time, and they are other weights. Each life of a trainer has an epoch (unix milliseconds of its start,
-always above those of the lives that it continues), and each sampled token knows version and epoch of its weights. Epoch 0
+to 17 a second time, and they are other weights. Each trainer process has an epoch, which the rollout service gives: it is
+above the epochs of the trainers that it continues. Each sampled token has the version and the epoch of its weights. Epoch 0
 is the checkpoint that the first trainer began with.
 
     life 1   0 ── 5 ── 10 ── 14 ── 17 †     sampled at (life 1, 5):  still on the line, counts as 5

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from example_trainer.batch.registration import Registration
 from example_trainer.batch.service import PROGRESS_SECONDS, RefusedError, ServiceConnection
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopSignal
 
@@ -26,45 +26,6 @@ _FIRST_POLL, _LONGEST_POLL = 0.02, 0.25
 _END_SECONDS = 10.0
 """How long a finished run waits for the service, to tell it so."""
 _LONGEST_REASON = 1000
-
-
-@dataclass(frozen=True)
-class Registration:
-    """What the trainer tells the service, and through it the environments.
-
-    Attributes:
-        batch_size: sequences in each batch.
-        max_token_len: longest sequence in tokens.
-        save_checkpoint_interval: steps between checkpoints, 0 for none but the last.
-        starting_step, num_steps: optimizer steps done and to be done in all.
-        max_staleness: oldest data wanted, in weight versions; None for any.
-        model: what is trained; with checkpoint_dir it keeps one run's rollouts from another's trainer.
-        weight_epoch: of the weights that this trainer makes; see ages.
-        positions: of the last batch that the weights have learned from, {} before the first; None if that is not known.
-        replay: policy, max_reuse and seed, by which the service uses groups; None for each once, oldest first.
-        ref_logprobs_from_workers: groups that come without ref_logprobs wait for reference workers.
-        reference: what those are to compute; see training.reference.
-        log_dir: where the trainer writes its figures, for the service's page.
-        inference_servers: addresses of the vLLM servers that it was started with, likewise.
-    """
-
-    wandb_group: str
-    wandb_project: str
-    batch_size: int
-    max_token_len: int
-    checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
-    max_staleness: int | None = None
-    model: str | None = None
-    weight_epoch: int = 0
-    positions: dict[str, int] | None = None
-    replay: dict[str, Any] | None = None
-    ref_logprobs_from_workers: bool = False
-    reference: dict[str, str | float | bool] | None = None
-    log_dir: str | None = None
-    inference_servers: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +105,27 @@ class RolloutClient:
     def interrupt(self) -> None:
         """From now on, end `next_batch` with Interrupted, in whatever thread it waits."""
         self._service.interrupt()
+
+    def weight_epoch(self, asked: int, run: str | None) -> int:
+        """Return the epoch for this trainer's weights: `asked`, or a higher one that no other trainer has.
+
+        A service that gives no epochs (the public one) leaves it at `asked`.
+
+        Raises:
+            RolloutServiceError: the service is not there in time, or its answer is not an epoch.
+        """
+        try:
+            answer = self._service.request("POST", "/weight-epoch", {"asked": asked, "run": run})
+        except RefusedError as error:
+            logger.info("The rollout service at %s gives no weight epochs, so the clock does: %s", self.url, error)
+            return asked
+        given = answer.get("weight_epoch")
+        if not isinstance(given, int) or given < asked:
+            raise RolloutServiceError(
+                f"{self.url}/weight-epoch answered {str(answer)[:200]}: an epoch of at least {asked} is needed; "
+                "is --atropos-url a rollout service?"
+            )
+        return given
 
     def register(self, registration: Registration) -> None:
         """Wait until the service is there, and register as its trainer.
@@ -357,41 +339,3 @@ class RolloutClient:
 
 def _named(batch: TrainedBatch) -> dict[str, Any]:
     return {"batch_id": batch.id} if batch.uuid is None else {"batch_id": batch.id, "uuid": batch.uuid}
-
-
-def addresses_of_servers(config: TrainerConfig) -> list[str] | None:
-    """The vLLM servers that get this trainer's weights, for the service's page; None if the options name none."""
-    if config.weight_bridge_mode not in ("shared_vllm", "lora_only") and not config.starts_vllm:
-        return None
-    return [f"http://{host}:{port}" for host, port in config.vllm_addresses]
-
-
-def registration(
-    config: TrainerConfig,
-    starting_step: int,
-    weight_epoch: int = 0,
-    positions: dict[str, int] | None = None,
-    reference: dict[str, str | float | bool] | None = None,
-) -> Registration:
-    """What the rollout service is told. `weight_epoch` names this trainer's weights, see ages; `positions` are where its data
-    goes on; `reference` is what reference workers are to compute, None without them."""
-    project, group = config.wandb_names
-    return Registration(
-        wandb_group=group,
-        wandb_project=project,
-        batch_size=config.sequences_per_step,
-        max_token_len=config.seq_len,
-        checkpoint_dir=str(config.save_path.resolve()),
-        save_checkpoint_interval=config.checkpoint_interval,
-        starting_step=starting_step,
-        num_steps=config.training_steps,
-        max_staleness=config.oldest_rollouts,
-        model=config.model_name,
-        weight_epoch=weight_epoch,
-        positions=positions,
-        replay={"policy": config.replay, "max_reuse": config.max_reuse, "seed": config.seed} if config.replays else None,
-        ref_logprobs_from_workers=reference is not None,
-        reference=reference,
-        log_dir=str(config.log_dir.resolve()),
-        inference_servers=addresses_of_servers(config),
-    )

@@ -89,10 +89,8 @@ class EvaluationFeed:
         url: of the service.
         api_key: bearer token, if it asks for one.
         seen: keys of the evaluations that the run has written down, in their order.
-        began: when the run began, in Unix seconds. What a service had before is another run's; how its clock differs from this
-            machine's matters as long as nothing was seen.
-        only_new: the run begins now; what the service has already is another run's, whatever the clocks say. If it cannot be
-            asked now, they decide.
+        first_epoch: the weight epoch of the run's first trainer. Results of weights with a lower one are another run's.
+        only_new: the run begins now, and what the service has already is another run's.
     """
 
     def __init__(
@@ -100,13 +98,13 @@ class EvaluationFeed:
         url: str,
         api_key: str | None = None,
         seen: Sequence[tuple[int, float]] = (),
-        began: float = 0.0,
+        first_epoch: int = 0,
         only_new: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
         self._seen = set(seen)
-        self._began = 0.0 if seen or only_new else began
+        self._first_epoch = first_epoch
         self._last = seen[-1] if seen else None  # key of the last one that the service told
         self._arrived: queue.SimpleQueue[Evaluation] = queue.SimpleQueue()
         self._told: set[str] = set()  # kinds of failures that the log names
@@ -115,8 +113,7 @@ class EvaluationFeed:
         self._asked = self._answered = 0
         self._over = False  # closed, or there is nothing to be had
         if only_new:
-            if not self._read():
-                self._began = began
+            self._read()
             self.take()
         self._thread = threading.Thread(target=self._run, name="evaluations", daemon=True)
         self._thread.start()
@@ -194,7 +191,7 @@ class EvaluationFeed:
                 continue
             told.add(evaluation.key)
             self._last = evaluation.key
-            if evaluation.key not in self._seen and evaluation.time >= self._began:
+            if evaluation.key not in self._seen and not 0 < (evaluation.weight_epoch or 0) < self._first_epoch:
                 self._seen.add(evaluation.key)
                 self._arrived.put(evaluation)
         return told

@@ -23,10 +23,11 @@ import torch
 
 from atroposlib.utils.lives import Life
 from example_trainer.api_keys import revealed
-from example_trainer.batch.client import Registration, RolloutClient, TrainedBatch
+from example_trainer.batch.client import RolloutClient, TrainedBatch
 from example_trainer.batch.figures import BatchFigures
 from example_trainer.batch.preparing import DeviceCopies, Prepared, Preparing
 from example_trainer.batch.reader import BatchReader, ReadyBatch
+from example_trainer.batch.registration import Registration
 from example_trainer.batch.sampling import SamplerLogprobs
 from example_trainer.batch.scatter import BinChannel
 from example_trainer.config import TrainerConfig

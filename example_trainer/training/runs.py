@@ -48,12 +48,21 @@ class Run:
 
     @property
     def begun(self) -> int:
-        """When its first life began, in Unix milliseconds; 0 if that is not known."""
+        """The weight epoch of its first life; 0 if that is not known."""
         return self.lives[0].epoch if self.lives else 0
+
+    @property
+    def public_name(self) -> str | None:
+        """Its name for the rollout service; None if it has none."""
+        return None if self.name == UNNAMED else self.name
 
     def lived_on(self, step: int, epoch: int) -> Run:
         """The run with one more life, which starts from the checkpoint of `step`. Its epoch is at least one above the last."""
         return replace(self, lives=(*self.lives, Life(max(epoch, self.epoch + 1), step)))
+
+    def with_epoch(self, epoch: int) -> Run:
+        """The run, its newest life with another epoch."""
+        return replace(self, lives=(*self.lives[:-1], replace(self.lives[-1], epoch=epoch)))
 
     def holds(self, other: Run, step: int) -> bool:
         """Whether the checkpoint of `step` that `other` saved is in this run's line: not left behind by going back."""

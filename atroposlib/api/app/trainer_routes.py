@@ -14,8 +14,9 @@ from atroposlib.api.app.answers import answer, query_int, takes
 from atroposlib.api.app.service import RolloutService
 from atroposlib.api.gate.gate import GZIP_FROM, accepts_gzip, compress
 from atroposlib.api.models.records import NotRegisteredError, Registration
-from atroposlib.api.models.requests import AckBatch, BatchReport, EndRun, RegisterTrainer, read
+from atroposlib.api.models.requests import AckBatch, AskEpoch, BatchReport, EndRun, RegisterTrainer, read
 from atroposlib.api.queue.fleet import Table
+from atroposlib.api.queue.weight_epochs import read_lives
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,10 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
     async def register(request: Request) -> Response:
         """Register the trainer. A later registration takes over, with the batches that were not acknowledged yet."""
         asked = read(RegisterTrainer, await request.body())
-        registration = Registration(uuid=secrets.randbits(52), **asked.model_dump())
+        lives = read_lives(asked.lives)
+        registration = Registration(uuid=secrets.randbits(52), **asked.model_dump(exclude={"lives"}))
         service.heard_trainer(publishes=False)
-        dropped = await service.run(lambda queue: queue.register(registration))
+        dropped = await service.run(lambda queue: queue.register(registration, lives))
         service.moves.count()
         if service.recorder is not None:
             service.recorder.model(asked.model)
@@ -39,7 +41,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
             asked.max_token_len,
             asked.starting_step,
             asked.max_staleness,
-            asked.weight_epoch,
+            registration.weight_epoch,
         )
         if asked.replay is not None:
             logger.info("replay: %s, each group in up to %d batches", asked.replay.policy, asked.replay.max_reuse)
@@ -50,7 +52,14 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
                 dropped,
                 asked.starting_step,
             )
-        return answer({"uuid": registration.uuid})
+        epoch = {"weight_epoch": registration.weight_epoch} if registration.weight_epoch else {}
+        return answer({"uuid": registration.uuid} | epoch)
+
+    @app.post("/weight-epoch", **takes(AskEpoch))
+    async def weight_epoch(request: Request) -> Response:
+        """An epoch for the weights of a trainer that starts: no other trainer of this service has it, or a higher one."""
+        asked = read(AskEpoch, await request.body())
+        return answer({"weight_epoch": await service.run(lambda queue: queue.give_epoch(asked.asked, asked.run))})
 
     @app.get("/batch")
     async def batch(request: Request) -> Response:

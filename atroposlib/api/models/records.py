@@ -123,7 +123,9 @@ class Registration:
     ack_batches: bool = False
     model: str | None = None
     weight_epoch: int = 0
-    """Names this life of the trainer; 0 if it does not say. See `lives`."""
+    """Names this trainer process; 0 if it does not say. See `queue.weight_epochs`."""
+    run: str | None = None
+    """Names the run, over all its resumes; None if the trainer does not say."""
     positions: dict[str, int] | None = None
     """The first item after the last batch that its weights have learned from, by stream; None if it does not say."""
     ref_logprobs_from_workers: bool = False
@@ -144,7 +146,10 @@ class Registration:
         return named if isinstance(named, str) else self.model
 
     def is_another_run(self, other: Registration) -> bool:
-        """Whether the two say that they train different models, or the same one into different folders."""
+        """Whether the two name different runs. Where one of them names none: different models, or the same model in
+        different folders."""
+        if self.run is not None and other.run is not None:
+            return self.run != other.run
         named = self.model is not None and other.model is not None
         return named and (self.model, self.checkpoint_dir) != (other.model, other.checkpoint_dir)
 

@@ -22,6 +22,7 @@ from pydantic import (
 from atroposlib.api.models.records import MOST_SERVERS, MOST_STREAMS, Policy
 from atroposlib.number_bounds import LARGEST_FLOAT32
 from atroposlib.utils.addresses import LONGEST, server_address
+from atroposlib.utils.lives import MOST_LIVES
 from atroposlib.utils.strict_numbers import refuse_boolean
 
 MOST_OF_A_REASON = 4096
@@ -36,6 +37,10 @@ MOST_UNIX_SECONDS = 253402300799.0
 SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
 """An integer that every JSON reader keeps exactly."""
 Version = Annotated[int, Field(ge=0, le=2**53 - 1)]
+Epoch = Annotated[int, Field(ge=0, le=2**52)]
+"""A weight epoch of a trainer. Half of what a Version holds, so that the service can always give a higher one."""
+EpochAndStep = Annotated[list[Version], Field(min_length=2, max_length=2)]
+RunName = Annotated[str, Field(min_length=1, max_length=256)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
 Name = Annotated[str, Field(max_length=4096)]
 ShortName = Annotated[str, Field(max_length=64)]
@@ -160,9 +165,12 @@ class RegisterTrainer(Request):
     """The trainer sends POST /batch/ack from the first batch on; without it, the first ack tells."""
     model: Name | None = None
     """The model that is trained. With checkpoint_dir it tells one run from another; null where nothing does."""
-    weight_epoch: Version = 0
-    """Names this life of the trainer: unix milliseconds of its start, above those of the lives that it continues; 0 if it
-    does not say."""
+    weight_epoch: Epoch = 0
+    """Names this trainer process: what POST /weight-epoch answered; 0 if it does not say."""
+    run: RunName | None = None
+    """Names the run, over all its resumes: another name is another run. Null where model and checkpoint_dir tell runs apart."""
+    lives: Annotated[list[EpochAndStep], Field(max_length=MOST_LIVES)] | None = None
+    """[weight epoch, starting step] of each trainer of the run, this one last, as its checkpoints name them."""
     positions: Annotated[dict[Name, Version], Field(max_length=MOST_STREAMS)] | None = None
     """Those of the last batch that the weights have learned from, {} before the first; null if they are not known."""
     ref_logprobs_from_workers: bool = False
@@ -196,6 +204,15 @@ class RegisterTrainer(Request):
         if self.ref_logprobs_from_workers and self.model is None:
             raise ValueError("ref_logprobs_from_workers needs model, which tells reference workers whose logprobs are meant")
         return self
+
+
+class AskEpoch(Request):
+    """POST /weight-epoch."""
+
+    asked: Epoch = 0
+    """Unix milliseconds, and more than the epochs that the trainer knows of its run. The answer is at least as high."""
+    run: RunName | None = None
+    """As in POST /register: what is sampled with the epoch before the trainer registers counts as this run's."""
 
 
 def _or_default(weight: float) -> float:

@@ -57,18 +57,15 @@ class Intake(QueueState):
         if draft.key is not None and draft.key in self.keys:
             return self.keys[draft.key]
         self.registry.note_post(draft.env_id, now)
-        epoch = self.lives[-1].epoch if self.lives else 0
-        weights = tuple((epoch if said is None else said, version) for said, version in draft.weights)
-        weights = weights or ((epoch, self.sampling_version()),)
-        counts_as, bound = oldest(weights, self.lives), self.oldest_allowed()
-        foreign = [version for said, version in draft.weights if self._is_of_another_run(said, version)]
+        present = self.epochs.present
+        said = [(None if epoch is None else self.epochs.counted(epoch), version) for epoch, version in draft.weights]
+        weights = tuple((present if epoch is None else epoch, version) for epoch, version in said)
+        weights = weights or ((present, self.sampling_version()),)
+        counts_as, bound = oldest(weights, self.epochs.lives), self.oldest_allowed()
+        foreign = [(version, epoch) for epoch, version in said if self._is_of_another_run(epoch, version)]
         if foreign:
             self._count_drop("another_run", draft.longest)
-            reason = (
-                f"another run: sampled at weight version {max(foreign)}, which an earlier trainer had reached; this one is at "
-                f"{self.sampling_version()}. Does the inference server have its weights?"
-            )
-            receipt = Receipt("dropped", reason=reason)
+            receipt = Receipt("dropped", reason=self._why_foreign(*foreign[-1]))
         elif bound is not None and counts_as < bound:
             self._count_drop("stale", draft.longest)
             reached = f"{counts_as}" if (counts_as in (v for _, v in weights)) else f"{counts_as} (an earlier trainer's)"
@@ -84,6 +81,13 @@ class Intake(QueueState):
             if len(self.keys) > self.limits.max_keys:
                 self.changes.keys_removed.append(self.keys.popitem(last=False)[0])
         return receipt
+
+    def _why_foreign(self, version: int, epoch: int | None) -> str:
+        whose = "which an earlier trainer had reached" if epoch is None else f"of weight epoch {epoch}, not of this run"
+        return (
+            f"another run: sampled at weight version {version}, {whose}; this one is at {self.sampling_version()}. "
+            "Does the inference server have its weights?"
+        )
 
     def _accept(self, draft: Draft, weights: tuple[tuple[int, int], ...], version: int) -> Receipt:
         line = self.registry.line_of(draft.env_id)

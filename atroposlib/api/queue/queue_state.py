@@ -28,8 +28,9 @@ from atroposlib.api.queue.fleet import Wishes
 from atroposlib.api.queue.starvation import Refusals
 from atroposlib.api.queue.streams import Streams
 from atroposlib.api.queue.waiting import Lines, ReferenceStage
+from atroposlib.api.queue.weight_epochs import WeightEpochs
 from atroposlib.api.scheduling import Replay, choose_multiple
-from atroposlib.utils.lives import Life, line_version, oldest
+from atroposlib.utils.lives import oldest
 
 
 class QueueState:
@@ -49,9 +50,7 @@ class QueueState:
         self.acked_version: int | None = None
         self.acks = False  # the trainer acknowledges its batches
         self.former_version: int | None = None  # how far an earlier trainer came, if the present one began below that
-        self.lives: list[Life] = []  # of trainers that name their weight epochs, the present one's last
-        self.last_epoch = 0  # the highest that any trainer has named
-        self.run_epoch = 0  # weights of an epoch below, but for 0, are another run's
+        self.epochs = WeightEpochs()
         self.ended = False  # the trainer has said that its run is over
         self.first_env_of_run = 0  # environments with a lower id belong to a run that has ended
         self.learned_up_to = 0  # the highest id of a batch that is learned from and kept for the next trainer
@@ -93,9 +92,7 @@ class QueueState:
                 "acked_version": self.acked_version,
                 "acks": self.acks,
                 "former_version": self.former_version,
-                "lives": [[life.epoch, life.start] for life in self.lives],
-                "last_epoch": self.last_epoch,
-                "run_epoch": self.run_epoch,
+                **self.epochs.stored(),
                 "ended": self.ended,
                 "first_env_of_run": self.first_env_of_run,
                 "learned_up_to": self.learned_up_to,
@@ -122,9 +119,7 @@ class QueueState:
         self.acked_version = state.get("acked_version")
         self.acks = state.get("acks", False)
         self.former_version = state.get("former_version")
-        self.lives = [Life(*life) for life in state.get("lives", [])]
-        self.last_epoch = state.get("last_epoch", 0)
-        self.run_epoch = state.get("run_epoch", 0)
+        self.epochs = WeightEpochs.restored(state)
         self.ended = state.get("ended", False)
         self.learned_up_to = state.get("learned_up_to", 0)
         self.uses = state.get("uses", 0)
@@ -204,7 +199,7 @@ class QueueState:
     def _tell_versions(self) -> None:
         """The trainer's lives have changed: tell anew what the weights of every group count as."""
         for group in self._held():
-            group.version = oldest(group.weights, self.lives)
+            group.version = oldest(group.weights, self.epochs.lives)
 
     def oldest_allowed(self) -> int | None:
         """The lowest weight version that may still be handed out; None without a bound."""
@@ -229,7 +224,7 @@ class QueueState:
         """Whether no weights of this run can be these. Without an epoch: the present trainer has not come so far (by more
         than the one version that it may be sending just now), and an earlier one had."""
         if epoch is not None:
-            return 0 < epoch < self.run_epoch or line_version(epoch, version, self.lives) < 0
+            return self.epochs.is_foreign(epoch, version, self.registration.run if self.registration else None)
         return self.former_version is not None and self.trainer_version() + 1 < version <= self.former_version
 
     def _drop_where(self, unwanted: Callable[[Group], bool], reason: str) -> int:

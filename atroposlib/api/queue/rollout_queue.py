@@ -12,7 +12,7 @@ Which groups make a batch is decided in `scheduling`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from atroposlib.api import scheduling
@@ -20,7 +20,8 @@ from atroposlib.api.models.records import Environment, Group, Lease, Registratio
 from atroposlib.api.queue.evaluations import Evaluations
 from atroposlib.api.queue.intake import Intake
 from atroposlib.api.queue.starvation import Refusals, why_starved
-from atroposlib.utils.lives import begin_life
+from atroposlib.api.queue.weight_epochs import WeightEpochs
+from atroposlib.utils.lives import Life
 
 
 class RolloutQueue(Intake):
@@ -28,12 +29,22 @@ class RolloutQueue(Intake):
 
     # ---- the trainer ----
 
-    def register(self, registration: Registration) -> int:
+    def give_epoch(self, asked: int, run: str | None) -> int:
+        """Give a weight epoch to a trainer that starts; see `WeightEpochs.give`."""
+        self._state_changed = True
+        return self.epochs.give(asked, run)
+
+    def register(self, registration: Registration, lives: Sequence[Life] = ()) -> int:
         """A trainer registers, for the first time or again: it takes over, and batches that were leased wait for it.
 
-        What another run has sampled is dropped: all groups, if the registration is of another model or folder; those that
-        count as older than version 0, if the trainer names its weight epoch (see `lives`); those sampled at a version that
-        it has not reached, if it does not. Of a batch that was out, only stated weights count.
+        What another run has sampled is dropped: all groups, if the registration is another run's. If the trainer names its
+        weight epoch: groups of epochs that are not its run's, and groups that count as older than version 0 (see `lives`).
+        If it does not: groups sampled at a version that it has not reached. Of a batch that was out, only stated weights
+        count.
+
+        Args:
+            registration: the trainer's. Its `weight_epoch` becomes the one that the service counts it as.
+            lives: the trainers of its run, as it knows them.
 
         Returns:
             How many groups were dropped for that.
@@ -44,10 +55,7 @@ class RolloutQueue(Intake):
             self.former_version = max(reached, self.former_version or 0)
         elif another_run:
             self.former_version = None
-        if another_run:
-            self.run_epoch, self.lives = registration.weight_epoch or self.last_epoch + 1, []
-        self.last_epoch = max(self.last_epoch, registration.weight_epoch)
-        self.lives = begin_life(self.lives, registration.weight_epoch, registration.starting_step)
+        self.epochs.register(registration, lives, another_run)
         self._tell_versions()
         self.registration = registration
         if self.ended:  # posts of the ended run do not count for this one
@@ -63,7 +71,9 @@ class RolloutQueue(Intake):
         self._state_changed = True
 
         def ahead(group: Group) -> bool:
-            return group.version < 0 if self.lives else group.version > registration.starting_step
+            if not self.epochs.lives:
+                return group.version > registration.starting_step
+            return group.version < 0 or (group.stated and any(self._is_of_another_run(*weights) for weights in group.weights))
 
         def used_up(group: Group) -> bool:
             return group.uses >= self.replay.max_reuse
@@ -358,8 +368,9 @@ class RolloutQueue(Intake):
 
     def reset(self) -> None:
         """Forget everything, registrations included."""
-        next_evaluation = self.evaluations.next_id
+        next_evaluation, last_epoch = self.evaluations.next_id, self.epochs.last
         self._clear()
+        self.epochs = WeightEpochs(last_epoch)
         self.evaluations = Evaluations(next_evaluation)
         self.changes.wipe = True
         self._state_changed = True

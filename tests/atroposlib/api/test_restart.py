@@ -66,10 +66,11 @@ def sent_on_disk(service: Service) -> bool:
 
 
 def lasting(service: Service) -> dict[str, Any]:
-    """What /stats says, but for the time since an environment has spoken."""
+    """Return /stats without the time since an environment has spoken, and without the disk, which other programs fill."""
     stats: dict[str, Any] = service.get("/stats")
     for entry in stats["environments"]:
         del entry["seconds_silent"]
+    del stats["store"]["free_bytes"]
     return stats
 
 
@@ -159,3 +160,17 @@ def test_a_trainer_that_resumes_keeps_what_its_weights_sampled(start: Start) -> 
     service.post("/register", registration(model="another"))
     assert service.get("/batch") == {"batch": None}
     assert service.post("/register-env", environment())["status"] == "success"
+
+
+def test_a_weight_epoch_is_given_once_however_the_service_ends(start: Start) -> None:
+    service = start()
+    given = [service.post("/weight-epoch", {"asked": asked, "run": "a"})["weight_epoch"] for asked in (900, 100)]
+    service.signal(signal.SIGKILL)
+    service = start()
+    given.append(service.post("/weight-epoch", {"asked": 100, "run": "a"})["weight_epoch"])
+    service.http.get("/reset_data").raise_for_status()
+    given.append(service.post("/weight-epoch", {})["weight_epoch"])
+    assert given == [900, 901, 902, 903]
+    answer = service.post("/register", registration(weight_epoch=902, run="a", lives=[[900, 0], [902, 1]]))
+    assert answer["weight_epoch"] == 902
+    assert "weight_epoch" not in service.post("/register", registration()), "the old wire is as it was"

@@ -44,6 +44,8 @@ def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of:
         "max_staleness": None,
         "model": None,
         "weight_epoch": 0,
+        "run": None,
+        "lives": None,
         "positions": None,
         "replay": None,
         "ref_logprobs_from_workers": False,
@@ -52,6 +54,17 @@ def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of:
         "inference_servers": None,
         "ack_batches": True,
     }
+
+
+def test_a_weight_epoch_is_the_services_or_the_one_that_was_asked_for(scripted: MakeServer, client_of: MakeClient) -> None:
+    server = scripted({"/weight-epoch": [{"weight_epoch": 70}, 404, 405, {"weight_epoch": 30}, {"message": "hello"}]})
+    client = client_of(server.url)
+    assert client.weight_epoch(50, "a run") == 70
+    assert [client.weight_epoch(50, None) for _ in range(2)] == [50, 50], "the public service gives none"
+    assert server.seen[0] == ("/weight-epoch", {"asked": 50, "run": "a run"})
+    for _ in range(2):
+        with pytest.raises(RolloutServiceError, match="an epoch of at least 50 is needed"):
+            client.weight_epoch(50, None)
 
 
 def test_a_broken_connection_and_a_failing_server_are_tried_again(scripted: MakeServer, client_of: MakeClient) -> None:

@@ -40,25 +40,25 @@ def next_of(feed: EvaluationFeed) -> list[int]:
 
 
 def test_each_comes_once_and_is_asked_for_behind_the_last(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
-    answers = [[], [told(4), told(5)], [told(5), told(6)], [told(6)]]
+    answers = [[], [told(4, weight_epoch=49), told(5)], [told(5), told(6, weight_epoch=None)], [told(6)]]
     service = scripted({"/evaluations": [{"evaluations": entries} for entries in answers]})
-    feed = feed_of(service, began=1004.75)
+    feed = feed_of(service, first_epoch=50)
     assert feed.take() == []
-    assert [next_of(feed) for _ in answers] == [[], [5], [6], []], "4 is from before the run"
+    assert [next_of(feed) for _ in answers] == [[], [5], [6], []], "4 is of weights from before the run"
     assert service.paths() == [f"/evaluations?after={after}" for after in (0, 0, 4, 5)]
 
 
 def test_a_resumed_run_goes_on_behind_what_it_has_written(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
     service = scripted({"/evaluations": [{"evaluations": [told(5), told(6)]}, {"evaluations": [told(6)]}]})
-    feed = feed_of(service, seen=[(2, 1002.5), (5, 1005.5)], began=3000.0)
-    assert [next_of(feed) for _ in range(2)] == [[6], []], "though its clock is behind by more than the run is old"
+    feed = feed_of(service, seen=[(2, 1002.5), (5, 1005.5)])
+    assert [next_of(feed) for _ in range(2)] == [[6], []]
     assert service.paths() == ["/evaluations?after=4", "/evaluations?after=5"]
 
 
 def test_a_new_run_passes_over_what_was_there_before_it(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
     service = scripted({"/evaluations": [{"evaluations": [told(4)]}, {"evaluations": [told(4), told(7)]}]})
-    feed = feed_of(service, began=3000.0, only_new=True)
-    assert next_of(feed) == [7], "though its clock is ahead of the service's"
+    feed = feed_of(service, only_new=True)
+    assert next_of(feed) == [7]
     assert service.paths() == ["/evaluations?after=0", "/evaluations?after=3"]
 
 
@@ -128,9 +128,9 @@ def test_no_failure_ends_the_thread(
     assert "InvalidURL: no address" in caplog.text
 
 
-def test_a_new_run_whose_service_is_away_at_first_goes_by_the_clock(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
-    service = scripted({"/evaluations": [500, {"evaluations": [told(4), told(7)]}]})
-    feed = feed_of(service, began=1006.0, only_new=True)
+def test_a_new_run_whose_service_is_away_at_first_goes_by_epochs(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
+    service = scripted({"/evaluations": [500, {"evaluations": [told(4, weight_epoch=49), told(7)]}]})
+    feed = feed_of(service, first_epoch=50, only_new=True)
     assert next_of(feed) == [7], "4 is another run's"
 
 

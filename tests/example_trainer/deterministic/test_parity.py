@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
-from example_trainer.batch.client import registration
 from example_trainer.batch.groups import Batch
+from example_trainer.batch.registration import registration
 from example_trainer.deterministic.pairing import deterministic_decoder, make_parity, model_provenance, pair
 from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, weights_sha
 from example_trainer.errors import ConfigError, ModelError

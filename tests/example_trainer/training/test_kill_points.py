@@ -5,6 +5,8 @@ See in_process: the service is a real one, and so is everything else but the sig
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atroposlib.utils.lives import Life
+from example_trainer.batch.client import RolloutClient
 from example_trainer.errors import RolloutServiceError
 from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.in_process import STEPS, Trainers
+from tests.example_trainer.test_grpo import made_up_group
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -159,3 +163,29 @@ def test_a_fresh_run_in_a_used_folder_is_the_one_that_auto_continues(trainers: T
     assert trainers.train("--checkpoint-interval", "0", "--resume", "auto")
     assert trainers.line == list(range(10, 10 + STEPS))
     assert trainers.saved()[STEPS].run.name == fresh[2].run.name
+
+
+def test_a_new_run_in_an_emptied_folder_gets_nothing_of_the_one_before_it_though_the_clock_went_back(
+    trainers: Trainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers.post(*range(3))
+    assert not trainers.train("--checkpoint-interval", "1", point="acknowledged", passes=2)
+    first = trainers.saved()[2].run
+    left_over = made_up_group(20) | {"weight_versions": [0] * 4, "weight_epochs": [first.epoch] * 4}
+    shutil.rmtree(trainers.folder / "checkpoints")
+    a_day_ago = time.time_ns() - 86_400 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: a_day_ago)
+    registered = RolloutClient.register
+
+    def register_and_post(client: RolloutClient, registration: Any) -> None:
+        registered(client, registration)
+        receipt = httpx.post(f"{trainers.url}/scored_data", json=left_over, timeout=30).json()
+        assert receipt["status"] == "dropped"
+        trainers.post(*range(10, 10 + STEPS))
+
+    monkeypatch.setattr(RolloutClient, "register", register_and_post)
+    assert trainers.train("--resume", "auto")
+    assert trainers.line == list(range(10, 10 + STEPS)), "2 waited when it began"
+    second = trainers.saved()[STEPS].run
+    assert second.epoch > first.epoch
+    assert second.begun == second.epoch
