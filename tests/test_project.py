@@ -15,6 +15,8 @@ from hypothesis import settings
 
 from tests import language
 from tests.conftest import WAITING
+from tests.language import documents
+from tests.pages import broken_links
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("atroposlib", "environments", "example_trainer", "vllm_patching", "scripts", "bench", "tests")
@@ -172,14 +174,6 @@ def test_nothing_points_outside_the_repository() -> None:
     assert found == []
 
 
-def documents() -> list[Path]:
-    return [
-        *sorted(ROOT.glob("*.md")),
-        *sorted((ROOT / "docs").rglob("*.md")),
-        *sorted((ROOT / "example_trainer").glob("*.md")),
-    ]
-
-
 def commands(document: Path) -> list[str]:
     """Files and modules that the shell blocks of a document run."""
     blocks = re.findall(
@@ -239,10 +233,7 @@ def test_flags_in_the_readmes_exist() -> None:
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_the_documents_lead_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
-    images = re.findall(r"<img[^>]+src=\"([^\"]+)\"", document.read_text(encoding="utf-8"))
-    local = [link for link in links + images if not re.match(r"[a-z]+:", link)]
-    assert [link for link in local if not (document.parent / link).exists()] == []
+    assert broken_links(document) == []
 
 
 def anchors(document: Path) -> set[str]:
