@@ -236,25 +236,6 @@ def test_links_between_the_documents_lead_somewhere(document: Path) -> None:
     assert broken_links(document) == []
 
 
-def anchors(document: Path) -> set[str]:
-    """Return the anchors that GitHub makes of a document's headings."""
-    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    found: list[str] = []
-    for heading in re.findall(r"^#+ +(.+)$", text, re.MULTILINE):
-        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
-        anchor = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
-        found.append(anchor)
-    return {f"{anchor}-{before}" if (before := found[:place].count(anchor)) else anchor for place, anchor in enumerate(found)}
-
-
-@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_to_headings_lead_to_one(document: Path) -> None:
-    links = re.findall(r"\]\(([^):#\s]*)#([^)\s]+)\)", document.read_text(encoding="utf-8"))
-    targets = {file: document.parent / file if file else document for file, _ in links}
-    known = {file: anchors(target) for file, target in targets.items() if target.suffix == ".md" and target.is_file()}
-    assert [f"{file}#{anchor}" for file, anchor in links if file in known and anchor not in known[file]] == []
-
-
 WRITTEN_BY_THE_READER = {
     "my_losses.py",
     "test_my_losses.py",
