@@ -62,7 +62,7 @@ def exact(book: Book) -> str:
             raise FigureError(f"{FILE}.json, exact, {kind}: {differ} tokens differ")
         told.add((killed["killed_after_step"], len(whole["steps"]), compared))
     ((after, steps, tokens),) = told
-    return f"killed after step {after} of {steps}, with one copy and with a broadcast; of {tokens:,} tokens each none differs"
+    return f"with one copy and with a broadcast, killed after step {after} of {steps}. None of {tokens:,} tokens differs"
 
 
 def scaling(book: Book) -> str:
@@ -90,8 +90,8 @@ def saturation(book: Book) -> str:
     taken, posted = (book.number(FILE, f"scaling/saturation/service/{key}_per_second") for key in ("trained_groups", "groups"))
     drained = book.number(FILE, "scaling/saturation/drain/groups_per_second")
     return (
-        f"{posted:.0f} groups/s are posted and {taken:.0f} groups/s taken while both go as fast as they can; a full queue is "
-        f"emptied at {drained:.0f} groups/s by a trainer that only acknowledges"
+        f"with both at full speed, {posted:.0f} groups/s come in and {taken:.0f} groups/s go out. A trainer that only "
+        f"acknowledges empties a full queue at {drained:.0f} groups/s"
     )
 
 
@@ -110,17 +110,6 @@ def on_paper(book: Book) -> str:
             rows.append([size, f"{int(number):,}", f"{tokens:,.0f}", f"{groups:,.1f}", *needed])
             places[f"{size}, {number}"] = (FILE, place)
     return f"{markdown(head, rows)}\n\n{sources(book, places)}"
-
-
-def parameter_server(book: Book) -> str:
-    """What a parameter server takes and hands on."""
-    if "parameter_server" not in book.page(FILE):
-        return "Not measured yet."
-    found, places = _handed(book, "parameter_server", "vLLM servers")
-    in_place = [book.maybe(FILE, f"{place}/read_in_place") == int(number) for number, (_, place) in places.items()]
-    way = "read where they are, in shared memory" if all(in_place) else "sent over Gloo"
-    load = _load(book, "parameter_server/load_average_before/0")
-    return f"{found}\n\nThe weights were {way}. {sources(book, places)} {load}"
 
 
 def parameter_server_gpu(book: Book) -> str:
@@ -160,7 +149,6 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "async_on_paper": on_paper,
     "async_full_at": full_at,
     "async_exact": exact,
-    "async_parameter_server": parameter_server,
     "parameter_server_gpu": parameter_server_gpu,
 }
 """By the name that stands in the documents."""
