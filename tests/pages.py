@@ -50,6 +50,18 @@ def sections(path: Path) -> list[Section]:
     return found
 
 
+def section_of(path: Path, anchor: str) -> Section:
+    """Return the section of a page with this anchor."""
+    return next(section for section in sections(path) if section.anchor == anchor)
+
+
+def shell_lines(text: str) -> list[str]:
+    """Return the commands of the shell blocks in a text: continued lines joined, comments and blanks left out."""
+    blocks = re.findall(r"^[ ]*```bash\n(.*?)^[ ]*```", text, re.MULTILINE | re.DOTALL)
+    lines = (line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 @dataclass(frozen=True)
 class Link:
     """A link to a file of the project.

@@ -1,31 +1,21 @@
-"""The entrance to the documentation: answers within two clicks, commands that parse, examples and log lines that exist."""
+"""The entrance to the documentation: answers within two clicks, log lines that exist, a picture that can be read."""
 
 from __future__ import annotations
 
 import ast
 import re
-import shlex
-import subprocess
-import sys
-import types
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.arithmetic_problems import Problem, training_problems
-from environments.math_data import load_from_path
 from example_trainer.models.geometry import SUPPORTED_ARCHITECTURES
-from scripts.ops import options as stack_options
-from scripts.quickstart import options as quickstart_options
 from tests.headless_browser import browser
 from tests.language import ROOT, documents
-from tests.pages import Section, broken_links, links, sections, slug
+from tests.pages import broken_links, links, section_of, sections, slug
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -46,10 +36,6 @@ OTHER_PROGRAMS = {"CUDA out of memory", "illegal memory access"}
 MOST_BOXES = 12
 
 
-def section_of(page: str, anchor: str) -> Section:
-    return next(section for section in sections(ROOT / page) if section.anchor == anchor)
-
-
 def test_the_readme_can_be_read_at_once() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
 
@@ -62,7 +48,7 @@ def test_a_question_is_answered_within_two_clicks(question: str) -> None:
     rows = [line for line in INDEX.read_text(encoding="utf-8").splitlines() if line.startswith("|") and question in line]
     assert len(rows) == 1, f"the index asks {question!r} {len(rows)} times"
     assert [(link.file, link.anchor) for link in links(INDEX, rows[0])] == [(ROOT / page, anchor)]
-    assert answer in section_of(page, anchor).text
+    assert answer in section_of(ROOT / page, anchor).text
 
 
 def test_the_index_leads_to_every_page_in_three_groups() -> None:
@@ -88,74 +74,6 @@ def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
 def test_anchors_hold_nothing_that_a_link_could_not(heading: str) -> None:
     assert re.fullmatch(r"[\w-]*", slug(heading))
     assert slug(slug(heading)) == slug(heading)
-
-
-def script_lines(script: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each line of a page's shell blocks that runs a script: the page, and the words behind the script."""
-    for path in documents():
-        text = path.read_text(encoding="utf-8")
-        for block in re.findall(r"^[ ]*```bash\n(.*?)^[ ]*```", text, re.MULTILINE | re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                if words and words[0] == f"./scripts/{script}" and not {"--ray", "--help", "--resume"} & set(words):
-                    yield str(path.relative_to(ROOT)), words[1:]
-
-
-@pytest.mark.parametrize(("page", "words"), list(script_lines("start.sh")), ids=lambda value: str(value)[:60])
-def test_every_start_of_the_pages_is_understood(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine of eight GPUs, or without any if the line asks for that."""
-    monkeypatch.chdir(ROOT)
-    with (
-        mock.patch.object(stack_options, "visible_gpus", return_value=tuple(range(8))),
-        mock.patch.object(stack_options, "check_model", side_effect=str),
-        mock.patch.object(Path, "is_file", return_value=True),  # an environment that the page has the reader write
-    ):
-        assert stack_options.parse(words).parts
-
-
-@pytest.mark.parametrize(("page", "words"), list(script_lines("quickstart.sh")), ids=lambda value: str(value)[:60])
-def test_every_quick_start_of_the_pages_is_understood(page: str, words: list[str]) -> None:
-    with mock.patch.object(quickstart_options, "visible_gpus", return_value=tuple(range(8))):
-        assert quickstart_options.parse(words)
-
-
-def block(page: str, anchor: str, language: str) -> str:
-    """Return the first code block of a section."""
-    found = re.search(rf"```{language}\n(.*?)```", section_of(page, anchor).text, re.DOTALL)
-    assert found, f"{page}#{anchor} has no block of {language}"
-    return found[1]
-
-
-def test_the_documented_command_turns_a_csv_into_questions(tmp_path: Path) -> None:
-    """As a spreadsheet writes it: a byte order mark, quotes, a line break in a cell, other columns."""
-    rows = 'question,answer,source\r\n"What is ""half"" of ten,\nplus one?",6,book\r\nHow many legs has a spider?,8,\r\n'
-    (tmp_path / "questions.csv").write_bytes(b"\xef\xbb\xbf" + rows.encode())
-    command = block("docs/start.md", "train-on-your-own-questions", "bash")
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=60)
-    train, _ = load_from_path(tmp_path / "questions.jsonl")
-    assert [(one.question, one.gold) for one in train.questions] == [
-        ('What is "half" of ten,\nplus one?', "6"), ("How many legs has a spider?", "8"),
-    ]  # fmt: skip
-    assert train.incomplete == 0
-
-
-async def test_the_documented_reward_prefers_short_right_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = ROOT / "environments" / "short_sums_server.py"
-    module = types.ModuleType("short_sums_server")
-    module.__file__ = str(file)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    exec(compile(block("docs/start.md", "add-a-reward", "python"), str(file), "exec"), module.__dict__)
-    problem: Problem = next(iter(training_problems(seed=0, difficulty=1)))
-    environment = object.__new__(module.ShortSums)
-
-    async def score(text: str, tokens: int) -> tuple[float, bool]:
-        graded = await environment.grade(problem, module.Response(text, tokens, finished=True))
-        return graded.score, graded.correct
-
-    right = f"\\boxed{{{problem.answer}}}"
-    assert await score(right, 5) == (pytest.approx(0.95), True)
-    assert await score(right, 20) == (pytest.approx(0.8), True)
-    assert await score(f"\\boxed{{{problem.answer + 1}}}", 5) == (pytest.approx(-1.05), False)
 
 
 def test_the_page_of_models_names_every_architecture() -> None:
