@@ -40,7 +40,7 @@ PROVEN = {
     r"pkill -9 -u \"\$\(id -u\)\" -f ": "tests/test_guide_commands.py",
     r"for p in /proc/|tr '\\0' ' ' .*\$p/cmdline|done$": "tests/test_guide_commands.py",
 }
-"""What a command looks like -> the test that parses, plans or runs it."""
+"""Pattern of a command -> the test that parses, plans or runs it."""
 STARTED = {
     "python -u example_trainer/grpo.py --model-name x": True,
     "python -m atroposlib.cli.run_api": True,
