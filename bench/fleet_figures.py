@@ -11,27 +11,6 @@ from bench.results_book import Book, commit_of
 FILE = "fleet"
 
 
-def servers(book: Book) -> str:
-    """Whole updates of 1, 2, 4, … servers without vLLM's engine, on the processor."""
-    head = ["", "the trainer waits, median", "90 of 100", "most", "each server stands still", "times one server"]
-    rows, places = [], {}
-    for shape, by_transfer in book.get(FILE, "servers").items():
-        for transfer in (name for name in by_transfer if name != "trainer"):
-            base = f"servers/{shape}/{transfer}"
-            one = book.number(FILE, f"{base}/1/idle/whole_update_ms/median")
-            for count in book.get(FILE, base):
-                place = f"{base}/{count}/idle"
-                median, p90, most = (book.number(FILE, f"{place}/whole_update_ms/{key}") for key in ("median", "p90", "max"))
-                halted = book.number(FILE, f"{place}/halted_ms/median")
-                side = f"{shape}, {transfer}, {count}"
-                waits = [f"{value:.0f} ms" for value in (median, p90, most, halted)]
-                rows.append([side, *waits, f"{median / one:.1f}"])
-                places[side] = (FILE, place)
-    cpus, load = book.number(FILE, "machine/cpus"), book.number(FILE, "load_before/0")
-    told = f"{cpus:.0f} cores for the trainer and all servers; their load before it: {load:.1f}."
-    return f"{markdown(head, rows)}\n\n{told} {sources(book, places)}"
-
-
 def servers_on_gpus(book: Book) -> str:
     """Updates of 1, 2, … vLLM servers, each on a GPU of its own, ours and by vLLM's own engine."""
     file, load = "fleet_servers_gpu", "load_64"
@@ -62,40 +41,29 @@ def servers_on_gpus(book: Book) -> str:
     return f"{markdown(head, rows)}\n\n{told} {sources(book, places)}"
 
 
-def clients(file: str) -> Callable[[Book], str]:
-    """What a client of a real server sees, what a client waits for first; and of vLLM's own engine where that was measured."""
-
-    def table(book: Book) -> str:
-        head = [
-            "",
-            "longest gap between two tokens at a client, median",
-            "most",
-            "gaps otherwise",
-            "the trainer waits, median",
-            "most",
-        ]
-        parts = {
-            f"{way}, {cache}": f"clients/{cache}/{way}"
-            for cache, by_way in book.get(file, "clients").items()
-            for way in by_way
-            if way != "trainer"
-        }
-        if "vllm_engine" in book.page(file):
-            parts["vLLM's own engine"] = "vllm_engine"
-        rows, places = [], {}
-        for side, part in parts.items():
-            for condition in (name for name in book.get(file, part) if name.startswith("load_")):
-                place = f"{part}/{condition}"
-                wanted = ("largest_gap_per_update_ms/median", "largest_gap_per_update_ms/max", "usual_gap_ms/median")
-                wanted += ("whole_update_ms/median", "whole_update_ms/max")
-                name = f"{side}, {condition.removeprefix('load_')} requests"
-                rows.append([name, *(f"{book.number(file, f'{place}/{key}'):.0f} ms" for key in wanted)])
-                places[name] = (file, place)
-        size = book.number(file, "model_bytes")
-        told = f"{size / 1e9:.2f} GB" if size > 1e9 else f"{size / 1e6:.0f} MB"
-        return f"{markdown(head, rows)}\n\nA model of {told}. {sources(book, places)}"
-
-    return table
+def clients(book: Book) -> str:
+    """What a client of a real server sees, what the trainer waits for first, and the same of vLLM's own engine."""
+    file = "fleet_gpu"
+    head = ["", "longest gap between two tokens at a client, median", "most", "gaps otherwise"]
+    head += ["the trainer waits, median", "most"]
+    parts = {
+        f"{way}, {cache}": f"clients/{cache}/{way}"
+        for cache, by_way in book.get(file, "clients").items()
+        for way in by_way
+        if way != "trainer"
+    }
+    parts["vLLM's own engine"] = "vllm_engine"
+    columns = ("largest_gap_per_update_ms/median", "largest_gap_per_update_ms/max", "usual_gap_ms/median")
+    columns += ("whole_update_ms/median", "whole_update_ms/max")
+    rows, places = [], {}
+    for side, part in parts.items():
+        for condition in (name for name in book.get(file, part) if name.startswith("load_")):
+            place = f"{part}/{condition}"
+            name = f"{side}, {condition.removeprefix('load_')} requests"
+            rows.append([name, *(f"{book.number(file, f'{place}/{key}'):.0f} ms" for key in columns)])
+            places[name] = (file, place)
+    size = book.number(file, "model_bytes") / 1e9
+    return f"{markdown(head, rows)}\n\nA model of {size:.2f} GB. {sources(book, places)}"
 
 
 def anew_share(book: Book) -> str:
@@ -130,10 +98,8 @@ def on_paper(book: Book) -> str:
 
 
 NAMED: dict[str, Callable[[Book], str]] = {
-    "fleet_servers": servers,
     "fleet_servers_gpu": servers_on_gpus,
-    "fleet_clients": clients(FILE),
-    "fleet_clients_gpu": clients("fleet_gpu"),
+    "fleet_clients_gpu": clients,
     "fleet_anew_share": anew_share,
     "fleet_on_paper": on_paper,
 }
