@@ -25,7 +25,9 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
+from atroposlib.utils.bounded_protocol import bounded_protocol
 from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
+from atroposlib.utils.open_files import connections_allowed
 from atroposlib.utils.parent_death import end_forked_with_parent, end_with_parent
 from vllm_patching.compat.torchao_logs import quiet_torchao
 from vllm_patching.server.flags import (
@@ -50,6 +52,8 @@ if __name__ == "__mp_main__":
     end_forked_with_parent()
 
 WORKER_EXTENSION = "vllm_patching.worker.extension.LockstepWorkerExtension"
+CONNECTION_SECONDS = 60.0
+"""For the head of a request, for its body, and for which a client may leave an answer untaken."""
 LAST_ANSWERS_SECONDS = 2
 """How long a server that is told to end waits for answers that are on their way out."""
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -263,7 +267,8 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
 
     async def run_and_clean_up() -> None:
         try:
-            await run_server(args)
+            most = connections_allowed(logger)
+            await run_server(args, http=bounded_protocol(CONNECTION_SECONDS, most))
         finally:
             if service.watch is not None:
                 await service.watch.stop()

@@ -18,7 +18,6 @@ import uvicorn
 from atroposlib.api.app.application import make_app
 from atroposlib.api.app.service import RolloutService
 from atroposlib.api.gate.access import Access
-from atroposlib.api.gate.connection import bounded_protocol
 from atroposlib.api.gate.gate import RequestLimits
 from atroposlib.api.models.records import Limits
 from atroposlib.api.store.sqlite_store import SqliteStore, set_aside
@@ -36,8 +35,10 @@ from atroposlib.ui.run.catalogue import LIVE
 from atroposlib.ui.web.gatekeeper import Gatekeeper
 from atroposlib.ui.web.sessions import SESSION_SECONDS, STATE_FILE
 from atroposlib.utils.addresses import argument, listening_host, server_address
-from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
+from atroposlib.utils.bounded_protocol import bounded_protocol
+from atroposlib.utils.connections import ACCEPT_AT_ONCE, LISTEN_BACKLOG, SERVER_KEEPS_SECONDS
 from atroposlib.utils.keys import VLLM_KEY
+from atroposlib.utils.open_files import connections_allowed
 from atroposlib.utils.private_files import use_private_files
 
 logger = logging.getLogger("atroposlib.cli.run_api")
@@ -198,7 +199,7 @@ def listen(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
-        sock.listen(2048)
+        sock.listen(LISTEN_BACKLOG)
     except OSError as error:
         sock.close()
         reason = os.strerror(error.errno or 0)
@@ -243,6 +244,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             for sock in sockets or []:
+                sock.listen(LISTEN_BACKLOG)  # uvicorn has made it as short as ACCEPT_AT_ONCE
                 host, port = sock.getsockname()[:2]
                 address = f"[{host}]" if ":" in host else host
                 logger.info("Uvicorn running on http://%s:%d (Press CTRL+C to quit)", address, port)
@@ -361,7 +363,9 @@ def main(argv: list[str] | None = None) -> None:
         make_app(service, limits, PageRoute(page) if page is not None else None),
         access_log=arguments.access_log,
         log_config=None,
-        http=bounded_protocol(arguments.request_timeout),
+        http=bounded_protocol(arguments.request_timeout, connections_allowed(logger)),
+        ws="none",
+        backlog=ACCEPT_AT_ONCE,
         timeout_graceful_shutdown=10,
         timeout_keep_alive=SERVER_KEEPS_SECONDS,
         # uvicorn by itself believes whoever asks from 127.0.0.1, which is every user of this machine.

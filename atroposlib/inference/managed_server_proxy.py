@@ -7,6 +7,7 @@ environment reads the tokens at GET /<session>/nodes.
 """
 
 import argparse
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,11 @@ from atroposlib.inference.server_baseline import describe
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.utils.addresses import argument, http_addresses, listening_host
+from atroposlib.utils.bounded_protocol import bounded_protocol
 from atroposlib.utils.keys import PROXY_KEY, VLLM_KEY, given_or_variable
+from atroposlib.utils.open_files import connections_allowed
+
+logger = logging.getLogger("atroposlib.inference.managed_server_proxy")
 
 READING_PATHS = READING | {"/health", "/v1/models", "/servers", "/sessions"}
 """Paths whose GET changes nothing."""
@@ -289,6 +294,8 @@ def at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
 def main(argv: list[str] | None = None) -> None:
     """Run the proxy in front of one server."""
     arguments = parse_arguments(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request to an inference server
     manager = ServerManager([APIServerConfig(base_url=arguments.base_url, server_type=arguments.server_type)])
     try:
         tokenizer = load_tokenizer(arguments.tokenizer)
@@ -302,7 +309,13 @@ def main(argv: list[str] | None = None) -> None:
         session_seconds=arguments.session_timeout,
         max_body=arguments.max_body_bytes,
     )
-    uvicorn.run(create_app(manager, tokenizer, arguments.model_name, limits), host=host, port=arguments.port)
+    uvicorn.run(
+        create_app(manager, tokenizer, arguments.model_name, limits),
+        host=host,
+        port=arguments.port,
+        http=bounded_protocol(limits.body_seconds, connections_allowed(logger)),
+        ws="none",
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api.gate.access import Access, NotAllowedError
 from atroposlib.api.gate.gate import replayed
+from atroposlib.utils.bounded_protocol import prove_connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class Door:
         headers = Headers(scope=scope)
         try:
             client = (scope.get("client") or ("",))[0]
-            self.limits.access.check(scope["method"], scope["path"], headers, client)
+            if self.limits.access.check(scope["method"], scope["path"], headers, client):
+                prove_connection(scope)
             body = await self._body(headers, receive)
         except NotAllowedError as error:
             await refuse(send, error.status, error.detail, error.headers)

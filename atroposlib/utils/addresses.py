@@ -9,7 +9,7 @@ import os
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from typing import Annotated
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
@@ -226,3 +226,15 @@ def proxy_for(url: str) -> str | None:
         return None
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     return proxy if not proxy or "://" in proxy else f"http://{proxy}"
+
+
+def network_of(address: str) -> str:
+    """Return the address, or the /64 network of an IPv6 address: one host may use any address in it."""
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        return address
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    if parsed.version == 4 or mapped is not None:
+        return str(mapped or parsed)
+    return str(ip_network((int(parsed) >> 64 << 64, 64)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -117,7 +118,16 @@ def test_a_server_that_does_not_share_says_so(
     with pytest.raises(BridgeError, match="VLLM_ENABLE_SHARED_WEIGHTS"):
         BroadcastBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)).serving_dtype()
     assert len(server.generate([1, 2, 3], max_tokens=3, ignore_eos=True)["token_ids"][0]) == 3
+    refuses_a_head_that_does_not_end(server)
     ends_though_it_owes_answers(server, processes)
+
+
+def refuses_a_head_that_does_not_end(server: VllmServer) -> None:
+    """Its connections have the bounds of `atroposlib.utils.bounded_protocol`."""
+    with socket.create_connection(("localhost", server.port), timeout=60) as client, suppress(ConnectionResetError):
+        client.sendall(b"GET /health HTTP/1.1\r\nx: " + b"y" * 100_000)
+        assert client.recv(1000).startswith(b"HTTP/1.1 431 ")
+    assert healthy(server)
 
 
 def ends_though_it_owes_answers(server: VllmServer, processes: Processes) -> None:

@@ -37,6 +37,8 @@ FROM_AFAR = MONITORING | {
     "/v1/messages/count_tokens", "/v1/models", "/v1/realtime", "/v1/responses",
 }  # fmt: skip
 """What another machine may ask for when there is no key: looking and sampling."""
+PROVE = "lockstep.prove"
+"""The ASGI extension by which the server's connections learn which of them belong to callers that are known."""
 _SHOWN = 80
 """Characters of a header that a message quotes."""
 
@@ -93,11 +95,15 @@ class Door:
         """Why the request is not let in; None if it is."""
         return self._without_the_key(asked) if self.keys else self._from_elsewhere(asked)
 
+    def knows(self, asked: Asked) -> bool:
+        """Return whether the caller has sent a key; without keys, every caller that is let in is known."""
+        return not self.keys or any([hmac.compare_digest(asked.token, key.encode()) for key in self.keys])
+
     def _without_the_key(self, asked: Asked) -> Refusal | None:
         # A browser asks by OPTIONS, without the key, whether it may send it; no route does anything on OPTIONS.
         if asked.path in MONITORING or asked.method == "OPTIONS":
             return None
-        if any([hmac.compare_digest(asked.token, key.encode()) for key in self.keys]):
+        if self.knows(asked):
             return None
         return Refusal(
             401,
@@ -273,8 +279,13 @@ class AskAtTheDoor:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one connection event."""
-        refusal = self._door.refusal(asked_of(scope)) if scope["type"] in ("http", "websocket") else None
+        if scope["type"] not in ("http", "websocket"):
+            return await self._app(scope, receive, send)
+        asked = asked_of(scope)
+        refusal = self._door.refusal(asked)
         if refusal is None:
+            if PROVE in scope.get("extensions", {}) and self._door.knows(asked):
+                scope["extensions"][PROVE]["prove"]()  # the connection is kept when others are too many
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008, "reason": refusal.message[:120]})

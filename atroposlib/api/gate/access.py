@@ -58,20 +58,23 @@ class Access:
     attempts: Attempts = field(default_factory=lambda: Attempts(time.monotonic, all_tries=None), compare=False)
     """Wrong keys of each address."""
 
-    def check(self, method: str, path: str, headers: Headers, client: str = "") -> None:
+    def check(self, method: str, path: str, headers: Headers, client: str = "") -> bool:
         """Refuse a request that is not allowed.
 
         Args:
             client: the address that sends the request.
+
+        Returns:
+            Whether the client is proven: it has sent the key, or there is none and its request is let in.
 
         Raises:
             NotAllowedError: says why, and what to do.
         """
         is_page = path == PAGE or path.startswith(f"{PAGE}/")
         if self.api_key is not None:
-            self._check_key(self.api_key, headers, client, is_required=path != "/" and not is_page)
-        if self.api_key is not None or is_page:
-            return
+            return self._check_key(self.api_key, headers, client, is_required=path != "/" and not is_page)
+        if is_page:
+            return False
         host = headers.get("host", "")
         if host and not self._is_ours(_name(host)):
             raise NotAllowedError(
@@ -86,21 +89,23 @@ class Access:
             raise NotAllowedError(
                 403, f"{page}: a web page may not call a service without a key; use a program, such as curl, or set a key"
             )
+        return True
 
-    def _check_key(self, key: str, headers: Headers, client: str, is_required: bool) -> None:
+    def _check_key(self, key: str, headers: Headers, client: str, is_required: bool) -> bool:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
             if is_required:
                 raise _unauthorized("carries no bearer token" if not token else "carries a wrong bearer token")
-            return
+            return False
         is_right = hmac.compare_digest(token.encode(), key.encode())
         wait = self.attempts.wait(client)
         # A host that works with the right key goes on if somebody else there guesses. A stranger's guess is not
         # even answered as right while its address has to wait.
         if is_right and (not wait or _is_loopback(client) or self.attempts.is_known(client)):
             self.attempts.succeeded(client)
-        elif wait:
+            return True
+        if wait:
             again = int(wait) + 1
             raise NotAllowedError(
                 429,
@@ -108,10 +113,10 @@ class Access:
                 "with the service's key",
                 {"Retry-After": str(again)},
             )
-        else:
-            self.attempts.failed(client)
-            if is_required:
-                raise _unauthorized("carries a wrong bearer token")
+        self.attempts.failed(client)
+        if is_required:
+            raise _unauthorized("carries a wrong bearer token")
+        return False
 
     def _is_ours(self, name: str) -> bool:
         if name in self.hosts or name == "localhost" or name == _name(self.bound_to):

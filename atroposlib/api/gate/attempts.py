@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
+
+from atroposlib.utils.addresses import network_of
 
 TRIES, TRY_SECONDS = 10, 60.0
 """Wrong keys that one address may send in this many seconds."""
@@ -14,18 +15,6 @@ ALL_TRIES = 300
 KNOWN_SECONDS = 3600.0
 """Seconds for which an address that sent the right key is not refused because of wrong ones."""
 MOST_ADDRESSES = 10_000
-
-
-def network_of(address: str) -> str:
-    """Return the address, or the /64 network of an IPv6 address: one host may use any address in it."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    if parsed.version == 4 or mapped is not None:
-        return str(mapped or parsed)
-    return str(ipaddress.ip_network((int(parsed) >> 64 << 64, 64)))
 
 
 class Attempts:

@@ -17,6 +17,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api.gate.access import Access, NotAllowedError
+from atroposlib.utils.bounded_protocol import prove_connection
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,8 @@ class Gate:
         started = time.perf_counter()
         try:
             client = (scope.get("client") or ("",))[0]
-            self.limits.access.check(scope["method"], scope["path"], headers, client)
+            if self.limits.access.check(scope["method"], scope["path"], headers, client):
+                prove_connection(scope)
             most = self.limits.max_body if scope["path"] in LARGE else min(self.limits.max_body, MOST_OF_OTHERS)
             body = await self._body(headers, receive, most)
             # A page that is open is told what is new until it is closed, and each message has its own time.

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.ui.page import RunPage
 from atroposlib.ui.web.gatekeeper import API, SIGN_IN
+from atroposlib.utils.bounded_protocol import prove_connection
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class Guard:
             ends = self.keeper.session_ends(headers)
         scope.setdefault("state", {})
         scope["state"] |= {"session_ends": ends, "signed_in": self.keeper.sessions is not None and ends is not None}
+        if not refused and (ends is not None or self.keeper.sessions is None):
+            prove_connection(scope)
         if refused:
             await self.page.refuse(scope, 403, refused)(scope, receive, with_headers)
         elif ends is None and not path.startswith(OPEN):

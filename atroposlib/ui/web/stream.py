@@ -15,8 +15,8 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.api.gate.connection import abort_connection
 from atroposlib.ui.live.hub import Hub, Subscription, encode
+from atroposlib.utils.bounded_protocol import abort_connection
 
 logger = logging.getLogger(__name__)
 

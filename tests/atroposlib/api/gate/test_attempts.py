@@ -9,7 +9,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from atroposlib.api.gate.access import Access, NotAllowedError
-from atroposlib.api.gate.attempts import KNOWN_SECONDS, TRIES, TRY_SECONDS, Attempts, network_of
+from atroposlib.api.gate.attempts import KNOWN_SECONDS, TRIES, TRY_SECONDS, Attempts
+from atroposlib.utils.addresses import network_of
 from tests.atroposlib.api.conftest import Service
 
 KEY = "correct-horse-battery-staple"

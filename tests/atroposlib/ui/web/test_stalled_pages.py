@@ -18,9 +18,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
 
-from atroposlib.api.gate.connection import bounded_protocol
 from atroposlib.ui.live.hub import MOST_PAGES, Hub
 from atroposlib.ui.web import stream
+from atroposlib.utils.bounded_protocol import bounded_protocol
 from example_trainer.child_processes.readiness import wait_until
 from tests.atroposlib.api.conftest import Service, trainer
 from tests.atroposlib.ui.web.test_page_of_service import Events
@@ -56,7 +56,7 @@ async def served(hub: Hub) -> AsyncIterator[int]:
         return stream.EventStream(hub, "a", {}, lambda: float("inf"))
 
     app = Starlette(routes=[Route("/ui/api/stream", told)])
-    server = Server(uvicorn.Config(app, http=bounded_protocol(30.0), lifespan="off", log_config=None))
+    server = Server(uvicorn.Config(app, http=bounded_protocol(30.0, 1000), lifespan="off", log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(server.serve([listening]))
         yield listening.getsockname()[1]

@@ -1,0 +1,172 @@
+"""The connections of one server, and which of them is closed when there are too many. Pure: no I/O, no clock.
+
+A connection is proven once a request on it was let in by the server's rules, which is with the key where there is one. It waits
+while no request on it is under way: before the first one, within the head of one, and between two.
+
+Beyond the bound the table names one connection to close, in this order:
+
+1. one that waits and is unproven,
+2. one whose request is under way and that is unproven,
+3. one that waits and is proven.
+
+Within each, the address with the most of them loses the one that has been there longest. If there is none of these, the new
+connection is refused: all others have a request of a proven client under way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+C = TypeVar("C", bound=Hashable)
+
+MOST_SPEAKING = 256
+"""Connections with unread bytes that the search for one to close passes over, before it gives up on an address."""
+
+
+class Crowd(Generic[C]):
+    """Connections by address. Adding, removing, and finding the address with the most take the same time for any number."""
+
+    def __init__(self) -> None:
+        self.by_address: dict[str, OrderedDict[C, None]] = {}
+        self._by_count: dict[int, OrderedDict[str, None]] = {}
+        self._most = 0
+
+    def add(self, connection: C, address: str) -> None:
+        """Add a connection; it is the youngest of its address."""
+        of_address = self.by_address.setdefault(address, OrderedDict())
+        of_address[connection] = None
+        self._move(address, len(of_address) - 1, len(of_address))
+
+    def remove(self, connection: C, address: str) -> None:
+        """Remove a connection."""
+        of_address = self.by_address[address]
+        del of_address[connection]
+        self._move(address, len(of_address) + 1, len(of_address))
+        if not of_address:
+            del self.by_address[address]
+
+    def _move(self, address: str, before: int, after: int) -> None:
+        if before:
+            del self._by_count[before][address]
+            if not self._by_count[before]:
+                del self._by_count[before]
+        if after:
+            self._by_count.setdefault(after, OrderedDict())[address] = None
+        self._most = max(self._most, after)
+        while self._most and self._most not in self._by_count:
+            self._most -= 1
+
+    def count(self, address: str) -> int:
+        """Return how many connections this address has."""
+        return len(self.by_address.get(address, ()))
+
+    def largest(self) -> str | None:
+        """Return the address with the most connections; None if there is no connection."""
+        return next(iter(self._by_count[self._most])) if self._most else None
+
+    def oldest(self, address: str) -> Iterator[C]:
+        """Return the connections of an address, the oldest first."""
+        return iter(self.by_address.get(address, ()))
+
+
+@dataclass(slots=True)
+class Entry:
+    """A connection in the table."""
+
+    address: str
+    is_proven: bool = False
+    is_served: bool = False
+    """A request on it is under way."""
+
+
+class ConnectionTable(Generic[C]):
+    """All connections of a server.
+
+    Args:
+        most: connections held at a time.
+        is_speaking: whether bytes of a connection have arrived that were not read yet. Such a connection is not closed: the
+            head of its request may be among them.
+    """
+
+    def __init__(self, most: int, is_speaking: Callable[[C], bool] = lambda connection: False) -> None:
+        self.most = most
+        self.most_unproven_of_address = max(1, most // 2)
+        self._is_speaking = is_speaking
+        self._entries: dict[C, Entry] = {}
+        self._crowds: dict[tuple[bool, bool], Crowd[C]] = {
+            (is_proven, is_served): Crowd() for is_proven in (False, True) for is_served in (False, True)
+        }
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, connection: C) -> bool:
+        return connection in self._entries
+
+    def add(self, connection: C, address: str) -> C | None:
+        """Take in a new connection, and return the one to close now: None, an older one, or the new one itself.
+
+        The caller closes it and calls `remove`.
+        """
+        self._entries[connection] = Entry(address)
+        self._crowds[False, False].add(connection, address)
+        waiting, served = self._crowds[False, False], self._crowds[False, True]
+        if waiting.count(address) + served.count(address) > self.most_unproven_of_address:
+            return self._first_of(waiting, address, connection) or self._first_of(served, address, connection) or connection
+        if len(self._entries) <= self.most:
+            return None
+        for state in ((False, False), (False, True), (True, False)):
+            crowd = self._crowds[state]
+            largest = crowd.largest()
+            victim = None if largest is None else self._first_of(crowd, largest, connection)
+            if victim is None:  # all of them are speaking, or the new connection is the only one
+                others = islice(crowd.by_address, MOST_SPEAKING)
+                victim = next((found for other in others if (found := self._first_of(crowd, other, connection))), None)
+            if victim is not None:
+                return victim
+        return connection
+
+    def _first_of(self, crowd: Crowd[C], address: str, but: C) -> C | None:
+        for looked_at, connection in enumerate(crowd.oldest(address)):
+            if looked_at > MOST_SPEAKING:
+                return None
+            if connection != but and not self._is_speaking(connection):
+                return connection
+        return None
+
+    def prove(self, connection: C) -> None:
+        """Note that a request on the connection was let in."""
+        self._change(connection, is_proven=True)
+
+    def serve(self, connection: C, is_served: bool) -> None:
+        """Note that a request on the connection is under way, or that it is answered."""
+        self._change(connection, is_served=is_served)
+
+    def _change(self, connection: C, is_proven: bool | None = None, is_served: bool | None = None) -> None:
+        entry = self._entries.get(connection)
+        if entry is None:  # it was closed
+            return
+        proven = entry.is_proven if is_proven is None else is_proven
+        served = entry.is_served if is_served is None else is_served
+        if (proven, served) != (entry.is_proven, entry.is_served):
+            self._crowds[entry.is_proven, entry.is_served].remove(connection, entry.address)
+            entry.is_proven, entry.is_served = proven, served
+            self._crowds[proven, served].add(connection, entry.address)
+
+    def remove(self, connection: C) -> None:
+        """Forget a connection. Doing so twice does nothing more."""
+        entry = self._entries.pop(connection, None)
+        if entry is not None:
+            self._crowds[entry.is_proven, entry.is_served].remove(connection, entry.address)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many connections there are of each kind."""
+        return {
+            "open": len(self._entries),
+            "unproven": sum(not entry.is_proven for entry in self._entries.values()),
+            "served": sum(entry.is_served for entry in self._entries.values()),
+        }
