@@ -267,8 +267,8 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
 
     async def run_and_clean_up() -> None:
         try:
-            most = connections_allowed(logger)
-            await run_server(args, http=bounded_protocol(CONNECTION_SECONDS, most))
+            most = connections_allowed(lambda line: print(f"[vLLM Patch] {line}", flush=True))
+            await run_server(args, http=bounded_protocol(CONNECTION_SECONDS, most, logger))
         finally:
             if service.watch is not None:
                 await service.watch.stop()

@@ -363,7 +363,7 @@ def main(argv: list[str] | None = None) -> None:
         make_app(service, limits, PageRoute(page) if page is not None else None),
         access_log=arguments.access_log,
         log_config=None,
-        http=bounded_protocol(arguments.request_timeout, connections_allowed(logger)),
+        http=bounded_protocol(arguments.request_timeout, connections_allowed(logger.info)),
         ws="none",
         backlog=ACCEPT_AT_ONCE,
         timeout_graceful_shutdown=10,

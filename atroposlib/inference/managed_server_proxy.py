@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> None:
         create_app(manager, tokenizer, arguments.model_name, limits),
         host=host,
         port=arguments.port,
-        http=bounded_protocol(limits.body_seconds, connections_allowed(logger)),
+        http=bounded_protocol(limits.body_seconds, connections_allowed(logger.info)),
         ws="none",
     )
 

@@ -25,7 +25,7 @@ from atroposlib.utils.connection_table import ConnectionTable
 logger = logging.getLogger(__name__)
 
 MOST_HEAD_BYTES = 1 << 16
-"""Of a request's first line and headers."""
+"""First line and headers of a request."""
 MOST_HEADERS = 256
 """Lines in the head of a request."""
 MOST_PIPELINED = 16
@@ -53,23 +53,24 @@ def prove_connection(scope: Scope) -> None:
         offered["prove"]()
 
 
-def bounded_protocol(seconds: float, most_connections: int) -> type[asyncio.Protocol]:
+def bounded_protocol(seconds: float, most_connections: int, log: logging.Logger = logger) -> type[asyncio.Protocol]:
     """Return the class of the connections of one server.
 
     Args:
         seconds: time from the connection to the end of the first head, from the first byte of each later head to its end, for a
             body (with BODY_GRACE_SECONDS more), and for which the client may leave an answer untaken.
         most_connections: connections held at a time.
+        log: gets a line for connections that are closed.
     """
     table: ConnectionTable[BoundedProtocol] = ConnectionTable(most_connections, _has_unread_bytes)
-    closed = _Closed(table)
+    closed = _Closed(table, log)
 
     class Connection(BoundedProtocol):
         """One connection of this server."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.seconds, self.table, self.closed = seconds, table, closed
+            self.seconds, self.table, self.closed, self.log = seconds, table, closed, log
 
     return Connection
 
@@ -77,8 +78,8 @@ def bounded_protocol(seconds: float, most_connections: int) -> type[asyncio.Prot
 class _Closed:
     """Logs connections that were closed because there are too many: one line in LOG_EVERY_SECONDS, with their number."""
 
-    def __init__(self, table: ConnectionTable[BoundedProtocol]) -> None:
-        self._table = table
+    def __init__(self, table: ConnectionTable[BoundedProtocol], log: logging.Logger) -> None:
+        self._table, self._log = table, log
         self._count = 0
         self._logged = float("-inf")
 
@@ -87,7 +88,7 @@ class _Closed:
         self._count += 1
         now = time.monotonic()
         if now - self._logged >= LOG_EVERY_SECONDS:
-            logger.warning(
+            self._log.warning(
                 "too many connections: closed %d without the key or without a request, the last one from %s; open now: %s of "
                 "at most %d (%d without the key from one address). Raise `ulimit -n` if these are your own clients",
                 self._count,
@@ -141,6 +142,7 @@ class BoundedProtocol(HttpToolsProtocol):
     seconds: float
     table: ConnectionTable[BoundedProtocol]
     closed: _Closed
+    log: logging.Logger
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -238,7 +240,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._has_open_body = True
         super().on_headers_complete()
         if len(self.pipeline) > MOST_PIPELINED:
-            logger.info("closing a connection that sent %d requests before the first was answered", len(self.pipeline))
+            self.log.info("closing a connection that sent %d requests before the first was answered", len(self.pipeline))
             self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
@@ -259,7 +261,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._late_head.start(self.seconds, self._refuse, "408 Request Timeout")
 
     def _end_body(self) -> None:
-        logger.info("closing a connection whose request body did not arrive within %g s", self.seconds + BODY_GRACE_SECONDS)
+        self.log.info("closing a connection whose request body did not arrive within %g s", self.seconds + BODY_GRACE_SECONDS)
         if self.cycle.response_started or self.transport.get_write_buffer_size():
             self.transport.abort()
             return
@@ -269,7 +271,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, status: str) -> None:
         self._late_head.stop()
         if not self.transport.is_closing():
-            logger.info("closing a connection that sent no request: %s", status)
+            self.log.info("closing a connection that sent no request: %s", status)
             self.transport.write(_answer(status))
             self.transport.close()
 
@@ -299,7 +301,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _end_if_untaken(self) -> None:
         untaken = self.transport.get_write_buffer_size()
         if untaken:
-            logger.info("closing a connection whose client left %d bytes of an answer for %g s", untaken, self.seconds)
+            self.log.info("closing a connection whose client left %d bytes of an answer for %g s", untaken, self.seconds)
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import resource
+from collections.abc import Callable
 
 from atroposlib.utils.connections import ACCEPT_AT_ONCE
 
@@ -16,7 +16,7 @@ KEPT_SHARE, KEPT_LEAST = 0.25, 4 * ACCEPT_AT_ONCE + 64
 servers, and connections that are accepted but not yet counted need them."""
 
 
-def raise_file_limit(logger: logging.Logger) -> int:
+def raise_file_limit(report: Callable[[str], object]) -> int:
     """Raise the soft limit on open files to the hard one, and return the limit that now holds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
@@ -25,7 +25,7 @@ def raise_file_limit(logger: logging.Logger) -> int:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError) as error:
-            logger.warning("the limit on open files stays at %d: raising it to %d failed (%s)", soft, wanted, error)
+            report(f"the limit on open files stays at {soft}: raising it to {wanted} failed ({error})")
             return soft
         soft = wanted
     return MOST_FILES if soft == unlimited else soft
@@ -36,9 +36,13 @@ def connections_under(files: int) -> int:
     return max(16, min(MOST_CONNECTIONS, files - max(int(files * KEPT_SHARE), KEPT_LEAST)))
 
 
-def connections_allowed(logger: logging.Logger) -> int:
-    """Raise the limit on open files, log it, and return the number of connections that a server may hold."""
-    files = raise_file_limit(logger)
+def connections_allowed(report: Callable[[str], object]) -> int:
+    """Raise the limit on open files, and return the number of connections that a server may hold.
+
+    Args:
+        report: writes a line into the server's log.
+    """
+    files = raise_file_limit(report)
     most = connections_under(files)
-    logger.info("limit on open files (ulimit -n): %d; connections held at a time: at most %d", files, most)
+    report(f"limit on open files (ulimit -n): {files}; connections held at a time: at most {most}")
     return most

@@ -1,4 +1,4 @@
-"""What every request passes through: who may call, body limit, time limit, gzip both ways, and a count of what was answered."""
+"""The checks and limits of every request: the key, bodies, time, gzip both ways, and a count of the answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REFUSES_GZIP = re.compile(r"\bgzip\s*;\s*q\s*=\s*0(\.0*)?\s*(,|$)", re.IGNORECAS
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one request may take."""
+    """Limits of one request."""
 
     max_body: int = 256 << 20
     """Bytes of a body that holds groups, after decompression."""
@@ -59,7 +59,7 @@ class RefusedError(Exception):
 
 
 def accepts_gzip(headers: Headers) -> bool:
-    """Whether the client takes a gzipped answer."""
+    """Return whether the client takes a gzipped answer."""
     accepted = headers.get("accept-encoding", "")
     return "gzip" in accepted.lower() and REFUSES_GZIP.search(accepted) is None
 

@@ -1,4 +1,4 @@
-"""What a server's connections may do, with real sockets, on the event loops of both kinds that the servers run on."""
+"""Bounds of a server's connections, with real sockets, on the event loops of both kinds that the servers run on."""
 
 from __future__ import annotations
 
