@@ -31,7 +31,7 @@ ANSWERS = {
     "add a reward": ("docs/start.md", "add-a-reward", "async def grade"),
 }
 """Words of a question as the index asks it -> the page and the heading with the answer, and a part of the answer."""
-OTHER_PROGRAMS = {"CUDA out of memory", "illegal memory access"}
+OTHER_PROGRAMS = {"CUDA out of memory", "illegal memory access", "daemonic processes are not allowed to have children"}
 """Log lines of other programs that the page of failures quotes."""
 MOST_BOXES = 12
 

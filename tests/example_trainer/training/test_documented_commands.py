@@ -51,7 +51,7 @@ def test_every_command_of_the_pages_is_found(commands: list[Documented]) -> None
     """A page that is added, or a command that the reader of pages no longer sees, changes these numbers."""
     assert Counter(command.page for command in commands) == {
         "README.md": 2,
-        "example_trainer/README.md": 1,
+        "example_trainer/README.md": 5,
         "docs/algorithms.md": 2,
         "docs/async.md": 1,
         "docs/determinism.md": 1,
@@ -93,7 +93,7 @@ def test_every_command_runs_on_cards_of_141_gb_and_more(commands: list[Documente
 
 def test_the_headline_run_fits_on_one_gpu_and_says_so_where_it_does_not(commands: list[Documented]) -> None:
     """Step 8 of the launch sequence, start.sh and the configuration: one trainer process, one GPU, no further flag."""
-    headline = [*on_page(commands, "example_trainer/README.md"), *on_page(commands, "docs/operations.md")]
+    headline = [*on_page(commands, "example_trainer/README.md")[:1], *on_page(commands, "docs/operations.md")]
     headline += on_page(commands, "gsm8k_shared_vllm.yaml")
     assert len(headline) == 3
     for command in headline:
