@@ -36,8 +36,7 @@ PROVEN = {
     r"\./scripts/test\.sh$": ".ci/run",
     r"\.venv/bin/view-run runs/quickstart$": "tests/atroposlib/cli/test_view_run.py",
     r"python3 -c 'import csv, json; .* > questions\.jsonl$": "tests/test_guide_commands.py",
-    r"((CUDA_VISIBLE_DEVICES|VLLM_ENABLE_SHARED_WEIGHTS)=\S+ )?python (-u )?example_trainer/(vllm_api_server|grpo)\.py ": PLANNED,
-    r"CUDA_VISIBLE_DEVICES=\S+ VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server\.py ": PLANNED,
+    r"([A-Z_]+=\S+ )*python (-u )?example_trainer/(vllm_api_server|grpo)\.py ": PLANNED,
     r"pkill -9 -u \"\$\(id -u\)\" -f ": "tests/test_guide_commands.py",
     r"for p in /proc/|tr '\\0' ' ' .*\$p/cmdline|done$": "tests/test_guide_commands.py",
 }
