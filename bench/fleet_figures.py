@@ -53,8 +53,8 @@ def clients(book: Book) -> str:
         if way != "trainer"
     }
     parts["vLLM's own engine"] = "vllm_engine"
-    columns = ("largest_gap_per_update_ms/median", "largest_gap_per_update_ms/max", "usual_gap_ms/median")
-    columns += ("whole_update_ms/median", "whole_update_ms/max")
+    columns = ["largest_gap_per_update_ms/median", "largest_gap_per_update_ms/max", "usual_gap_ms/median"]
+    columns += ["whole_update_ms/median", "whole_update_ms/max"]
     rows, places = [], {}
     for side, part in parts.items():
         for condition in (name for name in book.get(file, part) if name.startswith("load_")):
