@@ -95,7 +95,8 @@ class RolloutQueue(Intake):
         held = self.held_groups
         if another_run:
             self._drop_where(lambda group: True, "another_run")
-            self.evaluations.clear()
+        if another_run or (old is None and registration.run is not None and not registration.starting_step):
+            self.evaluations.clear()  # a run that begins has measured nothing yet
         self._drop_where(ahead, "ahead_of_trainer")
         dropped = held - self.held_groups
         self._drop_where(lambda group: group.size > registration.batch_size, "larger_than_batch")
