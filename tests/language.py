@@ -240,7 +240,10 @@ def main(arguments: list[str]) -> int:
     write_counts(now)
     for name, counts in sorted(now.items()):
         changes = [f"{kind} {count} ({count - limits.get(name, {}).get(kind, 0):+d})" for kind, count in counts.items()]
-        print(f"{name:32}", *changes, sep="  ")
+        path = ROOT / name
+        length = words(prose(path.read_text(encoding="utf-8"))) if path.is_file() else 0
+        rate = [f"{1000 * counts.get('phrases', 0) / length:.1f} phrases per 1,000 words"] if length else []
+        print(f"{name:32}", *changes, *rate, sep="  ")
     return 0
 
 
