@@ -91,7 +91,7 @@ def query_int(request: Request, name: str) -> int | None:
 
 
 def takes(model: type[BaseModel], many: bool = False, required: bool = True) -> dict[str, Any]:
-    """What a route's decorator needs to describe its body."""
+    """Arguments of a route's decorator that describe its body."""
     schema: dict[str, Any] = {"$ref": PREFIX + model.__name__}
     if many:
         schema = {"type": "array", "items": schema}

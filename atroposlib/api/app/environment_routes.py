@@ -32,7 +32,7 @@ RUN_ENDED = "the last trainer's run has ended; an environment that registers now
 
 
 def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupReader) -> None:
-    """What an environment calls."""
+    """Routes for environments."""
 
     @app.post("/register-env", **takes(RegisterEnv))
     async def register_env(request: Request) -> Response:

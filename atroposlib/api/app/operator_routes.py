@@ -32,11 +32,11 @@ NO_EXAMPLE: dict[str, list[Any]] = {
         "images",
     )
 }
-"""What /latest_example answers before anything was posted."""
+"""Answer of /latest_example before the first post."""
 
 
 def add_status_routes(app: FastAPI, service: RolloutService) -> None:
-    """What a person, a script or Prometheus asks."""
+    """Routes for people, scripts and Prometheus."""
 
     @app.get("/")
     async def root() -> Response:
