@@ -18,7 +18,7 @@ from typing import Any
 from example_trainer.batch.registration import Registration
 from example_trainer.batch.service import PROGRESS_SECONDS, RefusedError, ServiceConnection
 from example_trainer.errors import RolloutServiceError
-from example_trainer.process import StopSignal
+from example_trainer.process import StopRequested, StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -289,13 +289,28 @@ class RolloutClient:
         if batch.uuid is not None:  # else its number might be another service's
             self._acknowledge(batch, weight_version)
 
-    def last_report(self, batch: TrainedBatch, report: dict[str, Any]) -> None:
-        """Say what was found in a batch that ends the run, and so is not acknowledged. That it cannot be told is no matter."""
-        body = _named(batch) | {"report": report}
+    def last_report(
+        self,
+        batch: TrainedBatch,
+        report: dict[str, Any] | None = None,
+        error: str | None = None,
+        patience: float = _END_SECONDS,
+    ) -> None:
+        """Report the end of the run with a batch that is not acknowledged. The run ends as well if the report cannot be sent.
+
+        Args:
+            batch: that was trained on.
+            report: what was computed for its tokens.
+            error: that training on it raised; None if something else ends the run.
+            patience: seconds that the service may be away.
+        """
+        body = _named(batch) | ({} if report is None else {"report": report}) | ({} if error is None else {"error": error})
         try:
-            self._service.request("POST", "/batch/report", body, patience=_END_SECONDS, last_word=True)
-        except RolloutServiceError as error:
-            logger.info("The rollout service was not told what ends the run: %s", error)
+            self._service.request("POST", "/batch/report", body, patience=patience, last_word=True)
+        except RolloutServiceError as failure:
+            logger.info("The rollout service was not told what ends the run: %s", failure)
+        except StopRequested:
+            logger.info("The rollout service was not told what ends the run: it is away, and a signal came")
 
     def _acknowledge(
         self,

@@ -238,8 +238,13 @@ class SampledBatches:
                 f"all are to be; give --staleness 0, or mend why it was left out: {skipped}"
             )
 
-    def last_report(self, report: dict[str, Any]) -> None:
+    def last_report(self, report: dict[str, Any] | None, error: str | None, patience: float) -> None:
         """Nobody reads it."""
+
+    @property
+    def in_hand(self) -> None:
+        """No service names its batches."""
+        return
 
     def release(self) -> None:
         """Nobody waits to hear of it."""

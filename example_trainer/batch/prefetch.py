@@ -97,6 +97,7 @@ class Batches:
         config = reader.config
         self._longest_call = config.service_timeout + ranks.timeout
         self._longest_batch = config.service_timeout + config.batch_timeout + ranks.timeout
+        self._unread: TrainedBatch | None = None  # read and packed now, or what that failed with
         self._taken: Prepared | None = None  # trained on now, until `acknowledge`
         self._held: list[tuple[TrainedBatch | None, int, str | None, dict[str, Any] | None]] = []  # for the service, in order
 
@@ -159,10 +160,16 @@ class Batches:
         """Whether `release` has anything to tell, of skipped batches too. Not collective: of rank 0."""
         return bool(self._held)
 
-    def last_report(self, report: dict[str, Any]) -> None:
-        """See RolloutClient.last_report, of the batch that `next` gave last. Not collective."""
-        if self._client is not None and self._taken is not None and self._taken.lease is not None:
-            self._client.last_report(self._taken.lease, report)
+    def last_report(self, report: dict[str, Any] | None, error: str | None, patience: float) -> None:
+        """See RolloutClient.last_report, of the batch that `next` returned last, or could not return. Not collective."""
+        batch = self._unread if self._taken is None else self._taken.lease
+        if self._client is not None and batch is not None:
+            self._client.last_report(batch, report, error, patience)
+
+    @property
+    def in_hand(self) -> TrainedBatch | None:
+        """The batch that `next` returned last, until it is acknowledged."""
+        return None if self._taken is None else self._taken.lease
 
     def _tell_held(self) -> None:
         while self._held:
@@ -261,12 +268,16 @@ class Batches:
             return Prepared() if received is None else self._copies.begin(Prepared(), received)
         fetched = self._client.next_batch(self._preparing.waited)
         made = Prepared(fetched.lease, fetched.queue_size)
+        self._unread = fetched.lease
         try:
             packed = self._reader.read(fetched.groups, version, fetched.environments, fetched.uses)
         except BatchError as error:
             self._channel.send([])
-            return replace(made, error=error)
-        return self._copies.begin(replace(made, packed=packed), self._channel.send(packed.minibatches))
+            made = replace(made, error=error)
+        else:
+            made = self._copies.begin(replace(made, packed=packed), self._channel.send(packed.minibatches))
+        self._unread = None
+        return made
 
     def close(self) -> None:
         """End the thread and the connection. What it fetched stays leased. Not collective."""

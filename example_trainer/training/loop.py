@@ -30,6 +30,7 @@ from example_trainer.observe.step_line import Row, step_line
 from example_trainer.observe.token_report import TokenReport
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopRequested, StopSignal
+from example_trainer.training.batch_failures import BatchFailures
 from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.idle_options import idle_options
 from example_trainer.training.loop_interfaces import BatchSource, CheckpointStore
@@ -141,7 +142,7 @@ def train(parts: Parts) -> None:
     config, stop, model, optimizer = parts.config, parts.stop, parts.model, parts.optimizer
     batches, bridge = parts.batches, parts.bridge
     upkeep = make_upkeep(parts)
-    skipped = SkippedBatches(config)
+    skipped, failures = SkippedBatches(config), BatchFailures(batches)
     for note in idle_options(config, parts.objective) if parts.ranks.is_main else ():
         logger.warning("%s", note)
     try:
@@ -153,10 +154,12 @@ def train(parts: Parts) -> None:
             parts.profiler.begin(optimizer.steps + 1)
             begun, version = time.perf_counter(), optimizer.steps
             try:
-                batch = batches.next(optimizer.steps, upkeep)
+                with failures.noted():
+                    batch = batches.next(optimizer.steps, upkeep)
                 waited = time.perf_counter()
                 with bridge.turn(optimizer.write_weights):
-                    learned = learn(parts, batch, skipped)
+                    with failures.noted():
+                        learned = learn(parts, batch, skipped)
                     computed = time.perf_counter()
                     write = partial(write_row, parts, batch, learned, skipped.stepped())
                     parts.unsent = partial(write, SyncReport(optimizer.steps, "", 0), (waited - begun, computed - waited, 0.0))
@@ -184,11 +187,11 @@ def train(parts: Parts) -> None:
         batches.release()
         record_evaluations(parts, LAST_EVALUATIONS_SECONDS)
     except Exception as error:
-        if isinstance(error, ParityError) and (told := parts.report()) is not None:
-            batches.last_report(told)
+        failures.report(error, parts.trained, parts.report() if isinstance(error, ParityError) else None)
         keep_what_was_learned(parts, error)
         raise
-    except StopRequested:
+    except StopRequested as request:
+        failures.report(request, parts.trained)
         if optimizer.sound and optimizer.steps:
             parts.save_unsent()
         raise

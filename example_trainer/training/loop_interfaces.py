@@ -27,8 +27,12 @@ class BatchSource(Protocol):
         """The batch of the last `next` is in the weights of `version`, or for the reason given in none. `report` is what was
         computed for its tokens."""
 
-    def last_report(self, report: dict[str, Any]) -> None:
-        """What was found in the batch of the last `next`, by which the run ends. Not collective."""
+    def last_report(self, report: dict[str, Any] | None, error: str | None, patience: float) -> None:
+        """Report that the run ends with the batch of the last `next`; `error` is what training on it raised. Not collective."""
+
+    @property
+    def in_hand(self) -> TrainedBatch | None:
+        """The name of the batch of the last `next`, until it is acknowledged; None if it has none."""
 
     def release(self) -> None:
         """Say of the batches that were held what `acknowledge` was told."""

@@ -7,6 +7,7 @@ A *run* is one training, from its first step over every resume to its last. Its 
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import time
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.utils.lives import Life
-from atroposlib.utils.whole_files import cannot_write, write_whole
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.errors import CheckpointError
 
@@ -233,10 +233,13 @@ def mark_run(run: Run, folder: Path, prefix: str = PREFIX) -> None:
         CheckpointError: the folder cannot be written.
     """
     file = run_file(folder, prefix)
-    content = (json.dumps(run.record()) + "\n").encode()
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, content)
+        with draft.open("w", encoding="utf-8") as opened:
+            opened.write(json.dumps(run.record()) + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        draft.rename(file)
     except OSError as error:
-        reason = cannot_write(file, error, len(content))
-        raise CheckpointError(f"{reason}; make room or change --save-path") from error
+        raise CheckpointError(f"cannot write {file}: {error.strerror or error}; make room or change --save-path") from error

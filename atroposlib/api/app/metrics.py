@@ -89,6 +89,7 @@ class _QueueState(Collector):
             "rollout_held_groups": ("Groups held in all", queue.held_groups),
             "rollout_held_bytes": ("Bytes held in all", queue.held_bytes),
             "rollout_batches_skipped": ("Batches that the trainer could not learn from", queue.batches_skipped),
+            "rollout_batches_set_aside": ("Batches that ended trainers and are handed out no more", queue.failures.total),
             "rollout_current_step": ("Batches handed out", queue.current_step),
             "rollout_trainer_version": ("Weight version of the next batch", queue.trainer_version()),
             "rollout_environments": (

@@ -45,8 +45,10 @@ def add_status_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.get("/status")
     async def status() -> Response:
-        """Batches handed out, and groups that are ready."""
-        return answer({"current_step": service.queue.current_step, "queue_size": service.queue.lines.groups})
+        """Batches handed out, and groups that are ready; batches that were set aside, if there are any."""
+        queue = service.queue
+        aside = {"batches_set_aside": queue.failures.total} if queue.failures.total else {}
+        return answer({"current_step": queue.current_step, "queue_size": queue.lines.groups} | aside)
 
     @app.get("/stats")
     async def stats() -> Response:

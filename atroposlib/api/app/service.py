@@ -262,6 +262,20 @@ class RolloutService:
             await asyncio.to_thread(_refuse_unreadable, earlier)
         return bodies
 
+    def name_set_aside(self) -> None:
+        """Name in the log the batches that were set aside just now."""
+        for line in self.queue.take_set_aside():
+            logger.error("%s", line)
+
+    async def set_aside_body(self, batch_id: int) -> bytes | None:
+        """A batch that was set aside, as JSON with its groups as they were posted; None if there is none of this number."""
+        lease, reason = self.queue.failures.batches.get(batch_id, (None, ""))
+        if lease is None:
+            return None
+        bodies = await self.bodies([group.seq for group in lease.groups])
+        head = orjson.dumps({"batch_id": batch_id, "reason": reason})
+        return b'{"batch":[' + b",".join(bodies) + b"]," + head[1:]
+
     def stats(self) -> dict[str, Any]:
         """What waits, what is leased, what was dropped and why, and who is behind; for people and scripts."""
         queue, now = self.queue, self.clock()
@@ -274,6 +288,7 @@ class RolloutService:
             "weight_epoch": trainer.weight_epoch if trainer else None,
             "run_ended": queue.ended,
             "batches_skipped": queue.batches_skipped,
+            "batches_set_aside": queue.failures.total,
             "replay": {
                 **asdict(queue.replay),
                 "uses": queue.uses,

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.api.app.answers import answer, query_int, takes
+from atroposlib.api.app.answers import answer, query_int, refuse, takes
 from atroposlib.api.app.service import RolloutService
 from atroposlib.api.gate.gate import GZIP_FROM, accepts_gzip, compress
 from atroposlib.api.models.records import NotRegisteredError, Registration
@@ -32,6 +32,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         registration = Registration(uuid=secrets.randbits(52), **asked.model_dump(exclude={"lives"}))
         service.heard_trainer(publishes=False)
         dropped = await service.run(lambda queue: queue.register(registration, lives))
+        service.name_set_aside()
         service.moves.count()
         if service.recorder is not None:
             service.recorder.model(asked.model)
@@ -87,11 +88,24 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/batch/report", **takes(BatchReport))
     async def report(request: Request) -> Response:
-        """What the trainer found in a batch that ends its run: it stays the trainer's that registers next."""
+        """A trainer ends with a batch in hand. The trainer that registers next gets it, unless it is set aside."""
         asked = read(BatchReport, await request.body())
         service.queue.require_trainer(asked.uuid)
         service.reported(service.handed_out(asked.batch_id), asked.report)
+        await service.run(lambda queue: queue.report_end(asked.batch_id, asked.error))
+        service.name_set_aside()
         return answer({"status": "success"})
+
+    @app.get("/batch/set-aside")
+    async def set_aside(request: Request) -> Response:
+        """The batches that are handed out no more, because trainers ended with them. With batch_id, one of them in full."""
+        batch_id = query_int(request, "batch_id")
+        if batch_id is None:
+            return answer({"batches": service.queue.set_aside(), "total": service.queue.failures.total})
+        body = await service.set_aside_body(batch_id)
+        if body is None:
+            return refuse(404, f"batch {batch_id} is not set aside; GET /batch/set-aside lists those that are")
+        return Response(body, media_type="application/json")
 
     @app.post("/run/end", **takes(EndRun))
     async def end(request: Request) -> Response:

@@ -25,6 +25,8 @@ from atroposlib.utils.addresses import LONGEST, server_address
 from atroposlib.utils.lives import MOST_LIVES
 from atroposlib.utils.strict_numbers import refuse_boolean
 
+LONGEST_REASON = 300
+"""Characters of the reason why a batch is set aside."""
 MOST_OF_A_REASON = 4096
 """Characters: a table is not refused because one of its servers has much to say."""
 LARGEST_BATCH = 1 << 20
@@ -40,6 +42,8 @@ Version = Annotated[int, Field(ge=0, le=2**53 - 1)]
 Epoch = Annotated[int, Field(ge=0, le=2**52)]
 """A weight epoch of a trainer. Half of what a Version holds, so that the service can always give a higher one."""
 EpochAndStep = Annotated[list[Version], Field(min_length=2, max_length=2)]
+Reason = Annotated[str, AfterValidator(lambda reason: " ".join(reason.split())[:LONGEST_REASON])]
+"""For a line of the log; its beginning is kept."""
 RunName = Annotated[str, Field(min_length=1, max_length=256)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
 Name = Annotated[str, Field(max_length=4096)]
@@ -276,8 +280,10 @@ class BatchReport(Request):
     batch_id: SafeInt
     uuid: SafeInt | None = None
     """What /register answered; a trainer that was superseded is told so."""
-    report: Any
+    report: Any = None
     """As in an acknowledgement."""
+    error: Reason | None = None
+    """The error that training on the batch raised; null if something else ends the run. See `queue.set_aside`."""
 
 
 class EndRun(Request):

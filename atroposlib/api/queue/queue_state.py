@@ -24,6 +24,7 @@ from atroposlib.api.models.records import (
 )
 from atroposlib.api.queue.environments import Registry
 from atroposlib.api.queue.evaluations import Evaluations
+from atroposlib.api.queue.failures import Failures
 from atroposlib.api.queue.fleet import Wishes
 from atroposlib.api.queue.starvation import Refusals
 from atroposlib.api.queue.streams import Streams
@@ -57,6 +58,7 @@ class QueueState:
         self.uses = 0  # groups in batches that were learned from, each time that one was
         self.groups_used = 0  # those that were learned from at all
         self.batches_skipped = 0  # acknowledged by a trainer that could not learn from them
+        self.failures = Failures()
         self.registry = Registry(self.limits)
         self.evaluations = Evaluations()
         self.fleet = Wishes()
@@ -99,6 +101,7 @@ class QueueState:
                 "uses": self.uses,
                 "groups_used": self.groups_used,
                 "batches_skipped": self.batches_skipped,
+                "failures": self.failures.stored(),
                 "clock": self.registry.clock,
                 "name_counts": dict(self.registry.name_counts),
                 "next_seq": self.next_seq,
@@ -138,6 +141,7 @@ class QueueState:
             self.buffers.setdefault(group.line, []).append(group)
         self.reference.add(snapshot.for_reference)
         self.leases = {lease.batch_id: lease for lease in sorted(snapshot.leases, key=lambda lease: lease.batch_id)}
+        self.failures = Failures.restored(state.get("failures", {}), self.leases)
         self.keys.update(snapshot.keys)
         self.evaluations.restore(snapshot.evaluations, state.get("next_evaluation", 1))
         self.fleet = Wishes(**state.get("fleet", {}))
@@ -243,6 +247,7 @@ class QueueState:
 
     def _forget(self, groups: Sequence[Group]) -> None:
         self._state_changed |= self.streams.forget(groups)
+        self.failures.forget(groups)
         for group in groups:
             self.changes.removed.append(group.seq)
             self.held_groups -= 1
@@ -316,6 +321,7 @@ class QueueState:
             group.uses += 1
         self._forget([group for group in lease.groups if group.uses >= most])
         again = [group for group in lease.groups if group.uses < most]
+        self.failures.forget(again)
         for group in again:
             self._queue(group)
             self.changes.uses.append((group.seq, group.uses))

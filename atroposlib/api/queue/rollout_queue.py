@@ -19,12 +19,13 @@ from atroposlib.api import scheduling
 from atroposlib.api.models.records import Environment, Group, Lease, Registration, UnknownBatchError
 from atroposlib.api.queue.evaluations import Evaluations
 from atroposlib.api.queue.intake import Intake
+from atroposlib.api.queue.set_aside import SettingAside
 from atroposlib.api.queue.starvation import Refusals, why_starved
 from atroposlib.api.queue.weight_epochs import WeightEpochs
 from atroposlib.utils.lives import Life
 
 
-class RolloutQueue(Intake):
+class RolloutQueue(Intake, SettingAside):
     """Queue, buffers, leases and registrations of one rollout service."""
 
     # ---- the trainer ----
@@ -55,6 +56,7 @@ class RolloutQueue(Intake):
             self.former_version = max(reached, self.former_version or 0)
         elif another_run:
             self.former_version = None
+        self._session_ended(counts=not another_run)
         self.epochs.register(registration, lives, another_run)
         self._tell_versions()
         self.registration = registration
@@ -105,7 +107,7 @@ class RolloutQueue(Intake):
         self._move_by_reference()
         for env_id in list(self.buffers):
             self._recombine(env_id)
-        self.streams.rewind(registration.uuid, registration.positions, self._held())
+        self.streams.rewind(registration.uuid, registration.positions, [*self._held(), *self.failures.groups()])
         return dropped
 
     def next_batch(self, now: float, received: int | None = None, uuid: int | None = None) -> Lease | None:
