@@ -111,6 +111,14 @@ class VLLMClient:
             return None
         return _json_object(response) if response.status_code == 200 else None
 
+    def why_not_serving(self) -> str:
+        """Return the address of a server that cannot be sampled from now, and the reason in brackets; empty if it can."""
+        weights = self.look("/weights")
+        if weights is None:  # away, or a server of another project
+            missing = self.missing("/health")
+            return "" if missing is None else f"{self.url} ({missing})"
+        return "" if weights.get("serving", True) else f"{self.url} ({weights.get('trouble') or 'does not serve'})"
+
     def watch(self, path: str, owed: str, seconds: float = QUICK_SECONDS) -> dict[str, Any] | None:
         """As `look`; says in the log, once, that a server is away, and what it will get (`owed`) when it is back."""
         answer = self.look(path, seconds)

@@ -173,7 +173,9 @@ class WeightBridge(ABC):
         return False
 
     def server_trouble(self) -> str:
-        """Name the servers that cannot be sampled from, each with its reason; empty if none is known. On rank 0, at once."""
+        """Name the servers that cannot be sampled from, each with its reason; empty if none is known. On rank 0, within a few
+        seconds, by any thread.
+        """
         return ""
 
     def place_server(self, device: torch.device, geometry: Geometry) -> ServerGpus | None:

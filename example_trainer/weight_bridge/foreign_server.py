@@ -77,6 +77,9 @@ class ForeignServerBridge(NoBridge):
         self._client = VLLMClient(self._url, QUICK_SECONDS, revealed(config.vllm_api_key))
         self._begun: int | None = None
 
+    def server_trouble(self) -> str:
+        return self._client.why_not_serving()
+
     def connect(self, model: torch.nn.Module) -> None:
         """See WeightBridge.connect. Warns that the server's weights will not follow."""
         super().connect(model)

@@ -181,6 +181,9 @@ class LoraBridge(WeightBridge):
     def server_restarted(self) -> bool:
         return self._last is not None and any([server.has_lost_adapter() for server in self._servers])
 
+    def server_trouble(self) -> str:
+        return " ".join(why for server in self._servers if (why := server.why_not_serving()))
+
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving. The adapter of the present version is on the disk."""
         if self._last is None:

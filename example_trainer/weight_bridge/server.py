@@ -75,8 +75,6 @@ class BridgeServer(WeightServer):
     """What this process is to the server, for messages."""
     _lease: str | None = None
     _instance: str | None = None
-    trouble = ""
-    """Why the server could not be sampled from when it was looked at last, after its address; empty if it could."""
 
     def wait_for_info(self) -> dict[str, Any]:
         """GET /bridge/info, waiting for a server that is still loading.
@@ -216,8 +214,6 @@ class BridgeServer(WeightServer):
     def has_restarted(self) -> bool:
         """Whether another process than the one joined answers here, ready to be joined. Does not wait."""
         state = self.watch("/bridge/state", "the weights", _STATE_SECONDS)
-        why = "does not answer" if state is None else state.get("trouble", "")
-        self.trouble = f"{self.url} ({why})" if why else ""
         return state is not None and state["instance"] != self._instance
 
     def wait_for_engine(self, message: str) -> bool:

@@ -141,7 +141,7 @@ class SingleCopyBridge(WeightBridge):
         return self._server.has_restarted()
 
     def server_trouble(self) -> str:
-        return self._server.trouble
+        return self._server.why_not_serving()
 
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving."""

@@ -205,3 +205,18 @@ def test_an_adapter_that_the_server_cannot_see_is_told_with_the_remedy(script: S
     script.answers = [(400, {"error": "cannot read /x/adapter_config.json"})]
     with pytest.raises(BridgeError, match=r"refused the adapter of version 4: cannot read /x.*must see the same --save-path"):
         LoraServer("127.0.0.1", script.port, 5.0).load(Path("/x"), 4, "00")
+
+
+def test_a_server_that_cannot_be_sampled_from_is_named_with_its_reason(script: Script) -> None:
+    client = VLLMClient(script.url, 5.0)
+    script.answers = [(200, {"serving": False, "trouble": "the engine has not answered for 30 s"})]
+    assert client.why_not_serving() == f"{script.url} (the engine has not answered for 30 s)"
+    script.answers = [(404, {}), (503, {})]
+    assert client.why_not_serving() == f"{script.url} (/health answers 503)"
+    script.answers = [(404, {}), (200, {})]
+    assert client.why_not_serving() == "", "a server of another project"
+    script.answers = [None]
+    assert client.why_not_serving().startswith(f"{script.url} (/health: ")
+    script.answers = [(200, {"serving": True, "trouble": ""})]
+    assert client.why_not_serving() == ""
+    client.close()
