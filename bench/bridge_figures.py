@@ -147,38 +147,6 @@ def broadcast_in_short(book: Book) -> str:
     return f"{markdown(head, rows)}\n\n{sources(book, {name: (file, 'bridge/direct/idle') for name, file in files.items()})}"
 
 
-def rates(book: Book) -> str:
-    """The share of NCCL's rate that the bytes of a direct update reach, and what verifying costs."""
-    rows = []
-    for text, file in (("1.7B", SYNC_17B), ("14B", SYNC_14B), ("14B, two ranks to two", SYNC_CROSSED)):
-        alone = book.number(file, "ceiling/broadcast_gb_per_s")
-        patterns = book.get(file, "ceiling/patterns")
-        launch = next(key for key in ("parameters_broadcast_coalesced", "shards_sent_coalesced") if key in patterns)
-        once = book.number(file, f"ceiling/patterns/{launch}/ms/median")
-        row = "bridge/direct/idle"
-        transfer = book.number(file, f"{row}/phases_ms/transfer/median")
-        rate = book.number(file, f"{row}/bytes_moved") / transfer / 1e6
-        verified = book.number(file, f"{row}/first_byte_to_verified_ms/median")
-        through = book.number(file, f"{row}/gb_per_s")
-        rows.append(
-            [
-                text,
-                f"{alone:.0f} GB/s",
-                f"{once:.1f} ms ({book.number(file, f'ceiling/patterns/{launch}/gb_per_s'):.0f} GB/s)",
-                f"{transfer:.1f} ms ({rate:.0f} GB/s, {100 * rate / alone:.0f} %)",
-                f"{verified:.1f} ms ({through:.0f} GB/s, {100 * through / alone:.0f} %)",
-            ]
-        )
-    head = [
-        "shape",
-        "NCCL, one GiB",
-        "NCCL, all parameters in one launch",
-        "a direct update's bytes",
-        "and until they are verified",
-    ]
-    return markdown(head, rows)
-
-
 def throughputs(book: Book) -> list[str]:
     """The files of runs that compared generation with and without updates, oldest first."""
     found = sorted(path.stem for path in book.folder.glob(f"{THROUGHPUT}*.json"))
@@ -187,37 +155,10 @@ def throughputs(book: Book) -> list[str]:
     return found
 
 
-def generation(book: Book) -> str:
-    """Tokens per second with updates by those without, of every run, and their mean and spread."""
-    files = throughputs(book)
-    settings = {key: None for file in files for key in book.get(file, "throughput")}
-    rows = []
-    for setting in settings:
-        found = [book.maybe(file, f"throughput/{setting}/ratio") for file in files]
-        known = [ratio for ratio in found if ratio is not None]
-        gaps = [book.maybe(file, f"throughput/{setting}/largest_gap_per_update_ms/median") for file in files]
-        cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in found]
-        mean = f"**{statistics.fmean(known):.2f}** ({min(known):.2f} to {max(known):.2f})"
-        rows.append([setting, *cells, mean, " · ".join("" if gap is None else f"{gap:.0f}" for gap in gaps) + " ms"])
-    head = ["1.7B shape, 256 requests", *(f"run {number + 1}" for number in range(len(files)))]
-    text = markdown([*head, "mean (least to most)", "longest gap at an update, by run"], rows)
-    every = sources(book, {f"run {n + 1}": (file, "throughput") for n, file in enumerate(files)})
-    methods = "; ".join(
-        f"run {n + 1}: {book.get(file, 'method')}" for n, file in enumerate(files) if "method" in book.page(file)
-    )
-    return f"{text}\n\n{every} {methods[:1].upper()}{methods[1:]}."
-
-
 def generation_in_all(book: Book) -> str:
     """`0.99 ± 0.02`: mean over all settings and runs, and its standard error."""
     found = [row["ratio"] for file in throughputs(book) for row in book.get(file, "throughput").values()]
     return f"{statistics.fmean(found):.2f} ± {statistics.stdev(found) / math.sqrt(len(found)):.2f}"
-
-
-def share_of_five_seconds(book: Book) -> str:
-    """What part of 5 s a stream waits at a direct update of the 14B shape: one rank and two."""
-    gaps = [book.number(file, "bridge/direct/load_64/largest_gap_per_update_ms/median") for file in (SYNC_14B, SYNC_CROSSED)]
-    return " and ".join(f"{gap / 50:.0f}" for gap in gaps) + " %"
 
 
 def single_copy(book: Book) -> str:
@@ -263,26 +204,6 @@ def single_copy(book: Book) -> str:
 
 def _median(book: Book, file: str, path: str) -> str:
     return f"{_ms(book.number(file, f'{path}/median'))} ms"
-
-
-def answer_after_step(book: Book) -> str:
-    """How much later than the worker's step the answer comes that the engine goes on: plain, and with an optimizer."""
-    later = [
-        book.number("single_copy", f"{row}/halted_ms/median") - book.number("single_copy", f"{row}/stalled_ms/median")
-        for row in ("load_64", "optimizer, load_64")
-    ]
-    return " and ".join(f"{value:.1f}" for value in later) + " ms"
-
-
-def summing(which: int) -> Callable[[Book], str]:
-    """What summing takes on a GPU, out of the line that tests/gpu/check_single_copy_pieces.py prints."""
-
-    def cell(book: Book) -> str:
-        book.measured("single_copy_pieces", "checks/speed")
-        seen = book.get("single_copy_pieces", "checks/speed/seen")
-        return re.findall(r"([\d.]+) ms", seen)[which] + " ms"
-
-    return cell
 
 
 def faults_in_all(file: str) -> Callable[[Book], str]:
@@ -333,20 +254,11 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "updates_1.7b": updates(SYNC_17B, _title("Qwen3-1.7B", SYNC_17B)),
     "updates_14b": updates(SYNC_14B, _title("Qwen2.5-14B", SYNC_14B)),
     "updates_14b_to_two": updates(SYNC_TO_TWO, _title("Qwen2.5-14B", SYNC_TO_TWO, ", one process to two ranks")),
-    "updates_14b_to_four": updates(SYNC_TO_FOUR, _title("Qwen2.5-14B", SYNC_TO_FOUR, ", four ranks of both sides")),
-    "updates_14b_two_ranks": updates(SYNC_CROSSED, _title("Qwen2.5-14B", SYNC_CROSSED, ", two ranks of both sides")),
     "broadcast_in_short": broadcast_in_short,
-    "rates": rates,
-    "generation": generation,
     "generation_in_all": generation_in_all,
-    "share_of_five_seconds": share_of_five_seconds,
     "single_copy": single_copy,
-    "answer_after_step": answer_after_step,
-    "summing_bf16": summing(0),
-    "summing_float32": summing(1),
     "faults_in_all": faults_in_all("bridge_faults"),
     "faults_on_one_gpu": faults_in_all("bridge_faults_one_gpu"),
-    "kills": kills("bridge_faults"),
     "kills_cpu": kills("bridge_faults_cpu"),
     "largest_kl": largest_kl,
 }
