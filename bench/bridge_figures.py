@@ -11,9 +11,7 @@ from bench.results_book import Book, FigureError, commit_of
 
 SYNC_17B = "weight_sync_qwen3-1.7b"
 SYNC_14B = "weight_sync_qwen2.5-14b_one_rank"
-SYNC_CROSSED = "weight_sync_qwen2.5-14b_crossed"
 SYNC_TO_TWO = "weight_sync_qwen2.5-14b"
-SYNC_TO_FOUR = "weight_sync_qwen2.5-14b_tp4"
 THROUGHPUT = "weight_sync_qwen3-1.7b_throughput_"
 MODES = {"direct": "direct", "overlapped": "overlapped", "single_copy": "single copy"}
 CONDITIONS = {"idle": "idle", "load_64": "64 requests in flight", "load_256": "256"}
