@@ -34,6 +34,7 @@ from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 from vllm_patching.transport.cohort import lane_places
 from vllm_patching.transport.lane import SENDER, Lane, LanePlace, nobody_lost
+from vllm_patching.transport.rendezvous import Meeting
 
 WARM_UP_STEPS, MICROBATCHES, PROMPT = 1, 2, 16
 SECONDS = 600.0
@@ -153,7 +154,7 @@ class Outgoing:
         self._stream = WeightStream(model, layout, plan, ranks, device, route)
         self._cohort = Cohort(ranks, plan, device, timeout=SECONDS)
         own = plan.own_lanes(ranks.rank)
-        places = (lane_places("localhost", 1, "", r, [lane], SENDER, 1, route)[0] for r, lane in own)
+        places = (lane_places(Meeting("localhost", 1, ""), "", r, [lane], SENDER, 1, route)[0] for r, lane in own)
         self._cohort._lanes = {where: _Nowhere(place, device) for where, place in zip(own, places, strict=True)}
         self._cohort._store = dist.HashStore()
 

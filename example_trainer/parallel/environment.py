@@ -12,6 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from example_trainer.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
 STORE_VARIABLE = "LOCKSTEP_RANK_STORE"
 """Names host:port of the store of `launch.py`, at which its ranks meet. torchrun's ranks meet at
 MASTER_ADDR:MASTER_PORT.
@@ -46,6 +47,12 @@ def place_of(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
 def meeting_place(environment: Mapping[str, str]) -> str:
     """host:port of the store at which the ranks meet."""
     return environment.get(STORE_VARIABLE) or f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
+
+
+def meeting_host(environment: Mapping[str, str]) -> str:
+    """Return the host of the store at which the ranks meet."""
+    place = environment.get(STORE_VARIABLE)
+    return place.rpartition(":")[0] if place else environment.get("MASTER_ADDR", LOOPBACK)
 
 
 def meeting_store(environment: Mapping[str, str], limit: timedelta) -> dist.Store:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from example_trainer.child_processes.processes import describe_exit
-from example_trainer.parallel.environment import STORE_VARIABLE
+from example_trainer.parallel.environment import LOOPBACK, STORE_VARIABLE
 from example_trainer.parallel.launched import LAUNCHER_VARIABLE
 from example_trainer.process import StopRequested, StopSignal
 
@@ -59,8 +60,7 @@ class RankProcesses:
         self.count = count
         self.ended: list[tuple[int, int]] = []
         """(rank, exit status) in the order in which ranks ended; 128 + n for signal n."""
-        # The port is chosen by the kernel and stays open, so that no other program can take it in between.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store()
         base = dict(os.environ if environment is None else environment)
         base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -117,12 +117,22 @@ class RankProcesses:
                 process.send_signal(number)
 
 
+def loopback_store() -> dist.TCPStore:
+    """Open a store for ranks on this machine. By itself, TCPStore would listen on every address."""
+    # The port is chosen by the kernel and stays open, so that no other program can take it in between.
+    with socket.socket() as listening:
+        listening.bind((LOOPBACK, 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 def rank_variables(rank: int, count: int, port: int) -> dict[str, str]:
     """The variables by which a process knows that it is a rank, and where the ranks meet."""
     number, size = str(rank), str(count)
     return {
         "RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-        STORE_VARIABLE: f"127.0.0.1:{port}", LAUNCHER_VARIABLE: str(os.getpid()),
+        STORE_VARIABLE: f"{LOOPBACK}:{port}", LAUNCHER_VARIABLE: str(os.getpid()),
     }  # fmt: skip
 
 

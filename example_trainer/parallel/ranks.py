@@ -23,13 +23,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from example_trainer.errors import RankError, TrainerError
-from example_trainer.parallel.environment import meeting_place, meeting_store, place_of
+from example_trainer.parallel.environment import meeting_host, meeting_place, meeting_store, place_of
 from example_trainer.process import StopRequested, StopSignal
+from vllm_patching.transport.addresses import gloo_group, is_loopback
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _FAILED = "failed"
 _REASON_SECONDS = 2.0
 """How long to wait for the reason that a failing rank leaves behind, after its connections broke."""
@@ -221,7 +223,7 @@ class Ranks:
             return None
         self._groups += 1  # the store still knows the addresses of an earlier group of this name
         store = dist.PrefixStore(f"{name} {self._groups}", self._store)
-        return dist.ProcessGroupGloo(store, self.rank, self.world_size, self._seconds(None))
+        return gloo_group(store, self.rank, self.world_size, meeting_host(os.environ), self.timeout)
 
     def close(self) -> None:
         """Give the groups up. Not collective."""
@@ -268,6 +270,19 @@ def agreed_stop(own: StopSignal, ranks: Ranks) -> StopSignal:
 
 
 @contextmanager
+def _gloo_on_loopback(host: str) -> Iterator[None]:
+    """Have torch's default group listen on loopback if all ranks meet there: by itself, Gloo takes the machine's name."""
+    if _INTERFACE in os.environ or not is_loopback(host):
+        yield
+        return
+    os.environ[_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
+
+
+@contextmanager
 def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
     """Meet the other ranks, and leave them at the end of the with block.
 
@@ -291,15 +306,16 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
     try:
         store = meeting_store(os.environ, limit)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("trainer", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=limit,
-            device_id=device if device.type == "cuda" else None,
-        )
-        control = dist.ProcessGroupGloo(dist.PrefixStore("control", store), rank, world_size, limit)
+        with _gloo_on_loopback(meeting_host(os.environ)):
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("trainer", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=limit,
+                device_id=device if device.type == "cuda" else None,
+            )
+        control = gloo_group(dist.PrefixStore("control", store), rank, world_size, meeting_host(os.environ), timeout)
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"rank {rank} of {world_size} did not meet the others within {timeout:g} s (--rank-timeout) at "

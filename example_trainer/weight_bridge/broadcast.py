@@ -11,8 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from example_trainer.weight_bridge.fleet_report import not_good, table
 from example_trainer.weight_bridge.fleet_updates import FleetUpdates
 from example_trainer.weight_bridge.groups import Group
 from example_trainer.weight_bridge.members import Member, Watch
+from example_trainer.weight_bridge.rendezvous import Rendezvous
 from example_trainer.weight_bridge.send_plan import ROUTE_KEYS, SendPlan, distinct_layouts, route_to
 from example_trainer.weight_bridge.server import (
     BridgeServer,
@@ -39,13 +39,10 @@ from example_trainer.weight_bridge.server import (
 from example_trainer.weight_bridge.stream import WeightStream
 from vllm_patching.protocol.manifest import Manifest, dtype_name
 from vllm_patching.protocol.messages import Route
-from vllm_patching.transport.addresses import RendezvousError, rendezvous_address
-from vllm_patching.transport.rendezvous import host_store
+from vllm_patching.transport.rendezvous import Meeting
 from vllm_patching.transport.shared_memory import gpu_uuid
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 SERVER_PATIENCE = 10.0
 
@@ -119,8 +116,7 @@ class BroadcastBridge(WeightBridge):
         self._model: torch.nn.Module | None = None
         self._shapes: Shapes = {}
         self._device = torch.device("cpu")
-        self._port = port
-        self._store: torch.distributed.TCPStore | None = None
+        self._rendezvous = Rendezvous(self._ranks, self._timeout, port)
         self._lines: dict[str, Line] = {}
         self._version = 0
 
@@ -152,10 +148,8 @@ class BroadcastBridge(WeightBridge):
         self._model, self._shapes = model, shapes_of(model)
         self._device = next(model.parameters()).device
         self.params_total = len(self._shapes)
-        # Rank 0 hosts the store: the others come after it. Another machine's way to the servers may begin at another address.
-        host, port = self._ranks.on_main("opening the rendezvous", self._open_store)
-        if not self._ranks.is_main:
-            self._store = _translate(lambda: host_store(host, port, self._timeout, is_host=False))
+        # Here and now, so that a port that is taken ends the start, not the first update.
+        self._ranks.on_main("opening the rendezvous", self._open_store)
         own = self._ranks.gather(_uuid(self._device), "naming the GPUs")
 
         def prepare() -> list[int]:
@@ -273,27 +267,18 @@ class BroadcastBridge(WeightBridge):
         lanes = line.cohort.plan.lanes
 
         def call_together() -> list[Any]:
-            host, port = self._address([url for url, *_ in group["members"]])
-            self._updates.call_together(group, host, port, lanes, _here(watch))
-            return [host, port]
+            meeting = self._rendezvous.open([url for url, *_ in group["members"]])
+            self._updates.call_together(group, meeting, lanes, _here(watch))
+            return [meeting.host, meeting.port, meeting.secret]
 
-        host, port = self._ranks.on_main("calling vLLM's ranks together", call_together, self._longest)
-        assert self._store is not None
-        line.cohort.form(host, port, key, members, line.route, self._store, self._meeting_seconds, _lost(watch))
+        meeting = Meeting(*self._ranks.on_main("calling vLLM's ranks together", call_together, self._longest))
+        store = self._ranks.together("joining the rendezvous", lambda: self._rendezvous.join(meeting), self._timeout)
+        line.cohort.form(meeting, key, members, line.route, store, self._meeting_seconds, _lost(watch))
         line.formed, line.key = list(group["members"]), key
 
-    def _open_store(self) -> list[Any]:
-        """On rank 0. Returns where the other ranks reach it."""
-        host, port = self._address(list(self._keeper.members))
-        self._store = _translate(lambda: host_store(host, port, self._timeout))
-        if self._port is not None:
-            self._port = self._store.port  # what was free, if any would do
-        return [host, self._port or port]
-
-    def _address(self, urls: Sequence[str]) -> tuple[str, int]:
-        """Where these servers meet this process."""
-        host, port = _translate(lambda: rendezvous_address([str(urlsplit(url).hostname) for url in urls]))
-        return host, port if self._port is None else self._port
+    def _open_store(self) -> None:
+        """On rank 0."""
+        self._rendezvous.open(list(self._keeper.members))
 
     def _line(self, group: Group) -> Line:
         """Of the layout of a group; made when the layout is met for the first time."""
@@ -335,10 +320,3 @@ def _same_kind(server: BridgeServer, url: str) -> BridgeServer:
     raise BridgeError(
         f"{url} cannot join what was started for {server.url} and the servers named beside it; name it, too, at the next start"
     )
-
-
-def _translate(step: Callable[[], _T]) -> _T:
-    try:
-        return step()
-    except RendezvousError as error:
-        raise BridgeError(str(error)) from error

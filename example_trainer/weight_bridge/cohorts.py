@@ -20,7 +20,7 @@ from vllm_patching.transport.addresses import RendezvousError
 from vllm_patching.transport.cohort import lane_places
 from vllm_patching.transport.forming import form_lanes
 from vllm_patching.transport.lane import GO, NEAR, SENDER, Lane, LanePlace
-from vllm_patching.transport.rendezvous import connect_store, first_line
+from vllm_patching.transport.rendezvous import Meeting, connect_store, first_line
 from vllm_patching.transport.shared_lane import SendMemory
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,7 @@ class Cohort:
 
     def form(
         self,
-        host: str,
-        port: int,
+        meeting: Meeting,
         key: str,
         members: int,
         route: Route,
@@ -127,7 +126,7 @@ class Cohort:
         """Wait for the receivers, which have been told the same, and form the lanes.
 
         Args:
-            host, port: of the store, as the receivers reach it.
+            meeting: the store, as the receivers reach it.
             key: that no forming before has had.
             members: receivers of each cohort.
             route: how the weights travel.
@@ -140,7 +139,7 @@ class Cohort:
         """
         self.close()
         own = self.plan.own_lanes(self.ranks.rank)
-        places = [lane_places(host, port, key, r, [lane], SENDER, members, route)[0] for r, lane in own]
+        places = [lane_places(meeting, key, r, [lane], SENDER, members, route)[0] for r, lane in own]
         for place in places:
             store.set(place.offer, self._memory.offer if self._memory is not None else "")
         with LossWatch(self.ranks, store, f"lockstep/{key}/forming", lost) as watch:
@@ -192,7 +191,7 @@ class Cohort:
             return [], ""
         deadline = time.monotonic() + seconds
         try:
-            store = connect_store(places[0].host, places[0].port, f"trainer rank {self.ranks.rank}", seconds)
+            store = connect_store(places[0].meeting, f"trainer rank {self.ranks.rank}", seconds)
             keys = {place.here(member): member for place in places for member in range(1, place.size)}
             while not store.check(list(keys)):
                 if watch.reason() or time.monotonic() > deadline:

@@ -22,6 +22,7 @@ from example_trainer.weight_bridge.groups import Group, Groups, at_places
 from example_trainer.weight_bridge.members import Member, MemberCheck, Unfit, Watch, failures_of_ranks, holds_up, is_away
 from example_trainer.weight_bridge.server import Shapes
 from vllm_patching.protocol.messages import Route
+from vllm_patching.transport.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +205,7 @@ class FleetUpdates:
         doubted = len(members) == 1 and not self._alone.isdisjoint(members)
         return Watch(members, self._version, self.patience, self._timeout, self._took if doubted else None)
 
-    def call_together(self, group: Group, host: str, port: int, lanes: int, watch: Watch) -> None:
+    def call_together(self, group: Group, meeting: Meeting, lanes: int, watch: Watch) -> None:
         """Have the members meet at the trainer's store.
 
         Raises:
@@ -213,7 +214,7 @@ class FleetUpdates:
         key, index, calls = group["key"], 0, {}
         receivers = sum(replicas for _, _, replicas, _ in group["members"])
         for url, member in self._of(group).items():
-            calls[url] = partial(member.server.cohort, member.epoch, host, port, key, receivers, index, lanes, group["route"])
+            calls[url] = partial(member.server.cohort, member.epoch, meeting, key, receivers, index, lanes, group["route"])
             index += member.replicas
         watch.forming(key)
         self._phase = "meeting"

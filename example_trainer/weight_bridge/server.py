@@ -24,6 +24,7 @@ from example_trainer.weight_bridge.base import LeaseLost
 from vllm_patching.protocol.manifest import Manifest, dtype_name, mismatches
 from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.writers import Writer, this_process
+from vllm_patching.transport.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +131,7 @@ class BridgeServer(WeightServer):
     def cohort(
         self,
         epoch: int,
-        host: str = "",
-        port: int = 0,
+        meeting: Meeting | None = None,
         key: str = "",
         members: int = 0,
         index: int = 0,
@@ -141,14 +141,15 @@ class BridgeServer(WeightServer):
         """Have the server's ranks leave the lanes that they are in and, if there are members, meet a cohort. Answers at once.
 
         Args:
-            host, port: of the trainer's store.
+            meeting: the trainer's store; not needed to leave.
             key: the cohort's prefix in it.
             members: receivers in each lane, of all servers; 0: only leave.
             index: of this server's first replica among them.
             lanes: communicators for each of vLLM's ranks.
             route: how the weights travel in them.
         """
-        place = {"host": host, "port": port, "key": key, "members": members, "index": index, "lanes": lanes, "route": route}
+        at = {} if meeting is None else {"host": meeting.host, "port": meeting.port, "secret": meeting.secret}
+        place = at | {"key": key, "members": members, "index": index, "lanes": lanes, "route": route}
         return self.post("cohort", {"epoch": epoch, **place})
 
     def begin(self, epoch: int, version: int, cohort: str = "") -> dict[str, Any] | None:

@@ -80,6 +80,7 @@ class CohortBody(Message):
     epoch: Epoch
     host: str = Field(default="", description="where the trainer's store is")
     port: int = Field(default=0, ge=0, lt=65536)
+    secret: str = Field(default="", max_length=200, repr=False, description="which that store requires")
     key: str = Field(default="", max_length=200, description="prefix of the cohort in that store; no other cohort has it")
     members: int = Field(ge=0, le=65536, description="receivers in each lane, of all servers; 0: only leave")
     index: int = Field(default=0, ge=0, le=65536, description="of this server's first replica among them")

@@ -94,6 +94,7 @@ class BridgeController(Bridge):
         members: int,
         host: str = "",
         port: int = 0,
+        secret: str = "",
         key: str = "",
         index: int = 0,
         lanes: int = 1,
@@ -104,7 +105,7 @@ class BridgeController(Bridge):
 
         Args:
             members: receivers in each lane, of all servers; 0: only leave.
-            host, port: where the trainer's store is.
+            host, port, secret: the trainer's store.
             key: the cohort's prefix in it.
             index: of this server's first replica among the members.
             lanes: communicators for each rank.
@@ -122,11 +123,11 @@ class BridgeController(Bridge):
                     )
                 self._cohort = ""
                 if members:
-                    place = (host, port, key, members, index, lanes, str(route))
+                    place = (host, port, secret, key, members, index, lanes, str(route))
                     await self._ranks.call("lockstep_cohort", *place, epoch, self.timeout)
                     self._cohort = key
                 else:
-                    await self._ranks.call("lockstep_cohort", "", 0, "", 0, 0, 1, str(route), epoch, self.timeout)
+                    await self._ranks.call("lockstep_cohort", "", 0, "", "", 0, 0, 1, str(route), epoch, self.timeout)
                 await self._ranks.statuses()
                 return {"epoch": epoch, "cohort": self._cohort, "ranks": self._ranks.last_seen}
 

@@ -8,6 +8,7 @@ GLOO_SOCKET_IFNAME (each side's groups) come before it where they are set.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 import time
@@ -16,6 +17,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
 
 REACH_SECONDS = 10.0
 """How long a rendezvous may take to accept a connection. It is there before a server is told of it."""
@@ -111,6 +114,50 @@ def rendezvous_address(servers: Sequence[str] = ()) -> tuple[str, int]:
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise RendezvousError(f"MASTER_PORT={text!r} is not a port number (1 to 65535)")
     return host or own_address(elsewhere[0]), int(text) + torchrun
+
+
+def listening_address(host: str, elsewhere: str = "") -> str:
+    """Return the address of this machine on which to listen for peers that call it `host`.
+
+    Args:
+        host: a name or an address.
+        elsewhere: a peer on another machine; empty if all are here.
+
+    Returns:
+        empty, with a warning, where no address is known: behind a forwarded address whose peers are not known yet.
+
+    Raises:
+        RendezvousError: there is no route to `elsewhere`.
+    """
+    own = [address for address in _addresses(host) if _is_own(address)]
+    # A machine's name is often 127.0.1.1 in its own /etc/hosts. Other machines know it by another address.
+    if own and (is_loopback(host) or not elsewhere or not is_loopback(own[0])):
+        return own[0]
+    if elsewhere:
+        return own_address(elsewhere)
+    logger.warning(
+        "[Bridge] MASTER_ADDR=%s is not an address of this machine, and no server on another machine is known yet: "
+        "the rendezvous listens on every address", host,
+    )  # fmt: skip
+    return ""
+
+
+def _addresses(host: str) -> list[str]:
+    """The IP addresses of a name, IPv4 first."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]
+
+
+def _is_own(address: str) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def reach(host: str, port: int, who: str, seconds: float = REACH_SECONDS) -> None:

@@ -16,6 +16,7 @@ from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.pieces import Bucket
 from vllm_patching.transport.forming import form_lanes
 from vllm_patching.transport.lane import Lane, LaneBroken, LanePlace, nobody_lost
+from vllm_patching.transport.rendezvous import Meeting
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class CohortPlace:
     """Where a receiver meets the senders to its rank.
 
     Attributes:
-        host, port: of the trainer's store (MASTER_ADDR and MASTER_PORT).
+        meeting: the trainer's store.
         key: names this forming of the cohorts; no other has the same.
         members: receivers of each cohort.
         member: this receiver's number among them, from 0.
@@ -35,8 +36,7 @@ class CohortPlace:
         timeout: seconds for a whole transfer.
     """
 
-    host: str
-    port: int
+    meeting: Meeting
     key: str
     members: int
     member: int
@@ -49,7 +49,7 @@ class CohortPlace:
 
 
 def lane_places(
-    host: str, port: int, key: str, tp_rank: int, lanes: Sequence[int], member: int, members: int, route: Route
+    meeting: Meeting, key: str, tp_rank: int, lanes: Sequence[int], member: int, members: int, route: Route
 ) -> list[LanePlace]:
     """The places of one process in lanes of a cohort, as both sides name them.
 
@@ -58,7 +58,7 @@ def lane_places(
     """
     return [
         LanePlace(
-            host, port, f"lockstep/{key}/rank{tp_rank}/lane{lane}", member, members + 1, route,
+            meeting, f"lockstep/{key}/rank{tp_rank}/lane{lane}", member, members + 1, route,
             f"lane {lane} of vLLM rank {tp_rank}" + (f" (receiver {member - 1} of {members})" if member else ""),
         )
         for lane in lanes
@@ -80,7 +80,7 @@ class ReceivingCohort:
         self.place = place
         self._device = device
         places = lane_places(
-            place.host, place.port, place.key, place.tp_rank, range(place.lanes), place.member + 1, place.members, place.route
+            place.meeting, place.key, place.tp_rank, range(place.lanes), place.member + 1, place.members, place.route
         )
         what = f"vLLM rank {place.tp_rank} could not join the cohort {place.key} (epoch {place.epoch})"
         self._lanes = form_lanes(places, device, place.timeout, place.meeting_seconds, lost, what)

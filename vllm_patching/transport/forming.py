@@ -42,7 +42,7 @@ def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: f
         RendezvousError: the store cannot be reached, the sender says why not, or members did not come.
     """
     who = f"the sender of {place.name}" if place.member == SENDER else place.name
-    store = connect_store(place.host, place.port, who, seconds)
+    store = connect_store(place.meeting, who, seconds)
     offered = _come(place, store, device, seconds) if place.member != SENDER else None
     near = [int(member) for member in store.get(place.word).decode().split()[1:]]
     far = [member for member in range(1, place.size) if member not in near]
@@ -73,11 +73,11 @@ def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: f
     except RuntimeError as error:
         raise RendezvousError(
             f"{place.name} was not formed by its {place.size} members within {seconds:g} s "
-            f"({place.host}:{place.port}): {first_line(error)}"
+            f"({place.meeting.host}:{place.meeting.port}): {first_line(error)}"
         ) from error
     logger.info("[Bridge] ✓ All ranks synchronized and ready (%s)", place.name)
     assert lane is not None
-    lane.control = controls
+    lane.control = [*controls, under, store]
     return lane
 
 
@@ -95,7 +95,7 @@ def _come(place: LanePlace, store: dist.Store, device: torch.device, seconds: fl
         store.wait([place.word], timedelta(seconds=seconds))
     except (RuntimeError, dist.DistError) as error:
         raise RendezvousError(
-            f"{place.name} waited {seconds:g} s at {place.host}:{place.port} for the trainer to say that all "
+            f"{place.name} waited {seconds:g} s at {place.meeting.host}:{place.meeting.port} for the trainer to say that all "
             f"{place.size - 1} receiver(s) have come ({first_line(error)})"
         ) from error
     word = store.get(place.word).decode()
@@ -108,7 +108,7 @@ def _gloo(place: LanePlace, name: str, receivers: Sequence[int], under: dist.Sto
     """A group of the sender and some receivers."""
     rank, size = [SENDER, *receivers].index(place.member), len(receivers) + 1
     logger.info("[Bridge] Creating Gloo process group... (%s, %d members)", place.name, size)
-    group = gloo_group(dist.PrefixStore(name, under), rank, size, place.host, seconds)
+    group = gloo_group(dist.PrefixStore(name, under), rank, size, place.meeting.host, seconds)
     logger.info("[Bridge] ✓ Gloo group created (%s, %d members)", place.name, size)
     return group
 

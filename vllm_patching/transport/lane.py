@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_patching.protocol.messages import Route
-from vllm_patching.transport.rendezvous import first_line
+from vllm_patching.transport.rendezvous import Meeting, first_line
 
 SENDER = 0
 """The sender's number among a lane's members."""
@@ -50,7 +50,7 @@ class LanePlace:
     """One member's place in a lane.
 
     Attributes:
-        host, port: of the trainer's store.
+        meeting: the trainer's store.
         key: prefix of the lane's keys in it.
         member: 0 sends, the others receive.
         size: members, the sender among them.
@@ -58,8 +58,7 @@ class LanePlace:
         name: for messages, such as `lane 1 of vLLM rank 0`.
     """
 
-    host: str
-    port: int
+    meeting: Meeting
     key: str
     member: int
     size: int
@@ -90,7 +89,7 @@ class Lane(ABC):
     def __init__(self, place: LanePlace, group: Any, timeout: float) -> None:
         self.place = place
         self.stream: torch.cuda.Stream | None = None
-        self.control: Any = None  # what its members met by, kept for as long as another one may still be at it
+        self.control: Any = None  # groups and store that formed it, kept while another member may still use them
         self._group = group
         self._timeout = timeout
 
@@ -199,21 +198,20 @@ class GlooLane(Lane):
             raise self._broken(f"{lost() or 'a member has gone'} ({first_line(error)})") from error
 
     def close(self) -> None:
-        group, self._group, self.control = self._group, None, None
+        group, control, self._group, self.control = self._group, self.control, None, None
         works = [work for work in self._works if not work.is_completed()]
         self._works = []
         if works:
             # Dropping the group would wait for them, up to their own deadline, and hold up everything else in this process.
-            threading.Thread(
-                target=_let_end, args=(group, works, self._timeout + 2 * _SLACK_SECONDS), name="lane ends", daemon=True
-            ).start()
+            ended = ((group, control), works, self._timeout + 2 * _SLACK_SECONDS)
+            threading.Thread(target=_let_end, args=ended, name="lane ends", daemon=True).start()
 
 
-def _let_end(group: Any, works: Sequence[Any], seconds: float) -> None:
+def _let_end(kept: Any, works: Sequence[Any], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
-    del group
+    del kept
 
 
 class NcclLane(Lane):
@@ -253,6 +251,8 @@ class NcclLane(Lane):
 
     def close(self) -> None:
         # The orderly shutdown waits for every member to do the same; one that goes on serving never does.
-        group, self._group, self.control = self._group, None, None
+        # The group uses the store that it was formed by until it has ended.
+        group, control, self._group, self.control = self._group, self.control, None, None
         if group is not None:
             group.abort()
+        del control

@@ -1,4 +1,4 @@
-"""Where the trainer and its receivers meet: a TCPStore that the trainer hosts, and how it is noticed that it has ended."""
+"""The store of the trainer at which it meets its receivers, and how they notice that the trainer has ended."""
 
 from __future__ import annotations
 
@@ -7,33 +7,55 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
-from vllm_patching.transport.addresses import REACH_SECONDS, RendezvousError, reach
+from vllm_patching.transport.addresses import REACH_SECONDS, RendezvousError, listening_address, reach
+from vllm_patching.transport.keyed_store import KeyedStore, connect
+from vllm_patching.transport.store_host import StoreHost
+from vllm_patching.transport.store_wire import StoreRefused
 
 _environment = threading.Lock()
 
 
-def host_store(host: str, port: int, timeout: float, is_host: bool = True) -> dist.TCPStore:
-    """Open the store that everyone meets at, in this process; or, for the trainer's other ranks, connect to it.
+@dataclass(frozen=True)
+class Meeting:
+    """Where the members of a cohort meet.
+
+    Attributes:
+        host, port: of the trainer's store (MASTER_ADDR and MASTER_PORT), as the members reach it.
+        secret: what the store requires of each member. Servers get it over their keyed HTTP route.
+    """
+
+    host: str
+    port: int
+    secret: str = field(repr=False)
+
+
+def host_store(meeting: Meeting, timeout: float, address: str | None = None) -> KeyedStore:
+    """Open the store at which all members meet, in this process.
+
+    Args:
+        meeting: with port 0, any free port is taken: the store's `kept.port`.
+        timeout: seconds for later waits.
+        address: an IP address of this machine to listen on, and no other; empty for every address. By default the
+            address that the meeting's host has here.
 
     Raises:
-        RendezvousError: the port is taken or the address is not this machine's.
+        RendezvousError: the port is taken, or the address belongs to another machine.
     """
+    host, port = meeting.host, meeting.port
     try:
-        # Who hosts it listens on every address, and reaches itself whatever others call it.
-        where = "localhost" if is_host else host
-        return dist.TCPStore(where, port, is_master=is_host, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    except (RuntimeError, ValueError) as error:
+        where = listening_address(host) if address is None else address
+        hosted = StoreHost(where, port, meeting.secret)
+        return KeyedStore(where or "localhost", hosted.port, meeting.secret, timeout, hosted)
+    except (OSError, StoreRefused) as error:
         raise RendezvousError(
             f"cannot open the rendezvous on {host}:{port} ({first_line(error)}). "
             f"Another trainer may still be running; stop it, or set MASTER_PORT to a free port for this trainer."
         ) from error
 
 
-def connect_store(host: str, port: int, who: str, timeout: float) -> dist.TCPStore:
+def connect_store(meeting: Meeting, who: str, timeout: float) -> KeyedStore:
     """Connect to the trainer's store, with a connection of one's own: a wait over one connection holds up all others over it.
 
     Args:
@@ -41,15 +63,16 @@ def connect_store(host: str, port: int, who: str, timeout: float) -> dist.TCPSto
         timeout: seconds, also for each later wait.
 
     Raises:
-        RendezvousError: it cannot be reached in time.
+        RendezvousError: it cannot be reached in time, or it does not accept the secret.
     """
+    host, port = meeting.host, meeting.port
     # Half of the deadline: the trainer, whose own is as long, is still there to be told of an address that is wrong.
     reach(host, port, who, min(REACH_SECONDS, timeout / 2))
     try:
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    except (RuntimeError, ValueError) as error:
+        return KeyedStore(host, port, meeting.secret, timeout)
+    except (OSError, StoreRefused) as error:
         raise RendezvousError(
-            f"{who} cannot reach the trainer's rendezvous at {host}:{port} within {timeout:g} s "
+            f"{who} cannot join the trainer's rendezvous at {host}:{port} within {timeout:g} s "
             f"({first_line(error)}); check MASTER_ADDR and MASTER_PORT on the trainer"
         ) from error
 
@@ -57,9 +80,9 @@ def connect_store(host: str, port: int, who: str, timeout: float) -> dist.TCPSto
 class PeerWatch:
     """Notices that the process which hosts a store has ended: the kernel closes its connections."""
 
-    def __init__(self, host: str, port: int, timeout: float) -> None:
-        """Raises OSError if nobody listens there."""
-        self._socket = socket.create_connection((host, port), timeout)
+    def __init__(self, meeting: Meeting, timeout: float) -> None:
+        """Raises OSError or StoreRefused if that store is not there."""
+        self._socket = connect(meeting.host, meeting.port, meeting.secret, timeout)
         self._socket.setblocking(False)
 
     def gone(self) -> bool:

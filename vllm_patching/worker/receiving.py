@@ -16,6 +16,7 @@ from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import Manifest, flat_layout, local_view
 from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.cohort import CohortPlace
+from vllm_patching.transport.rendezvous import Meeting
 from vllm_patching.transport.shared_memory import SharedMemoryError, open_event, reached_in_time
 from vllm_patching.worker.first_step import FirstStep
 from vllm_patching.worker.updater import WeightUpdater
@@ -74,12 +75,22 @@ class WeightReceiver:
         self._lockstep_updater.aim_at(direct)
 
     def lockstep_cohort(
-        self, host: str, port: int, key: str, members: int, index: int, lanes: int, route: str, epoch: int, timeout: float
+        self,
+        host: str,
+        port: int,
+        secret: str,
+        key: str,
+        members: int,
+        index: int,
+        lanes: int,
+        route: str,
+        epoch: int,
+        timeout: float,
     ) -> None:
         """Have the updater thread leave its cohort and join another. Returns at once.
 
         Args:
-            host, port: of the trainer's store.
+            host, port, secret: see Meeting.
             key: names this forming of the cohorts.
             members: receivers of each cohort: replicas of every server; 0: only leave.
             index: of the first of this server's replicas among them.
@@ -92,7 +103,8 @@ class WeightReceiver:
             self._lockstep_updater.leave(keep_staging=True)
             return
         member, rank = index + self._lockstep_replica, self._lockstep_rank
-        place = CohortPlace(host, port, key, members, member, lanes, rank, epoch, Route(route), timeout, timeout)
+        meeting = Meeting(host, port, secret)
+        place = CohortPlace(meeting, key, members, member, lanes, rank, epoch, Route(route), timeout, timeout)
         self._lockstep_updater.join_cohort(place)
 
     def lockstep_leave(self) -> None:

@@ -248,8 +248,9 @@ class WeightUpdater:
     def _join_cohort(self, command: _Cohort) -> None:
         self._leave()
         place = command.place
-        reach(place.host, place.port, f"vLLM rank {place.tp_rank}", min(REACH_SECONDS, place.meeting_seconds / 2))
-        self._watch = PeerWatch(place.host, place.port, place.meeting_seconds)
+        meeting = place.meeting
+        reach(meeting.host, meeting.port, f"vLLM rank {place.tp_rank}", min(REACH_SECONDS, place.meeting_seconds / 2))
+        self._watch = PeerWatch(meeting, place.meeting_seconds)
         self._cohort = ReceivingCohort(place, self._device, self._lost)
         command.status.phase = "ready"
         how = "directly into the live weights" if self.receives_directly else "into a staging buffer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from example_trainer.errors import CheckpointError, NonFiniteError
 from example_trainer.parallel.ranks import Ranks, agreed_stop, join_ranks
 from example_trainer.process import StopRequested, StopSignal, run
+from tests.listening import listeners
 
 TIMEOUT = 120.0
 SILENT_TIMEOUT = 8.0
@@ -24,6 +26,10 @@ def told(ranks: Ranks, what: str, outcome: object) -> None:
 
 
 def agree(ranks: Ranks, stop: StopSignal) -> None:
+    another = ranks.new_group("another")
+    told(ranks, "listens on", {listener.address for listener in listeners([os.getpid()])})
+    ranks.barrier("until both are connected")
+    del another
     sent = {"text": "é" * 100_000, "number": 1.5, "none": None, "list": [1, [2]]}
     assert ranks.broadcast(sent if ranks.is_main else "ignored") == sent
     assert ranks.gather("x" * ranks.rank * 1000) == ["", "x" * 1000]

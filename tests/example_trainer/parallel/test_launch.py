@@ -14,9 +14,10 @@ import pytest
 
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.parallel.environment import STORE_VARIABLE, is_launched, place_of
-from example_trainer.parallel.launch import RankProcesses, caught_signals, rank_variables
+from example_trainer.parallel.launch import RankProcesses, caught_signals, loopback_store, rank_variables
 from example_trainer.parallel.launched import LAUNCHER_VARIABLE
 from tests.conftest import Processes
+from tests.listening import listeners
 
 SCRIPT = Path(__file__).with_name("launched_rank.py")
 
@@ -36,6 +37,11 @@ def wait_for_ranks(processes: Processes, launcher: ManagedProcess, count: int) -
 
     processes.wait_until("all ranks are ready", ready, seconds=60)
     return [found[rank] for rank in range(count)]
+
+
+def test_the_launchers_store_listens_on_loopback_alone() -> None:
+    store = loopback_store()
+    assert {own.address for own in listeners([os.getpid()]) if own.port == store.port} == {"127.0.0.1"}
 
 
 def test_a_launched_rank_knows_its_place() -> None:

@@ -29,6 +29,8 @@ def test_every_rank_gets_the_same_objects_errors_and_signals(processes: Processe
     status, lines = run_two(processes, "agree")
     assert status == 0, lines
     for expected in (
+        "rank 0: listens on: {'127.0.0.1'}",
+        "rank 1: listens on: {'127.0.0.1'}",
         "rank 0: NonFiniteError: stepping failed on rank 1: the weight w is NaN",
         "rank 1: NonFiniteError: the weight w is NaN",
         "rank 0: CheckpointError: the disk",

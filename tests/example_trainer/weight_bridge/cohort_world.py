@@ -18,6 +18,7 @@ from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name,
 from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.sharding import plan_shards
 from vllm_patching.transport.cohort import CohortPlace
+from vllm_patching.transport.rendezvous import Meeting
 from vllm_patching.worker.updater import UpdaterStatus, WeightUpdater
 
 GEOMETRY = Geometry(
@@ -41,6 +42,11 @@ def manifests_of(tp_size: int, dtype: torch.dtype) -> list[Manifest]:
     ]
 
 
+def at(port: int) -> Meeting:
+    """The store of a trainer on this machine."""
+    return Meeting("localhost", port, "s3cret")
+
+
 class Rank:
     """One rank of a server: parameters, and the thread that fills them."""
 
@@ -54,9 +60,7 @@ class Rank:
 
     def join(self, port: int, key: str, members: int, member: int, lanes: int, timeout: float = SECONDS) -> None:
         """Meet a cohort whose transfers may take `timeout` seconds; to meet it, there is always time."""
-        place = CohortPlace(
-            "localhost", port, key, members, member, lanes, self.manifest.tp_rank, 1, Route.GLOO, SECONDS, timeout
-        )
+        place = CohortPlace(at(port), key, members, member, lanes, self.manifest.tp_rank, 1, Route.GLOO, SECONDS, timeout)
         self.updater.join_cohort(place)
 
     def until(self, *phases: str) -> UpdaterStatus:

@@ -18,6 +18,7 @@ from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.protocol.sharding import ShardSpec, Slice
+from vllm_patching.transport.rendezvous import Meeting
 
 PATIENCE, SOON = 1.5, 60.0
 """Seconds: a trainer's patience, and after which a test fails rather than waits."""
@@ -25,6 +26,16 @@ PATIENCE, SOON = 1.5, 60.0
 
 def manifest_of(name: str, dtype: str) -> Manifest:
     return Manifest(0, 1, (ManifestEntry(ShardSpec(name, (4,), (4,), (Slice(0, 0, 0, 4),)), dtype, "cpu"),))
+
+
+class PlayedRendezvous:
+    """No store: the played cohorts meet by themselves."""
+
+    def open(self, urls: Any) -> Meeting:
+        return Meeting("localhost", 1, "")
+
+    def join(self, meeting: Meeting) -> Any:
+        return object()
 
 
 @dataclass
@@ -117,7 +128,7 @@ class PlayedClient(BridgeServer):
         played.epoch, played.trainer, played.target, played.joined_anew = played.epoch + 1, "this trainer", None, True
         return {"epoch": played.epoch, "transfer": "direct", "replicas": 1}
 
-    def cohort(self, epoch: int, host: str = "", port: int = 0, key: str = "", *_: Any, **__: Any) -> dict[str, Any]:
+    def cohort(self, epoch: int, meeting: Any = None, key: str = "", *_: Any, **__: Any) -> dict[str, Any]:
         self._step("cohort", epoch).cohort = key
         return {}
 
@@ -155,7 +166,7 @@ class PlayedCohort:
         self.world, self.key = world, ""
         self.plan = broadcast.SendPlan(1, 1)
 
-    def form(self, host: str, port: int, key: str, members: int, backend: str, store: Any, seconds: float, lost: Any) -> None:
+    def form(self, meeting: Any, key: str, members: int, backend: str, store: Any, seconds: float, lost: Any) -> None:
         self.key = key
         assert len(self.members) == members
 
@@ -216,7 +227,7 @@ class World:
         self.weights = 100
         monkeypatch.setattr(broadcast, "Cohort", lambda *_: PlayedCohort(self))
         monkeypatch.setattr(broadcast, "WeightStream", lambda *_: PlayedStream(self))
-        monkeypatch.setattr(broadcast, "host_store", lambda *_, **__: object())
+        monkeypatch.setattr(broadcast, "Rendezvous", lambda *_: PlayedRendezvous())
         self.model = torch.nn.Module()
         self.model.weight = torch.nn.Parameter(torch.zeros(4))
         self.bridges: list[BroadcastBridge] = []

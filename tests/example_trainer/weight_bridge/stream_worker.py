@@ -25,21 +25,23 @@ from tests.example_trainer.weight_bridge.cohort_world import (
     GEOMETRY,
     SECONDS,
     Rank,
+    at,
     join_all,
     later,
     make_servers,
     manifests_of,
 )
 from vllm_patching.protocol.messages import Route
+from vllm_patching.transport.keyed_store import KeyedStore
 from vllm_patching.transport.lane import nobody_lost
-from vllm_patching.transport.rendezvous import host_store
+from vllm_patching.transport.rendezvous import connect_store, host_store
 
 CPU = torch.device("cpu")
 FEW_SECONDS = 5.0
 """The deadline of a transfer, which is waited for; nothing has to succeed within it."""
 
 
-def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size: int, dtype: torch.dtype) -> None:
+def run_case(ranks: Ranks, port: int, store: KeyedStore, tp_size: int, dtype: torch.dtype) -> None:
     """Send twice to servers of so many ranks, then have it broken off, then once more over new lanes."""
     model = sharded_decoder(GEOMETRY, torch.float32, CPU, ranks.world_size)
     generator = torch.Generator().manual_seed(7)
@@ -54,7 +56,7 @@ def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size
     def form(attempt: str, timeout: float = SECONDS) -> None:
         key = f"{tp_size}{attempt}"
         join_all(servers, port, key, plan.lanes, timeout=timeout)
-        cohort.form("localhost", port, key, 2, Route.GLOO, store, SECONDS, nobody_lost)
+        cohort.form(at(port), key, 2, Route.GLOO, store, SECONDS, nobody_lost)
 
     def update(version: int) -> None:
         weights = {}
@@ -86,7 +88,7 @@ def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size
         form("e")
         update(4)
     with pytest.raises(CohortError) as caught:
-        cohort.form("localhost", port, f"{tp_size}c", 3, Route.GLOO, store, 1.0, nobody_lost)
+        cohort.form(at(port), f"{tp_size}c", 3, Route.GLOO, store, 1.0, nobody_lost)
     assert caught.value.missing == [1, 2, 3]
     last = list(model.parameters())[-1]
     if ranks.rank == 1:
@@ -129,9 +131,9 @@ def late_rank(
 
 def main() -> None:
     with join_ranks(SECONDS, CPU) as ranks:
-        store = host_store("localhost", 0, SECONDS) if ranks.is_main else None
-        port = ranks.broadcast(store.port if store is not None else 0)
-        store = store or host_store("localhost", port, SECONDS, is_host=False)
+        hosted = host_store(at(0), SECONDS) if ranks.is_main else None
+        port = ranks.broadcast(hosted.kept.port if hosted is not None and hosted.kept is not None else 0)
+        store = hosted or connect_store(at(port), "the other rank", SECONDS)
         run_case(ranks, port, store, 1, torch.float32)
         run_case(ranks, port, store, 2, torch.bfloat16)
 

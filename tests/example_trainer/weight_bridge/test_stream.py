@@ -26,6 +26,7 @@ from tests.example_trainer.weight_bridge.cohort_world import (
     BUCKET_BYTES,
     GEOMETRY,
     SECONDS,
+    at,
     join_all,
     make_servers,
     manifests_of,
@@ -76,16 +77,16 @@ class Trainer:
         self.model = random_model(trained)
         self.weights = {name: p.detach() for name, p in self.model.named_parameters()}
         self.plan = SendPlan(1, tp_size)
-        self.port, self.store = port, host_store("localhost", port, 30)
+        self.port, self.store = port, host_store(at(port), 30)
         self.stream = WeightStream(self.model, manifests_of(tp_size, dtype), self.plan, Ranks(), CPU, Route.GLOO, BUCKET_BYTES)
         self.cohort = Cohort(Ranks(), self.plan, CPU, timeout, self.stream.memory if near else None)
 
     def form(self, key: str, members: int, seconds: float = SECONDS, lost: Callable[[], str] = nobody_lost) -> None:
-        self.cohort.form("localhost", self.port, key, members, Route.GLOO, self.store, seconds, lost)
+        self.cohort.form(at(self.port), key, members, Route.GLOO, self.store, seconds, lost)
 
     def expect(self, key: str, members: Sequence[int], of: int) -> None:
         """Offer the memory, as `form` does, and return when these receivers have said that they are here."""
-        (place,) = lane_places("localhost", self.port, key, 0, [0], SENDER, of, Route.GLOO)
+        (place,) = lane_places(at(self.port), key, 0, [0], SENDER, of, Route.GLOO)
         assert self.stream.memory is not None
         self.store.set(place.offer, self.stream.memory.offer)
         self.store.wait([place.here(member) for member in members], timedelta(seconds=SECONDS))

@@ -113,7 +113,17 @@ class FakeRank:
         self._direct = direct
 
     def lockstep_cohort(
-        self, host: str, port: int, key: str, members: int, index: int, lanes: int, route: str, epoch: int, timeout: float
+        self,
+        host: str,
+        port: int,
+        secret: str,
+        key: str,
+        members: int,
+        index: int,
+        lanes: int,
+        route: str,
+        epoch: int,
+        timeout: float,
     ) -> None:
         self._called_off = True
         sender = self._world.trainers[key.split("/")[0]]

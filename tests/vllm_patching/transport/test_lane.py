@@ -15,13 +15,14 @@ from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError
 from vllm_patching.transport.forming import in_time
 from vllm_patching.transport.lane import GlooLane, Lane, LaneBroken, LanePlace, nobody_lost
+from vllm_patching.transport.rendezvous import Meeting
 
 
 class Still(Lane):
     """A lane that says when it is closed."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(LanePlace("localhost", 1, name, 0, 2, "none", name), None, 1.0)
+        super().__init__(LanePlace(Meeting("localhost", 1, ""), name, 0, 2, "none", name), None, 1.0)
         self.closed = threading.Event()
 
     def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
@@ -92,7 +93,7 @@ class Step:
 
 
 def test_what_arrives_as_a_look_ends_has_arrived() -> None:
-    lane = GlooLane(LanePlace("localhost", 1, "key", 1, 2, Route.GLOO, "lane 0 of vLLM rank 0"), None, 30.0)
+    lane = GlooLane(LanePlace(Meeting("localhost", 1, ""), "key", 1, 2, Route.GLOO, "lane 0 of vLLM rank 0"), None, 30.0)
     step = Step()
     lane.wait(step, time.monotonic() + 30, nobody_lost)
     assert step.looks == 1

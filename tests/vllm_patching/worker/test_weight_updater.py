@@ -22,7 +22,7 @@ from vllm_patching.protocol.pieces import buckets
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 from vllm_patching.transport.addresses import RendezvousError, reach
 from vllm_patching.transport.cohort import CohortPlace
-from vllm_patching.transport.rendezvous import PeerWatch, host_store
+from vllm_patching.transport.rendezvous import Meeting, PeerWatch, host_store
 from vllm_patching.worker.updater import WeightUpdater
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,10 +45,11 @@ from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.cohort import lane_places
 from vllm_patching.transport.forming import form_lane
 from vllm_patching.transport.lane import GO, SENDER, nobody_lost
-from vllm_patching.transport.rendezvous import host_store
+from vllm_patching.transport.rendezvous import Meeting, host_store
 port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-store = host_store("localhost", port, 60)
-place = lane_places("localhost", port, f"epoch{epoch}", 0, [0], SENDER, 1, Route.GLOO)[0]
+meeting = Meeting("localhost", port, "s3cret")
+store = host_store(meeting, 60)
+place = lane_places(meeting, f"epoch{epoch}", 0, [0], SENDER, 1, Route.GLOO)[0]
 store.set(place.offer, "")
 while not store.check([place.here(1)]):
     time.sleep(0.01)
@@ -90,7 +91,12 @@ def updater(live: list[tuple[str, torch.Tensor]]) -> WeightUpdater:
 def join(updater: WeightUpdater, port: int, epoch: int, direct: bool, timeout: float = SECONDS) -> None:
     """Have it join a trainer, as a server does."""
     updater.aim_at(direct)
-    updater.join_cohort(CohortPlace("localhost", port, f"epoch{epoch}", 1, 0, 1, 0, epoch, Route.GLOO, timeout, timeout))
+    updater.join_cohort(CohortPlace(at(port), f"epoch{epoch}", 1, 0, 1, 0, epoch, Route.GLOO, timeout, timeout))
+
+
+def at(port: int) -> Meeting:
+    """The store of the trainer above."""
+    return Meeting("localhost", port, "s3cret")
 
 
 def wait_for(updater: WeightUpdater, phase: str, waits: bool = False) -> None:
@@ -112,10 +118,10 @@ def test_a_cohort_that_is_being_met_outlives_the_end_of_a_transfer(
     updater: WeightUpdater, free_port: Callable[[], int]
 ) -> None:
     port = free_port()
-    store = host_store("localhost", port, SECONDS)
+    store = host_store(at(port), SECONDS)
     updater.aim_at(direct=True)
     # Its other half never comes.
-    updater.join_cohort(CohortPlace("localhost", port, "never", 2, 0, 1, 0, 1, Route.GLOO, SECONDS, SECONDS))
+    updater.join_cohort(CohortPlace(at(port), "never", 2, 0, 1, 0, 1, Route.GLOO, SECONDS, SECONDS))
     for _ in range(2):  # the server asks again and again whether something may still be written
         assert updater.discard(5)
         assert (updater.status.phase, updater.status.error) == ("joining", "")
@@ -221,8 +227,8 @@ def test_receiving_without_a_trainer_says_what_to_do(updater: WeightUpdater) -> 
 
 def test_the_end_of_the_storing_process_is_seen_at_once(free_port: Callable[[], int]) -> None:
     port = free_port()
-    store = host_store("localhost", port, 1.0)
-    watch = PeerWatch("localhost", port, 5)
+    store = host_store(at(port), 1.0)
+    watch = PeerWatch(at(port), 5)
     time.sleep(0.3)
     assert not watch.gone()
     del store
@@ -235,9 +241,9 @@ def test_the_end_of_the_storing_process_is_seen_at_once(free_port: Callable[[], 
 
 def test_a_port_in_use_names_the_port_and_the_remedy(free_port: Callable[[], int]) -> None:
     port = free_port()
-    keep = host_store("localhost", port, 1.0)
+    keep = host_store(at(port), 1.0)
     with pytest.raises(RendezvousError, match=rf"localhost:{port}.*MASTER_PORT"):
-        host_store("localhost", port, 1.0)
+        host_store(at(port), 1.0)
     del keep
 
 
