@@ -24,32 +24,14 @@ class Listener(NamedTuple):
     @property
     def on_loopback(self) -> bool:
         """Whether this machine alone can reach it."""
-        return ipaddress.ip_address(self.address).is_loopback
+        address = ipaddress.ip_address(self.address)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:
     """The listening sockets of these processes, each once for each process that has it open."""
     addresses = {inode: place for name in ("tcp", "tcp6") for inode, place in _table(Path("/proc/net") / name)}
     return sorted({Listener(pid, *addresses[inode]) for pid in pids for inode in _sockets(pid) if inode in addresses})
-
-
-def descendants(roots: Iterable[int]) -> set[int]:
-    """These processes and all that they started, as far as they run."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has ended
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    found, queue = set[int](), list(roots)
-    while queue:
-        pid = queue.pop()
-        if pid not in found:
-            found.add(pid)
-            queue += children.get(pid, [])
-    return found
 
 
 def _table(path: Path) -> list[tuple[str, tuple[str, int]]]:

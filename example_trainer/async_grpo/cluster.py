@@ -6,7 +6,8 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,10 +17,13 @@ from example_trainer.async_grpo.roles import Role
 from example_trainer.errors import TrainerError
 from example_trainer.prerequisites import COMMANDS
 
+logger = logging.getLogger(__name__)
+
 OBJECT_STORE_BYTES = 100 << 20
 """Ray's own bound is a third of the memory; nothing of a run but a few words goes through it."""
 MISSING = "the package ray is not installed, and asynchronous runs need it: " + COMMANDS["ray"]
 REACH_SECONDS = 10.0
+LOOPBACK = "127.0.0.1"
 
 
 class ClusterError(TrainerError):
@@ -128,6 +132,27 @@ class _RaySeat:
         ray.kill(self._actor, no_restart=True)
 
 
+@contextmanager
+def _node_on_loopback() -> Iterator[None]:
+    """Have a Ray that is started here listen on loopback.
+
+    Ray listens there if its node's address is loopback, but replaces that address by the one that other machines use.
+    """
+    import ray._private.services as services
+
+    name = "resolve_ip_for_localhost"
+    if not hasattr(services, name):
+        logger.warning("[Async] this release of Ray listens on every address of this machine: close its ports to others")
+        yield
+        return
+    replaces = getattr(services, name)
+    setattr(services, name, str)
+    try:
+        yield
+    finally:
+        setattr(services, name, replaces)
+
+
 class RayCluster:
     """The cluster that RAY_ADDRESS names, or one on this machine alone that ends with this process.
 
@@ -153,6 +178,7 @@ class RayCluster:
             "address": "local",
             "include_dashboard": dashboard,
             "object_store_memory": OBJECT_STORE_BYTES,
+            "_node_ip_address": LOOPBACK,
         }
         # Workers find this project where it lies here; a job that was handed in with --working-dir has it there already.
         variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])}
@@ -162,14 +188,15 @@ class RayCluster:
         # Ray's workers are nice to the rest of the machine; here they are what the machine is for.
         os.environ.setdefault("RAY_worker_niceness", "0")
         try:
-            ray.init(
-                **({"address": address} if address else started_here),
-                # Of this driver alone: another run's folder may have the same name, and with it the names of its actors.
-                namespace=f"lockstep-{name}-{secrets.token_hex(4)}",
-                runtime_env={"env_vars": variables},
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            with nullcontext() if address else _node_on_loopback():
+                ray.init(
+                    **({"address": address} if address else started_here),
+                    # Of this driver alone: another run's folder may have the same name, and with it the names of its actors.
+                    namespace=f"lockstep-{name}-{secrets.token_hex(4)}",
+                    runtime_env={"env_vars": variables},
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
         except (RuntimeError, ConnectionError, ValueError, OSError) as error:
             same = "; install the same release of Ray and Python on all machines, as scripts/setup.sh does, and start it again"
             remedy = same if "Version mismatch" in str(error) else ""

@@ -92,7 +92,7 @@ LABELLED = {
 class MetricsServer:
     """Answers Prometheus from a thread of its own, with what `update` was last given."""
 
-    def __init__(self, port: int, host: str = "0.0.0.0") -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         """Listen on a port of the address; whoever reaches it may read the figures, and nothing else.
 
         Raises:
@@ -158,7 +158,7 @@ class MetricsServer:
         self._thread.join(timeout=5)
 
 
-def serve_metrics(port: int, host: str = "0.0.0.0") -> MetricsServer | None:
+def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsServer | None:
     """The server for --metrics-port and --metrics-host; none for port 0.
 
     Raises:

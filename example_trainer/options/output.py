@@ -44,7 +44,9 @@ class OutputOptions(Section):
         description="sequences of each step whose tokens' logprobs, entropies and advantages are sent to the rollout service "
         "for its page; 0: none",
     )
-    metrics_host: ListeningHost = Field("0.0.0.0", description="address on which they are served, without a key")
+    metrics_host: ListeningHost = Field(
+        "127.0.0.1", description="address on which they are served, without a key; 0.0.0.0 for all"
+    )
     profile: str | None = Field(
         None, pattern=r"^\d+(-\d+)?$", description="steps (3, or 3-5) whose trace torch's profiler writes into log-dir/profile"
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, SecretStr, field_validator
 
 from atroposlib.utils.addresses import HttpAddress, ListeningHost
-from example_trainer.api_keys import from_variable
+from example_trainer.api_keys import from_variable, revealed
 from example_trainer.options.bridge import checked_addresses
 from example_trainer.options.section import Section, split_commas
 
@@ -19,7 +19,9 @@ class ParameterServerOptions(Section):
     """Parameter server"""
 
     model_name: str = Field(description="folder of a Hugging Face checkpoint, or a model id; only its config.json is read")
-    host: ListeningHost = Field("0.0.0.0", description="address to listen on")
+    host: ListeningHost | None = Field(
+        None, description="address to listen on; not given: 127.0.0.1, or 0.0.0.0 with the key of the vLLM servers"
+    )
     port: int = Field(9101, ge=1, le=65535, description="port to listen on")
     allow_host: list[str] = Field([], description="further names by which this server may be called, without an API key")
     vllm_servers: list[str] = Field([], description="host:port of the vLLM servers that get weights; others may join later")
@@ -74,6 +76,11 @@ class ParameterServerOptions(Section):
         if not number.isdigit() or not count.isdigit() or not 1 <= int(number) <= int(count):
             raise ValueError("give its number and how many there are, as in 2/3")
         return value
+
+    @property
+    def address(self) -> str:
+        """Where it listens. Without a key, an open port would let every host push weights."""
+        return self.host or ("0.0.0.0" if revealed(self.vllm_api_key) else "127.0.0.1")
 
     @property
     def share(self) -> Share:

@@ -96,9 +96,9 @@ def receiving_server(options: ParameterServerOptions, dtype: str, shards: Shards
         dtype,
         options.bridge_timeout,
         options.log_dir / f"parameter_server-{options.port}",
-        options.host,
+        options.address,
         options.port,
-        Door(keys, options.host, frozenset(map(str.lower, options.allow_host))),
+        Door(keys, options.address, frozenset(map(str.lower, options.allow_host))),
         {"pull_every": options.pull_every},
     )
 

@@ -17,8 +17,10 @@ from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
 from scripts.ops.keys import KEYS_FILE, read_keys
 from scripts.ops.records import identify
+from tests.conftest import ROOT
 from tests.e2e.conftest import FORKED_ENGINES
 from tests.e2e.typed_commands import Operations, eventually
+from tests.listening import Listener, listeners
 from tests.still_running import command_line
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
@@ -38,10 +40,24 @@ def operations(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Operati
     made.type("stop")
 
 
-def is_bound_to_this_machine(port: int) -> bool:
-    """Whether who listens on the port listens on 127.0.0.1 alone."""
-    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+def documented_listeners() -> dict[str, str]:
+    """The table of docs/operations.md: listener -> its address in a run."""
+    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8").partition("| listener | port |")[2]
+    rows = [line.split("|") for line in text.split("\n\n")[0].splitlines()[2:]]
+    return {row[1].strip(): row[4].strip() for row in rows}
+
+
+def undocumented(operations: Operations) -> list[Listener]:
+    """Sockets of the run that listen elsewhere than the table has it."""
+    table = documented_listeners()
+    named = {int(port): "vLLM server" for port in str(operations.ports["VLLM"]).split(",")}
+    for name, listener in (("SERVICE", "rollout service and its page"), ("METRICS", "trainer's figures")):
+        named[int(operations.ports[name])] = listener
+    named[int(operations.ports["MASTER"])] = "trainer's rendezvous"
+    found = listeners(operations.pids())
+    assert named.keys() <= {listener.port for listener in found}
+    others = table["groups of trainer and vLLM ranks (Gloo)"]
+    return [one for one in found if one.address != (table[named[one.port]] if one.port in named else others)]
 
 
 def places_of_keys(operations: Operations, keys: set[str]) -> list[str]:
@@ -95,10 +111,10 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     # Other machines do not reach it, other users of this one have no key, and the key stands nowhere but in its file.
     keys = read_keys(operations.run_folder)
     assert stat.S_IMODE((operations.run_folder / KEYS_FILE).stat().st_mode) == 0o600
+    assert undocumented(operations) == []
     servers = [int(port) for port in str(operations.ports["VLLM"]).split(",")]
     guarded = [(port, path) for port in servers for path in ("/bridge/state", "/tokenize")]
     for port, path in [*guarded, *((int(operations.ports["SERVICE"]), path) for path in ("/status", "/batch"))]:
-        assert is_bound_to_this_machine(port)
         answer = httpx.get(f"http://localhost:{port}{path}", timeout=60, trust_env=False)
         assert answer.status_code == 401, (path, answer.text)
     bearer = {"Authorization": f"Bearer {keys['VLLM_API_KEY']}"}

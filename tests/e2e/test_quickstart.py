@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import Processes
 from tests.forked_commands import FORK_CHILDREN
 from tests.headless_browser import LIVE, UNANSWERED, Visit
+from tests.listening import listeners
 from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -80,6 +82,9 @@ def posted(running: Running) -> list[tuple[list[int], float]]:
 
 def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(running: Running, visit: Callable[..., Visit]) -> None:
     origin = running.written(r"see the run, down to the token: (http://\S+)/ui\s", 300)
+    listening = listeners(descendants(running.process.guard.pid))
+    assert {int(origin.rpartition(":")[2])} <= {listener.port for listener in listening}
+    assert [listener for listener in listening if not listener.on_loopback] == []
     overview, weights, reader = visit(origin), visit(origin), visit(origin)
     for one in overview, weights, reader:
         one.expect(UNANSWERED)  # the run may be over while they look

@@ -41,7 +41,7 @@ _NO_FILES_SECONDS = 0.1
 
 
 class _Values:
-    """What a store holds. Each method is one operation of torch's Store."""
+    """Keys and values of a store. Each method is one operation of torch's Store."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}

@@ -1,4 +1,4 @@
-"""How a keyed store and its peers speak: the proof that each knows the secret, and messages of byte strings."""
+"""Bytes between a keyed store and its peers: the proof that each knows the secret, and messages of byte strings."""
 
 from __future__ import annotations
 

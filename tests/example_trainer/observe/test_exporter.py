@@ -92,10 +92,10 @@ def test_every_figure_of_a_step_is_shown(server: MetricsServer) -> None:
 
 def test_a_port_that_is_taken_is_one_line() -> None:
     with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
+        taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--metrics-port {port} on --metrics-host 0.0.0.0: Address already in use; give"):
+        with pytest.raises(ConfigError, match=f"port {port} on --metrics-host 127.0.0.1: Address already in use; give"):
             serve_metrics(port)
 
 

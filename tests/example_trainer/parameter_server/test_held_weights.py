@@ -136,3 +136,15 @@ def test_every_server_is_one_parameter_servers(named: list[int], others: list[in
         assert sum(share.has(f"http://h:{port}") for share in shares) == 1
     sizes = [len(share.named()) for share in shares]
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "address"),
+    [([], "", "127.0.0.1"), ([], "s3cret", "0.0.0.0"), (["--host", "10.0.0.7"], "s3cret", "10.0.0.7")],
+)
+def test_without_a_key_other_machines_cannot_push(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], key: str, address: str
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    options = parse_section(ParameterServerOptions, "parameter server", ["--model-name", "m", *arguments])
+    assert options.address == address
