@@ -54,6 +54,8 @@ if __name__ == "__mp_main__":
 WORKER_EXTENSION = "vllm_patching.worker.extension.LockstepWorkerExtension"
 CONNECTION_SECONDS = 60.0
 """For the head of a request, for its body, and for which a client may leave an answer untaken."""
+MOST_BODY = 256 << 20
+"""Bytes of a request's body. vLLM itself reads a body of any length into memory."""
 LAST_ANSWERS_SECONDS = 2
 """How long a server that is told to end waits for answers that are on their way out."""
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -268,7 +270,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     async def run_and_clean_up() -> None:
         try:
             most = connections_allowed(lambda line: print(f"[vLLM Patch] {line}", flush=True))
-            await run_server(args, http=bounded_protocol(CONNECTION_SECONDS, most, logger))
+            await run_server(args, http=bounded_protocol(CONNECTION_SECONDS, most, logger, MOST_BODY))
         finally:
             if service.watch is not None:
                 await service.watch.stop()

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api.gate.access import Access, NotAllowedError
+from atroposlib.api.gate.budget import TINY_BODY, WAIT_SECONDS, Budget, NoSpaceError, Share
 from atroposlib.api.gate.gate import replayed
 from atroposlib.utils.bounded_protocol import prove_connection
 
@@ -40,11 +41,16 @@ class TooMuch(Exception):
         self.status = status
 
 
+MOST_BODIES = 256 << 20
+"""Bytes of all bodies of more than TINY_BODY bytes that a proxy works on at a time."""
+
+
 class Door:
     """ASGI middleware. The route behind it gets the whole body at once."""
 
     def __init__(self, app: ASGIApp, limits: ProxyLimits):
         self.app, self.limits = app, limits
+        self.budget = Budget(max(MOST_BODIES, limits.max_body), "bytes of bodies")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or say why not."""
@@ -52,24 +58,31 @@ class Door:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        share = Share()
         try:
             client = (scope.get("client") or ("",))[0]
             if self.limits.access.check(scope["method"], scope["path"], headers, client):
                 prove_connection(scope)
-            body = await self._body(headers, receive)
+            body = await self._body(headers, receive, share)
+            await self.app(scope, replayed(body, receive), send)
         except NotAllowedError as error:
             await refuse(send, error.status, error.detail, error.headers)
         except TooMuch as error:
             await refuse(send, error.status, str(error))
-        else:
-            await self.app(scope, replayed(body, receive), send)
+        except NoSpaceError as error:
+            await refuse(send, 503, str(error), {"Retry-After": "2"})
+        finally:
+            share.give_all()
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+    async def _body(self, headers: Headers, receive: Receive, share: Share) -> bytes:
         most = self.limits.max_body
         too_large = TooMuch(413, f"the body is larger than {most} bytes: shorten the messages, or raise --max-body-bytes")
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > most:
             raise too_large
+        expected = int(length) if length.isdigit() else most
+        if expected > TINY_BODY:
+            await share.take(self.budget, expected, WAIT_SECONDS)
         body = bytearray()
         try:
             async with asyncio.timeout(self.limits.body_seconds):

@@ -53,7 +53,9 @@ def prove_connection(scope: Scope) -> None:
         offered["prove"]()
 
 
-def bounded_protocol(seconds: float, most_connections: int, log: logging.Logger = logger) -> type[asyncio.Protocol]:
+def bounded_protocol(
+    seconds: float, most_connections: int, log: logging.Logger = logger, most_body: int | None = None
+) -> type[asyncio.Protocol]:
     """Return the class of the connections of one server.
 
     Args:
@@ -61,6 +63,7 @@ def bounded_protocol(seconds: float, most_connections: int, log: logging.Logger 
             body (with BODY_GRACE_SECONDS more), and for which the client may leave an answer untaken.
         most_connections: connections held at a time.
         log: gets a line for connections that are closed.
+        most_body: bytes of a body as it is sent; None for a server that bounds bodies itself.
     """
     table: ConnectionTable[BoundedProtocol] = ConnectionTable(most_connections, _has_unread_bytes)
     closed = _Closed(table, log)
@@ -71,6 +74,7 @@ def bounded_protocol(seconds: float, most_connections: int, log: logging.Logger 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.seconds, self.table, self.closed, self.log = seconds, table, closed, log
+            self.most_body = most_body
 
     return Connection
 
@@ -143,11 +147,12 @@ class BoundedProtocol(HttpToolsProtocol):
     table: ConnectionTable[BoundedProtocol]
     closed: _Closed
     log: logging.Logger
+    most_body: int | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._late_head, self._late_body, self._late_reader = _Deadline(), _Deadline(), _Deadline()
-        self._head_bytes = 0
+        self._head_bytes = self._body_bytes = 0
         self._has_open_body = False
         self._answering: Any = None
         """The request that the application is answering. uvicorn itself knows the newest one alone."""
@@ -237,7 +242,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.flow.write_paused:
             self._late_reader.stop()
         self.table.serve(self, True)
-        self._has_open_body = True
+        self._has_open_body, self._body_bytes = True, 0
         super().on_headers_complete()
         if len(self.pipeline) > MOST_PIPELINED:
             self.log.info("closing a connection that sent %d requests before the first was answered", len(self.pipeline))
@@ -245,7 +250,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Take some of the body."""
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        self._body_bytes += len(body)
+        if self.most_body is not None and self._body_bytes > self.most_body:
+            self.log.warning("closing a connection whose request body is larger than %d bytes", self.most_body)
+            self._end_with("413 Content Too Large")
+        else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -262,10 +273,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _end_body(self) -> None:
         self.log.info("closing a connection whose request body did not arrive within %g s", self.seconds + BODY_GRACE_SECONDS)
+        self._end_with("408 Request Timeout")
+
+    def _end_with(self, status: str) -> None:
+        """End the connection in the middle of a body."""
         if self.cycle.response_started or self.transport.get_write_buffer_size():
             self.transport.abort()
             return
-        self.transport.write(_answer("408 Request Timeout"))
+        self.transport.write(_answer(status))
         self.transport.close()
 
     def _refuse(self, status: str) -> None:

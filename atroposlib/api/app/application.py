@@ -19,7 +19,7 @@ from atroposlib.api.app.reference_routes import add_reference_routes
 from atroposlib.api.app.service import RolloutService
 from atroposlib.api.app.trainer_routes import add_trainer_routes
 from atroposlib.api.gate.gate import Gate, RequestLimits
-from atroposlib.api.gate.group_reader import GroupReader, ReaderError
+from atroposlib.api.gate.group_reader import GroupReader, ReaderError, TooComplexError
 from atroposlib.api.models.records import (
     NotRegisteredError,
     QueueFullError,
@@ -52,7 +52,7 @@ def make_app(service: RolloutService, limits: RequestLimits | None = None, page:
     """
 
     limits = limits or RequestLimits()
-    reader = GroupReader(limits.seconds)
+    reader = GroupReader(limits.seconds, limits.max_body)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -95,6 +95,11 @@ def add_error_handlers(app: FastAPI) -> None:
     async def _(_: Request, error: ReaderError) -> Response:
         logger.error("%s", error)
         return refuse(503, str(error), {"Retry-After": "1"})
+
+    @app.exception_handler(TooComplexError)
+    async def _(_: Request, error: TooComplexError) -> Response:
+        logger.warning("%s", error)
+        return refuse(413, str(error))
 
     @app.exception_handler(UnknownEnvironmentError)
     @app.exception_handler(UnknownBatchError)

@@ -7,8 +7,8 @@ import gzip
 import logging
 import re
 import time
-import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import orjson
@@ -17,6 +17,8 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api.gate.access import Access, NotAllowedError
+from atroposlib.api.gate.bodies import Bodies, RefusedError
+from atroposlib.api.gate.budget import SMALL_BODY, Budgets, NoSpaceError
 from atroposlib.utils.bounded_protocol import prove_connection
 
 logger = logging.getLogger(__name__)
@@ -29,12 +31,12 @@ LARGE = ("/scored_data", "/scored_data_list", "/reference/done")
 """Requests whose bodies hold groups, or as many numbers."""
 ENDLESS = frozenset({"/ui/api/stream"})
 """Requests whose answers go on for as long as the client listens."""
-MOST_OF_OTHERS = 1 << 20
+MOST_OF_OTHERS = SMALL_BODY
 """Bytes of a body that holds no groups."""
+LARGE_ANSWERS = frozenset({"/batch", "/latest_example", "/reference/lease", "/evaluations"})
+"""Paths whose answers may hold groups, or as many numbers. A number of each is made and sent at a time."""
 IN_A_THREAD_FROM = 1 << 16
 """Bytes above which compressing would hold up other requests."""
-UNPACK_IN_A_THREAD_FROM = 1 << 12
-"""Bytes above which unpacking would: they can be a thousand times as many afterwards."""
 REFUSES_GZIP = re.compile(r"\bgzip\s*;\s*q\s*=\s*0(\.0*)?\s*(,|$)", re.IGNORECASE)
 """An Accept-Encoding that names gzip in order not to get it."""
 
@@ -50,14 +52,6 @@ class RequestLimits:
     access: Access = field(default_factory=Access)
 
 
-class RefusedError(Exception):
-    """A request that does not reach a route."""
-
-    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None, plain: bool = False) -> None:
-        super().__init__(detail)
-        self.status, self.detail, self.headers, self.plain = status, detail, headers or {}, plain
-
-
 def accepts_gzip(headers: Headers) -> bool:
     """Return whether the client takes a gzipped answer."""
     accepted = headers.get("accept-encoding", "")
@@ -69,36 +63,6 @@ async def compress(body: bytes) -> bytes:
     if len(body) < IN_A_THREAD_FROM:
         return gzip.compress(body, GZIP_LEVEL, mtime=0)
     return await asyncio.to_thread(gzip.compress, body, GZIP_LEVEL, mtime=0)
-
-
-async def decompress(body: bytes, most: int) -> bytes:
-    """Unpack gzip, in a thread if it may take long. What comes back is cut off once there are `most` bytes.
-
-    Raises:
-        zlib.error: this is no gzip, or not all of it.
-    """
-    if len(body) < UNPACK_IN_A_THREAD_FROM:
-        return _inflate(body, most)
-    return await asyncio.to_thread(_inflate, body, most)
-
-
-def _inflate(packed: bytes, most: int) -> bytes:
-    """A body may be several members, one after the other (RFC 1952), padded with zeros."""
-    out: list[bytes] = []
-    size = 0
-    rest = packed
-    while True:
-        member = zlib.decompressobj(wbits=31)
-        out.append(member.decompress(rest, most - size))
-        size += len(out[-1])
-        if size >= most:
-            break
-        if not member.eof:
-            raise zlib.error("the last member is not complete")
-        rest = member.unused_data.lstrip(b"\0")
-        if not rest:
-            break
-    return out[0] if len(out) == 1 else b"".join(out)
 
 
 class Gate:
@@ -113,6 +77,8 @@ class Gate:
     def __init__(self, app: ASGIApp, limits: RequestLimits, answered: Callable[[str, str, int, float], None]) -> None:
         self.app, self.limits, self.answered = app, limits, answered
         self.packing = GZipMiddleware(app, GZIP_FROM, GZIP_LEVEL)
+        self.budgets = Budgets(limits.max_body, limits.seconds)
+        self.bodies = Bodies(self.budgets, limits.seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
@@ -128,64 +94,35 @@ class Gate:
             if self.limits.access.check(scope["method"], scope["path"], headers, client):
                 prove_connection(scope)
             most = self.limits.max_body if scope["path"] in LARGE else min(self.limits.max_body, MOST_OF_OTHERS)
-            body = await self._body(headers, receive, most)
-            # A page that is open is told what is new until it is closed, and each message has its own time.
-            async with asyncio.timeout(None if scope["path"] in ENDLESS else self.limits.seconds):
-                await app(scope, replayed(body, receive), answer.send)
+            async with self.budgets.shared() as share:
+                body = await self.bodies.read(headers, receive, most, share)
+                await self._pass_on(app, scope, replayed(body, receive), answer.send)
         except NotAllowedError as error:
             await self._refuse(RefusedError(error.status, error.detail, error.headers), answer)
         except RefusedError as refusal:
             await self._refuse(refusal, answer)
+        except NoSpaceError as error:
+            logger.warning("%s %s was refused: %s", scope["method"], scope["path"][:200], error)
+            await self._refuse(RefusedError(503, str(error), {"Retry-After": "2", "Connection": "close"}), answer)
         except TimeoutError:
             if answer.started:
                 raise ConnectionAbortedError(
-                    f"{scope['method']} {scope['path']}: the client did not take the answer in {self.limits.seconds:g} s"
+                    f"{scope['method']} {scope['path'][:200]}: the client did not take the answer in {self.limits.seconds:g} s"
                 ) from None
-            logger.error("%s %s took longer than %g s", scope["method"], scope["path"], self.limits.seconds)
+            logger.error("%s %s took longer than %g s", scope["method"], scope["path"][:200], self.limits.seconds)
             late = RefusedError(503, f"not done within {self.limits.seconds:g} s; try again", {"Retry-After": "1"})
             await self._refuse(late, answer)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             self.answered(scope["method"], route, answer.status, time.perf_counter() - started)
 
-    async def _body(self, headers: Headers, receive: Receive, most: int) -> bytes:
-        encoding = headers.get("content-encoding", "identity").strip().lower()
-        if encoding not in ("identity", "gzip", ""):
-            raise RefusedError(415, f"Content-Encoding {encoding!r} is not understood; send gzip or none")
-        too_large = RefusedError(
-            413, f"the body is larger than {most} bytes; post fewer groups at once", {"Connection": "close"}
-        )
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > most:
-            raise too_large
-        chunks: list[bytes] = []
-        arrived = 0
-        try:
-            async with asyncio.timeout(self.limits.seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise RefusedError(400, "the client went away in the middle of its body")
-                    chunks.append(message.get("body", b""))
-                    arrived += len(chunks[-1])
-                    if arrived > most:  # before it is unpacked, too: gzip may hold nothing at any length
-                        raise too_large
-                    if not message.get("more_body", False):
-                        break
-        except TimeoutError:
-            raise RefusedError(
-                408, f"the body did not arrive within {self.limits.seconds:g} s", {"Connection": "close"}
-            ) from None
-        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        if encoding != "gzip" or not body:
-            return body
-        try:
-            body = await decompress(body, most + 1)
-        except zlib.error:
-            raise RefusedError(400, "Invalid gzip payload", plain=True) from None
-        if len(body) > most:
-            raise too_large
-        return body
+    async def _pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        turn = self.budgets.answering(path) if path in LARGE_ANSWERS else nullcontext()
+        async with turn:
+            # A page that is open is told what is new until it is closed, and each message has its own time.
+            async with asyncio.timeout(None if path in ENDLESS else self.limits.seconds):
+                await app(scope, receive, send)
 
     async def _refuse(self, refusal: RefusedError, answer: _Answer) -> None:
         body = refusal.detail.encode() if refusal.plain else orjson.dumps({"detail": refusal.detail})

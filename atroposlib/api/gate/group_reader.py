@@ -13,11 +13,13 @@ import asyncio
 import dataclasses
 import logging
 import os
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,12 @@ IN_A_PROCESS_FROM = 1 << 20
 """Bytes of a body above which reading it would hold up other requests: about ten milliseconds."""
 KEEP_UP_TO = 32 << 20
 """Bytes of a body after which the child ends, and its memory with it."""
+MEMORY_PER_BYTE = 20
+"""Memory of the child for each byte of the largest body. A group of many long sequences needs 13."""
+MEMORY_BESIDES = 256 << 20
+"""Memory of the child beyond that, in bytes."""
+LOOK_EVERY_SECONDS = 0.05
+"""Time between two looks at the child's memory."""
 HEAD = struct.Struct("!?Q")
 """Of a question: whether it is a list, and its bytes."""
 LENGTH = struct.Struct("!Q")
@@ -43,15 +51,21 @@ class ReaderError(RuntimeError):
     """The process that reads large posts did not answer."""
 
 
+class TooComplexError(RuntimeError):
+    """Reading a post takes more memory than the process that reads it may have."""
+
+
 class GroupReader:
     """Reads bodies for an event loop.
 
     Args:
         timeout: seconds for one large body.
+        max_body: bytes of the largest body, from which the bound on the child's memory follows.
     """
 
-    def __init__(self, timeout: float = 60.0) -> None:
+    def __init__(self, timeout: float = 60.0, max_body: int = 256 << 20) -> None:
         self.timeout = timeout
+        self.child_memory = MEMORY_BESIDES + MEMORY_PER_BYTE * max_body
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="group-reader")
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -61,6 +75,7 @@ class GroupReader:
 
         Raises:
             InvalidRequestError: as `read_groups` does.
+            TooComplexError: the child needed more memory than its bound.
             ReaderError: the child ended, or took too long; the next call starts another.
         """
         if len(body) < IN_A_PROCESS_FROM:
@@ -72,6 +87,7 @@ class GroupReader:
             sock = self._start()
             sock.sendall(HEAD.pack(many, len(body)))
             sock.sendall(body)
+            self._await_answer(sock, len(body))
             head = orjson.loads(_take(sock, *LENGTH.unpack(_take(sock, LENGTH.size))))
             if "errors" in head:
                 raise InvalidRequestError(head["errors"])
@@ -85,6 +101,26 @@ class GroupReader:
         if len(body) > KEEP_UP_TO:
             self._stop()
         return drafts
+
+    def _await_answer(self, sock: socket.socket, length: int) -> None:
+        """Wait until the child begins to answer.
+
+        Raises:
+            TimeoutError: it took too long.
+            TooComplexError: it needed too much memory.
+        """
+        deadline = time.monotonic() + self.timeout
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        while not poll.poll(1000 * LOOK_EVERY_SECONDS):
+            if self._child is not None and resident_bytes(self._child.pid) > self.child_memory:
+                self._stop()
+                raise TooComplexError(
+                    f"reading this body of {length} bytes takes more than {self.child_memory >> 20} MiB of memory, the bound "
+                    "of the process that reads long posts: post fewer groups at once"
+                )
+            if time.monotonic() > deadline:
+                raise TimeoutError("timed out")
 
     def _start(self) -> socket.socket:
         if self._socket is not None and self._child is not None and self._child.poll() is None:
@@ -119,6 +155,15 @@ class GroupReader:
             self._child.kill()  # whoever waits for it sees its end
         self._thread.submit(self._stop)
         self._thread.shutdown(wait=False)
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory that a process has now; 0 if it has ended, or if the system does not show it."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except (OSError, IndexError):
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _draft(fields: dict[str, Any], body: bytes) -> Draft:

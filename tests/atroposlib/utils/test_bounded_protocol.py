@@ -39,9 +39,13 @@ class Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def served(app: App, seconds: float = 60.0, most: int = 100) -> AsyncIterator[tuple[int, Server]]:
+async def served(
+    app: App, seconds: float = 60.0, most: int = 100, most_body: int | None = None
+) -> AsyncIterator[tuple[int, Server]]:
     """The port of a server of this application, and the server."""
-    config = uvicorn.Config(app, http=bounded_protocol(seconds, most), lifespan="off", log_config=None, backlog=4)
+    config = uvicorn.Config(
+        app, http=bounded_protocol(seconds, most, most_body=most_body), lifespan="off", log_config=None, backlog=4
+    )
     server = Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(server.serve([listening]))
@@ -158,6 +162,26 @@ def test_a_body_that_does_not_come_ends_its_connection(run: Run, monkeypatch: py
             assert seen[-1] == "gone"
 
     run(test())
+
+
+def test_a_body_that_is_too_long_ends_its_connection(run: Run) -> None:
+    read = 0
+
+    async def reading(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal read
+        while (message := await receive())["type"] != "http.disconnect":
+            read += len(message["body"])
+
+    async def test() -> None:
+        async with served(reading, most_body=1000) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n" + b"64\r\n" + b"x" * 100)
+            writer.write((b"\r\n64\r\n" + b"x" * 100) * 10)
+            assert (await reader.read())[9:12] == b"413"
+            writer.close()
+
+    run(test())
+    assert read <= 1000
 
 
 def test_an_answer_that_is_not_taken_ends_its_connection(run: Run, caplog: pytest.LogCaptureFixture) -> None:

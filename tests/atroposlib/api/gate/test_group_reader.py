@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from atroposlib.api.gate.group_reader import IN_A_PROCESS_FROM, GroupReader, ReaderError
+from atroposlib.api.gate.group_reader import IN_A_PROCESS_FROM, GroupReader, ReaderError, TooComplexError
 from atroposlib.api.models.groups import read_groups
 from atroposlib.api.models.requests import InvalidRequestError
 from example_trainer.child_processes.guard import descendants, parents
@@ -92,6 +92,19 @@ def test_a_child_that_does_not_answer_is_not_waited_for_for_ever() -> None:
         with pytest.raises(ReaderError, match=r"longer than 0\.2 s"):
             await reader.read(large(), many=False)
         assert reader._child is None
+
+    asyncio.run(test())
+    reader.close()
+
+
+def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_read() -> None:
+    reader = GroupReader(max_body=8 << 20)
+    lists = b'{"tokens":[[1,2]],"masks":[[-100,2]],"scores":[1],"pad":[' + b",".join([b"[]"] * (8 << 20)) + b"]}"
+
+    async def test() -> None:
+        with pytest.raises(TooComplexError, match=r"more than 416 MiB of memory.*post fewer groups at once"):
+            await reader.read(lists, many=False)
+        assert len(await reader.read(large(), many=False)) == 1
 
     asyncio.run(test())
     reader.close()
