@@ -25,7 +25,8 @@ from typing import Any
 
 from example_trainer.api_keys import revealed
 from example_trainer.batch.group_error import GroupError
-from example_trainer.batch.service import PROGRESS_SECONDS, RefusedError, ServiceConnection
+from example_trainer.batch.outage import PROGRESS_SECONDS
+from example_trainer.batch.service import RefusedError, ServiceConnection
 from example_trainer.command_line import Parser, add_section, checked, checked_config, read_flags
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import pin_settings

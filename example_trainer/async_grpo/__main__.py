@@ -22,6 +22,7 @@ from example_trainer.async_grpo.driver import Driver
 from example_trainer.async_grpo.fleet import ServiceFleet
 from example_trainer.async_grpo.roles import Commands
 from example_trainer.async_grpo.settings import Settings, read_settings
+from example_trainer.async_grpo.silence import Silences
 from example_trainer.child_processes.own_folder import private_files
 from example_trainer.child_processes.processes import ProcessError
 from example_trainer.child_processes.run_keys import make_keys
@@ -86,7 +87,8 @@ def orchestrate(given: argparse.Namespace, stop: StopSignal, commands: type[Comm
         stop.install()  # Ray has put a handler of its own in place
         logger.info("[Async] logs of all roles: %s", folder / "logs")
         fleet = ServiceFleet(keys[SECRETS["atropos_api_key"]])
-        driver = Driver(settings, cluster, keys, fleet, stop.check, commands(settings, keys))
+        silences = Silences(keys[SECRETS["atropos_api_key"]])
+        driver = Driver(settings, cluster, keys, fleet, silences, stop.check, commands(settings, keys))
         stop.defer()
         driver.run()
 

@@ -17,6 +17,7 @@ from example_trainer.async_grpo.placement import amounts, hardest_first, refusal
 from example_trainer.async_grpo.restarts import Ended, Keeper, Policy, State
 from example_trainer.async_grpo.roles import STOP_ORDER, Commands, Role, demands_of, roles_of
 from example_trainer.async_grpo.settings import Settings
+from example_trainer.async_grpo.silence import Silences
 from example_trainer.async_grpo.steps import StepFollower
 from example_trainer.errors import TrainerError
 
@@ -44,6 +45,7 @@ class Driver:
         cluster: where.
         keys: variable → key of the servers.
         fleet: told which vLLM servers there are, and when one has another address.
+        silences: notices roles that run and do nothing.
         check: raises if the run shall stop; called at each look.
         commands: what starts each role, if not the project's own.
         clock, sleep: the time to go by.
@@ -55,13 +57,14 @@ class Driver:
         cluster: Cluster,
         keys: Mapping[str, str],
         fleet: Fleet,
+        silences: Silences,
         check: Callable[[], None] = lambda: None,
         commands: Commands | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._settings, self._cluster, self._fleet, self._check = settings, cluster, fleet, check
-        self._clock, self._sleep = clock, sleep
+        self._silences, self._clock, self._sleep = silences, clock, sleep
         asked = settings.orchestration
         policy = Policy(asked.proven_seconds, asked.restarts, asked.restart_delay, asked.steady_seconds)
         self.keepers = {role.name: Keeper(role, policy) for role in roles_of(settings)}
@@ -108,6 +111,7 @@ class Driver:
         if now - self._ticked > SILENT_SECONDS:  # this process stood still, and what came meanwhile is not read yet
             for keeper in self.keepers.values():
                 keeper.asked = now
+            self._silences.forget()
         self._ticked = now
         for keeper in self.keepers.values():
             try:
@@ -119,6 +123,7 @@ class Driver:
             except NodeProblem as found:
                 raise RunFailed(f"node {self._host(keeper)} cannot run {keeper.role.name}: {found}") from found
         self._tell_fleet()
+        self._silences.watch(self.keepers.values())
         self._steps.report()
 
     def _tell_fleet(self) -> None:
@@ -259,6 +264,7 @@ class Driver:
         keeper.missing = look.missing
         if look.ready and keeper.state is State.STARTING:
             keeper.enter(State.UP, now)
+            self._silences.forget(role.name)
             again = "" if keeper.lives == 1 else f" again, life {keeper.lives}"
             logger.info("[Async] %s runs%s after %.0f s", role.name, again, look.lived)
         # A process that listens nowhere has shown that it works when it has lived for a while.
@@ -271,8 +277,23 @@ class Driver:
             keeper.pending = keeper.seat.ask("stop")
             keeper.enter(State.ENDING, now)
             return
+        if self._is_hung(keeper, now):
+            return
         self._wait(keeper, now)
         self._look(keeper)
+
+    def _is_hung(self, keeper: Keeper, now: float) -> bool:
+        """End a role that runs and is silent for too long, to be started again. Return whether it is being ended."""
+        limit = self._settings.orchestration.silent_seconds
+        if not (why := self._silences.why_to_end(keeper, limit, self._log(keeper), now)):
+            return False
+        if keeper.row.after(Ended(None, now - keeper.since, keeper.was_up)) is None:
+            raise RunFailed(f"{why}; it failed {keeper.row.count} times in a row")
+        logger.warning("[Async] %s; it is ended and started again", why)
+        assert keeper.seat is not None
+        keeper.pending = keeper.seat.ask("stop")
+        keeper.enter(State.ENDING, now)
+        return True
 
     def _wait(self, keeper: Keeper, now: float) -> None:
         """Say what a role waits for, and end the run where it has waited too long."""

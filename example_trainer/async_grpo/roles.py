@@ -155,6 +155,7 @@ class Commands:
         made: dict[str, Any] = getattr(self, "_" + role.kind.replace("-", "_"))(role, places)
         variables: dict[str, str | None] = {
             **self._variables(role, places),
+            "LOCKSTEP_PROCESS": role.name,
             **dict.fromkeys(("ROLLOUT_API_KEY", "VLLM_API_KEY")),
             **{name: self._keys[name] for name in NEEDED_KEYS[role.kind]},
             **made.get("variables", {}),

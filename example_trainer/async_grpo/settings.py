@@ -72,6 +72,12 @@ class Orchestration(Section):
     restarts: int = Field(6, ge=0, description="restarts of one role in a row; one more failure ends the run")
     restart_delay: float = Field(1.0, gt=0, description="seconds before the first restart; doubles up to a minute")
     steady_seconds: float = Field(300.0, gt=0, description="a role that has run for so long begins a new row of restarts")
+    silent_seconds: float = Field(
+        300.0,
+        ge=0,
+        description="service, parameter server, environment or reference worker that runs and is silent for so long is started "
+        "again; 0: never",
+    )
     exact_resume: bool = Field(
         False, description="a run that is killed and started again learns to the bit what it would have learned otherwise"
     )

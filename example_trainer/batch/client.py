@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from example_trainer.batch.outage import PROGRESS_SECONDS
 from example_trainer.batch.registration import Registration
-from example_trainer.batch.service import PROGRESS_SECONDS, RefusedError, ServiceConnection
+from example_trainer.batch.service import RefusedError, ServiceConnection
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal
 

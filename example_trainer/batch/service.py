@@ -13,14 +13,16 @@ import orjson
 from httpx import codes
 
 from example_trainer.batch.damaged_answers import salvage
+from example_trainer.batch.outage import Outage
 from example_trainer.errors import RolloutServiceError
 from example_trainer.http_client import direct_client
 from example_trainer.process import StopRequested, StopSignal
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_SECONDS = 10.0
-_REQUEST_SECONDS = 60.0
+REQUEST_SECONDS = 60.0
+"""Deadline of one request, for connecting, sending and the answer each."""
+_LEAST_REQUEST_SECONDS = 1.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.2, 5.0
 _LOOK_SECONDS = 0.25
 """How soon an interruption is noticed."""
@@ -62,11 +64,13 @@ class ServiceConnection:
         caller: str = "trainer",
     ) -> None:
         self.url, self.stop, self.service_timeout, self.caller = url.rstrip("/"), stop, service_timeout, caller
-        self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
+        self._http = direct_client(self.url, REQUEST_SECONDS, api_key)
+        self._outage = Outage(self.url)
         self._interrupted = threading.Event()
 
     def close(self) -> None:
         """Close the connection."""
+        self._outage.close()
         self._http.close()
 
     def interrupt(self) -> None:
@@ -104,47 +108,46 @@ class ServiceConnection:
             RefusedError: it answers that the request is wrong.
             StopRequested: a signal came; with `last_word`, and the service is away.
         """
-        lost_at: float | None = None
-        patience = min(patience, self.service_timeout)
-        last_said, delay = -math.inf, _FIRST_DELAY
+        patience, delay = min(patience, self.service_timeout), _FIRST_DELAY
         content = None if body is None else orjson.dumps(body)
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        while True:
-            if not last_word:
-                self.stop.check()
-            try:
-                response = self._http.request(method, path, content=content, headers=headers, params=query)
-            except (httpx.TransportError, httpx.DecodingError) as error:
-                reason = f"{type(error).__name__}: {error}"
-            else:
-                if not response.is_server_error and response.status_code != codes.TOO_MANY_REQUESTS:
-                    if lost_at is not None:
-                        logger.info("The rollout service at %s is there", self.url)
-                    return self._answer(response, method, path)
-                reason = f"HTTP {response.status_code} {response.text[:200]}"
-            now = time.monotonic()
-            lost_at = now if lost_at is None else lost_at
-            if now - lost_at > patience:
-                raise RolloutServiceError(
-                    f"the rollout service at {self.url} did not answer {method} {path} for {patience:.0f} s "
-                    f"(--service-timeout); last: {reason}; start it with: python -m atroposlib.cli.run_api"
-                )
-            if now - last_said > PROGRESS_SECONDS:
-                logger.warning(
-                    "Waiting for the rollout service at %s for %.0f of %.0f s (%s)",
-                    self.url,
-                    now - lost_at,
-                    patience,
-                    reason,
-                )
-                last_said = now
-            try:
-                self.pause(min(delay, patience), interruptible)
-            except StopRequested:
-                if not last_word or now - lost_at > _LAST_WORD_SECONDS:
-                    raise
-                time.sleep(min(delay, patience))
-            delay = min(_LONGEST_DELAY, delay * 2)
+        with self._outage.watching(f"{method} {path}", patience) as call:
+            while True:
+                if not last_word:
+                    self.stop.check()
+                deadline = min(REQUEST_SECONDS, max(_LEAST_REQUEST_SECONDS, patience - call.waited()))
+                call.begin(deadline)
+                answer = self._attempt(method, path, content, query, deadline)
+                if isinstance(answer, httpx.Response):
+                    self._outage.over()
+                    return self._answer(answer, method, path)
+                if (waited := call.waited()) > patience:
+                    raise RolloutServiceError(
+                        f"the rollout service at {self.url} did not answer {method} {path} for {patience:.0f} s "
+                        f"(--service-timeout); last: {answer}; start it with: python -m atroposlib.cli.run_api"
+                    )
+                pause = min(delay, patience)
+                call.failed(answer, pause)
+                self._outage.tell(call)
+                try:
+                    self.pause(pause, interruptible)
+                except StopRequested:
+                    if not last_word or waited > _LAST_WORD_SECONDS:
+                        raise
+                    time.sleep(pause)
+                delay = min(_LONGEST_DELAY, delay * 2)
+
+    def _attempt(
+        self, method: str, path: str, content: bytes | None, query: dict[str, int] | None, deadline: float
+    ) -> httpx.Response | str:
+        """Send one request. Returns the answer, or the reason why there is no usable one."""
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        try:
+            response = self._http.request(method, path, content=content, headers=headers, params=query, timeout=deadline)
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            return f"{type(error).__name__}: {error}"
+        if response.is_server_error or response.status_code == codes.TOO_MANY_REQUESTS:
+            return f"HTTP {response.status_code} {response.text[:200]}"
+        return response
 
     def _answer(self, response: httpx.Response, method: str, path: str) -> dict[str, Any]:
         if response.status_code in (codes.UNAUTHORIZED, codes.FORBIDDEN):

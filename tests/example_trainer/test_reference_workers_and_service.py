@@ -1,9 +1,12 @@
-"""Real reference workers and the real rollout service: one is killed with groups in its hands, the service is restarted."""
+"""Real reference workers and the real rollout service: one is killed and one is stopped (SIGSTOP), both with groups that they
+have leased, and the service is restarted."""
 
 from __future__ import annotations
 
+import os
 import random
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,7 +86,7 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
     (tmp_path / "other").symlink_to(MODEL)
     told = ["sh", "-c", f'{shlex.join(worker("other", tmp_path / "other"))}; echo "status $?"']
     other = processes.start("other", told, may_finish=True)
-    doomed = processes.start("doomed", worker("doomed"))
+    doomed, halted = (processes.start(name, worker(name)) for name in ("doomed", "halted"))
     model = load_model(str(MODEL), torch.float32, "cpu", deterministic_decoder)
     client = RolloutClient(url, StopSignal(), service_timeout=60, batch_timeout=WAIT)
     reference = ReferenceSettings.of(CONFIG, model).for_the_wire()
@@ -91,11 +94,17 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
     wants = replace(wants, ref_logprobs_from_workers=True, reference=reference)
     client.register(wants)
     httpx.post(f"{url}/scored_data_list", json=groups(), timeout=60).raise_for_status()
-    processes.wait_until("a lease of the worker that is killed", lambda: None if seen()["leased"] else f"none: {seen()}", WAIT)
+
+    def leased(name: str) -> str | None:
+        rows = [row for row in seen()["workers"] if row["worker"] == name and row["leased"]]
+        return None if rows else f"none: {seen()}"
+
+    processes.wait_until("a lease of the worker that is stopped", lambda: leased("halted"), WAIT)
+    os.kill(halted.command_pid(), signal.SIGSTOP)
     processes.kill(doomed)
     answered_before = seen()["answered"]
     assert answered_before < GROUPS
-    one, _ = (processes.start(name, worker(name)) for name in ("one", "two"))
+    one, two = (processes.start(name, worker(name)) for name in ("one", "two"))
     processes.wait_until(
         "an answer of another worker", lambda: None if seen()["answered"] > answered_before else f"none: {seen()}", WAIT
     )
@@ -106,10 +115,15 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
     assert (parsed.invalid, len(parsed.sequences)) == ([], GROUPS * SIZE)
     found = {s.order: s.reference_logprobs.tobytes() for s in parsed.sequences if s.reference_logprobs is not None}
     assert found == trainers_own(model, batch.groups)
-    client.close()
-
     assert processes.stop(one) == 128 + 15
     assert "Stopped by SIGTERM" in one.log_path.read_text()
+    processes.stop(two)
+    os.kill(halted.command_pid(), signal.SIGCONT)  # others have answered what it had; from here on it works alone
+    client.acknowledge(batch.lease, 1)
+    httpx.post(f"{url}/scored_data_list", json=groups(), timeout=60).raise_for_status()
+    second = parse_batch(client.next_batch().groups, 512, 1024, Rules(reference="required"))
+    assert {s.order: s.reference_logprobs.tobytes() for s in second.sequences if s.reference_logprobs is not None} == found
+    client.close()
     said = processes.finish(other, 180)
     assert "status 2" in said
     (line,) = [line for line in said.splitlines() if line.startswith("ERROR")]

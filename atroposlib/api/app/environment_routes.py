@@ -95,14 +95,14 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
         One that has nothing to do hands back the `moves` that it was told, and how long it may `wait`: it is answered when
         the trainer has registered, taken or acknowledged a batch, or ended its run since, or when that time is over.
         """
-        env_id = query_int(request, "env_id")
+        env_id, process = query_int(request, "env_id"), ""
         if env_id is None:
             asked = read(EnvStatus, await request.body())
-            env_id = asked.env_id
+            env_id, process = asked.env_id, asked.process
             if asked.moves is not None:
                 await service.moves.beyond(asked.moves, asked.wait)
         now, moves = service.clock(), service.moves.number
-        return answer(await service.run(lambda queue: queue.status_env(env_id, now)) | {"moves": moves})
+        return answer(await service.run(lambda queue: queue.status_env(env_id, now, process)) | {"moves": moves})
 
     @app.post("/scored_data", **takes(ScoredData))
     async def scored_data(request: Request) -> Response:

@@ -254,6 +254,8 @@ class EnvStatus(EnvIdentifier):
     """What it said the last time, from whoever wants to be answered when the trainer has done something since."""
     wait: Annotated[FiniteFloat, Field(ge=0, le=30)] = 0.0
     """Seconds until it is answered nevertheless."""
+    process: Annotated[str, Field(max_length=256)] = ""
+    """Names the environment's process for people, and for a supervisor: for instance its id and host."""
 
 
 class AckBatch(Request):

@@ -22,6 +22,8 @@ class Registry:
         """When each registered, or when the service began that knew it from its store."""
         self.posted: dict[int, float] = {}
         """Time of the last group that each has posted to this process of the service, dropped groups included."""
+        self.processes: dict[int, str] = {}
+        """The process of each that names it."""
         self.name_counts: Counter[str] = Counter()
         self.clock = 0.0
         """Fair-queueing time: the clock of the environment that was served last."""
@@ -94,10 +96,12 @@ class Registry:
         self.get(env_id).connected = False
         self._dirty.add(env_id)
 
-    def touch(self, env_id: int | None, now: float) -> None:
-        """Note that an environment has spoken."""
+    def touch(self, env_id: int | None, now: float, process: str = "") -> None:
+        """Note that an environment has called, and by which process if it names that."""
         if env_id is not None and env_id in self.last_seen:
             self.last_seen[env_id] = now
+            if process:
+                self.processes[env_id] = process
 
     def note_post(self, env_id: int | None, now: float) -> None:
         """Note that an environment has posted a group."""
@@ -124,6 +128,11 @@ class Registry:
     def seconds_silent(self, environment: Environment, now: float) -> float:
         """Seconds since the environment called the service."""
         return now - self.last_seen[environment.env_id]
+
+    def follows(self, later: Environment, earlier: Environment) -> bool:
+        """Return whether `later` was started in the place of `earlier`: same name, registered after its last call."""
+        same = later.desired_name == earlier.desired_name
+        return same and self.came[later.env_id] > self.last_seen[earlier.env_id]
 
     def seconds_without_groups(self, environment: Environment, now: float) -> float:
         """Seconds since the environment posted a group, or since it registered if it has posted none."""

@@ -55,6 +55,7 @@ def environments(queue: RolloutQueue, now: float, most: int | None = None) -> li
         {
             "env_id": one.env_id,
             "wandb_name": one.wandb_name,
+            "process": queue.registry.processes.get(one.env_id),
             "connected": one.connected,
             "weight": one.weight,
             "groups_accepted": one.accepted,

@@ -162,6 +162,7 @@ class Intake(QueueState):
             OtherModelError: the trainer's reference is another model.
         """
         if self.registration is None or not self.takes_references():
+            self.reference.heard_of(worker, now).model = model
             return []
         if model != self.registration.reference_model:
             raise OtherModelError(worker, model, self.registration.reference_model)

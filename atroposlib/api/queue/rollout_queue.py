@@ -143,8 +143,7 @@ class RolloutQueue(Intake, SettingAside):
         reservations = self.registry.reservations(registration.batch_size, now)
         groups, reason = self._choose(registration, reservations)
         if groups is None:
-            starved = why_starved(self.registry, self.first_env_of_run, self.refusals, now)
-            self.waiting = "; ".join(filter(None, [reason, self.reference.why_waiting(now), *starved]))
+            self.waiting = "; ".join(filter(None, [reason, *self._why_empty(registration, now)]))
             return None
         self.waiting, self.refusals = None, Refusals()
         served: Counter[int] = Counter()
@@ -156,6 +155,14 @@ class RolloutQueue(Intake, SettingAside):
         self.next_batch_id += 1
         self.leases[lease.batch_id] = lease
         return self._hand_out(lease)
+
+    def _why_empty(self, registration: Registration, now: float) -> list[str | None]:
+        """Describe who is to bring the groups of the next batch."""
+        at_workers = self.reference.sequences.total()
+        if at_workers and self.lines.total_sequences() + at_workers >= registration.batch_size:
+            return [self.reference.why_waiting(now), *self.refusals.describe()]  # environments have posted a whole batch
+        starved = why_starved(self.registry, self.first_env_of_run, self.refusals, now)
+        return [self.reference.why_waiting(now), *starved]
 
     def _choose(self, registration: Registration, reservations: Mapping[int, float]) -> tuple[list[Group] | None, str | None]:
         """Return the groups of a new batch, or None and the reason."""
@@ -301,7 +308,7 @@ class RolloutQueue(Intake, SettingAside):
         self.registry.disconnect(env_id)
         self._release(env_id, range(len(self.buffers.get(env_id, []))))
 
-    def status_env(self, env_id: int, now: float) -> dict[str, Any]:
+    def status_env(self, env_id: int, now: float, process: str = "") -> dict[str, Any]:
         """What an environment needs to know to pace itself.
 
         Both queue sizes are in groups of the environment's own group_size, rounded down: that is the unit in which it
@@ -316,7 +323,7 @@ class RolloutQueue(Intake, SettingAside):
         unit = environment.group_size
         run_ended = env_id < self.first_env_of_run
         if not run_ended:  # an environment that leaves now must not count as one that fills the next run's batches
-            self.registry.touch(env_id, now)
+            self.registry.touch(env_id, now, process)
         waiting = self.lines.fresh + self.reference.sequences + self.held_ahead()
         return {
             "current_step": self.current_step,

@@ -65,16 +65,26 @@ def why_starved(registry: Registry, first_of_run: int, refusals: Refusals, now: 
     connected = registry.connected(now, first_of_run)
     if not connected:
         return [f"no environment is registered: {START_ONE}", *refusals.describe()]
-    silent = [one for one in connected if registry.seconds_silent(one, now) > registry.limits.silent_after]
-    if len(silent) == len(connected):
-        what = [f"{one.wandb_name} has sent nothing for {registry.seconds_silent(one, now):.0f} s" for one in silent]
-        remedy = "see its log, and start it again if its process is gone"
-        return [f"{_list_of(what)}: {remedy}", *refusals.describe()]
+    limit = registry.limits.silent_after
+    silent = [one for one in connected if registry.seconds_silent(one, now) > limit]
     speaking = [one for one in connected if one not in silent]
-    what = [_what_it_does(one, registry, now) for one in speaking]
-    quiet = min(registry.seconds_without_groups(one, now) for one in speaking)
-    remedy = ": see its log, and whether its inference server answers" if quiet > registry.limits.silent_after else ""
-    return [f"{_list_of(what)}{remedy}", *refusals.describe()]
+    silent = [one for one in silent if not any(registry.follows(other, one) for other in speaking)]
+    found = []
+    if silent:
+        what = [_silence(one, registry, now) for one in silent]
+        found.append(f"{_list_of(what)}: see its log, and start it again if its process is gone or stands still")
+    if speaking:
+        what = [_what_it_does(one, registry, now) for one in speaking]
+        quiet = min(registry.seconds_without_groups(one, now) for one in speaking)
+        remedy = ": see its log, and whether its inference server answers" if quiet > limit else ""
+        found.append(f"{_list_of(what)}{remedy}")
+    return [*found, *refusals.describe()]
+
+
+def _silence(one: Environment, registry: Registry, now: float) -> str:
+    process = registry.processes.get(one.env_id)
+    where = f" ({process})" if process else ""
+    return f"{one.wandb_name} has sent nothing for {registry.seconds_silent(one, now):.0f} s{where}"
 
 
 def _what_it_does(one: Environment, registry: Registry, now: float) -> str:

@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from atroposlib.api.models.records import NOBODY, Group
 
 IDLE_SECONDS = 30.0
-"""Without a worker that asks, while groups wait, after which the trainer is told why it gets nothing."""
+"""A worker that has not called for this long is named as silent. If no worker has asked for groups that wait for this long, the
+trainer learns what to start."""
+MOST_NAMED = 3
+"""Workers that the text for the trainer names."""
 MOST_WORKERS = 1024
 """Names that are remembered; who was silent for longest is forgotten first."""
 MOST_ANSWERED = 65_536
@@ -157,7 +160,7 @@ class ReferenceStage:
 
     def lend(self, name: str, model: str, max_tokens: int, seconds: float, now: float) -> list[Group]:
         """Groups for a worker: the oldest that nobody has, as many as hold `max_tokens` tokens together, but one at least."""
-        self._heard_of(name, now).model = model
+        self.heard_of(name, now).model = model
         self.idle_since = now if self.waiting else None
         chosen: list[Group] = []
         for seq, group in self.waiting.items():
@@ -181,7 +184,7 @@ class ReferenceStage:
     def answer(self, name: str, group: Group, computed: bool, now: float) -> None:
         """A worker's answer for a group is taken; `computed` says whether it has a reference."""
         self.remove(group)
-        self._heard_of(name, now).answered += 1
+        self.heard_of(name, now).answered += 1
         self.answered += computed
         self.unusable += not computed
         self._recently[group.seq] = None
@@ -192,7 +195,8 @@ class ReferenceStage:
         """Whether somebody's answer for this group was taken, as far as is remembered."""
         return seq in self._recently
 
-    def _heard_of(self, name: str, now: float) -> Worker:
+    def heard_of(self, name: str, now: float) -> Worker:
+        """Note that a worker has called."""
         worker = self.workers.setdefault(name, Worker(name))
         worker.seen = now
         self.workers.move_to_end(name)
@@ -211,12 +215,31 @@ class ReferenceStage:
         if self.idle_since is None:
             self.idle_since = now
         text = f"{len(self.waiting)} groups wait for ref_logprobs"
-        lent, idle = self.lent(now), now - self.idle_since
-        if lent:
-            return f"{text}, {lent} of them at workers"
+        idle = now - self.idle_since
+        if lent := self._holders(now):
+            more = "" if len(lent) <= MOST_NAMED else f", and at {len(lent) - MOST_NAMED} more workers"
+            return f"{text}; {', '.join(lent[:MOST_NAMED])}{more}"
         if idle < IDLE_SECONDS:
             return text
+        last = f" ({next(reversed(self.workers))} was the last one)" if self.workers else ""
         return (
-            f"{text}, and no reference worker has asked for any for {idle:.0f} s: start one "
+            f"{text}, and no reference worker has asked for any for {idle:.0f} s{last}: start one "
             "(python -m example_trainer.reference_worker), or train without --ref-logprobs-from-workers"
         )
+
+    def _holders(self, now: float) -> list[str]:
+        """Describe the workers that have groups, the longest silent one first."""
+        loans: dict[str, list[Loan]] = {}
+        for loan in self.loans.values():
+            if now < loan.until:
+                loans.setdefault(loan.worker, []).append(loan)
+        found = []
+        for worker in self.workers.values():
+            if worker.name not in loans:
+                continue
+            text = f"{len(loans[worker.name])} are at worker {worker.name}"
+            if (silent := now - worker.seen) >= IDLE_SECONDS:
+                left = max(loan.until for loan in loans[worker.name]) - now
+                text += f", which has sent nothing for {silent:.0f} s; they go to another worker in {left:.0f} s"
+            found.append(text)
+        return found

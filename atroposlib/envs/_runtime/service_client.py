@@ -8,6 +8,8 @@ import asyncio
 import gzip
 import logging
 import math
+import os
+import socket
 import time
 from typing import Any
 
@@ -19,15 +21,20 @@ from atroposlib.utils import waiting
 from atroposlib.utils.connections import LIMITS
 from atroposlib.utils.jsonl import encode
 from atroposlib.utils.keys import LOOPBACK, SERVICE_KEY, bearer, host_of
-from atroposlib.utils.waiting import Patience
+from atroposlib.utils.waiting import LOG_EVERY, Logged, Patience
 
 logger = logging.getLogger(__name__)
 
 COMPRESS_ABOVE_BYTES = 4096
+CONNECT_SECONDS, REQUEST_SECONDS = 5.0, 60.0
+"""Deadlines of one request: to connect; then to send it, and for the answer, each."""
+LONGEST_ATTEMPT = CONNECT_SECONDS + 2 * REQUEST_SECONDS
 LONGEST_RETRY_AFTER = 30.0
 FULL_DISK = 507
 FULL_DISK_SECONDS = 24 * 3600.0
 """Longest wait for space on the service's disk, which a person has to free, or a trainer that takes batches."""
+PROCESS_NAME = "LOCKSTEP_PROCESS"
+"""Variable with a supervisor's name for this process."""
 
 
 class RejectedByService(Exception):
@@ -54,10 +61,11 @@ class RolloutServiceClient:
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=bearer(api_key),
-            timeout=httpx.Timeout(60.0, connect=5.0),
+            timeout=httpx.Timeout(REQUEST_SECONDS, connect=CONNECT_SECONDS),
             trust_env=False,
             limits=LIMITS,
         )
+        self._logged = Logged()
         # On one machine compressing costs more than it saves.
         self._compress = host_of(self.url) not in LOOPBACK
         self._full_since: float | None = None
@@ -80,7 +88,7 @@ class RolloutServiceClient:
             wait: seconds after which it comes nevertheless.
         """
         waiting = {} if moves is None else {"moves": moves, "wait": wait}
-        return await self._call("GET", "/status-env", {"env_id": env_id, **waiting})
+        return await self._call("GET", "/status-env", {"env_id": env_id, "process": this_process(), **waiting})
 
     async def disconnect(self, env_id: int) -> None:
         """Tell the service that this environment is gone; one attempt, since a service that is gone too needs no telling."""
@@ -101,11 +109,14 @@ class RolloutServiceClient:
         content, headers = self._encode(body)
         patience, full_since = self._patience(), None
         while True:
+            reminder = asyncio.create_task(remind(patience, f"no answer to {path} so far"))
             try:
                 response = await self._http.request(method, path, content=content, headers=headers)
             except httpx.HTTPError as error:
                 await patience.wait(f"no answer to {path} ({type(error).__name__})")
                 continue
+            finally:
+                reminder.cancel()
             if response.status_code == FULL_DISK:
                 full_since = time.monotonic() if full_since is None else full_since
                 await self._wait_for_space(path, response, full_since)
@@ -142,6 +153,8 @@ class RolloutServiceClient:
             ServiceUnavailable,
             logger,
             "start it with `python -m atroposlib.cli.run_api` or pass its address as --env.rollout_server_url",
+            self._logged,
+            LONGEST_ATTEMPT,
         )
 
     async def _wait_for_space(self, path: str, refusal: httpx.Response, since: float) -> None:
@@ -181,6 +194,20 @@ def _detail(response: httpx.Response) -> str:
         content = None
     detail = content.get("detail") if isinstance(content, dict) else None
     return " ".join((detail if isinstance(detail, str) else response.text).split())[:500]
+
+
+def this_process() -> str:
+    """Name this process as the rollout service shows it: by its supervisor's name for it, else by its id and host."""
+    return os.environ.get(PROCESS_NAME) or f"process {os.getpid()} on {socket.gethostname()}"
+
+
+async def remind(patience: Patience, why: str) -> None:
+    """Log every ten seconds that a request has no answer yet: a service that is stopped takes requests and answers none."""
+    while True:
+        due = time.monotonic() + LOG_EVERY
+        await asyncio.sleep(LOG_EVERY)
+        if time.monotonic() < due + 1.0:  # else this process was busy or stopped itself, and the answer may be there
+            patience.tell(why)
 
 
 def retry_after(response: httpx.Response, default: float = 1.0) -> float:

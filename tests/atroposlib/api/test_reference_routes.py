@@ -56,7 +56,7 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     assert both[0]["sampling_params"] == [{"temperature": 0.5}] * 4
     told = service.get("/batch")
     assert told["batch"] is None
-    assert "2 groups wait for ref_logprobs, 2 of them at workers" in told["reason"]
+    assert "2 groups wait for ref_logprobs; 1 are at worker one, 1 are at worker two" in told["reason"]
     assert told["reason"] == service.get("/stats")["waiting_because"]
 
     assert "hand ids back" in done(service, taken["id"] ^ 1)["refused"][0]["reason"]

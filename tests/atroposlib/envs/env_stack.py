@@ -54,9 +54,9 @@ class Stack:
         self.inference_url = f"http://127.0.0.1:{self.inference_port}"
         self.trainer_uuid = -1
 
-    def start_service(self, store: str | Path = "memory") -> Any:
+    def start_service(self, store: str | Path = "memory", *flags: str) -> Any:
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.service_port)]
-        process = self.processes.start("service", [*command, "--store", str(store)], OFFLINE)
+        process = self.processes.start("service", [*command, "--store", str(store), *flags], OFFLINE)
         self.processes.wait_for_http(self.service_url, 120)
         return process
 

@@ -4,9 +4,12 @@ import asyncio
 import gzip
 import json
 import math
+import os
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,7 +93,7 @@ async def test_it_waits_as_long_as_retry_after_says(server: Scripted, monkeypatc
         pauses.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr(waiting.asyncio, "sleep", note)
+    monkeypatch.setattr(waiting, "asyncio", SimpleNamespace(sleep=note))
     server.answers = [(429, {"Retry-After": "7"}, b""), (429, {}, b""), (429, {"Retry-After": "Wed, 21 Oct"}, b"")]
     await client(server).post("/scored_data", {})
     waits = [pause for pause in pauses if pause >= 0.01]
@@ -137,10 +140,17 @@ async def test_nobody_there_ends_it_after_the_timeout() -> None:
         await RolloutServiceClient("http://127.0.0.1:9", timeout=0.2).get("/status")
 
 
-async def test_status_env_sends_its_argument_as_the_body_of_a_get(server: Scripted) -> None:
+async def test_status_env_sends_its_argument_as_the_body_of_a_get(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     await client(server).status_env(5)
     await client(server).status_env(5, 17, 0.5)
-    assert server.bodies == [{"env_id": 5}, {"env_id": 5, "moves": 17, "wait": 0.5}]
+    monkeypatch.setenv("LOCKSTEP_PROCESS", "environment-2")
+    await client(server).status_env(6)
+    mine = f"process {os.getpid()} on {socket.gethostname()}"
+    assert server.bodies == [
+        {"env_id": 5, "process": mine},
+        {"env_id": 5, "process": mine, "moves": 17, "wait": 0.5},
+        {"env_id": 6, "process": "environment-2"},
+    ]
 
 
 async def test_large_posts_to_other_machines_are_compressed(server: Scripted) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ from example_trainer.async_grpo.cluster import SeatLost, SeatSilent
 from example_trainer.async_grpo.driver import Driver
 from example_trainer.async_grpo.launch import Address, Launch
 from example_trainer.async_grpo.placement import Demand, Node
-from example_trainer.async_grpo.restarts import State
+from example_trainer.async_grpo.restarts import Keeper, State
 from example_trainer.async_grpo.roles import Role
 from example_trainer.async_grpo.settings import make_settings
+from example_trainer.async_grpo.silence import Silences
 
 KEYS = {"ROLLOUT_API_KEY": "r", "VLLM_API_KEY": "v"}
 
@@ -130,6 +131,16 @@ class FakeFleet:
         self.known.append(None if servers is None else list(servers))
 
 
+class FakeSilences(Silences):
+    """Asks nobody: tests say when a role was active last."""
+
+    def watch(self, keepers: Iterable[Keeper]) -> None:
+        """See Silences."""
+
+    def was_active(self, role: str, at: float) -> None:
+        self._active[role] = at
+
+
 class Bench:
     """A driver, and what turns its hands."""
 
@@ -137,7 +148,9 @@ class Bench:
         values = {"training": {"model_name": "m"}, "logging": {"folder": str(folder)}, "orchestration": orchestration}
         self.cluster, self.fleet = FakeCluster(), FakeFleet()
         settings = make_settings(values, Path("x.yaml"))
-        self.driver = Driver(settings, self.cluster, KEYS, self.fleet, clock=lambda: self.cluster.now, sleep=self.sleep)
+        self.silences = FakeSilences("r", lambda: self.cluster.now)
+        ways: dict[str, Any] = {"clock": lambda: self.cluster.now, "sleep": self.sleep}
+        self.driver = Driver(settings, self.cluster, KEYS, self.fleet, self.silences, **ways)
 
     def sleep(self, seconds: float) -> None:
         self.cluster.now += seconds

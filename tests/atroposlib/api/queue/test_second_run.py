@@ -174,11 +174,26 @@ def test_the_text_says_for_how_long_environments_are_silent_or_post_nothing() ->
     queue.status_env(first.env_id, 70.0)
     text = waits_because(queue, 70.0)
     assert "gsm8k_0 is registered and has posted no group for 70 s: see its log, and whether its inference server" in text
-    assert "gsm8k_1" not in text
+    assert "gsm8k_1 has sent nothing for 70 s: see its log, and start it again" in text
     queue.add(draft(env_id=first.env_id, size=2), 71.0)
-    assert "2 of 4 sequences are queued; gsm8k_0 posted its last group 4 s ago" in waits_because(queue, 75.0)
+    assert "; gsm8k_0 posted its last group 4 s ago" in waits_because(queue, 75.0)
     text = waits_because(queue, 140.0)
     assert "gsm8k_0 has sent nothing for 69 s, gsm8k_1 has sent nothing for 140 s: see its log, and start it again" in text
+
+
+def test_the_text_leaves_out_an_environment_that_another_one_has_replaced() -> None:
+    queue = RolloutQueue(Limits(silent_after=60.0))
+    trainer(queue, 1)
+    first, beside = join(queue, now=0.0), join(queue, now=0.0)
+    assert first is not None
+    assert beside is not None
+    queue.status_env(first.env_id, 10.0)
+    queue.status_env(beside.env_id, 100.0)
+    assert "gsm8k_0 has sent nothing for 90 s" in waits_because(queue, 100.0), "gsm8k_1 came before gsm8k_0 fell silent"
+    join(queue, now=101.0)  # gsm8k_0 was killed and started again
+    text = waits_because(queue, 102.0)
+    assert "gsm8k_0" not in text
+    assert "gsm8k_1 is registered and has posted no group for 102 s, gsm8k_2 is registered" in text
 
 
 def test_the_text_counts_what_was_refused_since_the_last_batch_and_why() -> None:

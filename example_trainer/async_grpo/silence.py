@@ -1,0 +1,149 @@
+"""Notice roles whose process runs and does nothing: it is stopped, deadlocked, or waits for a dead disk.
+
+An actor sees that a process runs, and not that it works. So the driver asks others. The rollout service knows when each
+environment and each reference worker called it last. The service itself and the parameter servers have to answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import urllib.error
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from example_trainer.async_grpo.launch import Address
+from example_trainer.async_grpo.restarts import Keeper, State
+from example_trainer.child_processes.readiness import get_json, opener
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 10.0
+"""From one round of questions to the next."""
+ANSWER_SECONDS = 5.0
+"""Deadline of each question."""
+NAMED_SECONDS = 60.0
+"""A role that is silent for this long is named, and again after as long."""
+WATCHED = ("service", "parameter-server", "environment", "reference")
+"""Kinds of roles. Not the trainer, which may compute for long, and not the generators, which the trainer's fleet watches."""
+
+
+class Silences:
+    """Asks in a thread of its own, since a silent process takes a whole deadline.
+
+    Args:
+        key: of the rollout service.
+        clock: the time to go by.
+    """
+
+    def __init__(self, key: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._key, self._clock = key, clock
+        self._lock = threading.Lock()
+        """Guards what follows."""
+        self._active: dict[str, float] = {}
+        """Role that listens -> when it answered last, or else when it was asked first."""
+        self._called: dict[str, float] = {}
+        """Role that calls the service -> when it did so last."""
+        self._service_answers = 0
+        """Rounds in a row. After a silence of its own the service takes others for silent, until they have called again."""
+        self._asked = -LOOK_SECONDS
+        self._asking: threading.Thread | None = None
+
+    def watch(self, keepers: Iterable[Keeper]) -> None:
+        """Begin a round of questions, if the last one has ended and is old enough. Return at once."""
+        now = self._clock()
+        if now - self._asked < LOOK_SECONDS or (self._asking is not None and self._asking.is_alive()):
+            return
+        self._asked = now
+        up = [keeper for keeper in keepers if keeper.state is State.UP and keeper.role.kind in WATCHED]
+        places = [(keeper.role, keeper.place) for keeper in up if keeper.place is not None]
+        servers = {role.name: place.url + role.ready[1] for role, place in places if role.ready[1]}
+        service = next((place for role, place in places if role.kind == "service"), None)
+        self._asking = threading.Thread(target=self.round, args=(service, servers), name="silences", daemon=True)
+        self._asking.start()
+
+    def why_to_end(self, keeper: Keeper, limit: float, log: str, now: float) -> str:
+        """Return why a role has to be ended, or an empty string. Name one that is silent for less.
+
+        Args:
+            keeper: of the role.
+            limit: seconds of silence after which it is ended; 0: it never is.
+            log: its path.
+            now: seconds of the clock.
+        """
+        if keeper.state is not State.UP or keeper.role.kind not in WATCHED:
+            return ""
+        silent = self.seconds(keeper.role.name, keeper.since)
+        text = f"{keeper.role.name} has been silent for {silent:.0f} s, though its process runs; log: {log}"
+        if limit and silent >= limit:
+            return f"{text}; orchestration.silent_seconds is {limit:.0f}"
+        if silent >= NAMED_SECONDS and now - keeper.told >= NAMED_SECONDS:
+            keeper.told = now
+            then = f"after {limit:.0f} s it is ended and started again" if limit else "orchestration.silent_seconds is 0"
+            logger.warning("[Async] %s; %s", text, then)
+        return ""
+
+    def forget(self, role: str | None = None) -> None:
+        """Begin anew with a role whose next life begins, or with all of them: this process was stopped itself."""
+        with self._lock:
+            for known in (self._active, self._called):
+                for name in [role] if role is not None else list(known):
+                    known.pop(name, None)
+            self._service_answers = 0 if role is None else self._service_answers
+
+    def seconds(self, role: str, since: float) -> float:
+        """Return for how many seconds a role has been silent; 0 if nothing is known of it since then."""
+        with self._lock:
+            active = self._active.get(role)
+            if active is None and self._service_answers > 1:
+                active = self._called.get(role)
+        return 0.0 if active is None or active < since else self._clock() - active
+
+    def round(self, service: Address | None, servers: Mapping[str, str]) -> None:
+        """Ask once.
+
+        Args:
+            service: the rollout service; None while it is not up.
+            servers: role -> URL that it answers, of each role that listens.
+        """
+        for role, url in servers.items():
+            answered = answers(url)
+            with self._lock:
+                self._active[role] = self._clock() if answered else self._active.get(role, self._clock())
+        stats = self._get(service, "/stats")
+        called = {
+            **calls(stats, "environments", "process", self._clock()),
+            **calls(self._get(service, "/reference"), "workers", "worker", self._clock()),
+        }
+        with self._lock:
+            self._called = called
+            self._service_answers = 0 if stats is None else self._service_answers + 1
+
+    def _get(self, service: Address | None, path: str) -> Any:
+        if service is None:
+            return None
+        try:
+            return get_json(service.url + path, ANSWER_SECONDS, self._key)
+        except (OSError, ValueError):
+            return None
+
+
+def answers(url: str) -> bool:
+    """Return whether a server answers, whatever its status."""
+    try:
+        opener.open(url, timeout=ANSWER_SECONDS).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def calls(answer: Any, rows: str, name: str, now: float) -> dict[str, float]:
+    """Read when each process called the service last. A role's earlier lives have rows of the same name: the newest counts."""
+    found: dict[str, float] = {}
+    for row in answer.get(rows) or () if isinstance(answer, dict) else ():
+        if isinstance(role := row.get(name), str):
+            found[role] = max(now - float(row["seconds_silent"]), found.get(role, -float("inf")))
+    return found
