@@ -24,7 +24,7 @@ from example_trainer.async_grpo.roles import Role
 from example_trainer.async_grpo.settings import read_settings
 from tests.conftest import ROOT
 from tests.e2e.async_roles import light_commands, numbers
-from tests.example_trainer.async_grpo.fake_cluster import Answer
+from tests.example_trainer.async_grpo.fake_cluster import Answer, FakeSilences
 from tests.forked_commands import ForkedProcess
 
 KEYS = {"ROLLOUT_API_KEY": "r" * 32, "VLLM_API_KEY": "v" * 32}
@@ -90,7 +90,7 @@ class Failing:
         (folder / "run.yaml").write_text(yaml.safe_dump(values | sections))
         self.settings, self.cluster = read_settings(folder / "run.yaml"), ThisMachine()
         fleet, commands = ServiceFleet(KEYS["ROLLOUT_API_KEY"]), light_commands(*light)(self.settings, KEYS)
-        self.driver = Driver(self.settings, self.cluster, KEYS, fleet, self.post, commands)
+        self.driver = Driver(self.settings, self.cluster, KEYS, fleet, FakeSilences("r"), self.post, commands)
         self.posted = False
 
     def post(self) -> None:
