@@ -10,7 +10,9 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from atroposlib.utils.log_lines import LogLines
 from atroposlib.utils.parent_death import end_with_parent
+from atroposlib.utils.whole_files import disk_refusal
 from example_trainer.errors import ConfigError, TrainerError
 from example_trainer.prerequisites import missing_package
 
@@ -99,7 +101,7 @@ def log_to_stdout() -> None:
     everything, and the others log warnings and errors only.
     """
     rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
-    handler = logging.StreamHandler(sys.stdout)
+    handler = LogLines(sys.stdout)
     handler.setFormatter(_Formatter(rank))
     root = logging.getLogger()
     root.handlers = [handler]
@@ -136,6 +138,9 @@ def run(main: Callable[[StopSignal], int | None]) -> int:
         return 1
     except Exception as error:
         if isinstance(error, ImportError) and (line := missing_package(error)) is not None:
+            logger.error("%s", line)
+            return 1
+        if (line := disk_refusal(error)) is not None:
             logger.error("%s", line)
             return 1
         logger.exception("This is a bug in the trainer, or the machine ran out of something:")

@@ -22,6 +22,7 @@ from example_trainer.child_processes.ports import PortReservations  # noqa: E402
 from example_trainer.child_processes.processes import ManagedProcess, Supervisor  # noqa: E402
 from example_trainer.child_processes.readiness import Probe, http_probe, wait_until  # noqa: E402
 from tests.forked_commands import ForkedProcess, shared_fork_servers  # noqa: E402
+from tests.full_disks import KINDS, FullDisk, disk_of_kind  # noqa: E402
 
 # One thread each: the models are tiny, several processes share two cores, and threads that wait for one another burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -240,3 +241,10 @@ def free_port() -> Iterator[Callable[[], int]]:
     """A function that returns a TCP port which nobody uses, another one each time."""
     with PortReservations() as ports:
         yield ports.pick
+
+
+@pytest.fixture(params=KINDS)
+def full_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FullDisk]:
+    """A disk that can be full: a file system of its own, which needs root, and one with a limit on the size of files."""
+    with disk_of_kind(request.param, tmp_path) as disk:
+        yield disk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,55 @@ def small_disk(folder: Path, megabytes: float) -> Iterator[Path]:
         yield path
     finally:
         libc.umount2(bytes(path), MNT_DETACH)
+
+
+@contextmanager
+def limited_files(n_bytes: int = 0) -> Iterator[None]:
+    """In the block the kernel refuses to make a file longer than this (EFBIG), in the middle of a write if need be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class FullDisk:
+    """A folder whose disk can be full for the length of a block.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path, is_own: bool) -> None:
+        self.path, self._is_own = path, is_own
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """In the block the disk takes nothing."""
+        if not self._is_own:
+            with limited_files():
+                yield
+            return
+        other = fill(self.path)
+        try:
+            yield
+        finally:
+            other.unlink()
+
+
+KINDS = ("a small file system", "a limit on file sizes")
+"""The first needs root, the second nothing."""
+
+
+@contextmanager
+def disk_of_kind(kind: str, folder: Path) -> Iterator[FullDisk]:
+    """A disk of one of the `KINDS`."""
+    if kind == KINDS[1]:
+        yield FullDisk(folder, is_own=False)
+        return
+    with small_disk(folder, 4) as path:
+        yield FullDisk(path, is_own=True)
 
 
 def fill(folder: Path, leave: int = 0) -> Path:

@@ -24,7 +24,9 @@ from atroposlib.api.models.groups import NOT_TRAINED
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable, UsageError
 from atroposlib.utils.addresses import argument, http_address
 from atroposlib.utils.keys import SERVICE_KEY, bearer, given_or_variable
+from atroposlib.utils.log_lines import LogLines
 from atroposlib.utils.waiting import Patience
+from atroposlib.utils.whole_files import append_whole, cannot_write
 
 logger = logging.getLogger(__name__)
 
@@ -120,17 +122,14 @@ class RowsFile:
         Raises:
             EnvironmentFailure: the disk refused; none of them was added.
         """
-        size = os.fstat(self._file).st_size
-        left = memoryview(b"".join(rows))
+        size, content = os.fstat(self._file).st_size, b"".join(rows)
         try:
-            while left:
-                left = left[os.write(self._file, left) :]
+            append_whole(self._file, content)
             os.fsync(self._file)
         except OSError as error:
             os.ftruncate(self._file, size)
-            raise EnvironmentFailure(
-                f"cannot write {self.path}: {error.strerror}; make room, then go on with --resume"
-            ) from None
+            reason = cannot_write(self.path, error, len(content))
+            raise EnvironmentFailure(f"{reason}; make room there, then go on with --resume") from None
         self.rows += len(rows)
 
     def close(self) -> None:
@@ -314,7 +313,7 @@ def run_collector(call: Callable[[], None]) -> None:
     Raises:
         SystemExit: it was stopped, or something went wrong.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[LogLines()])
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
     def stop(number: int, _: object) -> None:

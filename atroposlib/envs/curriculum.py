@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import EnvironmentFailure
-from atroposlib.utils.jsonl import JsonLinesWriter
+from atroposlib.utils.jsonl import encode_repaired, open_kept_lines
+from atroposlib.utils.whole_files import KeptLines
 
 logger = logging.getLogger(__name__)
 
@@ -89,19 +90,14 @@ class Curriculum:
     def __init__(self, floor: float, path: Path | None = None):
         self.floor = floor
         self.known: dict[str, Difficulty] = {}
-        self._writer: JsonLinesWriter | None = None
+        self._writer: KeptLines | None = None
         if path is not None:
-            unread, line = 0, "\n"
-            for line in lines_of(path):
-                unread += not self._read(line)
+            unread = sum(not self._read(line) for line in lines_of(path))
             if self.known or unread:
                 logger.info(
                     "curriculum: %d items are known from %s (%d lines could not be read)", len(self.known), path, unread
                 )
-            self._writer = JsonLinesWriter(path)
-            if not line.endswith("\n"):  # what comes next begins a line
-                with path.open("ab") as file:
-                    file.write(b"\n")
+            self._writer = open_kept_lines(path)
 
     def _read(self, line: str) -> bool:
         try:
@@ -121,11 +117,7 @@ class Curriculum:
         """A group of answers to an item."""
         self._add(key, right, answers)
         if self._writer is not None:
-            try:
-                self._writer.write({"item": key, "right": right, "answers": answers})
-            except EnvironmentFailure as failure:  # what is measured costs no group
-                self._writer = None
-                logger.error("the curriculum goes on, and is kept no longer: %s", failure)
+            self._writer.write(encode_repaired({"item": key, "right": right, "answers": answers}))
 
     def takes(self, key: str, drawn: float) -> bool:
         """Whether an item that comes along is sampled.

@@ -14,6 +14,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from atroposlib.utils.whole_files import disk_refusal, write_whole
+
 logger = logging.getLogger(__name__)
 
 jinja = Environment(loader=PackageLoader("atroposlib.frontend"), autoescape=True, undefined=StrictUndefined)
@@ -70,11 +72,16 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
             except (ValueError, AttributeError) as error:
                 raise ValueError(f"{source}, line {number + 1} is no group: {error}") from error
     whole = jinja.get_template("messages.html").render(title=source.name, groups=Markup("").join(map(Markup, groups)))
-    page.write_text(whole, encoding="utf-8")
+    write_whole(page, whole.encode())
     logger.info("wrote %d groups to %s", sum(map(bool, groups)), page)
 
 
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3):
         raise SystemExit("usage: python -m atroposlib.frontend.jsonl2html GROUPS.jsonl [PAGE.html]")
-    generate_html(*sys.argv[1:])
+    try:
+        generate_html(*sys.argv[1:])
+    except OSError as error:
+        if (line := disk_refusal(error)) is None:
+            raise
+        raise SystemExit(f"error: {line}") from None

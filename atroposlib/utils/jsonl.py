@@ -2,7 +2,6 @@
 whole lines."""
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import orjson
 
 from atroposlib.errors import EnvironmentFailure
 from atroposlib.number_bounds import unstorable
+from atroposlib.utils.whole_files import KeptLines, append_whole, cannot_write, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -69,22 +69,15 @@ def replace_file(path: Path, content: bytes) -> None:
         EnvironmentFailure: the file cannot be written; the earlier content is kept.
     """
     target = path.resolve()  # a link stays a link
-    draft = target.with_name(f"{target.name}.partial")
     try:
         if target.exists() and not target.is_file():  # a device or a pipe, such as /dev/stdout
             target.write_bytes(content)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.write_bytes(content)
-            draft.replace(target)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+        write_whole(target, content)
     except OSError as error:
-        raise EnvironmentFailure(
-            f"cannot write {len(content)} bytes to {path}: {error.strerror}; make room there, or name another path"
-        ) from error
+        line = cannot_write(path, error, len(content))
+        raise EnvironmentFailure(f"{line}; make room there, or name another path") from error
 
 
 def unencodable_fields(fields: Mapping[Any, Any]) -> dict[Any, str]:
@@ -111,7 +104,7 @@ class JsonLinesWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
-            raise EnvironmentFailure(f"cannot write to {self.path}: {error.strerror}; name another path") from error
+            raise EnvironmentFailure(f"{cannot_write(self.path, error)}; name another path") from error
 
     def write(self, row: Any) -> None:
         """Append one row, or nothing of it.
@@ -120,20 +113,28 @@ class JsonLinesWriter:
             TypeError: the row cannot be written as JSON.
             EnvironmentFailure: the disk refused it.
         """
-        left = memoryview(encode_repaired(row) + b"\n")
-        size = os.fstat(self._file.fileno()).st_size
+        line = encode_repaired(row) + b"\n"
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            append_whole(self._file.fileno(), line)
         except OSError as error:
-            if size < os.fstat(self._file.fileno()).st_size:  # the disk took a part: what comes later must begin a line
-                self._file.truncate(size)
-            raise EnvironmentFailure(
-                f"cannot write to {self.path}: {error.strerror}; make room there, or name another path"
-            ) from error
+            reason = cannot_write(self.path, error, len(line))
+            raise EnvironmentFailure(f"{reason}; make room there, or name another path") from error
 
     def close(self) -> None:
         self._file.close()
+
+
+def open_kept_lines(path: Path) -> KeptLines:
+    """Open a file of lines that may wait for space on the disk. Its folder is made.
+
+    Raises:
+        EnvironmentFailure: there can be no such file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return KeptLines(path)
+    except OSError as error:
+        raise EnvironmentFailure(f"{cannot_write(path, error)}; name another path") from error
 
 
 def unused_path(path: Path) -> Path:

@@ -20,6 +20,7 @@ from example_trainer.child_processes.guard import send
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess, ProcessError, describe_exit, first_error, tail
 from example_trainer.child_processes.readiness import http_probe
+from example_trainer.child_processes.whole_files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT_SECONDS = 30.0
@@ -34,6 +35,9 @@ class NodeProblem(Exception):
 
 REMEDIES = {
     errno.ENOSPC: "free space there, or give another logging.folder",
+    errno.EFBIG: "free space there, or give another logging.folder",
+    errno.EROFS: "mount it writable there, or give another logging.folder",
+    errno.EIO: "look at that disk, or give another logging.folder",
     errno.EDQUOT: "free space there, or give another logging.folder",
     errno.EMFILE: "raise `ulimit -n` for Ray on that node",
     errno.ENFILE: "raise fs.file-max on that node",
@@ -237,9 +241,7 @@ class RoleProcess:
             for path in self._folder.glob(pattern):
                 path.unlink(missing_ok=True)
         for name, text in launch.files.items():
-            draft = self._folder / f"{name}.draft"
-            draft.write_text(text)
-            draft.replace(self._folder / name)
+            write_whole(self._folder / name, text.encode())
         for name in ("LOGDIR", "LOCKSTEP_TIMELINE"):
             if folder := launch.variables.get(name):
                 Path(folder).mkdir(parents=True, exist_ok=True)

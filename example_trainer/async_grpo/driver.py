@@ -19,6 +19,7 @@ from example_trainer.async_grpo.roles import STOP_ORDER, Commands, Role, demands
 from example_trainer.async_grpo.settings import Settings
 from example_trainer.async_grpo.silence import Silences
 from example_trainer.async_grpo.steps import StepFollower
+from example_trainer.child_processes.whole_files import write_whole
 from example_trainer.errors import TrainerError
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Driver:
             logger.info("[Async] %s has %s", node.name, amounts(node.free))
         try:
             (self._settings.folder / "logs").mkdir(parents=True, exist_ok=True)
-            (self._settings.folder / ".run").write_text(self._marker)
+            write_whole(self._settings.folder / ".run", self._marker.encode())
         except OSError as error:
             raise RunFailed(f"the driver: {problem(f'{self._settings.folder} cannot be written', error)}") from error
         try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 from example_trainer.child_processes.processes import ProcessError
+from example_trainer.child_processes.whole_files import cannot_write, write_whole
 
 KEYS_FILE = "keys.env"
 SERVICE, VLLM = "ROLLOUT_API_KEY", "VLLM_API_KEY"
@@ -52,12 +52,10 @@ def make_keys(run: Path, environment: Mapping[str, str], running: bool) -> dict[
                 f"{name} in this shell is another key than the parts that run in {run} have: `unset {name}`, or stop them first"
             )
     path = run / KEYS_FILE
-    draft = path.with_suffix(".draft")
+    content = "".join(f"export {name}={shlex.quote(key)}\n" for name, key in keys.items()).encode()
     try:
-        draft.unlink(missing_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.writelines(f"export {name}={shlex.quote(key)}\n" for name, key in keys.items())
-        draft.replace(path)
+        write_whole(path, content, mode=0o600)
     except OSError as error:
-        raise ProcessError(f"cannot write the run's keys to {path}: {error.strerror}") from error
+        reason = cannot_write(path, error, len(content))
+        raise ProcessError(f"{reason}, which holds the run's keys; make room there") from error
     return keys

@@ -7,6 +7,7 @@ import logging
 import os
 from pathlib import Path
 
+from atroposlib.utils.whole_files import KeptLines
 from example_trainer.batch.environment_names import safe_name
 from example_trainer.batch.evaluations import Evaluation
 
@@ -17,7 +18,7 @@ _OWN = "eval/"
 
 
 class EvaluationFile:
-    """A line of JSON for each evaluation, on the disk when `write` returns.
+    """A line of JSON for each evaluation, in the file when `write` returns, unless the disk is full: then it waits in memory.
 
     Args:
         path: the file. A new run moves that of an earlier one aside, as it does with metrics.jsonl.
@@ -33,7 +34,7 @@ class EvaluationFile:
             move_aside(path)
         elif path.exists():
             self._continue(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = KeptLines(path)
 
     def _continue(self, path: Path) -> None:
         *lines, half = path.read_bytes().split(b"\n")
@@ -54,8 +55,7 @@ class EvaluationFile:
 
     def write(self, step: int, evaluation: Evaluation) -> None:
         """Add one. `step` is that of the trainer when it learned of it."""
-        self._file.write(json.dumps(vars(evaluation) | {"step": step}) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(vars(evaluation) | {"step": step}).encode())
 
     def close(self) -> None:
         """Close the file."""

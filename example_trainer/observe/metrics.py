@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.utils.wandb_login import offline_mode
+from atroposlib.utils.whole_files import KeptLines, cannot_write, write_whole
 from example_trainer.api_keys import without_secrets
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.config import TrainerConfig
@@ -31,7 +31,7 @@ _CLOSE_SECONDS = 30.0
 
 
 class MetricsLog:
-    """Writes rows. A row is on the disk when `write` returns.
+    """Writes rows. A row is in the file when `write` returns, unless the disk is full.
 
     A new run moves an earlier metrics.jsonl aside; a resumed one continues it, without the rows after the step that it
     resumes from. Likewise evaluations.jsonl, of which a resumed run keeps all.
@@ -61,16 +61,19 @@ class MetricsLog:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _prepare(path, first_step)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = KeptLines(path)
             self.evaluations = EvaluationFile(folder / "evaluations.jsonl", continued=first_step > 0)
             self._others = _Background(_tensorboard(folder / "tensorboard", first_step + 1), wandb_run)
         except OSError as error:
-            raise ConfigError(f"cannot write metrics to --log-dir {folder}: {error.strerror or error}") from error
+            reason = cannot_write(folder / "metrics.jsonl", error, name=f"metrics to --log-dir {folder}")
+            raise ConfigError(f"{reason}; make room there, or give another --log-dir") from error
 
     def write(self, step: int, row: Row) -> None:
-        """Write one row. Figures that are not known are None. Waits for no network, and for no disk but metrics.jsonl's."""
-        self._file.write(json.dumps({"step": step} | row) + "\n")
-        self._file.flush()
+        """Write one row. Figures that are not known are None. Waits for no network, and for no disk but metrics.jsonl's.
+
+        A full disk ends no run: the row waits in memory until there is space.
+        """
+        self._file.write(json.dumps({"step": step} | row).encode())
         if self._exporter is not None:
             self._exporter.update(step, row)
         numbers = {f"train/{name}": value for name, value in row.items() if isinstance(value, int | float)}
@@ -223,9 +226,7 @@ def _prepare(path: Path, first_step: int) -> None:
                 kept.append(line)
         if unreadable:
             logger.warning("%d lines of %s are no rows of figures; they stay, and are passed over", unreadable, path)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_bytes(b"".join(kept))
-        draft.replace(path)  # whoever is killed here has the file of before
+        write_whole(path, b"".join(kept))
         return
     logger.info("Moved the metrics of an earlier run to %s", move_aside(path))
 

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from atroposlib.utils.whole_files import DISK_REFUSALS, write_whole
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder
 from example_trainer.models.hf_checkpoint import companions, write_checkpoint
@@ -31,7 +32,7 @@ from example_trainer.models.layout import layout
 from example_trainer.models.safetensors_writer import write_safetensors
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.background_save import BackgroundSave, HostCopy
-from example_trainer.training.on_disk import flush, flush_entry, remove
+from example_trainer.training.on_disk import flush, flush_entry, put_in_place, remove
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import (
     PREFIX,
@@ -335,12 +336,14 @@ class Checkpoints:
                 raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
             yield draft
             flush(draft, moved)
-            _replace(draft, target)
+            put_in_place(draft, target)
             flush_entry(target.parent)  # whoever is told that the step is saved may rely on it, whatever happens to the power
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             kept = f"{self.path(self._whole).name} is untouched" if self._whole is not None else "there was none before it"
             reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+            if isinstance(error, OSError) and error.errno in DISK_REFUSALS:
+                reason += f" (it needs {needed / 1e9:.2f} GB)"
             raise CheckpointError(
                 f"could not write checkpoint {final}: {reason}; {kept}; make room or change --save-path"
             ) from error
@@ -378,7 +381,7 @@ class Checkpoints:
                 logger.info("Removed checkpoint %s (--keep-checkpoints %d)", one.path, self.keep)
         for one in [] if self.keep_states is None else stateful[: max(0, len(stateful) - self.keep_states)]:
             if one.path.exists():
-                shutil.copyfile(one.path / STATE_FOLDER / TRAINER_FILE, one.path / TRAINER_FILE)
+                write_whole(one.path / TRAINER_FILE, (one.path / STATE_FOLDER / TRAINER_FILE).read_bytes())
                 remove(one.path / STATE_FOLDER, self.folder)
                 what = "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay"
                 logger.info(what, one.path, self.keep_states)
@@ -386,14 +389,3 @@ class Checkpoints:
 
 def _write_record(folder: Path, trainer: dict[str, Any]) -> None:
     (folder / TRAINER_FILE).write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
-
-
-def _replace(draft: Path, final: Path) -> None:
-    if not final.exists():
-        draft.rename(final)
-        return
-    logger.warning("Replacing checkpoint %s, which was there before", final)
-    old = draft.with_name(draft.name.replace(".draft-", ".old.draft-"))
-    final.rename(old)
-    draft.rename(final)
-    shutil.rmtree(old, ignore_errors=True)  # the next trainer removes what is left

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def flush(folder: Path, moved: Callable[[], None]) -> None:
@@ -29,3 +32,15 @@ def remove(path: Path, folder: Path) -> None:
     gone = folder / f".{path.relative_to(folder).parts[0]}.{path.name}.old.draft-{os.getpid()}"
     path.rename(gone)
     shutil.rmtree(gone)
+
+
+def put_in_place(draft: Path, final: Path) -> None:
+    """Give a folder that is whole its name; one that has the name is removed afterwards."""
+    if not final.exists():
+        draft.rename(final)
+        return
+    logger.warning("Replacing checkpoint %s, which was there before", final)
+    old = draft.with_name(draft.name.replace(".draft-", ".old.draft-"))
+    final.rename(old)
+    draft.rename(final)
+    shutil.rmtree(old, ignore_errors=True)  # the next trainer removes what is left

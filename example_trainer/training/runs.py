@@ -7,7 +7,6 @@ A *run* is one training, from its first step over every resume to its last. Its 
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.utils.lives import Life
+from atroposlib.utils.whole_files import cannot_write, write_whole
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.errors import CheckpointError
 
@@ -233,13 +233,10 @@ def mark_run(run: Run, folder: Path, prefix: str = PREFIX) -> None:
         CheckpointError: the folder cannot be written.
     """
     file = run_file(folder, prefix)
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    content = (json.dumps(run.record()) + "\n").encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with draft.open("w", encoding="utf-8") as opened:
-            opened.write(json.dumps(run.record()) + "\n")
-            opened.flush()
-            os.fsync(opened.fileno())
-        draft.rename(file)
+        write_whole(file, content)
     except OSError as error:
-        raise CheckpointError(f"cannot write {file}: {error.strerror or error}; make room or change --save-path") from error
+        reason = cannot_write(file, error, len(content))
+        raise CheckpointError(f"{reason}; make room or change --save-path") from error

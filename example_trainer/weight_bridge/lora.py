@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from atroposlib.utils.whole_files import cannot_write
 from example_trainer.errors import BridgeError
 from example_trainer.models import Decoder
 from example_trainer.models.lora.peft_format import AdapterWriter, WrittenAdapter
@@ -162,7 +163,8 @@ class LoraBridge(WeightBridge):
         try:
             written = self._writer.write(folder)
         except OSError as error:
-            raise BridgeError(f"cannot write the adapter to {folder}: {error.strerror or error}; make room") from error
+            shutil.rmtree(folder, ignore_errors=True)
+            raise BridgeError(f"{cannot_write(folder, error, self._writer.num_bytes)}; make room there") from error
         self._mine.append(folder)
         on_disk = time.perf_counter()
         self._last = (folder, version, written)

@@ -85,6 +85,10 @@ def write_record(port: int, guard_pid: int, log: Path, folder: Path | None = Non
         with os.fdopen(os.open(draft, flags, 0o600, dir_fd=directory), "w", encoding="utf-8") as opened:
             json.dump(record, opened)
         os.replace(draft, file.name, src_dir_fd=directory, dst_dir_fd=directory)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(draft, dir_fd=directory)
+        raise
     finally:
         os.close(directory)
 

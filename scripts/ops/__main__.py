@@ -13,6 +13,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
 
 from example_trainer.child_processes.processes import ProcessError
+from example_trainer.child_processes.whole_files import disk_refusal
 from scripts.ops import logs, status
 from scripts.ops.control import Starter, stop_parts
 from scripts.ops.keys import KEYS_FILE, SERVICE
@@ -117,10 +118,15 @@ def main(arguments: list[str]) -> int:
     except ProcessError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         return 0  # whoever read has enough
+    except OSError as error:
+        if (line := disk_refusal(error)) is None:
+            raise
+        print(f"{name}: {line}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

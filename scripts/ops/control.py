@@ -19,6 +19,7 @@ from example_trainer.child_processes.own_folder import private_files
 from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ProcessError, describe_exit, first_error, tail
 from example_trainer.child_processes.readiness import http_probe, wait_until
+from example_trainer.child_processes.whole_files import write_whole
 from scripts.ops.fleet import join
 from scripts.ops.keys import SERVICE, make_keys, variables_of
 from scripts.ops.options import save
@@ -87,7 +88,7 @@ class Starter:
             self.clear_leftovers()
             self.refuse_ports()
             self.keys = make_keys(self.options.run, os.environ, running=bool(self.running()))
-            (self.options.run / "commands.sh").write_text(self.stack.script())
+            write_whole(self.options.run / "commands.sh", self.stack.script().encode())
             save(self.options)
             try:
                 for part in self.options.parts:
@@ -289,8 +290,7 @@ def stop(record: Record, records: Records, say: Say) -> bool:
     kill_leftovers(record, say)
     for config, text in left.items():
         if not config.exists():
-            with os.fdopen(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(text)
+            write_whole(config, text.encode(), mode=0o600)
     records.remove(record.part)
     return True
 

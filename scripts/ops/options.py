@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from example_trainer.child_processes.whole_files import write_whole
 from scripts.ops.gpus import choose_gpus, degrees
 from scripts.ops.keys import refuse_keys
 from scripts.ops.parts import PARTS, SERVERS, chosen, in_order, parts_of
@@ -287,7 +288,7 @@ def save(options: StackOptions) -> None:
     if options.resume:  # of parts of one stack
         parts = in_order((*parts, *last_start(options.run).parts))
     values = asdict(options) | {"run": str(options.run), "parts": parts, "resume": False, "joining": ()}
-    (options.run / OPTIONS_FILE).write_text(json.dumps(values, indent=1))
+    write_whole(options.run / OPTIONS_FILE, json.dumps(values, indent=1).encode())
 
 
 def last_start(run: Path) -> StackOptions:

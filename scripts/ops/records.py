@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.utils.process_identity import Identity, boot_id, identify
+from example_trainer.child_processes.whole_files import write_whole
 from scripts.ops.parts import in_order, kind_of
 from scripts.quickstart.errors import QuickstartError
 
@@ -82,10 +83,7 @@ class Records:
     def write(self, record: Record) -> None:
         """Keep a record; an earlier one of the same part is replaced."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{record.part}.json"
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(record), indent=1))
-        draft.replace(path)
+        write_whole(self.folder / f"{record.part}.json", json.dumps(asdict(record), indent=1).encode())
 
     def read(self, part: str) -> Record | None:
         """The record of a part; None if it was not started, or was stopped.

@@ -12,6 +12,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
 
 from example_trainer.child_processes.processes import ProcessError
+from example_trainer.child_processes.whole_files import disk_refusal
 from scripts.quickstart.options import parse
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ def guarded(quickstart: Quickstart) -> int:
         quickstart.run()
     except ProcessError as error:
         print(f"quickstart: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if (line := disk_refusal(error)) is None:
+            raise
+        print(f"quickstart: {line}", file=sys.stderr)
         return 1
     except Interrupted as interruption:
         print(f"quickstart: {interruption}: stopped, nothing is left running", file=sys.stderr)

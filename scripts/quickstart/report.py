@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from example_trainer.child_processes.whole_files import write_whole
 from scripts.quickstart.metrics import MetricsFile, number
 from scripts.quickstart.options import Options
 
@@ -121,9 +122,7 @@ def weight_updates(metrics: MetricsFile) -> int:
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Write the summary so that a reader never sees half of it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
-    partial.replace(path)
+    write_whole(path, (json.dumps(summary, indent=2) + "\n").encode())
 
 
 def subtitle(summary: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor
 from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.child_processes.run_keys import SERVICE, VLLM
+from example_trainer.child_processes.whole_files import cannot_write, write_whole
 from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.metrics import SHARE, TOOL_USE, MetricsFile, sampled
 from scripts.quickstart.options import ROOT, Options
@@ -90,15 +91,18 @@ def open_output(folder: Path) -> IO[str]:
         raise QuickstartError(
             f"--output {folder} is in use by another quick start (process {owner}): give another folder, or wait"
         ) from None
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
-    for name in MADE_HERE:
+    for name in MADE_HERE:  # which makes room, too
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+    try:
+        os.truncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"{os.getpid()}\n".encode())
+    except OSError as error:
+        lock.close()
+        raise QuickstartError(f"{cannot_write(folder / LOCK, error)}; make room there, or give another --output") from error
     return lock
 
 
@@ -141,7 +145,7 @@ class Quickstart:
             stack.enter_context(open_output(self.options.output))
             ports = stack.enter_context(PortReservations())
             self.plan = self.make_plan(self.options, Ports(service=ports.pick(), vllm=ports.pick(), rendezvous=ports.pick()))
-            (self.options.output / "commands.sh").write_text(self.plan.script())
+            write_whole(self.options.output / "commands.sh", self.plan.script().encode())
             self.metrics = MetricsFile(self.plan.trainer_folder / "metrics.jsonl")
             self.environment_metrics = MetricsFile(self.plan.environment_metrics)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -104,10 +104,16 @@ class Timeline:
             if self._left < 0:
                 self._give_up("it has reached its greatest length; nothing more is written to it")
                 return
+            size = os.fstat(self._file).st_size
             try:
-                os.write(self._file, line)  # appended whole: whoever is killed loses nothing that was written
+                left = line
+                while left:  # usually at once, so that a kill leaves whole lines; a full disk may take a part
+                    left = left[os.write(self._file, left) :]
             except OSError as error:
-                self._give_up(f"{error.strerror or error}; nothing more is written to it")
+                if os.fstat(self._file).st_size > size:
+                    os.ftruncate(self._file, size)
+                reason = f"cannot write {len(line)} bytes: {error.strerror or error}"
+                self._give_up(f"{reason}; nothing more is written to it, make room before the next start")
 
     def _give_up(self, reason: str) -> None:
         logger.warning("%s (%s): %s", self._path, VARIABLE, reason)

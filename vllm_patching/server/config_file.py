@@ -179,6 +179,8 @@ class ConfigFile:
             _lock(descriptor)
             with os.fdopen(descriptor, "w", closefd=False) as file:
                 json.dump({**data, **where}, file)
+                file.flush()
+                os.fsync(descriptor)
             temporary.replace(self.path)
         except BaseException:
             os.close(descriptor)

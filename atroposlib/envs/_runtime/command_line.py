@@ -23,7 +23,10 @@ from atroposlib.inference.fleet_follower import FleetFollower
 from atroposlib.inference.server_baseline import describe
 from atroposlib.inference.server_manager import APIServerConfig, ServerManagerConfig
 from atroposlib.utils.addresses import proxy_trouble
+from atroposlib.utils.jsonl import replace_file
 from atroposlib.utils.keys import SERVICE_KEY, given_or_variable, open_settings, shown
+from atroposlib.utils.log_lines import LogLines
+from atroposlib.utils.whole_files import disk_refusal
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -60,6 +63,12 @@ def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
     except EnvironmentFailure as failure:
         print(f"error: {failure}", file=sys.stderr, flush=True)
         return failure.exit_code
+    except OSError as error:
+        line = disk_refusal(error)
+        if line is None:
+            raise
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        return EnvironmentFailure.exit_code
     except (httpx.HTTPError, openai.APIError, RolloutFailure) as error:
         # What a server refused, or a rollout that could not be made, is no fault of this program: no traceback.
         print(f"error: {' '.join(describe(error).split())}", file=sys.stderr, flush=True)
@@ -149,8 +158,7 @@ def write_evaluate_config(folder: Path, settings: Settings) -> None:
         "slurm": settings.manager.slurm,
         "testing": settings.manager.testing,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "evaluate_config.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    replace_file(folder / "evaluate_config.yaml", yaml.safe_dump(content, sort_keys=False).encode())
 
 
 def say_where_groups_are(groups_path: str | None, env: "BaseEnv") -> None:
@@ -190,7 +198,7 @@ def configure_logging() -> None:
         level=os.environ.get("LOG_LEVEL", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
-        stream=sys.stdout,
+        handlers=[LogLines(sys.stdout)],
     )
     for chatty in ("httpx", "httpcore", "openai", "filelock", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -21,10 +21,11 @@ from atroposlib.inference.generation import VersionRecord, current_versions
 from atroposlib.inference.server_baseline import MODEL_NOT_NAMED
 from atroposlib.number_bounds import LARGEST_FLOAT32
 from atroposlib.utils.display import display_metrics_table
-from atroposlib.utils.jsonl import JsonLinesWriter, encode_repaired, replace_file, unencodable_fields
+from atroposlib.utils.jsonl import encode_repaired, open_kept_lines, replace_file, unencodable_fields
 from atroposlib.utils.keys import open_settings
 from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.wandb_login import offline_mode
+from atroposlib.utils.whole_files import KeptLines
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -44,7 +45,7 @@ class Reports:
         self.evaluations_taken = True
         """Until the rollout service says that it does not."""
         self._wandb: Any = None
-        self._metrics_writer: JsonLinesWriter | None = None
+        self._metrics_writer: KeptLines | None = None
 
     @property
     def label(self) -> str:
@@ -107,14 +108,11 @@ class Reports:
     def _write_metrics(self, row: dict[str, Any]) -> None:
         """Append to `metrics_path`, without what only W&B can show, such as tables and images."""
         if self._metrics_writer is None:
-            self._metrics_writer = JsonLinesWriter(self.env.config.metrics_path)
+            self._metrics_writer = open_kept_lines(Path(self.env.config.metrics_path or ""))
         wrong = unencodable_fields(row)
         for name, why in wrong.items():
             logger.warning("metric %r is left out of %s: %s", name, self.env.config.metrics_path, why)
-        try:
-            self._metrics_writer.write({name: value for name, value in row.items() if name not in wrong})
-        except EnvironmentFailure as failure:
-            logger.error("the metrics of step %s are lost, the rollouts go on: %s", self.env.curr_step, failure)
+        self._metrics_writer.write(encode_repaired({name: value for name, value in row.items() if name not in wrong}))
 
     def _log_line(self, metrics: dict[str, Any]) -> None:
         """One line with what a person watches: the environment's own metrics first, queue and drops last."""
@@ -208,15 +206,28 @@ class Reports:
             },
             "results": {f"atropos|{task_name}|0": metrics, "all": metrics},
         }
+        try:
+            self._keep_evaluation(record, {"environment": self.env.name, "model": model_name} | metrics, samples)
+        except EnvironmentFailure as failure:
+            if self.env.env_id is None:  # the files are all that is wanted
+                raise
+            logger.error("an evaluation is posted but not kept: %s", failure)
+        await self._post_evaluation(given_name or self.label, metrics)
+
+    def _keep_evaluation(self, record: dict[str, Any], metrics: dict[str, Any], samples: list[dict[str, Any]] | None) -> None:
+        """Write the files that the options name.
+
+        Raises:
+            EnvironmentFailure: one of them cannot be written; the earlier one is kept.
+        """
         if self.env.config.data_dir_to_save_evals is not None:
             folder = Path(self.env.config.data_dir_to_save_evals)
             write_json(folder / "metrics.json", record)
             write_json_lines(folder / "samples.jsonl", samples)
         if self.env.config.eval_output is not None:
             output = Path(self.env.config.eval_output)
-            write_json(output, {"environment": self.env.name, "model": model_name, "step": self.env.curr_step} | metrics)
+            write_json(output, {"step": self.env.curr_step} | metrics)
             write_json_lines(samples_path(output), samples)
-        await self._post_evaluation(given_name or self.label, metrics)
 
     async def _post_evaluation(self, name: str, metrics: Mapping[str, Any]) -> None:
         """Tell the rollout service what was measured, if the environment is registered there. That it cannot be told is

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from atroposlib.envs._runtime.workers import Workers
 from atroposlib.envs.config import EvalHandlingEnum
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable
 from atroposlib.inference.server_baseline import APIServer
+from atroposlib.utils.jsonl import replace_file
 from atroposlib.utils.waiting import Patience
 
 if TYPE_CHECKING:
@@ -288,10 +288,7 @@ class Serving:
         if data is None:
             return
         path = self._state_path(step)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(data))
-        os.replace(partial, path)
+        replace_file(path, json.dumps(data).encode())
         logger.info("kept the environment's state of step %d in %s", step, path)
 
     async def _log_remaining(self) -> None:

@@ -4,7 +4,6 @@ which weights its servers had, and how the stack was at the end."""
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,11 +12,14 @@ from typing import Any
 import orjson
 
 from atroposlib.ui.run.folder import OBSERVED, read_object
+from atroposlib.utils.whole_files import append_whole, cannot_write, ends_whole, write_whole
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 16 << 20
 """Of a file of lines; a longer one is begun anew, and the one before is kept beside it."""
+MOST_WAITING_BYTES = 1 << 20
+"""Of lines that wait for space on the disk; beyond that they are left out."""
 
 
 def observed_folder(run_folder: Path | None, store: Path | None) -> ObservedFolder:
@@ -46,6 +48,8 @@ class ObservedFolder:
         self._temporary = tempfile.TemporaryDirectory(prefix="lockstep-page-") if path is None else None
         self.path = path if path is not None else Path(self._temporary.name if self._temporary else "")
         self._complained = False
+        self._waiting: dict[str, bytes] = {}
+        """Lines that the disk refused, by name of their file; they come with later ones."""
 
     @property
     def is_kept(self) -> bool:
@@ -70,7 +74,7 @@ class ObservedFolder:
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add lines to `name`.jsonl."""
-        lines = b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
+        lines = self._waiting.pop(name, b"") + b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
         if not lines:
             return
         path = self.path / f"{name}.jsonl"
@@ -78,23 +82,25 @@ class ObservedFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             if path.exists() and path.stat().st_size > MOST_BYTES:
                 path.replace(path.with_name(f"{name}.full.jsonl"))
-            with path.open("ab") as file:
-                if file.tell() and not _ends_whole(path):
-                    file.write(b"\n")  # of a process that was killed in the middle of a line
-                file.write(lines)
+            with path.open("ab", buffering=0) as file:
+                # A process may have been killed in the middle of a line.
+                torn = bool(file.tell()) and not ends_whole(path)
+                append_whole(file.fileno(), b"\n" * torn + lines)
         except OSError as error:
-            self._complain(path, error)
+            self._complain(path, error, len(lines))
+            if len(lines) <= MOST_WAITING_BYTES:
+                self._waiting[name] = lines
+        else:
+            self._complained = False
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a whole file: whoever reads it sees this one or the one before."""
-        path = self.path / name
-        draft = path.with_name(f".{name}.{os.getpid()}")
+        path, whole = self.path / name, orjson.dumps(content)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(orjson.dumps(content))
-            draft.replace(path)
+            write_whole(path, whole)
         except OSError as error:
-            self._complain(path, error)
+            self._complain(path, error, len(whole))
 
     def _put_aside(self, path: Path) -> None:
         number = 1
@@ -106,15 +112,8 @@ class ObservedFolder:
         except OSError as error:
             self._complain(path, error)
 
-    def _complain(self, path: Path, error: OSError) -> None:
+    def _complain(self, path: Path, error: OSError, n_bytes: int | None = None) -> None:
         if not self._complained:
             self._complained = True
-            logger.warning(
-                "the page cannot keep %s: %s; the run goes on, and will not be seen whole later", path, error.strerror or error
-            )
-
-
-def _ends_whole(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+            reason = cannot_write(path, error, n_bytes)
+            logger.warning("the page %s; make room there. The run goes on, and will not be seen whole later", reason)

@@ -71,6 +71,10 @@ class ArchiveError(RuntimeError):
     """The file cannot be used. The message names it and the remedy."""
 
 
+class ArchiveFullError(ArchiveError):
+    """The disk has no space for the file."""
+
+
 @dataclass(frozen=True)
 class PostedGroup:
     """A group as it came.
@@ -120,7 +124,7 @@ def connect(path: Path, read_only: bool = False) -> sqlite3.Connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
     except sqlite3.Error as error:
-        raise ArchiveError(f"the archive of rollouts {path} cannot be opened: {error}; move it away for a new one") from None
+        raise _unusable(path, error) from None
     if (application, version) != (APPLICATION_ID, FORMAT) and (read_only or not empty):
         connection.close()
         raise ArchiveError(
@@ -128,6 +132,18 @@ def connect(path: Path, read_only: bool = False) -> sqlite3.Connection:
             "move it away for a new one"
         )
     return connection
+
+
+def _unusable(path: Path, error: sqlite3.Error) -> ArchiveError:
+    if is_full(error):
+        return ArchiveFullError(f"the archive of rollouts {path} cannot be opened: {error}; make room there")
+    return ArchiveError(f"the archive of rollouts {path} cannot be opened: {error}; move it away for a new one")
+
+
+def is_full(error: sqlite3.Error) -> bool:
+    """Return True for what a full disk or a used-up quota looks like."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 class Archive:
@@ -150,6 +166,8 @@ class Archive:
         try:
             run("PRAGMA journal_mode = WAL")
             run("PRAGMA synchronous = NORMAL")
+            run("PRAGMA secure_delete = OFF")  # to write zeros over old groups would need space on a full disk
+            run("PRAGMA temp_store = MEMORY")
             run("PRAGMA journal_size_limit = 16777216")
             if run("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
                 self._connection.executescript(
@@ -158,7 +176,7 @@ class Archive:
             self._look()
         except sqlite3.Error as error:
             self._connection.close()
-            raise ArchiveError(f"the archive of rollouts {path} cannot be used: {error}; move it away for a new one") from None
+            raise _unusable(path, error) from None
 
     def _look(self) -> None:
         """See what is in the file."""

@@ -21,12 +21,14 @@ from atroposlib.ui.rollouts.archive import (
     MOST_ROLLOUTS,
     Archive,
     ArchiveError,
+    ArchiveFullError,
     PostedGroup,
     archive_of_next_run,
     newest_archive,
 )
 from atroposlib.ui.rollouts.measured import parity_of, read_report
 from atroposlib.ui.rollouts.text import TextOfTokens, tokenizer_content
+from atroposlib.utils.whole_files import disk_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +206,7 @@ class RolloutRecorder:
                     if run:
                         self._begin_another()
                     if of_one_run:
-                        self._write(self._opened(), of_one_run)
+                        self._keep(of_one_run)
                 # By an event of its own: no post wakes it out of this.
                 self._closing.wait(COMMIT_SECONDS)
                 self._take_less_while_busy()
@@ -218,6 +220,23 @@ class RolloutRecorder:
                 self._waiting.clear()
             if self._archive is not None:
                 self._archive.close()
+
+    def _keep(self, some: Sequence[PostedGroup | _Report]) -> None:
+        """Write what came; leave it out while the disk is full."""
+        try:
+            archive = self._opened()
+        except (ArchiveFullError, OSError) as error:
+            line = str(error) if isinstance(error, ArchiveFullError) else disk_refusal(error)
+            if line is None:
+                raise
+            self._leave_out(some, line)
+        else:
+            self._write(archive, some)
+
+    def _leave_out(self, some: Sequence[PostedGroup | _Report], reason: str) -> None:
+        with self._changed:
+            self.left_out += sum(isinstance(one, PostedGroup) for one in some)
+        self._say(f"{len(some)} groups and reports are not kept for the page: {reason}")
 
     def _take_less_while_busy(self) -> None:
         used, since = self._used, self._since
@@ -268,9 +287,14 @@ class RolloutRecorder:
         except Exception as error:  # noqa: BLE001 - whatever another library raises: text is missing, no more
             logger.warning("the tokenizer of %s cannot be read: %s", model, " ".join(str(error).split()))
             return
-        archive.begin()
-        archive.keep_tokenizer(content)
-        archive.commit()
+        try:
+            archive.begin()
+            archive.keep_tokenizer(content)
+            archive.commit()
+        except sqlite3.Error as error:
+            archive.roll_back()
+            self._loaded = None  # the next groups bring it once more
+            self._say(f"the tokenizer of {model} is not kept for the page: {archive.path}: {error}; is the disk full?")
 
     def _write(self, archive: Archive, some: Sequence[PostedGroup | _Report]) -> None:
         newest, added = 0, 0
@@ -290,9 +314,7 @@ class RolloutRecorder:
             archive.commit()
         except sqlite3.Error as error:
             archive.roll_back()
-            with self._changed:
-                self.left_out += sum(isinstance(one, PostedGroup) for one in some)
-            self._say(f"{len(some)} groups and reports are not kept for the page: {archive.path}: {error}; is the disk full?")
+            self._leave_out(some, f"{archive.path}: {error}; is the disk full?")
             return
         with self._changed:
             self.recorded += added

@@ -12,11 +12,12 @@ import hashlib
 import hmac
 import json
 import logging
-import os
 import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+
+from atroposlib.utils.whole_files import cannot_write, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +74,16 @@ class Sessions:
     def _save(self) -> None:
         if self._path is None:
             return
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        content = json.dumps({"salt": self._salt, "ended": self._ended}).encode()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft.unlink(missing_ok=True)
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                json.dump({"salt": self._salt, "ended": self._ended}, file)
-            draft.replace(self._path)
+            write_whole(self._path, content, mode=0o600)
         except OSError as error:
-            logger.warning("cannot write %s (%s): all sign-ins to the page end when this service restarts", self._path, error)
+            reason = cannot_write(self._path, error, len(content))
+            logger.warning("%s; make room there: all sign-ins to the page end when this service restarts", reason)
             # Without the file the next process has another salt: no cookie that was signed out is good again.
-            for stale in (draft, self._path):
-                with contextlib.suppress(OSError):
-                    stale.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
 
     def is_key(self, given: str) -> bool:
         """Whether this is the service's key. Takes as long for a wrong one as for the right one."""

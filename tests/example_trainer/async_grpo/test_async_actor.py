@@ -12,6 +12,7 @@ from example_trainer.async_grpo.cluster import _RayPending, first_line
 from example_trainer.async_grpo.launch import PYTHON, Launch
 from example_trainer.child_processes.ports import PortReservations
 from tests.conftest import wait_until
+from tests.full_disks import limited_files
 
 
 def test_an_actor_starts_looks_and_stops(tmp_path: Path) -> None:
@@ -73,14 +74,14 @@ def test_an_actor_finds_what_an_earlier_one_has_left(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_line_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "in.txt.draft").symlink_to("/dev/full")
     seat = RoleProcess("role", str(tmp_path))
-    with pytest.raises(NodeProblem) as caught:
+    with limited_files(), pytest.raises(NodeProblem) as caught:
         seat.start(Launch((PYTHON, "-c", "pass"), files={"in.txt": "hello"}), 1.0, False)
     assert str(caught.value) == (
-        f"it cannot be started, with its files and its log in {tmp_path}: No space left on device; "
+        f"it cannot be started, with its files and its log in {tmp_path}: File too large ({tmp_path}/in.txt); "
         "free space there, or give another logging.folder"
     )
+    assert not list(tmp_path.glob("*in.txt*"))
 
 
 def test_a_log_that_cannot_be_written_is_one_line_with_what_to_do(tmp_path: Path) -> None:

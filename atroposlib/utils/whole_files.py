@@ -1,0 +1,157 @@
+"""Files that are written whole or not at all, and the line for a disk that refuses. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+DISK_REFUSALS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG))
+"""Errors of a disk that takes no more: full, quota used up, read-only, broken, or a limit on the size of a file."""
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Replace a file, or leave it as it is. The content is on the disk when this returns.
+
+    Args:
+        mode: of the file, less what the umask takes away.
+
+    Raises:
+        OSError: nothing has changed, and the temporary file in the same folder is gone. It names the file.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            _write_all(descriptor, content)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        draft.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def append_whole(descriptor: int, content: bytes) -> None:
+    """Append to an open file that no one else writes, all or nothing.
+
+    Raises:
+        OSError: nothing was appended.
+    """
+    size = os.fstat(descriptor).st_size
+    try:
+        _write_all(descriptor, content)
+    except OSError:
+        if os.fstat(descriptor).st_size > size:  # the disk took a part, and what comes later must begin a line
+            os.ftruncate(descriptor, size)
+        raise
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def cannot_write(path: Path | str, error: OSError, n_bytes: int | None = None, name: str = "") -> str:
+    """Return the beginning of an error line, such as `cannot write 812 bytes to /x/a.json: No space left on device`.
+
+    Args:
+        path: of the file, on whose disk the free space is looked up.
+        n_bytes: size of the content, if it is known.
+        name: what to call the file instead.
+    """
+    size = "" if n_bytes is None else f"{n_bytes:,} bytes to "
+    return f"cannot write {size}{name or path}: {error.strerror or error}{_free(Path(path), error)}"
+
+
+def _free(path: Path, error: OSError) -> str:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    folder = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
+    with suppress(OSError):
+        return f" ({shutil.disk_usage(folder).free:,} bytes are free there)"
+    return ""
+
+
+def disk_refusal(error: BaseException) -> str | None:
+    """Return the line for an error of a disk that takes no more; None for all others."""
+    if not isinstance(error, OSError) or error.errno not in DISK_REFUSALS:
+        return None
+    if error.filename is None:
+        if error.errno == errno.EIO:  # a terminal that is gone, for instance
+            return None
+        return f"the disk refuses to be written: {error.strerror}; make room, or write elsewhere"
+    return f"{cannot_write(str(error.filename), error)}; make room there, or write elsewhere"
+
+
+MOST_KEPT_BYTES = 64 << 20
+"""Of lines that wait in memory for space on the disk."""
+
+
+class KeptLines:
+    """Appends lines to a file. Lines that the disk refuses wait in memory, and come with later ones.
+
+    Args:
+        path: of the file, which is made. If an earlier process left half a line at its end, the next line begins behind it.
+
+    Raises:
+        OSError: there can be no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = self._lost = 0
+        if self._file.tell() and not ends_whole(path):
+            self._waiting.append(b"")
+
+    def write(self, line: bytes) -> None:
+        """Append a line, given without its end. It is in the file when this returns, unless the disk refuses it."""
+        if self._waiting_bytes + len(line) > MOST_KEPT_BYTES:
+            self._lost += 1
+            return
+        before = self._waiting_bytes
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+        error = self._append()
+        if error is not None and not before:
+            reason = cannot_write(self.path, error, len(line) + 1)
+            logger.warning("%s; make room there: lines wait in memory and are written when there is space", reason)
+        elif error is None and before:
+            logger.warning("%s is written again, with all lines that waited", self.path)
+
+    def _append(self) -> OSError | None:
+        try:
+            append_whole(self._file.fileno(), b"".join(line + b"\n" for line in self._waiting))
+        except OSError as error:
+            return error
+        self._waiting, self._waiting_bytes = [], 0
+        return None
+
+    def close(self) -> None:
+        """Try once more to write what waits, and close the file."""
+        error = self._append() if self._waiting else None
+        lost = self._lost + len(self._waiting)
+        if lost:
+            reason = f"{cannot_write(self.path, error)}; make room there" if error is not None else str(self.path)
+            logger.error("%s: the last %d lines are lost", reason, lost)
+        self._file.close()
+
+
+def ends_whole(path: Path) -> bool:
+    """Return whether the last byte of a file that is not empty ends a line."""
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

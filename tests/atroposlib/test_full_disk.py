@@ -1,0 +1,193 @@
+"""Everything that the SDK and the page write, on a full disk: one line, the earlier file, no half row."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atroposlib.cli.collecting import RowsFile
+from atroposlib.envs._runtime.reporting import write_json, write_json_lines
+from atroposlib.envs.curriculum import Curriculum
+from atroposlib.errors import EnvironmentFailure
+from atroposlib.frontend.jsonl2html import generate_html
+from atroposlib.ui.live.observed import ObservedFolder
+from atroposlib.ui.rollouts.recorder import RolloutRecorder
+from atroposlib.utils.jsonl import JsonLinesWriter
+from tests.atroposlib.envs.scripted_env import ScriptedEnv
+from tests.atroposlib.ui.rollouts.test_rollout_archive import body
+from tests.full_disks import FullDisk
+
+LONG = "x" * 20_000
+
+
+def env_state(folder: Path, text: str) -> None:
+    env = ScriptedEnv([])
+    env.checkpoint_dir = str(folder)
+    env._serving.keep_state(3, {"text": text})
+
+
+def page_of_groups(folder: Path, text: str) -> None:
+    groups = folder / "groups.jsonl"
+    if not groups.exists():
+        groups.write_text(json.dumps({"messages": [[{"role": "user", "content": LONG}]], "scores": [1.0]}) + "\n")
+    generate_html(groups)
+
+
+WRITERS: dict[str, Callable[[Path, str], None]] = {
+    "an evaluation's metrics": lambda folder, text: write_json(folder / "metrics.json", {"text": text}),
+    "an evaluation's samples": lambda folder, text: write_json_lines(folder / "samples.jsonl", [{"text": text}] * 3),
+    "an environment's state": env_state,
+    "a page of groups": page_of_groups,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_is_kept_as_it_was_and_the_line_names_it(full_disk: FullDisk, name: str) -> None:
+    folder = full_disk.path / "files"
+    folder.mkdir()
+    WRITERS[name](folder, "earlier")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert before
+    with full_disk.full(), pytest.raises((EnvironmentFailure, OSError)) as caught:
+        WRITERS[name](folder, LONG)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    if isinstance(caught.value, EnvironmentFailure):
+        line = str(caught.value)
+        assert line.startswith("cannot write ")
+        assert str(folder) in line
+        assert "make room" in line
+        assert len(line.splitlines()) == 1
+    WRITERS[name](folder, LONG)
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert after.keys() == before.keys(), "nothing temporary is left"
+
+
+def test_rows_of_data_for_fine_tuning_come_whole_or_not_at_all(full_disk: FullDisk) -> None:
+    path = full_disk.path / "rows.jsonl"
+    rows = RowsFile(path, may_exist=False)
+    rows.write([b'{"a": 1}\n'])
+    with (
+        full_disk.full(),
+        pytest.raises(EnvironmentFailure, match=r"cannot write 40,000 bytes to .*rows\.jsonl: .*go on with --resume"),
+    ):
+        rows.write([b"x" * 19_999 + b"\n"] * 2)
+    assert path.read_bytes() == b'{"a": 1}\n'
+    rows.write([b'{"a": 2}\n'])
+    rows.close()
+    assert (path.read_bytes(), rows.rows) == (b'{"a": 1}\n{"a": 2}\n', 2)
+
+
+def test_groups_of_an_environment_come_whole_or_not_at_all(full_disk: FullDisk) -> None:
+    path = full_disk.path / "groups.jsonl"
+    writer = JsonLinesWriter(path)
+    writer.write({"a": 1})
+    with (
+        full_disk.full(),
+        pytest.raises(EnvironmentFailure, match=r"cannot write 20,\d{3} bytes to .*groups\.jsonl: .*make room"),
+    ):
+        writer.write({"a": LONG})
+    assert path.read_bytes() == b'{"a":1}\n'
+    writer.close()
+
+
+def test_an_evaluation_that_cannot_be_kept_is_posted_all_the_same(
+    full_disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = full_disk.path / "evaluation.json"
+    env = ScriptedEnv([], eval_output=str(output))
+    posted: list[tuple[str, object]] = []
+
+    async def post(name: str, metrics: object) -> None:
+        posted.append((name, metrics))
+
+    env._reports._post_evaluation = post  # type: ignore[method-assign, assignment]
+    env.env_id = 0
+    asyncio.run(env.evaluate_log({"right": 1.0}))
+    before = output.read_bytes()
+    with full_disk.full():
+        asyncio.run(env.evaluate_log({"right": 0.5}))
+    assert [metrics for _, metrics in posted] == [{"right": 1.0}, {"right": 0.5}]
+    assert output.read_bytes() == before
+    assert "an evaluation is posted but not kept: cannot write" in caplog.text
+    env.env_id = None
+    with full_disk.full(), pytest.raises(EnvironmentFailure, match="make room there"):
+        asyncio.run(env.evaluate_log({"right": 0.5}))
+
+
+def test_a_curriculum_goes_on_and_is_whole_again(full_disk: FullDisk, caplog: pytest.LogCaptureFixture) -> None:
+    path = full_disk.path / "curriculum.jsonl"
+    curriculum = Curriculum(0.1, path)
+    with full_disk.full():
+        for number in range(3):
+            curriculum.note(f"{number}" * 5000, 1, 4)
+    curriculum.note("last", 1, 4)
+    assert Curriculum(0.1, path).known.keys() == curriculum.known.keys()
+    assert sum("make room there" in line for line in caplog.messages) == 1
+
+
+def test_what_the_page_notes_waits_and_its_files_stay_whole(full_disk: FullDisk, caplog: pytest.LogCaptureFixture) -> None:
+    folder = ObservedFolder(full_disk.path / "observed")
+    folder.write("stack.json", {"n": 1})
+    folder.append("events", [{"n": 1}])
+    for begin in (2, 4):
+        with full_disk.full():
+            for number in (begin, begin + 1):
+                folder.write("stack.json", {"n": number, "more": LONG})
+                folder.append("events", [{"n": number, "more": LONG}])
+        assert folder.stack["n"] == begin - 1
+        folder.append("events", [])
+        folder.write("stack.json", {"n": begin + 1})
+    rows = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
+    assert [row["n"] for row in rows] == [1, 2, 3, 4, 5]
+    assert sorted(path.name for path in folder.path.iterdir()) == ["events.jsonl", "stack.json"]
+    complaints = [line for line in caplog.messages if line.startswith("the page cannot write")]
+    assert len(complaints) == 2, "one line each time the disk is full"
+    assert all("make room there" in line for line in complaints)
+
+
+class Waited:
+    """Waits until the recorder has told of a group."""
+
+    def __init__(self) -> None:
+        self.told = threading.Event()
+
+    def __call__(self, newest: int, groups: int) -> None:
+        self.told.set()
+
+
+def test_the_archive_of_rollouts_leaves_out_what_the_disk_refuses_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread writes while the limit on files holds for the whole process, so the disk is one that SQLite calls full."""
+    waited = Waited()
+    recorder = RolloutRecorder(tmp_path / "observed", told=waited)
+    left_out = threading.Event()
+    say = recorder._say
+
+    def heard(text: str) -> None:
+        say(text)
+        left_out.set()
+
+    recorder._say = heard  # type: ignore[method-assign]
+    recorder.posted([(1, "sums", body((1.0, 2)))])
+    assert waited.told.wait(60)
+    archive = recorder._archive
+    assert archive is not None
+    (pages,) = archive._connection.execute("PRAGMA page_count").fetchone()
+    archive._connection.execute(f"PRAGMA max_page_count = {pages}")
+    large = body(*((1.0, 3000) for _ in range(8)))
+    waited.told.clear()
+    recorder.posted([(2, "sums", large)])
+    assert left_out.wait(60)
+    archive._connection.execute("PRAGMA max_page_count = 1000000")
+    recorder.posted([(3, "sums", body((0.0, 2)))])
+    assert waited.told.wait(60)
+    recorder.close()
+    assert recorder.stats() == {"recorded": 2, "left_out": 1}
+    assert "is the disk full?" in caplog.text
+    assert "Traceback" not in caplog.text
