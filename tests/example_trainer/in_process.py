@@ -148,7 +148,7 @@ class Trainers:
         monkeypatch.setattr(RolloutClient, "register", register_and_note)
         around(NoBridge, "sync", after="synced")
         around(checkpointing.Checkpoints, "begin", after="begun")
-        around(checkpointing, "_replace", before="writing", after="written")  # in the writing thread
+        around(checkpointing, "put_in_place", before="writing", after="written")  # in the writing thread
         around(RolloutClient, "acknowledge", "acknowledging", "acknowledged", note_acknowledged)
         around(RolloutClient, "settle", after="settled")
         around(RolloutClient, "end_run", before="ending")

@@ -41,8 +41,8 @@ POINTS = {
     "registered": (RolloutClient, "register", False),
     "synced": (NoBridge, "sync", False),
     "begun": (checkpointing.Checkpoints, "begin", False),
-    "writing": (checkpointing, "_replace", True),
-    "written": (checkpointing, "_replace", False),
+    "writing": (checkpointing, "put_in_place", True),
+    "written": (checkpointing, "put_in_place", False),
     "acknowledging": (RolloutClient, "acknowledge", True),
     "acknowledged": (RolloutClient, "acknowledge", False),
 }
