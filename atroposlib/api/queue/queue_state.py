@@ -270,15 +270,15 @@ class QueueState:
             self.buffers[line].sort(key=lambda group: group.seq)
 
     def _wants_reference(self, group: Group) -> bool:
-        """Whether a group has to wait for a reference worker."""
+        """Return True if a group has to wait for a reference worker."""
         return group.reference == MISSING and self.takes_references()
 
     def takes_references(self) -> bool:
-        """Whether groups without ref_logprobs wait for a reference worker."""
+        """Return True if groups without ref_logprobs wait for a reference worker."""
         return self.registration is not None and self.registration.ref_logprobs_from_workers
 
     def _is_mis_sized(self, line: int, size: int) -> bool:
-        """Whether a group has another size than those of its environment, and waits in its buffer until some add up."""
+        """Return True if a group has another size than its environment, and waits in its buffer until some add up."""
         environment = self.registry.by_id[line]
         return line != NOBODY and environment.connected and size != environment.group_size
 
