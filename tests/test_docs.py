@@ -37,7 +37,8 @@ MOST_BOXES = 12
 WORDS = (
     "rollout", "group", "item", "batch", "bin", "span", "weight version", "weight lineage", "trainer session", "staleness",
     "lease", "acknowledgement", "registration", "update (of a server's weights)", "update group", "channel", "bucket",
-    "manifest", "checksum", "commit", "roll back", "server state", "monitor", "family (of models)", "table of operations", "master weights",
+    "manifest", "checksum", "commit", "roll back", "server state", "monitor", "family (of models)",
+    "table of operations", "master weights",
 )  # fmt: skip
 """Words that code, log lines and pages use, each for one thing."""
 
