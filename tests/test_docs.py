@@ -116,10 +116,10 @@ def quoted_lines(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", ["troubleshooting.md", "your-model.md"])
 def test_lines_of_logs_that_the_pages_quote_are_written_by_the_programs(name: str) -> None:
-    """A line is put together of several texts, so each part between two values is looked for by itself."""
+    """A line is put together of several texts, so each part between two values (…, N, numbers) is looked for by itself."""
     quoted = quoted_lines(ROOT / "docs" / name)
     assert len(quoted) > 3
-    parts = {part.strip(" :;,.()") for line in quoted for part in line.split("…")}
+    parts = {part.strip(" :;,.()") for line in quoted for part in re.split(r"…|\bN\b|\d+", line)}
     assert [part for part in sorted(parts) if len(part) > 5 and part not in messages()] == []
 
 
