@@ -169,7 +169,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "docs/rollout-service.md": {
         "holds 64 MiB of the disk": "RESERVE_BYTES in atroposlib/api/store/reserve.py",
-        "its size and 16 MiB are free": "SLACK_BYTES in atroposlib/api/store/reserve.py",
+        "its size and 2 MiB are free": "FIXED_BYTES in atroposlib/api/store/reserve.py",
         "or falls 256 messages or 8 MiB behind": "limits of atroposlib/ui/live/hub.py",
         "after decompression (1 MiB any other)": "a limit of atroposlib/api/gate/gate.py",
         "a head has 64 KiB at most. Bodies from 1 MiB on": "limits of atroposlib/api",

@@ -7,7 +7,7 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -79,20 +79,26 @@ def disk_of_kind(kind: str, folder: Path) -> Iterator[FullDisk]:
         yield FullDisk(path, is_own=True)
 
 
-def fill(folder: Path, leave: int = 0) -> Path:
-    """Another program's file, which takes all of the disk but so many bytes. Returns the file."""
+def fill(folder: Path) -> Path:
+    """Another program's file, which takes all of the disk. Returns the file."""
     path = folder / "of_another_program"
-    found = os.statvfs(folder)
     with path.open("wb", buffering=0) as file:
-        size = found.f_bavail * found.f_frsize - leave
-        if size > 0:
-            os.posix_fallocate(file.fileno(), 0, size)
-        chunk = b"x" * 4096
-        while leave == 0:
-            try:
-                file.write(chunk)
-            except OSError as error:
-                if error.errno == errno.ENOSPC:
-                    break
-                raise
+        for size in (1 << 20, 4096):
+            chunk = b"x" * size
+            with suppress(FullError):
+                while True:
+                    _write(file.fileno(), chunk)
     return path
+
+
+class FullError(Exception):
+    """The disk takes no more."""
+
+
+def _write(descriptor: int, chunk: bytes) -> None:
+    try:
+        os.write(descriptor, chunk)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise FullError from None
+        raise

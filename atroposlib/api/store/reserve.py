@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 RESERVE_BYTES = 64 << 20
 """Enough for hundreds of commits, and for many more as the log is folded into the file between them."""
 SLACK_BYTES = 16 << 20
-"""Free space below which no post may make the file longer, and which rebuilding the reserve leaves free."""
+"""Free space below which no post may make the file longer."""
 FIXED_BYTES = 2 << 20
-"""Bytes of log for the pages that every post touches besides its bodies."""
+"""Bytes of log for the pages that every post touches besides its bodies. Rebuilding the reserve leaves them free."""
 
 
 def megabytes(n_bytes: int) -> str:
@@ -97,7 +97,7 @@ class Reserve:
 
     def build(self, free: int) -> None:
         """Allocate the reserve, if it is not there and enough of the disk is free."""
-        if self.is_whole or free < self.size + SLACK_BYTES:
+        if self.is_whole or free < self.size + FIXED_BYTES:
             return
         try:
             self.path.unlink(missing_ok=True)

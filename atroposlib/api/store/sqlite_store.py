@@ -29,8 +29,11 @@ logger = logging.getLogger(__name__)
 
 PAGE_SIZE = 65536
 """Bodies are long: larger pages make fewer links."""
-CHECKPOINT_PAGES = 1024
-"""64 MiB of log before it is copied into the file. Much of it has been handed out and freed by then."""
+CHECKPOINT_PAGES = 512
+"""32 MiB of log before it is copied into the file. Much of it has been handed out and freed by then.
+
+If the disk is full, the file grows by as much with the space of the reserve. So the log is at most half of that.
+"""
 RECENT_BYTES = 64 << 20
 """Bodies of the newest groups are kept in memory, since most are handed out soon."""
 
@@ -106,7 +109,8 @@ class SqliteStore(Store):
         connection = sqlite3.connect(self._file, timeout=10, isolation_level=None, check_same_thread=False)
         connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
         connection.execute("PRAGMA synchronous = FULL")  # not only a kill: a power cut may not lose an answered post either
-        connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        pages = max(16, min(CHECKPOINT_PAGES, self._reserve.size // 2 // PAGE_SIZE))
+        connection.execute(f"PRAGMA wal_autocheckpoint = {pages}")
         connection.execute(f"PRAGMA journal_size_limit = {2 * CHECKPOINT_PAGES * PAGE_SIZE}")
         connection.execute("PRAGMA cache_size = -32768")
         connection.execute(
@@ -240,7 +244,7 @@ class SqliteStore(Store):
             raise
 
     def _transact_from_reserve(self, wipes: bool, changes: Sequence[Changes]) -> None:
-        """Write changes for which the disk has no space: first into the log from its beginning, then with the reserve."""
+        """Write changes for which the disk has no space: first into an emptied log, then with the reserve."""
         with self._reading:
             self._fold()
         try:
@@ -310,11 +314,18 @@ class SqliteStore(Store):
             logger.warning("store %s: its reserve cannot be rebuilt: %s", self.path, error)
 
     def _fold(self) -> None:
-        """Fold the log into the file and empty it. Nobody may be reading."""
+        """Fold the log into the file and empty it, with the reserve if need be. Nobody may be reading."""
+        statement = "PRAGMA wal_checkpoint(TRUNCATE)"
         try:
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            try:
+                self._writer.execute(statement).fetchone()
+            except sqlite3.OperationalError as error:
+                # The file grows before the log shrinks.
+                if not _wants_space(error) or not self._reserve.release():
+                    raise
+                self._writer.execute(statement).fetchone()
         except sqlite3.Error as error:  # the log stays as it is, and nothing is lost
-            logger.info("store %s: its log cannot be folded into the file now: %s", self.path, error)
+            logger.warning("store %s: its log cannot be folded into the file now: %s", self.path, error)
 
     def _shorten(self) -> None:
         """Rewrite a file that holds next to nothing, which gives its free pages back to the disk. Nobody may be reading."""

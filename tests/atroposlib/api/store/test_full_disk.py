@@ -24,9 +24,11 @@ from atroposlib.api.app.post_space import PostSpace
 from atroposlib.api.app.service import RolloutService
 from atroposlib.api.models.records import Changes, Draft, Registration
 from atroposlib.api.queue.rollout_queue import RolloutQueue
-from atroposlib.api.store.reserve import SLACK_BYTES, DiskSpace, Reserve
+from atroposlib.api.store.reserve import FIXED_BYTES, SLACK_BYTES, DiskSpace, Reserve
 from atroposlib.api.store.sqlite_store import PAGE_SIZE, SqliteStore
 from atroposlib.api.store.store import MemoryStore, StoreError
+from atroposlib.envs._runtime import service_client
+from atroposlib.envs._runtime.service_client import RolloutServiceClient
 from tests.atroposlib.api.conftest import Service, group, marks, trainer
 from tests.full_disks import fill, small_disk
 
@@ -95,9 +97,9 @@ def refuse(number: int, *_: object) -> None:
 def test_the_reserve_is_allocated_taken_over_and_given_back(tmp_path: Path) -> None:
     path = tmp_path / "a.db-reserve"
     reserve = Reserve(path, RESERVE)
-    reserve.build(free=RESERVE + SLACK_BYTES - 1)
+    reserve.build(free=RESERVE + FIXED_BYTES - 1)
     assert not reserve.is_whole
-    reserve.build(free=RESERVE + SLACK_BYTES)
+    reserve.build(free=RESERVE + FIXED_BYTES)
     assert reserve.is_whole
     assert path.stat().st_blocks * 512 >= RESERVE
     assert path.stat().st_mode & 0o777 == 0o600
@@ -313,3 +315,60 @@ def test_the_reserve_opens_a_store_that_was_killed_on_a_full_disk(tmp_path: Path
         assert service.http.post("/scored_data", json=wide(1)).status_code == 200
         assert service.signal(signal.SIGTERM) == 0
         assert "Traceback" not in service.log.read_text()
+
+
+def test_environments_wait_while_another_program_has_the_disk_and_nothing_is_lost_or_doubled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More groups than the disk takes at once, another program that fills it twice, and a kill while it is full."""
+    monkeypatch.setattr(service_client, "retry_after", lambda *_, **__: 0.1)
+    count = 36
+
+    async def post(client: RolloutServiceClient, numbers: range) -> None:
+        for number in numbers:
+            answer = await client.post("/scored_data", wide(number) | {"idempotency_key": f"k{number}"})
+            assert answer["status"] == "received"
+
+    async def train(service: Service, disk: Path) -> list[int]:
+        delivered: list[int] = []
+        while len(delivered) < count:
+            answer = await asyncio.to_thread(service.http.get, "/batch")
+            if answer.json()["batch"] is None:
+                await asyncio.sleep(0.05)
+                continue
+            if len(delivered) in (6, 15):
+                other = fill(disk)
+                if len(delivered) == 6:
+                    await asyncio.to_thread(restart, service)
+                other.unlink()
+            ack = await asyncio.to_thread(service.http.post, "/batch/ack", json={"batch_id": answer.json()["batch_id"]})
+            assert ack.status_code == 200, ack.text
+            delivered += marks(answer.json()["batch"])
+        return delivered
+
+    def restart(service: Service) -> None:
+        service.signal(signal.SIGKILL)
+        service.start()
+
+    async def test(service: Service, disk: Path) -> list[int]:
+        client = RolloutServiceClient(str(service.http.base_url), timeout=60.0)
+        async with asyncio.timeout(120):
+            third = count // 3
+            posts = [asyncio.create_task(post(client, range(n * third + 1, (n + 1) * third + 1))) for n in range(3)]
+            while client._full_since is None:  # the disk does not hold them all
+                await asyncio.sleep(0.01)
+            delivered = await train(service, disk)
+            await asyncio.gather(*posts)
+            await client.close()
+        return delivered
+
+    with small_disk(tmp_path, 100) as disk:
+        service = Service(tmp_path, "--store", str(disk / "a.db"), "--no-ui").start()
+        service.begin(batch_size=12, ack_batches=True)
+        delivered = asyncio.run(test(service, disk))
+        assert sorted(delivered) == list(range(1, count + 1))
+        assert service.get("/batch")["batch"] is None
+        assert service.signal(signal.SIGTERM) == 0
+        assert "Traceback" not in service.log.read_text()
+    waits = [line for line in caplog.messages if "has no disk space: store" in line]
+    assert 1 <= len(waits) <= 6, waits

@@ -183,3 +183,19 @@ def test_what_a_server_says_and_does() -> None:
     assert (again.history, again.longest_gap, again.longest_gap_at) == (server.history, 3.0, 8.0)
     server.heard(6.0, {"weight_version": "none", "in_flight": None}, {"checksums": 5, "last_update": [1], "updates": True})
     assert (server.health, server.weight_version, server.bridge["checksums"]) == ("good", None, [])
+
+
+def test_a_store_without_space_is_a_fault_and_one_without_its_reserve_a_warning() -> None:
+    figures = {"path": "/disk/a.db", "free_bytes": 1, "reserve_bytes": 64 << 20, "reserve_is_whole": True}
+
+    def faults(**changed: object) -> list[tuple[str, str, str]]:
+        stack = stack_of(RolloutQueue(), [], 0.0, 0.0, store=figures | {"refusing_posts": None} | changed)
+        return [(fault["part"], fault["severity"], fault["text"]) for fault in stack["faults"]]
+
+    assert faults() == []
+    assert faults(refusing_posts="store /disk/a.db: 0.0 MB are free") == [
+        ("service", "error", "store /disk/a.db: 0.0 MB are free")
+    ]
+    assert faults(reserve_is_whole=False) == [("service", "warning", "The reserve of 67 MB beside /disk/a.db is not there.")]
+    first, second = (stack_of(RolloutQueue(), [], 0.0, 0.0, store=figures | {"free_bytes": free}) for free in (1, 2))
+    assert worth_telling(first) == worth_telling(second), "its free space alone is no news"
