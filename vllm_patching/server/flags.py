@@ -52,17 +52,8 @@ def one_line_errors(base: type) -> type:
     return Parser
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """vLLM's flags with our defaults, checked as far as that goes without loading anything."""
-    try:
-        parser = make_server_parser("vLLM's OpenAI server with /generate and the weight bridge.", one_line_errors)
-    except RuntimeError as error:
-        if "device type" not in str(error):
-            raise
-        fail(
-            "vLLM finds no device that this build of it computes on. Is the GPU visible (nvidia-smi, CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')!r})? For a machine without one: scripts/setup.sh --cpu"
-        )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that vLLM's own server does not have."""
     parser.add_argument(
         "--bridge-timeout",
         type=float,
@@ -116,6 +107,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="without a key: another name by which clients call this server, such as that of a proxy or container; may be "
         "given several times",
     )
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """vLLM's flags with our defaults, checked as far as that goes without loading anything."""
+    try:
+        parser = make_server_parser("vLLM's OpenAI server with /generate and the weight bridge.", one_line_errors)
+    except RuntimeError as error:
+        if "device type" not in str(error):
+            raise
+        fail(
+            "vLLM finds no device that this build of it computes on. Is the GPU visible (nvidia-smi, CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')!r})? For a machine without one: scripts/setup.sh --cpu"
+        )
+    add_flags(parser)
     parser.set_defaults(port=DEFAULT_PORT, max_loras=ADAPTERS_AT_ONCE, logprobs_mode=None)
     args = parser.parse_args(arguments)
     args.model = getattr(args, "model_tag", None) or args.model
