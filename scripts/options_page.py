@@ -3,8 +3,8 @@
     python -m scripts.options_page            # write the page
     python -m scripts.options_page --check    # exit with status 1 if the page differs
 
-Each option's text is in its program alone. The script reads help at a width at which no line wraps. It sets no variable that could
-change a default.
+Each option's text is in its program alone. The script reads help at a width at which no line wraps. It sets no variable
+that could change a default.
 """
 
 from __future__ import annotations
