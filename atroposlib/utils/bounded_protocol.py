@@ -136,7 +136,7 @@ class _Deadline:
 
     @property
     def is_running(self) -> bool:
-        """Whether the timer will call."""
+        """True until the timer has called or was stopped."""
         return self._timer is not None
 
 

@@ -113,6 +113,9 @@ class RolloutService:
             self._mend(self._broken)
             raise self._broken
         result = call(self.queue)
+        for line in self.queue.news:
+            logger.warning("%s", line)
+        self.queue.news.clear()
         await self.committer.store_all(self.queue.take_changes())
         return result
 

@@ -51,6 +51,7 @@ def environments(queue: RolloutQueue, now: float, most: int | None = None) -> li
     found = [
         one for one in queue.registry.by_id.values() if one.env_id != NOBODY and (one.env_id >= first or one.env_id in posted)
     ]
+    unfillable = queue.unfillable()
     return [
         {
             "env_id": one.env_id,
@@ -61,6 +62,7 @@ def environments(queue: RolloutQueue, now: float, most: int | None = None) -> li
             "groups_accepted": one.accepted,
             "groups_queued": len(queue.lines.by_line[one.env_id]),
             "groups_buffered": len(queue.buffers.get(one.env_id, [])),
+            "groups_unfillable": sum(unfillable.sizes(one.env_id).values()),
             "seconds_silent": round(now - queue.registry.last_seen[one.env_id], 1),
         }
         for one in found[-most if most else 0 :]

@@ -18,11 +18,11 @@ from atroposlib.api.models.records import (
     QueueFullError,
     Receipt,
 )
-from atroposlib.api.queue.queue_state import QueueState
+from atroposlib.api.queue.unfillable import FillingBatches
 from atroposlib.utils.lives import oldest
 
 
-class Intake(QueueState):
+class Intake(FillingBatches):
     """What happens to a group before it is in its line."""
 
     def check(self, drafts: Sequence[Draft]) -> None:
@@ -42,7 +42,11 @@ class Intake(QueueState):
         size = self.held_bytes - self.lines.used_bytes + sum(len(draft.body) for draft in drafts)
         if groups <= self.limits.max_groups and size <= self.limits.max_bytes:
             return
-        waiting = self.lines.fresh.total() + self.reference.sequences.total()
+        unfillable = list(self._unfillable_groups())  # they give way
+        groups, size = groups - len(unfillable), size - sum(group.n_bytes for group in unfillable)
+        if groups <= self.limits.max_groups and size <= self.limits.max_bytes:
+            return
+        waiting = self.lines.fresh.total() + self.reference.sequences.total() - sum(group.size for group in unfillable)
         if waiting < 2 * (batch_size or 0) and not any(
             self._is_mis_sized(self.registry.line_of(draft.env_id), draft.size) for draft in drafts
         ):
@@ -108,6 +112,7 @@ class Intake(QueueState):
         self.held_groups += 1
         self.held_bytes += group.n_bytes
         self.registry.accepted(line)
+        self._note_size(line, draft.size)
         place = self._place_of(group)
         self.changes.added.append((group, draft.body, place))
         self._enter(group, place)
@@ -117,7 +122,12 @@ class Intake(QueueState):
         return Receipt("buffered", buffer_size=sum(group.size for group in self.buffers[line]))
 
     def _make_room(self) -> None:
-        """Beyond the bounds, new groups take the place of those that were learned from: first of those that were most often."""
+        """Beyond the bounds, new groups take the place of unfillable ones, and then of those that were learned from: first of
+        those that were most often."""
+        used_groups, used_bytes = self.lines.used_groups, self.lines.used_bytes
+        self._drop_unfillable(
+            self.held_groups - used_groups - self.limits.max_groups, self.held_bytes - used_bytes - self.limits.max_bytes
+        )
         groups, size = self.held_groups - self.limits.max_groups, self.held_bytes - self.limits.max_bytes
         if not self.lines.used_groups or (groups <= 0 and size <= 0):
             return

@@ -140,10 +140,15 @@ class RolloutQueue(Intake, SettingAside):
                 return self._hand_out(lease)
             self._dissolve(lease)
             self._drop_where(self._is_stale, "stale")
-        reservations = self.registry.reservations(registration.batch_size, now)
+        useless = self.useless_reservations()
+        reservations = {
+            env_id: reserved
+            for env_id, reserved in self.registry.reservations(registration.batch_size, now).items()
+            if env_id not in useless
+        }
         groups, reason = self._choose(registration, reservations)
         if groups is None:
-            self.waiting = "; ".join(filter(None, [reason, *self._why_empty(registration, now)]))
+            self.waiting = "; ".join(filter(None, [reason, *self.why_unfillable(), *self._why_empty(registration, now)]))
             return None
         self.waiting, self.refusals = None, Refusals()
         served: Counter[int] = Counter()
@@ -356,13 +361,17 @@ class RolloutQueue(Intake, SettingAside):
         With a staleness bound: as many as can still be handed out before they are too old, shared by weight. Without:
         as many as the queue has room for. What was learned from already does not count: new groups take its place.
         """
-        room = max(0, self.limits.max_groups - self.held_groups + self.lines.used_groups)
+        unfillable = self.unfillable()
+        giving_way = self.lines.used_groups + sum(sum(unfillable.sizes(line).values()) for line in unfillable.lines())
+        room = max(0, self.limits.max_groups - self.held_groups + giving_way)
         if self.registration is None or self.registration.max_staleness is None:
             return room
         batches = self.registration.max_staleness + 1 - (self.trainer_version() - self.sampling_version())
         waiting = self.lines.fresh + self.reference.sequences
         for line, buffer in self.buffers.items():
             waiting[line] += sum(group.size for group in buffer)
+        for line in unfillable.lines():
+            waiting[line] -= min(waiting[line], unfillable.sequences(line))
         for group in [group for lease in self.leases.values() if lease.returned for group in lease.groups if not group.uses]:
             waiting[group.line] += group.size
         wanted = scheduling.apportion(

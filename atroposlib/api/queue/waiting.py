@@ -124,6 +124,8 @@ class ReferenceStage:
         """Whoever spoke last is last."""
         self.sequences: Counter[int] = Counter()
         """Sequences that wait, by line."""
+        self.sizes: Counter[int] = Counter()
+        """Groups that wait, by size."""
         self.answered = 0
         """Groups that got their reference since the service started."""
         self.unusable = 0
@@ -140,6 +142,7 @@ class ReferenceStage:
             in_order = not self.waiting or group.seq > next(reversed(self.waiting))
             self.waiting[group.seq] = group
             self.sequences[group.line] += group.size
+            self.sizes[group.size] += 1
             if not in_order:
                 self.waiting = dict(sorted(self.waiting.items()))
 
@@ -148,6 +151,9 @@ class ReferenceStage:
         del self.waiting[group.seq]
         self.loans.pop(group.seq, None)
         self.sequences[group.line] -= group.size
+        self.sizes[group.size] -= 1
+        if not self.sizes[group.size]:
+            del self.sizes[group.size]
         if not self.waiting:
             self.idle_since = None
 

@@ -137,6 +137,7 @@ class Drops:
 
 
 REMEDIES = {
+    "fills_no_batch": "no whole groups add up to a batch with them: let group_size divide the trainer's batch_size",
     "stale": "they were older than --max-staleness when their turn came: fewer groups ahead, or a higher bound",
     "another_run": "weights of an earlier trainer sampled them: see that the servers have this run's",
     "damaged": "the disk of the service's store has lost them: look at it",
