@@ -139,6 +139,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "16 bytes for each parameter at 50 GB/s": "BUS_BYTES_PER_SECOND in example_trainer/training/memory_choice.py",
         "20 × `--max-body-bytes` + 256 MiB": "MEMORY_PER_BYTE and MEMORY_BESIDES in atroposlib/api/gate/group_reader.py",
         "256 MiB; bodies up to 64 KiB never wait": "MOST_BODIES in atroposlib/inference/proxy_door.py",
+        "64 MiB for each file": "MOST_KEPT_BYTES in atroposlib/utils/whole_files.py",
+        "1 MiB for each file": "MOST_WAITING_BYTES in atroposlib/ui/live/observed.py",
         "64 MiB, and 16 MiB more that no post may use up": "RESERVE_BYTES and SLACK_BYTES in atroposlib/api/store/reserve.py",
         "body of a request to the vLLM server | 256 MiB": "MOST_BODY in example_trainer/vllm_api_server.py",
         "process that reads bodies from 1 MiB on": "IN_A_PROCESS_FROM in atroposlib/api/gate/group_reader.py",

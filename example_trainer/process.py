@@ -110,6 +110,15 @@ def log_to_stdout() -> None:
         logging.getLogger(package).setLevel(logging.INFO if rank == "0" else logging.WARNING)
 
 
+def _report_thread(ended: threading.ExceptHookArgs) -> None:
+    """Log the end of a thread. Threads of other libraries, such as TensorBoard's, write files too."""
+    line = None if ended.exc_value is None else disk_refusal(ended.exc_value)
+    if line is None:
+        threading.__excepthook__(ended)
+    else:
+        logger.error("A thread has ended (%s): %s", ended.thread.name if ended.thread else "?", line)
+
+
 def run(main: Callable[[StopSignal], int | None]) -> int:
     """Run a process's work and turn how it ended into a last log line and an exit status.
 
@@ -121,6 +130,7 @@ def run(main: Callable[[StopSignal], int | None]) -> int:
         128 + n when signal n asked to stop.
     """
     log_to_stdout()
+    threading.excepthook = _report_thread
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()  # a rank of a torchrun that was killed would wait for the others, and hold its GPU
     stop = StopSignal()

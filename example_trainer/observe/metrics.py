@@ -206,10 +206,15 @@ class _Background:
             if self._thread.is_alive():
                 logger.warning("TensorBoard or W&B did not take the last rows in %.0f s, metrics.jsonl has", _CLOSE_SECONDS)
                 return
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for other, finish in ((self._tensorboard, "close"), (self._wandb, "finish")):
+            if other is None:
+                continue
+            try:
+                getattr(other, finish)()
+            except Exception as error:  # noqa: BLE001 - whatever another library raises; the run is over without its view
+                if self._failure is None:  # or it is the same once more
+                    told = " ".join(str(error).split())
+                    logger.error("The last rows for TensorBoard and W&B are lost, metrics.jsonl has them: %s", told)
 
 
 def _prepare(path: Path, first_step: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -58,7 +58,9 @@ class StepProfiler:
         try:
             begun.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as error:
-            # The run is worth more than its trace.
+            # The run is worth more than its trace, and half a trace is worth nothing.
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
             logger.warning("--profile: cannot write %s: %s; make room, or give another --log-dir", self._path, error)
             return
         logger.info("Profile of steps %d to %d: %s", self._steps[0], self._steps[-1], self._path)

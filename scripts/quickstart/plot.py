@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from example_trainer.child_processes.whole_files import write_whole
 from scripts.quickstart.metrics import Step, number
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e7ec"
@@ -81,4 +83,6 @@ def draw(path: Path, steps: Sequence[Step], eval_before: float, eval_after: floa
     accuracy.set_ylim(0, 112)
     accuracy.set_yticks([0, 50, 100], ["0", "50", "100 %"])
     accuracy.tick_params(axis="x", labelsize=10, colors=INK)
-    figure.savefig(path)
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix.removeprefix(".") or "png")
+    write_whole(path, content.getvalue())

@@ -6,7 +6,8 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,52 @@ def test_no_disk_is_a_bug_of_the_trainer(capsys: pytest.CaptureFixture[str], num
     assert line.startswith("ERROR ")
     assert f"cannot write /full/of/something.bin: {os.strerror(number)}" in line
     assert "make room there" in line
+
+
+@pytest.mark.usefixtures("own_log")
+def test_a_thread_that_a_disk_ends_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(_: process.StopSignal) -> int:
+        for error in (OSError(errno.ENOSPC, "No space left on device"), ValueError("a bug")):
+            thread = threading.Thread(target=ending_with(error), name="events")
+            thread.start()
+            thread.join()
+        return 0
+
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # put back at the end
+    assert process.run(main) == 0
+    said = capfd.readouterr()
+    assert "ERROR " in said.out
+    assert "A thread has ended (events): the disk refuses to be written: No space left on device" in said.out
+    assert "OSError" not in said.err
+    assert "ValueError: a bug" in said.err
+
+
+def ending_with(error: Exception) -> Callable[[], None]:
+    def end() -> None:
+        raise error
+
+    return end
+
+
+class FullWriter:
+    """A TensorBoard whose disk is full."""
+
+    def add_scalar(self, *_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    close = flush = add_scalar
+
+
+def test_a_tensorboard_on_a_full_disk_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics_module, "_tensorboard", lambda *_: FullWriter())
+    log = MetricsLog(tmp_path, {})
+    log.write(1, {"loss": 0.5})
+    log.close()
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.5}]
+    (line,) = caplog.messages
+    assert line.startswith("No more rows for TensorBoard and W&B, metrics.jsonl only: OSError: [Errno 28] No space left")
 
 
 @pytest.mark.usefixtures("own_log")

@@ -71,8 +71,9 @@ class SqliteStore(Store):
             self._writer, self._reader = self._open()
             self._statements = Statements(self._writer, self._unreadable)
         except (sqlite3.Error, StoreError) as error:
+            failure = error if isinstance(error, StoreError) else self._error(error)
             os.close(self._lock)
-            raise error if isinstance(error, StoreError) else self._error(error) from None
+            raise failure from None
         self._reserve.build(self._free() - self._promised())
         self._look()
 

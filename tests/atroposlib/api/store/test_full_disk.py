@@ -30,7 +30,7 @@ from atroposlib.api.store.store import MemoryStore, StoreError
 from atroposlib.envs._runtime import service_client
 from atroposlib.envs._runtime.service_client import RolloutServiceClient
 from tests.atroposlib.api.conftest import Service, group, marks, trainer
-from tests.full_disks import fill, small_disk
+from tests.full_disks import FullDisk, fill, small_disk
 
 RESERVE = 4 << 20
 
@@ -290,6 +290,15 @@ def test_a_full_disk_drains_and_posts_go_on_when_there_is_space(disk: Path, monk
         assert (disk / "a.db-reserve").stat().st_blocks * 512 >= RESERVE
 
     run(test, store)
+    store.close()
+
+
+def test_a_store_that_cannot_begin_is_one_line_and_begins_when_there_is_space(full_disk: FullDisk) -> None:
+    path = full_disk.path / "a.db"
+    with full_disk.full(), pytest.raises(StoreError, match=r"store .*a\.db: .*MB are free on the disk of .*: free some space"):
+        SqliteStore(path, RESERVE)
+    store = SqliteStore(path, RESERVE)
+    assert store.load().queued == []
     store.close()
 
 
