@@ -14,13 +14,15 @@ import argparse
 import hmac
 import ipaddress
 import socket
-from collections.abc import Mapping, MutableMapping
+import time
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 
+from vllm_patching.server.attempts import TRIES, TRY_SECONDS, Attempts
 from vllm_patching.server.browsers import SAFE_METHODS, BrowserHeaders
 
 MONITORING = frozenset({"/health", "/health_generate", "/metrics", "/metrics/", "/ping", "/version", "/weights"})
@@ -73,6 +75,7 @@ class Refusal:
 
     status: int
     message: str
+    headers: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -274,19 +277,41 @@ def _without_prefix(path: str, root: str) -> str:
 class AskAtTheDoor:
     """ASGI middleware in front of all others. A WebSocket that is not let in is closed before it is accepted."""
 
-    def __init__(self, app: Any, door: Door) -> None:
-        self._app, self._door = app, door
+    def __init__(self, app: Any, door: Door, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._door, self._attempts = app, door, Attempts(clock)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one connection event."""
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
         asked = asked_of(scope)
-        refusal = self._door.refusal(asked)
+        refusal = self._limited(asked, scope) or self._door.refusal(asked)
         if refusal is None:
             if PROVE in scope.get("extensions", {}) and self._door.knows(asked):
                 scope["extensions"][PROVE]["prove"]()  # the connection is kept when others are too many
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008, "reason": refusal.message[:120]})
-        return await JSONResponse({"error": refusal.message}, refusal.status)(scope, receive, send)
+        return await JSONResponse({"error": refusal.message}, refusal.status, refusal.headers)(scope, receive, send)
+
+    def _limited(self, asked: Asked, scope: Mapping[str, Any]) -> Refusal | None:
+        """Count a key that a request carries, and refuse one from an address that sent too many wrong ones."""
+        if not self._door.keys or not asked.token:
+            return None
+        client = scope["client"][0] if scope.get("client") else ""
+        wait, is_right = self._attempts.wait(client), self._door.knows(asked)
+        # A host that works with the right key goes on if somebody else there guesses. A stranger's guess is not
+        # even answered as right while its address has to wait.
+        if is_right and (not wait or self._attempts.is_known(client) or is_from_here(scope.get("client"), scope.get("server"))):
+            self._attempts.succeeded(client)
+            return None
+        if not wait:
+            self._attempts.failed(client)
+            return None
+        again = int(wait) + 1
+        return Refusal(
+            429,
+            f"{client or 'this address'} sent {TRIES} wrong keys within {TRY_SECONDS:g} s; try again in {again} s with the "
+            "server's key (VLLM_API_KEY)",
+            {"Retry-After": str(again)},
+        )
