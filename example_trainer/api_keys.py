@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pydantic import SecretStr
+
+logger = logging.getLogger(__name__)
 
 SECRETS = {"vllm_api_key": "VLLM_API_KEY", "atropos_api_key": "ROLLOUT_API_KEY"}
 """Option -> the variable that it is read from. Their values stand in no help, log, dump or message."""
@@ -25,6 +28,41 @@ def from_variable(option: str) -> Callable[[], SecretStr | None]:
 def revealed(secret: SecretStr | None) -> str | None:
     """What a secret option holds, for whoever sends it; None if it is not given, or empty."""
     return secret.get_secret_value() if secret else None
+
+
+class ServerKeys:
+    """The rule for which addresses may get the key of the vLLM servers.
+
+    It may be sent to the servers that own options name, and to those that a rollout service names which needs a key itself:
+    at a service without one, anyone may ask for any address.
+    """
+
+    def __init__(self, has_key: bool, named: Iterable[str]) -> None:
+        """
+        Args:
+            has_key: there is a key to be sent.
+            named: addresses from own options, as `http://host:port`.
+        """
+        self._has_key, self._named, self._refused = has_key, set(named), set[str]()
+
+    def trusted(self, urls: Sequence[str], keyed: bool) -> list[str]:
+        """Return the addresses that may join, and log each of the others once.
+
+        Args:
+            urls: from the rollout service.
+            keyed: it needed this process's key.
+        """
+        if not self._has_key or keyed:
+            return list(urls)
+        for url in urls:
+            if url not in self._named | self._refused:
+                self._refused.add(url)
+                logger.warning(
+                    "[Fleet] %s does not join: the rollout service that names it needs no key, so %s is not sent there; "
+                    "add it to --vllm-servers, or give service and trainer a key (%s)",
+                    url, SECRETS["vllm_api_key"], SECRETS["atropos_api_key"],
+                )  # fmt: skip
+        return [url for url in urls if url in self._named]
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:

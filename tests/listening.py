@@ -23,7 +23,7 @@ class Listener(NamedTuple):
 
     @property
     def on_loopback(self) -> bool:
-        """Whether this machine alone can reach it."""
+        """Return whether this machine alone can reach it."""
         address = ipaddress.ip_address(self.address)
         return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 

@@ -27,7 +27,9 @@ class FleetFollower:
     """
 
     def __init__(self, url: str, api_key: str | None = None, every: float = ASK_SECONDS):
-        self.url, self.every = url.rstrip("/"), every
+        self.url, self.every, self._has_key = url.rstrip("/"), every, bool(api_key)
+        self.keyed = False
+        """The last answer came from a service that needs this client's key, as it did from those that wrote the addresses."""
         self._http = httpx.AsyncClient(base_url=self.url, headers=bearer(api_key), timeout=ASK_TIMEOUT, trust_env=False)
         self._wrong = ""
 
@@ -39,7 +41,9 @@ class FleetFollower:
         try:
             response = await self._http.get("/fleet")
             response.raise_for_status()
-            addresses = servers_of(response.json())
+            told = response.json()
+            addresses = servers_of(told)
+            self.keyed = self._has_key and told.get("keyed") is True
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
             wrong = f"/fleet answered {status}" + ("; is it an earlier version?" if status == 404 else "")

@@ -29,7 +29,7 @@ from atroposlib.inference.sglang_server import SGLangServer
 from atroposlib.inference.trl_vllm_server import TrlVllmServer
 from atroposlib.inference.vllm_server import VLLMServer
 from atroposlib.utils.addresses import HttpAddress
-from atroposlib.utils.keys import all_settings
+from atroposlib.utils.keys import SERVICE_KEY, all_settings
 from atroposlib.utils.strict_numbers import StrictNumbers
 
 __all__ = ["APIServer", "APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerConfig"]
@@ -95,6 +95,8 @@ class ServerManager:
         self._known: list[APIServer] = []
         self._retired: list[APIServer] = []
         self._following: asyncio.Task[None] | None = None
+        self._configured: list[str] = []
+        self._strangers: set[str] = set()
         self.follower: FleetFollower | None = None
         """Set before the first request: the servers are then those that the rollout service tells of, once it does."""
         if testing:
@@ -112,6 +114,7 @@ class ServerManager:
             configs = [at_url(template, url) for url in urls]
         self._own_class = None if inspect.isabstract(server_class) else server_class
         self.servers = [self._made(one) for config in configs for one in each_address(config)]
+        self._configured = [server.root_url for server in self.servers]
         self.routers()
 
     def _made(self, config: APIServerConfig) -> APIServer:
@@ -173,6 +176,9 @@ class ServerManager:
         old = [server for server in self.servers if isinstance(server, APIServer)]
         if not old:
             return  # answers come from a table
+        addresses = self._trusted(addresses, old)
+        if not addresses:
+            return
         new = []
         for address in addresses:
             server = next((known for known in old if same_address(known.root_url, address)), None)
@@ -186,6 +192,22 @@ class ServerManager:
         self.servers = list(new)
         self._group(new)
         logger.info("the inference servers of the fleet are now: %s", ", ".join(server.root_url for server in new))
+
+    def _trusted(self, addresses: list[str], old: list[APIServer]) -> list[str]:
+        """Leave out addresses to which no key of ours may go: anyone may have written them at a service without a key."""
+        assert self.follower is not None
+        if self.follower.keyed or not any(server.api_key for server in old):
+            return addresses
+        strangers = [url for url in addresses if not any(same_address(url, own) for own in self._configured)]
+        for url in strangers:
+            if url not in self._strangers:
+                self._strangers.add(url)
+                logger.warning(
+                    "the inference server %s is not used: the rollout service at %s names it and needs no key, so the "
+                    "servers' key is not sent there; add it to --openai.base_url, or give the service a key (%s)",
+                    url, self.follower.url, SERVICE_KEY,
+                )  # fmt: skip
+        return [url for url in addresses if url not in strangers]
 
     async def update_weight(self, weight: float) -> None:
         for server in self.servers:

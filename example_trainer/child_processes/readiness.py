@@ -49,8 +49,15 @@ def wait_until(
         sleep(min(interval, seconds - waited))
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Take a redirect for an error: urllib would send the key to wherever it leads."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
 # No proxy: these are servers on this machine.
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
 
 def get_json(url: str, seconds: float = 5.0, key: str = "") -> Any:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import torch
 
 from atroposlib.utils.addresses import url_host
-from example_trainer.api_keys import revealed
+from example_trainer.api_keys import ServerKeys, revealed
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.parameter_server.held import HeldWeights, held_model, show
@@ -41,8 +41,8 @@ class ServedByParameters(BridgeServer):
 class ShareBoard(ServiceBoard):
     """The rollout service's /fleet, of which the servers of one share are this one's."""
 
-    def __init__(self, url: str, api_key: str | None, by: str, share: Share) -> None:
-        super().__init__(url, api_key, by)
+    def __init__(self, url: str, api_key: str | None, by: str, share: Share, keys: ServerKeys) -> None:
+        super().__init__(url, api_key, by, keys)
         self._share = share
 
     def publish(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]] | None:
@@ -111,7 +111,8 @@ class Handing:
 
         board = None
         if options.atropos_url is not None and ranks.is_main:
-            board = ShareBoard(options.atropos_url, revealed(options.atropos_api_key), f"parameter server {name}", share)
+            service_key, keys = revealed(options.atropos_api_key), ServerKeys(bool(key), share.named())
+            board = ShareBoard(options.atropos_url, service_key, f"parameter server {name}", share, keys)
         self.bridge = BroadcastBridge(
             [server(url) for url in share.named()], options.weight_transfer, ranks, least=0, patience=options.server_patience,
             make_server=server, board=board, port=options.rendezvous_port,

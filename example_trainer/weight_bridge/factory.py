@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import torch
 
 from atroposlib.utils.addresses import url_host
-from example_trainer.api_keys import revealed
+from example_trainer.api_keys import ServerKeys, revealed
 from example_trainer.child_processes.processes import GUARD_MARGIN_SECONDS
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError
@@ -81,6 +81,7 @@ def make_bridge(
         logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", why)
     if single:
         return SingleCopyBridge(servers[0], ranks, config.colocate, device)
+    keys = ServerKeys(bool(revealed(config.vllm_api_key)), [f"http://{host}:{port}" for host, port in config.vllm_addresses])
     return BroadcastBridge(
         servers,
         config.weight_transfer,
@@ -89,7 +90,7 @@ def make_bridge(
         patience=config.server_patience,
         hosts=int(os.environ.get("NUM_INFERENCE_NODES") or 0),
         make_server=lambda url: server_at(url, config, stop, weight_epoch),
-        board=ServiceBoard(config.atropos_url, revealed(config.atropos_api_key)) if has_service else None,
+        board=ServiceBoard(config.atropos_url, revealed(config.atropos_api_key), keys=keys) if has_service else None,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from example_trainer.api_keys import ServerKeys
 from example_trainer.errors import BridgeError
 from example_trainer.http_client import direct_client
 from example_trainer.weight_bridge.asking import at_once
@@ -44,13 +45,15 @@ class ServiceBoard:
     whoever gets them says that it is away, if there is to be one at all.
     """
 
-    def __init__(self, url: str, api_key: str | None, by: str = "") -> None:
+    def __init__(self, url: str, api_key: str | None, by: str = "", keys: ServerKeys | None = None) -> None:
         """
         Args:
+            keys: to which servers the key of theirs may go; None: there is no such key.
             by: which of several publishers this is; empty for a trainer.
         """
         self._by = {"by": by} if by else {}
-        self._url = url.rstrip("/")
+        self._url, self._has_key = url.rstrip("/"), bool(api_key)
+        self._keys = keys or ServerKeys(False, ())
         self._http = direct_client(url, _SERVICE_SECONDS, api_key)
         self._said: set[str] = set()
 
@@ -73,7 +76,8 @@ class ServiceBoard:
         if self._said:
             self._said.clear()
             logger.info("[Fleet] the rollout service at %s takes the fleet's table again", self._url)
-        return list(body.get("wanted") or []), list(body.get("left") or [])
+        wanted = self._keys.trusted(body.get("wanted") or [], self._has_key and body.get("keyed") is True)
+        return wanted, list(body.get("left") or [])
 
     def close(self) -> None:
         """Hang up. Safe to call twice."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import logging
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -79,7 +80,8 @@ def remove_leftovers(directory: Path) -> None:
         if not owner.isdigit() or Path(f"/proc/{owner}").exists():
             continue
         with suppress(FileNotFoundError):  # another rank that starts now was faster
-            if path.stat().st_uid == os.getuid():
+            found = path.lstat()  # another user may have put a link there, which only that user can remove
+            if found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode):
                 logger.warning("removing %s: process %s, which shared its weights in it, is gone", path, owner)
                 path.unlink()
 
@@ -137,17 +139,40 @@ def open_handles(handles: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         SharedMemoryError: the memory is not there: the server has gone, is on another machine or belongs to another user.
     """
     if handles["kind"] == "shm":
-        path = handles["path"]
-        if not os.path.exists(path):
-            raise SharedMemoryError(
-                f"{path} is not on this machine: the server that made it has stopped, or runs elsewhere. "
-                "Single copy needs the trainer on the server's machine; use --use-shared-memory (broadcast) otherwise."
-            )
-        buffer = _map(path, int(handles["num_bytes"]))
+        buffer = _open_own(handles["path"], int(handles["num_bytes"]))
         return {name: _view(buffer, row) for name, row in handles["params"].items()}
     if handles["kind"] == "cuda_ipc":
         return _open_cuda_ipc(handles)
     raise SharedMemoryError(f"unknown kind of handle: {handles['kind']!r}")
+
+
+def _open_own(path: str, num_bytes: int) -> torch.Tensor:
+    """Map a file that a server of this user made.
+
+    Raises:
+        SharedMemoryError: it is not there, is not whole, or another user could have made or changed it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise SharedMemoryError(
+            f"{path} is not on this machine: the server that made it has stopped, or runs elsewhere. "
+            "Single copy needs the trainer on the server's machine; use --use-shared-memory (broadcast) otherwise."
+        ) from None
+    except OSError as error:
+        raise SharedMemoryError(f"{path} cannot be opened ({error.strerror}); start the vLLM server again") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise SharedMemoryError(
+                f"{path} is not a file of this user alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}): "
+                "start the trainer as the vLLM server's user"
+            )
+        if found.st_size < num_bytes:
+            raise SharedMemoryError(f"{path} has {found.st_size} of {num_bytes} bytes: start the vLLM server again")
+        return _map(f"/proc/self/fd/{descriptor}", num_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def share_event(device: torch.device) -> tuple[torch.cuda.Event, str]:

@@ -62,6 +62,7 @@ def make_app(service: RolloutService, limits: RequestLimits | None = None, page:
         await service.close()
 
     app = FastAPI(title="Lockstep rollout service", version="0.1.0", lifespan=lifespan)
+    service.require_key(limits.access.api_key is not None)
     app.add_middleware(Gate, limits=limits, answered=service.metrics.answered)
     add_error_handlers(app)
     add_trainer_routes(app, service)

@@ -82,7 +82,7 @@ def add_fleet_routes(app: FastAPI, service: RolloutService) -> None:
     @app.get("/fleet")
     async def fleet() -> Response:
         """The inference servers: what the trainer says of each, and which are wanted or shall leave."""
-        wishes = await service.run(lambda queue: queue.fleet.stored())
+        wishes = await service.run(lambda queue: queue.fleet.answered(service.keyed))
         table = service.fleet_table
         return answer({"servers": table.servers, **wishes, "published": table.published})
 
@@ -96,16 +96,16 @@ def add_fleet_routes(app: FastAPI, service: RolloutService) -> None:
             service.heard_trainer(publishes=True)
         rows = [server.model_dump() for server in told.servers]
         service.fleet_table = service.fleet_table.told(told.by, rows, time.time())
-        wishes = await service.run(lambda queue: queue.fleet.stored())
+        wishes = await service.run(lambda queue: queue.fleet.answered(service.keyed))
         return answer({"status": "success", **wishes})
 
     @app.post("/fleet/join", **takes(ServerAddress))
     async def join(request: Request) -> Response:
         """A server is wanted: the trainer brings it in as soon as it answers."""
         url = read(ServerAddress, await request.body()).url
-        await service.run(lambda queue: queue.fleet.join(url))
+        await service.run(lambda queue: queue.fleet.join(url, service.keyed))
         logger.info("%s is wanted in the fleet", url)
-        return answer({"status": "success", **service.queue.fleet.stored()})
+        return answer({"status": "success", **service.queue.fleet.answered(service.keyed)})
 
     @app.post("/fleet/leave", **takes(ServerAddress))
     async def leave(request: Request) -> Response:
@@ -113,4 +113,4 @@ def add_fleet_routes(app: FastAPI, service: RolloutService) -> None:
         url = read(ServerAddress, await request.body()).url
         await service.run(lambda queue: queue.fleet.leave(url, service.fleet_table.urls()))
         logger.info("%s is to leave the fleet", url)
-        return answer({"status": "success", **service.queue.fleet.stored()})
+        return answer({"status": "success", **service.queue.fleet.answered(service.keyed)})

@@ -94,6 +94,8 @@ class RolloutService:
         self.metrics = Metrics(lambda: self.queue, self.post_space)
         self.latest: bytes | None = None
         self.fleet_table = Table()
+        self.keyed = False
+        """Every request needs the service's key, so that addresses in requests come from those that have it."""
         self.moves = Moves()
         self.trainer_heard = self.clock()
         """When the trainer said anything last, or when this service began."""
@@ -102,6 +104,15 @@ class RolloutService:
         self._broken: StoreError | None = None
         self._mending: asyncio.Task[None] | None = None
         self.committer = Committer(store, commit_timeout, self.metrics.commit_seconds.observe, self._mend)
+
+    def require_key(self, keyed: bool) -> None:
+        """Take note whether every request needs the service's key."""
+        self.keyed = keyed
+        if keyed and self.queue.fleet.unkeyed:
+            logger.warning(
+                "%s asked to join before this service had a key, and may be anyone's: POST /fleet/join once more",
+                ", ".join(self.queue.fleet.unkeyed),
+            )
 
     async def run(self, call: Callable[[RolloutQueue], T]) -> T:
         """Run `call` on the queue and return its result once everything that it changed or saw is stored.

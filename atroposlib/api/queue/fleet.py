@@ -42,6 +42,8 @@ class Wishes:
     """Servers that the trainer shall bring in, in the order in which they were asked for."""
     left: list[str] = field(default_factory=list)
     """Servers that it shall let go, those that it was started with included."""
+    unkeyed: list[str] = field(default_factory=list)
+    """Addresses among the wanted ones from requests that needed no key: no key may be sent to them."""
     _changed: bool = False
 
     def take_changed(self) -> bool:
@@ -49,18 +51,26 @@ class Wishes:
         changed, self._changed = self._changed, False
         return changed
 
-    def join(self, url: str) -> None:
+    def join(self, url: str, keyed: bool = False) -> None:
         """A server is wanted.
+
+        Args:
+            keyed: the request needed the service's key.
 
         Raises:
             FleetFullError: there are too many.
         """
         if url in self.wanted:
+            if keyed and url in self.unkeyed:
+                self.unkeyed.remove(url)
+                self._changed = True
             return
         if len(self.wanted) >= MOST_SERVERS:
             raise FleetFullError(url)
         self.left = [other for other in self.left if other != url]
         self.wanted.append(url)
+        if not keyed:
+            self.unkeyed.append(url)
         self._changed = True
 
     def leave(self, url: str, published: Collection[str] | None) -> None:
@@ -79,12 +89,22 @@ class Wishes:
         if published is not None and url not in known:
             raise UnknownServerError(url, known)
         self.wanted = [other for other in self.wanted if other != url]
+        self.unkeyed = [other for other in self.unkeyed if other != url]
         self.left = [*self.left, url][-MOST_SERVERS:]  # whoever left longest ago is long gone
         self._changed = True
 
     def stored(self) -> dict[str, list[str]]:
         """A copy for the store."""
-        return {"wanted": list(self.wanted), "left": list(self.left)}
+        return {"wanted": list(self.wanted), "left": list(self.left), "unkeyed": list(self.unkeyed)}
+
+    def answered(self, keyed: bool) -> dict[str, Any]:
+        """Return the lists as the service answers them.
+
+        Args:
+            keyed: the service has a key. Addresses from before it had one are left out: clients send their keys to the rest.
+        """
+        wanted = [url for url in self.wanted if not keyed or url not in self.unkeyed]
+        return {"wanted": wanted, "left": list(self.left), "keyed": keyed}
 
 
 @dataclass(frozen=True, slots=True)

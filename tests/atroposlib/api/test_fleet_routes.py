@@ -117,12 +117,12 @@ def test_tables_of_several_publishers_stand_side_by_side_while_they_are_fresh() 
 
 
 def test_the_trainers_table_is_told_and_forgotten(service: Service) -> None:
-    assert service.get("/fleet") == {"servers": [], "wanted": [], "left": [], "published": None}
+    assert service.get("/fleet") == {"servers": [], "wanted": [], "left": [], "keyed": False, "published": None}
     uuid = service.post("/register", trainer())["uuid"]
     before = time.time()
     table = [entry(ONE), entry(TWO, "quarantined", weight_version=None, reason="silent " * 1000)]
     told = service.post("/fleet", {"servers": table, "uuid": uuid})
-    assert told == {"status": "success", "wanted": [], "left": []}
+    assert told == {"status": "success", "wanted": [], "left": [], "keyed": False}
     answer = service.get("/fleet")
     table[1]["reason"] = table[1]["reason"][:4096]
     assert answer["servers"] == table
@@ -157,12 +157,19 @@ def test_what_is_wanted_survives_a_kill(tmp_path: Path) -> None:
     service = Service(tmp_path, "--store", str(tmp_path / "a.db")).start()
     for path, url in (("join", ONE), ("join", TWO + "/"), ("join", ONE), ("leave", ONE)):
         answer = service.post(f"/fleet/{path}", {"url": url})
-    assert answer == {"status": "success", "wanted": [TWO], "left": [ONE]}
+    assert answer == {"status": "success", "wanted": [TWO], "left": [ONE], "keyed": False}
     service.post("/fleet", {"servers": [entry(TWO)]})
     unknown = service.http.post("/fleet/leave", json={"url": "http://typo:9001"})
     assert unknown.status_code == 404
     assert TWO in unknown.json()["detail"]
     service.signal(signal.SIGKILL)
     service.start()
-    assert service.get("/fleet") == {"servers": [], "wanted": [TWO], "left": [ONE], "published": None}
+    assert service.get("/fleet") == {"servers": [], "wanted": [TWO], "left": [ONE], "keyed": False, "published": None}
     assert service.signal(signal.SIGTERM) == 0
+    # With a key: trainers send their keys to what is wanted, so what anyone may have asked for before is left out.
+    keyed = Service(tmp_path, "--store", str(tmp_path / "a.db"), environ={"ROLLOUT_API_KEY": "s3cret"}).start()
+    keyed.http.headers["Authorization"] = "Bearer s3cret"
+    assert keyed.get("/fleet") == {"servers": [], "wanted": [], "left": [ONE], "keyed": True, "published": None}
+    assert "asked to join before this service had a key" in keyed.log.read_text()
+    assert keyed.post("/fleet/join", {"url": TWO})["wanted"] == [TWO]
+    assert keyed.signal(signal.SIGTERM) == 0

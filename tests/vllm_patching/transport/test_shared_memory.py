@@ -112,3 +112,47 @@ def test_no_room_is_an_error_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(SharedMemoryError, match="no room"):
         export_to_shared_memory({"a": torch.nn.Parameter(torch.zeros(4))}, "test")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A file such as a server makes."""
+    path = tmp_path / "lockstep-1-t.weights"
+    path.write_bytes(bytes(64))
+    path.chmod(0o600)
+    return path
+
+
+def handles_of(path: Path, num_bytes: int = 64) -> dict[str, object]:
+    return {"kind": "shm", "path": str(path), "num_bytes": num_bytes, "params": {}}
+
+
+def test_a_link_and_a_file_that_others_may_write_are_refused(weights: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(weights)
+    assert open_handles(handles_of(weights)) == {}
+    with pytest.raises(SharedMemoryError, match="link cannot be opened"):
+        open_handles(handles_of(link))
+    with pytest.raises(SharedMemoryError, match="64 of 65 bytes"):
+        open_handles(handles_of(weights, 65))
+    weights.chmod(0o620)
+    with pytest.raises(SharedMemoryError, match=r"not a file of this user alone.*0620"):
+        open_handles(handles_of(weights))
+
+
+def test_the_file_of_another_user_is_refused(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: weights.stat().st_uid + 1)
+    with pytest.raises(SharedMemoryError, match="not a file of this user alone"):
+        open_handles(handles_of(weights))
+
+
+def test_links_among_the_files_of_killed_servers_are_left_alone(tmp_path: Path) -> None:
+    """Another user may have put them there, and then only that user can remove them."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    target, link = tmp_path / "mine", tmp_path / f"lockstep-{ended.pid}-x.weights"
+    target.write_text("kept")
+    link.symlink_to(target)
+    remove_leftovers(tmp_path)
+    assert link.is_symlink()
+    assert target.read_text() == "kept"
