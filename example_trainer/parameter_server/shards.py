@@ -48,7 +48,7 @@ class Wire:
         self._socket.settimeout(seconds)
         self._socket.sendall(json.dumps(value).encode() + b"\n")
 
-    def hear(self, seconds: float | None = ANSWER_SECONDS, most: int = -1) -> Any:
+    def hear(self, seconds: float | None, most: int = -1) -> Any:
         """Receive one.
 
         Args:
@@ -128,7 +128,7 @@ class Shards:
         errors = []
         for rank, other in enumerate(self._others, 1):
             try:
-                told = other.hear()
+                told = other.hear(ANSWER_SECONDS)
             except (OSError, ValueError) as error:
                 raise self._lost(rank, method, error) from error
             answers.append(told.get("answer"))

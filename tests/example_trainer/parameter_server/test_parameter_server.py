@@ -358,10 +358,17 @@ def test_two_parameter_servers_share_the_servers_and_one_that_joins_by_the_servi
             trainer.step()
             trainer.until_served(found)
             until(lambda: sorted(url for urls in Service.told.values() for url in urls) == sorted(one.url for one in found))
-            holders[0].kill()
+            holders[0].signal(signal.SIGSTOP)
             trainer.step()  # the other one has it
             until(lambda: found[1].serves(trainer.version))
             assert found[0].serves(1)
+            holders[0].signal(signal.SIGCONT)
+            until(lambda: (trainer.look_after(), found[0].serves(trainer.version))[1])
+            served = trainer.version
+            holders[0].kill()
+            trainer.step()  # the other one has it
+            until(lambda: found[1].serves(trainer.version))
+            assert found[0].serves(served)
             holders[0].start()
             until(lambda: (trainer.look_after(), found[0].serves(trainer.version))[1])
             trainer.until_served(found)

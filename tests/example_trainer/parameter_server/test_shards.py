@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from example_trainer.errors import BridgeError, RankError
 from example_trainer.parallel.ranks import Ranks
+from example_trainer.parameter_server import shards as shards_module
 from example_trainer.parameter_server.held import HeldWeights
 from example_trainer.parameter_server.shards import Shards, come, meet
 
@@ -30,6 +32,11 @@ class Held:
 
     def rank(self) -> int:
         return self._rank
+
+    def hangs_on(self, rank: int, until: threading.Event) -> int:
+        if rank == self._rank:
+            until.wait(ENOUGH)
+        return rank
 
     def fails_on(self, rank: int) -> int:
         if rank == self._rank:
@@ -86,6 +93,26 @@ def test_one_that_fails_is_named_and_what_is_asked_next_gets_its_own_answer() ->
         ranks.barrier("done", ENOUGH)
 
     assert as_ranks(3, ENOUGH, work) == [None] * 3
+
+
+def test_a_shard_that_hangs_is_named_after_the_deadline_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer, when it comes, must not be taken for that to another question."""
+    monkeypatch.setattr(shards_module, "ANSWER_SECONDS", 0.5)
+    over = threading.Event()
+    monkeypatch.setattr(Held, "rank", lambda self: self.hangs_on(1, over))
+
+    def work(ranks: Ranks) -> None:
+        shards = shards_of(ranks)
+        if ranks.is_main:
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=r"^shard 1 did not answer rank within 0.5 s$"):
+                    shards.call("rank", ())
+                over.set()
+            with pytest.raises(BridgeError, match="shard 1 did not answer rank within 0.5 s; start all shards again"):
+                shards.check()
+        ranks.barrier("done", ENOUGH)
+
+    assert as_ranks(2, ENOUGH, work) == [None] * 2
 
 
 def test_a_shard_that_does_not_come_is_named_with_the_place_and_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
