@@ -108,7 +108,7 @@ def test_a_shard_that_hangs_is_named_after_the_deadline_of_an_answer(monkeypatch
                 with pytest.raises(RuntimeError, match=r"^shard 1 did not answer rank within 0.5 s$"):
                     shards.call("rank", ())
                 over.set()
-            with pytest.raises(BridgeError, match="shard 1 did not answer rank within 0.5 s; start all shards again"):
+            with pytest.raises(BridgeError, match=r"shard 1 did not answer rank within 0.5 s; start all shards again"):
                 shards.check()
         ranks.barrier("done", ENOUGH)
 
