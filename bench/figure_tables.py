@@ -132,11 +132,14 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "docs/inference-servers.md": {
         "`--max-body-bytes` (16 MiB)": "the default of that option",
     },
-    "docs/operations.md": {
-        "(at most 32,768, beyond which it": "the largest of BUDGETS in example_trainer/training/memory_plan.py",
-        "model on one H100 a restart took 98 s": "the trainer's log in bench/results/guide_legacy.json",
-        "128 MiB; bodies up to 64 KiB never wait": "SMALL_BUDGET and TINY_BODY in atroposlib/api/gate/budget.py",
+    "docs/memory.md": {
+        "It gets at most 32,768, because": "the largest of BUDGETS in example_trainer/training/memory_plan.py",
         "16 bytes for each parameter at 50 GB/s": "BUS_BYTES_PER_SECOND in example_trainer/training/memory_choice.py",
+        "leaves 8 % of the memory free": "_PLANNED_SHARE in example_trainer/training/memory_plan.py",
+        "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_items.py",
+    },
+    "docs/operations.md": {
+        "128 MiB; bodies up to 64 KiB never wait": "SMALL_BUDGET and TINY_BODY in atroposlib/api/gate/budget.py",
         "20 × `--max-body-bytes` + 256 MiB": "MEMORY_PER_BYTE and MEMORY_BESIDES in atroposlib/api/gate/group_reader.py",
         "256 MiB; bodies up to 64 KiB never wait": "MOST_BODIES in atroposlib/inference/proxy_door.py",
         "64 MiB for each file": "MOST_KEPT_BYTES in atroposlib/utils/whole_files.py",
@@ -145,9 +148,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "body of a request to the vLLM server | 256 MiB": "MOST_BODY in example_trainer/vllm_api_server.py",
         "process that reads bodies from 1 MiB on": "IN_A_PROCESS_FROM in atroposlib/api/gate/group_reader.py",
         "gzip bodies of more than 1 MiB as they arrive": "SMALL_BODY in atroposlib/api/gate/budget.py",
-        "leaves 8 % of the memory free": "_PLANNED_SHARE in example_trainer/training/memory_plan.py",
         "of more than 1 MiB after decompression | 2 × `--max-body-bytes` (512 MiB)": "Budgets in atroposlib/api/gate/budget.py",
-        "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_items.py",
+    },
+    "docs/restarts.md": {
+        "model on one H100 a restart took 98 s": "the trainer's log in bench/results/guide_legacy.json",
     },
     "docs/sandbox.md": {
         "512 MiB of addresses for each process, and 512 MiB for all together": "a default of atroposlib/sandbox/contract.py",
