@@ -28,6 +28,7 @@ from atroposlib.api.models.records import (
     UnknownEnvironmentError,
 )
 from atroposlib.api.models.requests import InvalidRequestError
+from atroposlib.api.queue.forgetting import RegistryFullError
 from atroposlib.api.store.store import StoreError
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,10 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(QueueFullError)
     async def _(_: Request, error: QueueFullError) -> Response:
         return refuse(429, str(error), {"Retry-After": "1"})
+
+    @app.exception_handler(RegistryFullError)
+    async def _(_: Request, error: RegistryFullError) -> Response:
+        return refuse(429, str(error), {"Retry-After": "60"})
 
     @app.exception_handler(StoreError)
     async def _(_: Request, error: StoreError) -> Response:

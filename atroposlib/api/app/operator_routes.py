@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from atroposlib.api.app.answers import answer, refuse, takes
 from atroposlib.api.app.service import RolloutService
 from atroposlib.api.models.requests import PublishedFleet, ServerAddress, read
-from atroposlib.api.queue.fleet import FleetFullError, UnknownServerError
+from atroposlib.api.queue.fleet import FleetFullError, TooManyPublishersError, UnknownServerError
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,10 @@ def add_fleet_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.exception_handler(FleetFullError)
     async def _(_: Request, error: FleetFullError) -> Response:
+        return refuse(429, str(error), {"Retry-After": "60"})
+
+    @app.exception_handler(TooManyPublishersError)
+    async def _(_: Request, error: TooManyPublishersError) -> Response:
         return refuse(429, str(error), {"Retry-After": "60"})
 
     @app.get("/fleet")

@@ -242,6 +242,8 @@ class Changes:
     """Sequence numbers of groups that are gone."""
     leases_removed: list[int] = field(default_factory=list)
     environments: list[dict[str, Any]] = field(default_factory=list)
+    environments_removed: list[int] = field(default_factory=list)
+    """Environments that are forgotten: none of them is among the changed ones."""
     keys_added: list[tuple[str, Receipt]] = field(default_factory=list)
     keys_removed: list[str] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -262,6 +264,7 @@ class Changes:
                 self.removed,
                 self.leases_removed,
                 self.environments,
+                self.environments_removed,
                 self.keys_added,
                 self.keys_removed,
                 self.evaluations,

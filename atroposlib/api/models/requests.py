@@ -229,7 +229,7 @@ class RegisterEnv(Request):
     """POST /register-env."""
 
     max_token_length: SafeInt
-    desired_name: Name
+    desired_name: Annotated[str, Field(max_length=256)]
     weight: Annotated[FiniteFloat, AfterValidator(_or_default), Field(le=1e9)]
     """Share of the trainer's data relative to the other environments' weights. -1, which stock environments send when
     they have none, is the default, 1."""

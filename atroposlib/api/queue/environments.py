@@ -10,6 +10,9 @@ from typing import Any
 from atroposlib.api.models.records import NOBODY, Environment, Limits, UnknownEnvironmentError, record
 from atroposlib.api.scheduling import LEAST_WEIGHT
 
+MOST_NAMES = 1024
+"""Names of environments whose numbers are remembered; those used last, and those of registered environments, are kept."""
+
 
 class Registry:
     """Environments by id. The line of groups that belong to none has the id NOBODY and weight 1."""
@@ -27,7 +30,9 @@ class Registry:
         self.name_counts: Counter[str] = Counter()
         self.clock = 0.0
         """Fair-queueing time: the clock of the environment that was served last."""
+        self._next_id = 0
         self._dirty: set[int] = set()
+        self._forgotten: list[int] = []
 
     def take_changed(self) -> list[dict[str, Any]]:
         """Records that changed since the last call."""
@@ -35,7 +40,14 @@ class Registry:
         self._dirty.clear()
         return records
 
-    def restore(self, records: list[dict[str, Any]], name_counts: Mapping[str, int], clock: float, now: float) -> None:
+    def take_forgotten(self) -> list[int]:
+        """Environments that were forgotten since the last call."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    def restore(
+        self, records: list[dict[str, Any]], name_counts: Mapping[str, int], clock: float, now: float, next_id: int = 0
+    ) -> None:
         """Take over what was stored; every environment counts as heard from just now."""
         for stored in records:
             environment = Environment(**stored)
@@ -44,6 +56,7 @@ class Registry:
                 self.last_seen[environment.env_id] = self.came[environment.env_id] = now
         self.name_counts.update(name_counts)
         self.clock = clock
+        self._next_id = max(next_id, max(self.by_id) + 1)
 
     def add(
         self, desired_name: str, weight: float, group_size: int, max_token_length: int, allocation: float | None, now: float
@@ -59,11 +72,27 @@ class Registry:
             min_batch_allocation=allocation,
             clock=self.clock,
         )
-        self.name_counts[desired_name] += 1
+        self._next_id = environment.env_id + 1
+        self.name_counts[desired_name] = self.name_counts.pop(desired_name, 0) + 1  # the newest is last
+        self._forget_names()
         self.by_id[environment.env_id] = environment
         self.last_seen[environment.env_id] = self.came[environment.env_id] = now
         self._dirty.add(environment.env_id)
         return environment
+
+    def _forget_names(self) -> None:
+        if len(self.name_counts) > MOST_NAMES:
+            used = {one.desired_name for one in self.by_id.values()}
+            unused = [name for name in self.name_counts if name not in used]
+            for name in unused[: len(self.name_counts) - MOST_NAMES]:
+                del self.name_counts[name]
+
+    def forget(self, env_id: int) -> None:
+        """Remove an environment. Its id is not given to another one."""
+        for of in (self.by_id, self.last_seen, self.came, self.posted):
+            of.pop(env_id, None)
+        self._dirty.discard(env_id)
+        self._forgotten.append(env_id)
 
     def get(self, env_id: int) -> Environment:
         """The environment of that id.
@@ -140,7 +169,7 @@ class Registry:
 
     def next_id(self) -> int:
         """The id of the environment that registers next."""
-        return max(self.by_id) + 1
+        return self._next_id
 
     def active(self, now: float) -> list[Environment]:
         """Connected environments that have spoken within the limit `silent_after`."""

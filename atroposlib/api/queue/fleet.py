@@ -17,6 +17,10 @@ FORGET_SECONDS = 60.0
 """After which what one has said is not shown beside what another says; everybody says it anew every few seconds."""
 
 
+MOST_PUBLISHERS = 64
+"""Parties that publish tables within FORGET_SECONDS."""
+
+
 class UnknownServerError(Exception):
     """No server of this fleet has this address."""
 
@@ -32,6 +36,10 @@ class FleetFullError(Exception):
         super().__init__(
             f"{url} is one server too many: {MOST_SERVERS} are listed already; POST /fleet/leave those that are gone"
         )
+
+
+class TooManyPublishersError(Exception):
+    """More parties publish tables, or more servers in them, than may be."""
 
 
 @dataclass(slots=True)
@@ -125,9 +133,18 @@ class Table:
             by: who; empty for the trainer.
             servers: as `servers`.
             now: Unix seconds.
+
+        Raises:
+            TooManyPublishersError: there are too many tables, or servers in them.
         """
         parts = {who: part for who, part in self._parts.items() if who != by and now - part[0] < FORGET_SECONDS}
         parts[by] = (now, servers)
+        count = sum(len(part) for _, part in parts.values())
+        if len(parts) > MOST_PUBLISHERS or count > MOST_SERVERS:
+            raise TooManyPublishersError(
+                f"with this table {len(parts)} parties would have published {count} servers within {FORGET_SECONDS:g} s; at "
+                f"most {MOST_PUBLISHERS} may, and {MOST_SERVERS} servers: use one name in `by` for each parameter server"
+            )
         rows = {row["url"]: row for _, part in sorted(parts.values(), key=lambda part: part[0]) for row in part}
         return Table(list(rows.values()), now, parts)
 

@@ -84,6 +84,7 @@ class QueueState:
         """What changed since the last call."""
         changes, self.changes = self.changes, Changes()
         changes.environments = self.registry.take_changed()
+        changes.environments_removed = self.registry.take_forgotten()
         changes.evaluations, changes.evaluations_removed = self.evaluations.take_changed()
         if self.fleet.take_changed() or self._state_changed:
             self._state_changed = False
@@ -104,6 +105,7 @@ class QueueState:
                 "failures": self.failures.stored(),
                 "clock": self.registry.clock,
                 "name_counts": dict(self.registry.name_counts),
+                "next_env_id": self.registry.next_id(),
                 "next_seq": self.next_seq,
                 "next_batch_id": self.next_batch_id,
                 "next_evaluation": self.evaluations.next_id,
@@ -130,7 +132,8 @@ class QueueState:
         self.batches_skipped = state.get("batches_skipped", 0)
         self.next_batch_id = state.get("next_batch_id", 1)
         self.drops.update({(reason, bucket): count for reason, bucket, count in state.get("drops", [])})
-        self.registry.restore(snapshot.environments, state.get("name_counts", {}), state.get("clock", 0.0), now)
+        names, clock = state.get("name_counts", {}), state.get("clock", 0.0)
+        self.registry.restore(snapshot.environments, names, clock, now, state.get("next_env_id", 0))
         # A store of an earlier version does not say which run its environments belong to.
         self.first_env_of_run = state.get("first_env_of_run", self.registry.next_id() if self.ended else 0)
         for env_id in self.registry.by_id:

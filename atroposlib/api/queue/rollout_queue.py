@@ -18,6 +18,7 @@ from typing import Any
 from atroposlib.api import scheduling
 from atroposlib.api.models.records import Environment, Group, Lease, Registration, UnknownBatchError
 from atroposlib.api.queue.evaluations import Evaluations
+from atroposlib.api.queue.forgetting import Forgetting
 from atroposlib.api.queue.intake import Intake
 from atroposlib.api.queue.set_aside import SettingAside
 from atroposlib.api.queue.starvation import Refusals, why_starved
@@ -25,7 +26,7 @@ from atroposlib.api.queue.weight_epochs import WeightEpochs
 from atroposlib.utils.lives import Life
 
 
-class RolloutQueue(Intake, SettingAside):
+class RolloutQueue(Intake, SettingAside, Forgetting):
     """Queue, buffers, leases and registrations of one rollout service."""
 
     # ---- the trainer ----
@@ -298,6 +299,7 @@ class RolloutQueue(Intake, SettingAside):
         """
         if self.registration is None or not self.started or self.ended:
             return None
+        self.make_space_for_environment(now, stream)
         if stream is not None:
             for former in self.registry.serving(stream):
                 self.disconnect_env(former)

@@ -142,6 +142,8 @@ class FillingBatches(QueueState):
         if self.registration is None or not (self.lines.groups or any(self.buffers.values())):
             return Unfillable()
         batch_size = self.registration.batch_size
+        for line in self.sizes_posted.keys() - self.registry.by_id.keys():  # of environments that were forgotten
+            del self.sizes_posted[line]
         to_come = {line: self._sizes_to_come(line) for line in self.registry.by_id}
         elsewhere = {group.size for lease in self.leases.values() for group in lease.groups}
         elsewhere |= self.reference.sizes.keys()

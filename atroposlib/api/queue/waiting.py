@@ -21,6 +21,8 @@ MOST_NAMED = 3
 """Workers that the text for the trainer names."""
 MOST_WORKERS = 1024
 """Names that are remembered; who was silent for longest is forgotten first."""
+FORGET_SECONDS = 86_400.0
+"""Silence after which a worker is forgotten."""
 MOST_ANSWERED = 65_536
 """Groups of which it is remembered that they were answered, for workers that have not heard so."""
 
@@ -51,6 +53,12 @@ class Lines:
     def open(self, line: int) -> None:
         """Make a line for an environment."""
         self.by_line.setdefault(line, {})
+
+    def close(self, line: int) -> None:
+        """Remove the line of an environment, in which nothing waits."""
+        self.by_line.pop(line, None)
+        for counter in (self.sequences, self.fresh):
+            counter.pop(line, None)
 
     def add(self, group: Group) -> bool:
         """Put a group at the end of its line. Returns whether the line was empty."""
@@ -206,7 +214,7 @@ class ReferenceStage:
         worker = self.workers.setdefault(name, Worker(name))
         worker.seen = now
         self.workers.move_to_end(name)
-        if len(self.workers) > MOST_WORKERS:
+        while len(self.workers) > MOST_WORKERS or now - next(iter(self.workers.values())).seen > FORGET_SECONDS:
             self.workers.popitem(last=False)
         return worker
 

@@ -58,6 +58,8 @@ class Statements:
         environments = {record["env_id"]: record for changes in together for record in changes.environments}
         for env_id, record in environments.items():
             run("INSERT OR REPLACE INTO environments VALUES (?, ?)", (env_id, orjson.dumps(record)))
+        forgotten = [env_id for changes in together for env_id in changes.environments_removed]
+        self._for_all("DELETE FROM environments WHERE env_id", forgotten)
         keys: dict[str, Receipt | None] = {}
         for changes in together:
             keys.update(changes.keys_added)
