@@ -95,7 +95,7 @@ class EvalBase(ABC):
 
     async def __call__(self, server_manager: ServerManager) -> dict[str, float]:
         """Run every item and return the mean of each metric."""
-        start = time.time()
+        start, begun = time.time(), time.monotonic()
         results = await asyncio.gather(*(self.run_item(server_manager, item) for item in self.data))
         metrics = {name: float(np.mean([metrics[name] for metrics, _ in results])) for name in results[0][0]}
         task = f"{type(self).__name__}@{self.pass_at_n}"
@@ -107,7 +107,7 @@ class EvalBase(ABC):
             task_name=task,
             model_name=getattr(getattr(server_manager.servers[0], "config", None), "model_name", None),
             start_time=start,
-            end_time=time.time(),
+            end_time=start + time.monotonic() - begun,
             generation_parameters=self.get_generation_params(),
             samples=[sample for _, sample in results],
             verbose=getattr(self, "verbose", False),

@@ -11,7 +11,8 @@ from atroposlib.inference.managed_server import ManagedServer
 
 @dataclass
 class SessionState:
-    """One session. Times are Unix times, `busy` counts its requests under way."""
+    """One session. `created_at` and `last_accessed` are Unix times, for people. `used` is the time of the last use by the clock
+    of `Sessions`, `busy` counts the requests under way."""
 
     uuid: str
     managed_server: ManagedServer
@@ -19,6 +20,7 @@ class SessionState:
     base_url: str | None = None
     created_at: float = field(default_factory=time.time)
     last_accessed: float = field(default_factory=time.time)
+    used: float = 0.0
     busy: int = 0
 
 
@@ -36,10 +38,10 @@ class Sessions:
     Args:
         most: sessions at once.
         seconds: how long one is kept without a request; one whose request is under way is kept.
-        clock: Unix time.
+        clock: seconds of a clock that does not jump.
     """
 
-    def __init__(self, most: int, seconds: float, clock: Callable[[], float] = time.time):
+    def __init__(self, most: int, seconds: float, clock: Callable[[], float] = time.monotonic):
         self.most, self.seconds, self.clock = most, seconds, clock
         self._open: dict[str, SessionState] = {}
 
@@ -60,8 +62,7 @@ class Sessions:
                 f"{len(self._open)} sessions are open, as many as may be: end some with DELETE /<session>, wait (they expire "
                 f"{self.seconds:g} s after their last request), or raise --max-sessions"
             )
-        now = self.clock()
-        made = SessionState(str(uuid.uuid4()), managed_server, model_name, base_url, now, now)
+        made = SessionState(str(uuid.uuid4()), managed_server, model_name, base_url, used=self.clock())
         self._open[made.uuid] = made
         return made
 
@@ -81,7 +82,7 @@ class Sessions:
             yield session
         finally:
             session.busy -= 1
-            session.last_accessed = self.clock()
+            session.last_accessed, session.used = time.time(), self.clock()
 
     def delete(self, session_uuid: str) -> None:
         """End one; raises `UnknownSession` where there is none."""
@@ -97,5 +98,5 @@ class Sessions:
 
     def _forget(self) -> None:
         oldest = self.clock() - self.seconds
-        for session in [entry for entry in self._open.values() if not entry.busy and entry.last_accessed < oldest]:
+        for session in [entry for entry in self._open.values() if not entry.busy and entry.used < oldest]:
             del self._open[session.uuid]

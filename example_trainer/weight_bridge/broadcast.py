@@ -102,7 +102,7 @@ class BroadcastBridge(WeightBridge):
         first = given[0] if given else _required(make_server)("http://localhost:1")  # for its deadlines alone
         members = {server.url: Member(server) for server in given}
         make = make_server or (lambda url: _same_kind(first, url))
-        fleet = Fleet(members, min(least, len(members)) if make_server is None else least, patience, time.time())
+        fleet = Fleet(members, min(least, len(members)) if make_server is None else least, patience, time.monotonic())
         # On the other ranks neither is ever asked anything.
         self._keeper = FleetKeeper(fleet, members, make, board if self._ranks.is_main else None)
         self._updates = FleetUpdates(self._keeper, transfer, first.timeout, first.startup_timeout, first.sleep, hosts)

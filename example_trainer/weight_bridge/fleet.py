@@ -64,7 +64,7 @@ class Place:
     Attributes:
         url: its address, which is its name.
         standing: see Standing.
-        since: Unix seconds since when it stands so.
+        since: when it came to stand so.
         reason: why it is not good; empty if it is.
         instance: of the process that was joined last; empty before.
         weight_version, weight_epoch: that it serves as far as is known; None before it was seen.
@@ -72,9 +72,9 @@ class Place:
         hangs: whether its engine makes no progress.
         hopeless: whether waiting will not help.
         failures: tries that failed, since it was good.
-        not_before: Unix seconds before which it is not tried again.
-        lost: Unix seconds since when it is not good any more; None while it is, or was not yet.
-        silent_since: Unix seconds of the first look in a row that it did not answer.
+        not_before: when it may be tried again.
+        lost: when it stopped being good; None while it is, or was not yet.
+        silent_since: time of the first look in a row that it did not answer.
     """
 
     url: str
@@ -114,13 +114,13 @@ class Change:
 
 
 class Fleet:
-    """The servers, in the order in which they were named. Times are Unix seconds, given by the caller, and do not go back.
+    """The servers, in the order in which they were named. Times are seconds of a clock that does not jump, given by the caller.
 
     Example:
-        fleet = Fleet(["http://a:9001", "http://b:9001"], least=1, patience=10.0, now=time.time())
-        fleet.saw("http://a:9001", sight, time.time())
-        if fleet.verdict(waited=0.0, limit=300.0, now=time.time()) is Verdict.GO:
-            update(fleet.takes_part(time.time()))
+        fleet = Fleet(["http://a:9001", "http://b:9001"], least=1, patience=10.0, now=time.monotonic())
+        fleet.saw("http://a:9001", sight, time.monotonic())
+        if fleet.verdict(waited=0.0, limit=300.0, now=time.monotonic()) is Verdict.GO:
+            update(fleet.takes_part(time.monotonic()))
     """
 
     def __init__(self, urls: Iterable[str], least: int, patience: float, now: float) -> None:
@@ -129,7 +129,7 @@ class Fleet:
             urls: of the servers that the options name.
             least: good servers without which training waits (--min-servers).
             patience: seconds that a server may be silent before it counts as away (--server-patience).
-            now: Unix seconds.
+            now: the time.
         """
         self.least, self.patience = least, patience
         self._named = list(dict.fromkeys(urls))

@@ -163,7 +163,7 @@ class FleetKeeper:
             if not forced and (self._updating or self._updates != begun):
                 return  # what was seen is older than what the update has taught
             for url, member in members.items():
-                self.fleet.saw(url, member.seen_in(states.get(url)), time.time())
+                self.fleet.saw(url, member.seen_in(states.get(url)), time.monotonic())
                 self._say_away(url, states.get(url) is None)
             self.tell()
 
@@ -199,7 +199,7 @@ class FleetKeeper:
                 "this process again, a trainer with --resume auto; the traceback is in its log, at [Fleet]"
             ) from self._failure
         with self.lock:
-            return self.fleet.due(time.time())
+            return self.fleet.due(time.monotonic())
 
     def tell(self) -> None:
         """Say in the log what has changed, and have the table published. `lock` is held."""
@@ -247,7 +247,7 @@ class FleetKeeper:
 
     def wish(self, wanted: Sequence[str], left: Sequence[str]) -> None:
         """Others ask for these servers beside the named ones, and for those to go. `lock` is held; no update is made."""
-        came, went = self.fleet.wish(wanted, left, time.time())
+        came, went = self.fleet.wish(wanted, left, time.monotonic())
         for url in went:
             logger.info("[Fleet] %s has left: training goes on with %d servers", url, len(self.fleet.good))
             self.members.pop(url).server.close()

@@ -40,9 +40,9 @@ def missing_servers(fleet: Fleet) -> str:
     return not_good(fleet) or "no others are known"
 
 
-def waiting_line(fleet: Fleet, until: float) -> str:
-    """Why training waits. `until`: Unix seconds at which it gives up."""
-    clock = time.strftime("%H:%M:%S", time.localtime(until))
+def waiting_line(fleet: Fleet, left: float) -> str:
+    """Name the servers that training waits for. `left`: seconds until it gives up."""
+    clock = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
     told = f"{len(fleet.good)} good, --min-servers {fleet.least}: {missing_servers(fleet)}"
     return f"[Fleet] waiting for servers: {told}; until {clock}"
 
@@ -57,13 +57,14 @@ def given_up(fleet: Fleet, waited: float) -> str:
 
 def table(fleet: Fleet) -> list[dict[str, Any]]:
     """The rows that the rollout service's /fleet shows."""
+    unix = time.time() - time.monotonic()
     return [
         {
             "url": place.url,
             "standing": str(place.standing),
             "weight_version": place.weight_version,
             "weight_epoch": place.weight_epoch,
-            "since": place.since,
+            "since": round(unix + place.since, 3),
             "reason": place.reason,
         }
         for place in fleet.places.values()

@@ -141,15 +141,14 @@ class FleetUpdates:
         """
         logged = 0.0
         while True:
-            now = time.time()
+            now = time.monotonic()
             with self._keeper.lock:
                 fleet = self._keeper.fleet
                 waited = 0.0 if self._waiting_since is None else now - self._waiting_since
                 chosen = fleet.takes_part(now) if self._everyone else fleet.due(now)
                 verdict = fleet.verdict(waited, self._longest_wait, now)
                 urls = [url for url in chosen if url in self._again or (not self._again and url not in self._done)]
-                until = (self._waiting_since or now) + self._longest_wait
-                waiting, ending = waiting_line(fleet, until), given_up(fleet, waited)
+                waiting, ending = waiting_line(fleet, self._longest_wait - waited), given_up(fleet, waited)
             if verdict is Verdict.GO or self._again or not self._everyone:
                 ready = self._join([url for url in urls if self._must_join(url)])
                 urls = [url for url in urls if url not in ready.failed]
@@ -250,7 +249,7 @@ class FleetUpdates:
             for url, answer in answers.ok.items():
                 self._done[url] = answer
                 self._bytes += members[url].num_bytes
-                self._keeper.fleet.served(url, version, members[url].server.weight_epoch, time.time())
+                self._keeper.fleet.served(url, version, members[url].server.weight_epoch, time.monotonic())
             self._keeper.tell()
         resumed = min((float(answer["seconds"].get("resume", 0.0)) for answer in answers.ok.values()), default=0.0)
         self._verified = max(self._verified, verified - resumed)
@@ -368,7 +367,7 @@ class FleetUpdates:
         gone = is_away(error) if away is None else away
         self._keeper.members[url].joined = False
         reason = " ".join(str(error).removeprefix(url).split())
-        self._keeper.fleet.failed(url, reason, time.time(), gone, hopeless)
+        self._keeper.fleet.failed(url, reason, time.monotonic(), gone, hopeless)
 
     def _of(self, group: Group) -> dict[str, Member]:
         return {url: self._keeper.members[url] for url, *_ in group["members"]}

@@ -55,12 +55,14 @@ class Fleet:
     Attributes:
         rows: one a server.
         wanted: addresses that shall join and are in no row yet.
-        published: Unix time at which the trainer said so; None if the servers were asked.
+        published: Unix time at which the trainer published the table, by the service's clock; None if the servers were asked.
+        published_at: the same in seconds of this process's `time.monotonic`.
     """
 
     rows: tuple[FleetRow, ...] = ()
     wanted: tuple[str, ...] = ()
     published: float | None = None
+    published_at: float | None = None
 
     @property
     def good(self) -> bool:
@@ -83,11 +85,12 @@ def published_fleet(service_url: str, key: str, seconds: float = PROBE_SECONDS) 
     try:
         answer = get_json(f"{service_url}/fleet", seconds, key)
         published = answer["published"]
-        if published is None or time.time() - float(published) > STALE_SECONDS:
+        if published is None or (ago := float(answer["published_ago"])) > STALE_SECONDS:
             return None
         rows = tuple(_row(entry) for entry in answer["servers"])
         known = {row.url for row in rows}
-        return Fleet(rows, tuple(url for url in answer.get("wanted") or () if url not in known), float(published))
+        wanted = tuple(url for url in answer.get("wanted") or () if url not in known)
+        return Fleet(rows, wanted, float(published), time.monotonic() - ago)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

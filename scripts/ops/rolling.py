@@ -120,7 +120,7 @@ class Roller:
 
     def missing(self, part: str, served_at: float | None) -> tuple[str, float | None]:
         """What a server lacks to count as back, in a few words, empty if nothing; and since when it has served the present
-        weights, by the Unix time that was passed last.
+        weights, in seconds of `time.monotonic`.
 
         The others are asked first, so that an update that comes in between never makes this one look late.
         """
@@ -134,7 +134,7 @@ class Roller:
             epoch, version = self.newest
             said = f"it serves version {row.weight_version} of epoch {row.weight_epoch}"
             return f"{said}, and version {version} of epoch {epoch} is the present one", None
-        served_at = served_at or time.time()
+        served_at = served_at or time.monotonic()
         fleet = published_fleet(self.stack.service_url, self.starter.keys[SERVICE])
         return self.missing_at_trainer(fleet, self.url(part), served_at), served_at
 
@@ -147,7 +147,7 @@ class Roller:
             return f"the trainer's table does not name {url}"
         if row.standing != GOOD:
             return f"the trainer calls it {row.standing}" + (f" ({row.reason})" if row.reason else "")
-        return "" if (fleet.published or 0) >= served_at else "the trainer has not published its table since"
+        return "" if (fleet.published_at or 0) >= served_at else "the trainer has not published its table since"
 
     def require_trainer(self, part: str) -> None:
         """Refuse to wait for weights that nobody will send.

@@ -65,7 +65,7 @@ class Trainers:
             httpx.post(f"{self.url}/scored_data", json=made_up_group(number), timeout=30).raise_for_status()
 
     def stats(self) -> dict[str, Any]:
-        """What the service says of itself."""
+        """The statistics of the service."""
         answer: dict[str, Any] = httpx.get(f"{self.url}/stats", timeout=30).json()
         return answer
 
@@ -93,7 +93,7 @@ class Trainers:
         return [json.loads(line) for line in (self.folder / "logs" / "metrics.jsonl").read_text().splitlines()]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Those of the last step."""
+        """The weights of the last step."""
         return load_file(self.folder / "checkpoints" / f"step_{STEPS}" / "model.safetensors")
 
     def _passed(self, point: str) -> None:

@@ -12,7 +12,7 @@ from scripts.ops.stack import Stack
 from scripts.quickstart.plan import Command
 
 SERVER = """
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 port, run = int(sys.argv[1]), pathlib.Path(sys.argv[2])
 def weights():
@@ -30,7 +30,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         allowed = self.headers["Authorization"] == "Bearer " + os.environ.get("ROLLOUT_API_KEY", "")
         table = run / "fleet.json"
-        fleet = table.read_text() if table.exists() else '{"servers": [], "wanted": [], "published": null}'
+        fleet = json.loads(table.read_text()) if table.exists() else dict(servers=[], wanted=[], published=None)
+        fleet = json.dumps(dict(fleet, published_ago=time.time() - (fleet["published"] or 0)))
         answers = {"/status": json.dumps({"queue_size": 5} if allowed else {}), "/fleet": fleet if allowed else "{}"}
         answers |= {"/metrics": "lockstep_weight_version 3.0\\n", "/weights": json.dumps(weights())}
         body = answers.get(self.path, "{}").encode()

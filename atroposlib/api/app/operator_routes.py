@@ -88,7 +88,8 @@ def add_fleet_routes(app: FastAPI, service: RolloutService) -> None:
         """The inference servers: what the trainer says of each, and which are wanted or shall leave."""
         wishes = await service.run(lambda queue: queue.fleet.answered(service.keyed))
         table = service.fleet_table
-        return answer({"servers": table.servers, **wishes, "published": table.published})
+        age = table.age(service.clock())
+        return answer({"servers": table.servers, **wishes, "published": table.published, "published_ago": age})
 
     @app.post("/fleet", **takes(PublishedFleet))
     async def publish(request: Request) -> Response:
@@ -99,7 +100,7 @@ def add_fleet_routes(app: FastAPI, service: RolloutService) -> None:
         if not told.by:
             service.heard_trainer(publishes=True)
         rows = [server.model_dump() for server in told.servers]
-        service.fleet_table = service.fleet_table.told(told.by, rows, time.time())
+        service.fleet_table = service.fleet_table.told(told.by, rows, service.clock(), time.time())
         wishes = await service.run(lambda queue: queue.fleet.answered(service.keyed))
         return answer({"status": "success", **wishes})
 

@@ -122,17 +122,20 @@ class Table:
     servers: list[dict[str, Any]] = field(default_factory=list)
     """url, standing, weight_version, weight_epoch, since, reason of each."""
     published: float | None = None
-    """When, in Unix seconds by this machine's clock; None if nobody has said anything yet."""
+    """When, in Unix seconds by this machine's clock, for people; None if there was no publication yet."""
+    heard: float = 0.0
+    """When, in seconds of a clock that does not jump."""
     _parts: dict[str, tuple[float, list[dict[str, Any]]]] = field(default_factory=dict)
 
-    def told(self, by: str, servers: list[dict[str, Any]], now: float) -> Table:
+    def told(self, by: str, servers: list[dict[str, Any]], now: float, unix: float) -> Table:
         """The table after somebody has said something: it takes the place of what the same one said before. Of others counts
         what is no older than FORGET_SECONDS, and of two who name the same server the later one.
 
         Args:
             by: who; empty for the trainer.
             servers: as `servers`.
-            now: Unix seconds.
+            now: seconds of a clock that does not jump.
+            unix: Unix seconds.
 
         Raises:
             TooManyPublishersError: there are too many tables, or servers in them.
@@ -146,7 +149,11 @@ class Table:
                 f"most {MOST_PUBLISHERS} may, and {MOST_SERVERS} servers: use one name in `by` for each parameter server"
             )
         rows = {row["url"]: row for _, part in sorted(parts.values(), key=lambda part: part[0]) for row in part}
-        return Table(list(rows.values()), now, parts)
+        return Table(list(rows.values()), unix, now, parts)
+
+    def age(self, now: float) -> float | None:
+        """Seconds since the last publication; None if there was none. `now` is as in `told`."""
+        return None if self.published is None else now - self.heard
 
     def urls(self) -> list[str] | None:
         """The servers' addresses; None if nothing was published."""

@@ -193,8 +193,8 @@ class LiveSource:
             self._acked = (queue.acked_version, now)
         since = None if self._acked[1] is None else round(now - self._acked[1], 1)
         table = service.fleet_table
-        is_fresh = table.published is not None and time.time() - table.published < FORGET_SECONDS
-        published = {row["url"]: row for row in table.servers} if is_fresh else {}
+        age = table.age(service.clock())
+        published = {row["url"]: row for row in table.servers} if age is not None and age < FORGET_SECONDS else {}
         rows = [server.row(published.get(url)) for url, server in self.watch.servers.items()]
         heard = TrainerHeard(since, service.clock() - service.trainer_heard, service.trainer_publishes)
         ended = self._ended if queue.ended else None

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class RunCatalogue:
         self._open: OrderedDict[tuple[str, Path, Path | None, Path | None], Run] = OrderedDict()
         self._found: list[RunFiles] = []
         self._looked = -LOOK_SECONDS
-        self._summaries: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._summaries: dict[str, _Glance] = {}
         self._rewards: dict[Path, _Rewards] = {}
         self._reading = threading.Lock()
 
@@ -142,12 +143,18 @@ class RunCatalogue:
         for files in self.list_runs():
             stamp = changed(files)
             known = before.get(files.id)
-            if known is None or known[0] != stamp:
-                known = (stamp, glance(files))
+            now = time.monotonic()
+            if known is None:
+                known = _Glance(stamp, glance(files), now, None)
+            elif known.stamp != stamp:
+                grew = now if now - known.looked < quiet_seconds(files) else None
+                known = _Glance(stamp, glance(files), now, grew)
+            else:
+                known.looked = now
             self._summaries[files.id] = known
-            summary, live = known[1], files.id == LIVE
+            summary, live = known.summary, files.id == LIVE
             state = summary["state"]
-            if state == "unknown" and (live or time.time() - stamp < quiet_seconds(files)):
+            if state == "unknown" and (live or known.is_fresh(quiet_seconds(files))):
                 state = "running"
             identity = {"id": files.id, "name": files.name, "folder": str(files.folder), "live": live}
             listed.append({**identity, **summary, "state": state})
@@ -158,6 +165,26 @@ def quiet_seconds(files: RunFiles) -> float:
     """Return for how long a run's files may stay unchanged while it runs."""
     served = files.observed is not None and (files.observed / "stack.json").exists()
     return SERVED_QUIET_SECONDS if served else QUIET_SECONDS
+
+
+@dataclass(slots=True)
+class _Glance:
+    """A run as it was seen last."""
+
+    stamp: float
+    """When its files changed last, by the clock of the machine that writes them."""
+    summary: dict[str, Any]
+    looked: float
+    """When this process looked at them last, in seconds of `time.monotonic`."""
+    grew: float | None
+    """When it saw them change, shortly after a look before; None if it has not."""
+
+    def is_fresh(self, seconds: float) -> bool:
+        """Return True if the files changed within so many seconds. Without a change that this
+        process saw, the clocks decide."""
+        if self.grew is not None:
+            return time.monotonic() - self.grew < seconds
+        return abs(time.time() - self.stamp) < seconds
 
 
 class _Rewards:

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 SESSION_SECONDS = 12 * 3600.0
 MOST_ENDED = 10_000
-"""Signed-out sessions that are remembered until they would have ended. If there are more, all sign-ins end."""
+"""Signed-out sessions that are remembered. Beyond that the service forgets sessions that would have ended by now. If there are
+still more, all sign-ins end."""
 STATE_FILE = "sessions.json"
 _SALT = re.compile(r"[0-9a-f]{32}")
 _FORM = re.compile(r"1\.([0-9a-f]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{64})")
@@ -112,7 +113,8 @@ class Sessions:
         if ends is None or found is None:
             return
         now = self._clock()
-        self._ended = {number: at for number, at in self._ended.items() if at >= now}
+        if len(self._ended) >= MOST_ENDED:  # not before: the clock may be ahead, and what it forgets would be good again
+            self._ended = {number: at for number, at in self._ended.items() if at >= now}
         if len(self._ended) < MOST_ENDED:
             self._ended[found[2]] = ends
         else:

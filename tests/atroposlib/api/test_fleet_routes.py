@@ -106,18 +106,26 @@ def test_tables_of_several_publishers_stand_side_by_side_while_they_are_fresh() 
     def row(port: int, version: int) -> dict[str, Any]:
         return {"url": f"http://h:{port}", "weight_version": version}
 
-    table = Table().told("a", [row(1, 1), row(2, 1)], 100.0).told("b", [row(3, 1)], 101.0)
+    table = Table().told("a", [row(1, 1), row(2, 1)], 100.0, 5.0).told("b", [row(3, 1)], 101.0, 9e8)
     assert table.urls() == ["http://h:1", "http://h:2", "http://h:3"]
-    table = table.told("a", [row(1, 2)], 102.0)
+    table = table.told("a", [row(1, 2)], 102.0, 7.0)
     assert sorted(table.urls() or ()) == ["http://h:1", "http://h:3"]
-    table = table.told("b", [row(1, 3)], 103.0)  # has taken it over
+    assert (table.published, table.age(102.5)) == (7.0, 0.5), "the wall clock is for people alone"
+    table = table.told("b", [row(1, 3)], 103.0, 8.0)  # has taken it over
     assert table.servers == [row(1, 3)]
-    assert table.told("b", [], 103.0 + FORGET_SECONDS).servers == []
-    assert table.told("", [row(4, 1)], 104.0).urls() == ["http://h:1", "http://h:4"]
+    assert table.told("b", [], 103.0 + FORGET_SECONDS, 8.0).servers == []
+    assert table.told("", [row(4, 1)], 104.0, 0.0).urls() == ["http://h:1", "http://h:4"]
 
 
 def test_the_trainers_table_is_told_and_forgotten(service: Service) -> None:
-    assert service.get("/fleet") == {"servers": [], "wanted": [], "left": [], "keyed": False, "published": None}
+    assert service.get("/fleet") == {
+        "servers": [],
+        "wanted": [],
+        "left": [],
+        "keyed": False,
+        "published": None,
+        "published_ago": None,
+    }
     uuid = service.post("/register", trainer())["uuid"]
     before = time.time()
     table = [entry(ONE), entry(TWO, "quarantined", weight_version=None, reason="silent " * 1000)]
@@ -164,12 +172,13 @@ def test_what_is_wanted_survives_a_kill(tmp_path: Path) -> None:
     assert TWO in unknown.json()["detail"]
     service.signal(signal.SIGKILL)
     service.start()
-    assert service.get("/fleet") == {"servers": [], "wanted": [TWO], "left": [ONE], "keyed": False, "published": None}
+    never = {"published": None, "published_ago": None}
+    assert service.get("/fleet") == {"servers": [], "wanted": [TWO], "left": [ONE], "keyed": False} | never
     assert service.signal(signal.SIGTERM) == 0
     # With a key: trainers send their keys to what is wanted, so what anyone may have asked for before is left out.
     keyed = Service(tmp_path, "--store", str(tmp_path / "a.db"), environ={"ROLLOUT_API_KEY": "s3cret"}).start()
     keyed.http.headers["Authorization"] = "Bearer s3cret"
-    assert keyed.get("/fleet") == {"servers": [], "wanted": [], "left": [ONE], "keyed": True, "published": None}
+    assert keyed.get("/fleet") == {"servers": [], "wanted": [], "left": [ONE], "keyed": True} | never
     assert "asked to join before this service had a key" in keyed.log.read_text()
     assert keyed.post("/fleet/join", {"url": TWO})["wanted"] == [TWO]
     assert keyed.signal(signal.SIGTERM) == 0

@@ -30,7 +30,7 @@ class Answer:
 
 
 class FakeSeat:
-    """What the test says of its process is what it answers."""
+    """An actor of the test: it answers with what the test sets."""
 
     def __init__(self, cluster: FakeCluster, role: Role) -> None:
         self.cluster, self.role, self.begun = cluster, role, 0.0

@@ -155,8 +155,8 @@ def test_reference_workers_are_forgotten_after_a_day_of_silence() -> None:
 def test_publishers_of_servers_are_bounded() -> None:
     table = Table()
     for number in range(MOST_PUBLISHERS):
-        table = table.told(str(number), [], 0.0)
+        table = table.told(str(number), [], 0.0, 0.0)
     with pytest.raises(TooManyPublishersError, match="64 may"):
-        table.told("one more", [], 0.0)
-    assert table.told("0", [], 0.0).published == 0.0
-    assert table.told("later", [], 61.0).published == 61.0
+        table.told("one more", [], 0.0, 0.0)
+    assert table.told("0", [], 0.0, 0.0).published == 0.0
+    assert table.told("later", [], 61.0, 61.0).published == 61.0

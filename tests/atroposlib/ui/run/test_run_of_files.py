@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,22 @@ def test_a_line_for_each_run(runs: Path) -> None:
         catalogue.get("gone")
     with pytest.raises(UnknownRunError, match="no folder"):
         RunCatalogue([]).get("")
+
+
+def test_a_run_whose_files_change_is_running_whatever_the_writers_clock_shows(runs: Path) -> None:
+    metrics = runs / "alone" / "metrics.jsonl"
+    catalogue = RunCatalogue([runs])
+
+    def state_after(stamp: float) -> str:
+        os.utime(metrics, (stamp, stamp))
+        return str({one["name"]: one for one in catalogue.summaries()}["alone"]["state"])
+
+    day = 86_400.0
+    assert state_after(time.time() + day) == "unknown", "the clock went back, or the writer's is a day ahead"
+    append(metrics, row(3))
+    assert state_after(time.time() + day + 1) == "running", "it grew between two looks"
+    append(metrics, row(4))
+    assert state_after(time.time() - day) == "running", "the writer's clock went back"
 
 
 def test_the_best_reward_of_each_run_wherever_in_it_it_was(runs: Path) -> None:

@@ -94,6 +94,17 @@ def test_a_sign_out_that_cannot_be_written_ends_all_sessions_at_the_restart(
     assert kept(file, clock).ends(cookie) is None
 
 
+def test_a_clock_that_jumps_there_and_back_makes_no_cookie_good_again(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "sessions.json"
+    sessions = kept(file, clock)
+    cookie = sessions.begin()
+    sessions.end(cookie)
+    clock.now += 1000
+    sessions.end(sessions.begin())
+    clock.now -= 1000
+    assert sessions.ends(cookie) is kept(file, clock).ends(cookie) is None
+
+
 def test_more_sign_outs_than_are_remembered_end_all_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.ui.web.sessions.MOST_ENDED", 3)
     clock, file = Clock(), tmp_path / "sessions.json"

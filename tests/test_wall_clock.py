@@ -1,0 +1,65 @@
+"""The files that may read the wall clock, with the reason. It may jump, so nothing may be decided by it alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+READS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today", "os.path.getmtime"}
+ATTRIBUTES = {"st_mtime", "st_mtime_ns", "st_ctime"}
+
+SHOWN = "for people: a time in a log line, a file, a table or a page"
+ANSWER = "the public wire has it: when an answer was created"
+ALLOWED = {
+    "atroposlib/api/app/environment_routes.py": SHOWN,
+    "atroposlib/api/app/operator_routes.py": SHOWN,
+    "atroposlib/envs/_runtime/reporting.py": SHOWN,
+    "atroposlib/envs/evaluation.py": SHOWN,
+    "atroposlib/inference/managed_server.py": ANSWER,
+    "atroposlib/inference/proxy_sessions.py": SHOWN,
+    "atroposlib/inference/server_harness.py": ANSWER,
+    "atroposlib/inference/trl_vllm_server.py": ANSWER,
+    "atroposlib/ui/live/servers.py": SHOWN,
+    "atroposlib/ui/live/source.py": SHOWN,
+    "atroposlib/ui/rollouts/files.py": SHOWN,
+    "atroposlib/ui/rollouts/recorder.py": SHOWN,
+    "atroposlib/ui/run/catalogue.py": "whether a run is alive, until its files are seen to grow",
+    "atroposlib/ui/run/folder.py": "the order of runs, and whether their files changed",
+    "atroposlib/ui/run/json_lines.py": "whether a file changed",
+    "atroposlib/ui/web/data_routes.py": SHOWN,
+    "atroposlib/ui/web/gatekeeper.py": "the end of a sign-in, which is a time of day",
+    "atroposlib/ui/web/stream.py": "the end of a sign-in, which is a time of day",
+    "example_trainer/batch/local_sampler.py": SHOWN,
+    "example_trainer/grpo.py": "a weight epoch to ask for: the service and the folder make it unique",
+    "example_trainer/observe/exporter.py": SHOWN,
+    "example_trainer/simple_rl.py": "a weight epoch, which the folder makes unique",
+    "example_trainer/training/rank_plan.py": "a weight epoch that nothing gets: whether the run is complete",
+    "example_trainer/weight_bridge/fleet_report.py": SHOWN,
+    "example_trainer/weight_bridge/members.py": SHOWN,
+    "scripts/ops/__main__.py": SHOWN,
+    "scripts/ops/control.py": SHOWN,
+    "scripts/ops/keeper.py": SHOWN,
+    "scripts/ops/rolling.py": SHOWN,
+    "scripts/quickstart/run.py": "whether files changed",
+    "vllm_patching/server/metrics.py": SHOWN,
+    "vllm_patching/protocol/timeline.py": SHOWN,
+    "vllm_patching/server/lora.py": SHOWN,
+}
+"""What each file reads it for. A deadline, an age or an order of events is measured with `time.monotonic`."""
+
+
+def reads_wall_clock(path: Path) -> bool:
+    """Return True if a file reads the wall clock, or the times of files."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and (ast.unparse(node) in READS or node.attr in ATTRIBUTES):
+            return True
+    return False
+
+
+def test_no_other_file_reads_the_wall_clock() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    packages = ("atroposlib/", "environments/", "example_trainer/", "scripts/", "vllm_patching/")
+    reading = {name for name in listed if name.startswith(packages) and reads_wall_clock(ROOT / name)}
+    assert reading == ALLOWED.keys(), "measure with time.monotonic, or list the file with the reason why a jump does no harm"
