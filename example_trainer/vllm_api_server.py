@@ -21,12 +21,14 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
+import logging
 import os
 import socket
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.utils.bounded_protocol import bounded_protocol
 from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
+from atroposlib.utils.log_bound import BoundedLines
 from atroposlib.utils.open_files import connections_allowed
 from atroposlib.utils.parent_death import end_forked_with_parent, end_with_parent
 from vllm_patching.compat.torchao_logs import quiet_torchao
@@ -269,6 +271,8 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
 
     async def run_and_clean_up() -> None:
         try:
+            for log in (logger, logging.getLogger("uvicorn.error")):  # clients without the key cause lines there
+                log.addFilter(BoundedLines())
             most = connections_allowed(lambda line: print(f"[vLLM Patch] {line}", flush=True))
             await run_server(args, http=bounded_protocol(CONNECTION_SECONDS, most, logger, MOST_BODY))
         finally:

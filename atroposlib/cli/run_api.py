@@ -38,7 +38,7 @@ from atroposlib.utils.addresses import argument, listening_host, server_address
 from atroposlib.utils.bounded_protocol import bounded_protocol
 from atroposlib.utils.connections import ACCEPT_AT_ONCE, LISTEN_BACKLOG, SERVER_KEEPS_SECONDS
 from atroposlib.utils.keys import VLLM_KEY
-from atroposlib.utils.log_lines import LogLines
+from atroposlib.utils.log_bound import log_to_stderr
 from atroposlib.utils.open_files import connections_allowed
 from atroposlib.utils.private_files import use_private_files
 
@@ -338,7 +338,7 @@ def make_page(
 def main(argv: list[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; requests under way are answered first."""
     arguments = parse_arguments(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[LogLines()])
+    log_to_stderr()
     if arguments.reload:
         logger.warning("--reload is ignored: to run changed code, start the service again; what it holds is in its store")
     api_key = read_api_key(arguments.api_key, arguments.api_key_file)

@@ -28,6 +28,7 @@ from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.utils.addresses import argument, http_addresses, listening_host
 from atroposlib.utils.bounded_protocol import bounded_protocol
 from atroposlib.utils.keys import PROXY_KEY, VLLM_KEY, given_or_variable
+from atroposlib.utils.log_bound import log_to_stderr
 from atroposlib.utils.open_files import connections_allowed
 
 logger = logging.getLogger("atroposlib.inference.managed_server_proxy")
@@ -294,7 +295,7 @@ def at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
 def main(argv: list[str] | None = None) -> None:
     """Run the proxy in front of one server."""
     arguments = parse_arguments(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request to an inference server
     manager = ServerManager([APIServerConfig(base_url=arguments.base_url, server_type=arguments.server_type)])
     try:
@@ -315,6 +316,7 @@ def main(argv: list[str] | None = None) -> None:
         port=arguments.port,
         http=bounded_protocol(limits.body_seconds, connections_allowed(logger.info)),
         ws="none",
+        log_config=None,
     )
 
 

@@ -14,6 +14,9 @@ from atroposlib.api.queue.rollout_queue import RolloutQueue
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Methods that are counted by name; each further label is a row that is kept for ever."""
+
 
 class Metrics:
     """One registry per service.
@@ -48,7 +51,7 @@ class Metrics:
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request."""
-        self.requests.labels(method, route, str(status)).inc()
+        self.requests.labels(method if method in METHODS else "other", route, str(status)).inc()
         self.request_seconds.labels(route).observe(seconds)
 
     def posted(self, draft: Draft, receipt: Receipt) -> None:

@@ -1,0 +1,52 @@
+"""Bounds the log of a server: clients, also those without the key, cause lines in it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from atroposlib.utils.log_lines import LogLines
+
+MOST_LINES, LINES_SECONDS = 100, 10.0
+"""Lines of one statement of the code within so many seconds."""
+LONGEST_LINE = 4096
+"""Characters of a message."""
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class BoundedLines(logging.Filter):
+    """Leaves out lines beyond MOST_LINES of one statement, and counts them in the next line of that statement.
+
+    Args:
+        clock: seconds, of a clock that never goes back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._statements: dict[tuple[str, int, int], tuple[float, int]] = {}
+        """When the present period of a statement began, and its lines since then."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a line is written."""
+        key, now = (record.name, record.levelno, record.lineno), self._clock()
+        began, count = self._statements.get(key, (now, 0))
+        left_out = 0
+        if now - began >= LINES_SECONDS:
+            began, count, left_out = now, 0, max(0, count - MOST_LINES)
+        self._statements[key] = (began, count + 1)
+        if count >= MOST_LINES:
+            return False
+        message = record.getMessage()
+        if left_out or len(message) > LONGEST_LINE:
+            more = f" ({left_out} more lines like this one were left out)" if left_out else ""
+            record.msg, record.args = message[:LONGEST_LINE] + more, ()
+        return True
+
+
+def log_to_stderr() -> None:
+    """Write the log of this process to standard error, bounded. A log that is set up already stays as it is."""
+    handler = LogLines()
+    handler.addFilter(BoundedLines())
+    logging.basicConfig(level=logging.INFO, format=FORMAT, handlers=[handler])

@@ -1,0 +1,45 @@
+"""The log of a server stays bounded whatever its clients send, and tells how much was left out."""
+
+from __future__ import annotations
+
+import logging
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atroposlib.utils.log_bound import LINES_SECONDS, LONGEST_LINE, MOST_LINES, BoundedLines
+
+
+def record(message: str, *arguments: object, line: int = 1) -> logging.LogRecord:
+    return logging.LogRecord("a", logging.INFO, "file", line, message, arguments, None)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.01, 1.0, LINES_SECONDS]), st.integers(1, 80)), max_size=20))
+def test_no_line_is_lost_without_being_counted(bursts: list[tuple[float, int]]) -> None:
+    now = 0.0
+    bounded = BoundedLines(lambda: now)
+    written: list[tuple[float, int]] = []
+    sent = 0
+    for pause, lines in bursts:
+        now += pause
+        for _ in range(lines):
+            line = record("refused %s", "x")
+            sent += 1
+            if bounded.filter(line):
+                left_out = line.getMessage().partition("(")[2].partition(" ")[0]
+                written.append((now, int(left_out or 0)))
+    now += LINES_SECONDS
+    last = record("refused %s", "x")
+    assert bounded.filter(last)
+    left_out = last.getMessage().partition("(")[2].partition(" ")[0]
+    assert len(written) + sum(count for _, count in written) + int(left_out or 0) == sent
+    for at, _ in written:
+        assert sum(at <= other < at + LINES_SECONDS for other, _ in written) <= 2 * MOST_LINES
+
+
+def test_other_statements_are_not_affected_and_long_lines_are_cut() -> None:
+    bounded = BoundedLines(lambda: 0.0)
+    assert sum(bounded.filter(record("one")) for _ in range(1000)) == MOST_LINES
+    long = record("%s", "x" * 100_000, line=2)
+    assert bounded.filter(long)
+    assert len(long.getMessage()) == LONGEST_LINE
