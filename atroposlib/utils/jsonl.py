@@ -10,7 +10,7 @@ import orjson
 
 from atroposlib.errors import EnvironmentFailure
 from atroposlib.number_bounds import unstorable
-from atroposlib.utils.whole_files import KeptLines, append_whole, cannot_write, write_whole
+from atroposlib.utils.whole_files import KeptLines, cannot_write, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +100,15 @@ class JsonLinesWriter:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
-        except OSError as error:
-            raise EnvironmentFailure(f"{cannot_write(self.path, error)}; name another path") from error
+        self._lines = open_kept_lines(self.path)
+
+    def write_later(self, row: Any) -> None:
+        """Append one row. While the disk refuses it, it waits in memory.
+
+        Raises:
+            TypeError: the row cannot be written as JSON.
+        """
+        self._lines.write(encode_repaired(row))
 
     def write(self, row: Any) -> None:
         """Append one row, or nothing of it.
@@ -113,15 +117,15 @@ class JsonLinesWriter:
             TypeError: the row cannot be written as JSON.
             EnvironmentFailure: the disk refused it.
         """
-        line = encode_repaired(row) + b"\n"
+        line = encode_repaired(row)
         try:
-            append_whole(self._file.fileno(), line)
+            self._lines.write_now(line)
         except OSError as error:
-            reason = cannot_write(self.path, error, len(line))
+            reason = cannot_write(self.path, error, len(line) + 1)
             raise EnvironmentFailure(f"{reason}; make room there, or name another path") from error
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 def open_kept_lines(path: Path) -> KeptLines:

@@ -31,7 +31,8 @@ class LogLines(logging.StreamHandler[TextIO]):
         """Return the line, behind one that says how many may be missing."""
         line = super().format(record)
         if self._refused:
-            line = f"{self._refused} lines may be missing here: the disk of this log refused them\n{line}"
+            # The disk may have taken a part of the last one.
+            line = f"\n{self._refused} lines may be missing here: the disk of this log refused them\n{line}"
         return line
 
     def handleError(self, record: logging.LogRecord) -> None:

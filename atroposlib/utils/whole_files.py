@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -114,7 +115,8 @@ class KeptLines:
         self._file = path.open("ab", buffering=0)
         self._waiting: list[bytes] = []
         self._waiting_bytes = self._lost = 0
-        if self._file.tell() and not ends_whole(path):
+        found = os.fstat(self._file.fileno())
+        if stat.S_ISREG(found.st_mode) and found.st_size and not ends_whole(path):  # a pipe, such as /dev/stdout, has no end
             self._waiting.append(b"")
 
     def write(self, line: bytes) -> None:
@@ -131,6 +133,17 @@ class KeptLines:
             logger.warning("%s; make room there: lines wait in memory and are written when there is space", reason)
         elif error is None and before:
             logger.warning("%s is written again, with all lines that waited", self.path)
+
+    def write_now(self, line: bytes) -> None:
+        """Append a line, or nothing of it.
+
+        Raises:
+            OSError: the disk refuses it, or lines that wait.
+        """
+        self._waiting.append(line)
+        if (error := self._append()) is not None:
+            self._waiting.pop()
+            raise error
 
     def _append(self) -> OSError | None:
         try:

@@ -92,7 +92,11 @@ def test_groups_of_an_environment_come_whole_or_not_at_all(full_disk: FullDisk) 
     ):
         writer.write({"a": LONG})
     assert path.read_bytes() == b'{"a":1}\n'
+    with full_disk.full():  # of one that is posted, and is in the file for people alone
+        writer.write_later({"a": LONG})
+    writer.write({"a": 2})
     writer.close()
+    assert [str(json.loads(line)["a"])[:1] for line in path.read_text().splitlines()] == ["1", "x", "2"]
 
 
 def test_an_evaluation_that_cannot_be_kept_is_posted_all_the_same(

@@ -65,14 +65,12 @@ class Delivery:
         return len(accepted)
 
     def _keep(self, group: Any, needed: bool) -> None:
-        """Write a group to the groups file. Unless the file is all that is wanted, a full disk does not lose the group."""
+        """Write a group to the groups file. Unless the file is all that is wanted, the group waits for space on a full disk."""
         assert self.env.jsonl_writer is not None
-        try:
+        if needed:
             self.env.jsonl_writer.write(group)
-        except EnvironmentFailure as failure:
-            if needed:
-                raise
-            logger.error("a group is posted but not kept: %s", failure)
+        else:
+            self.env.jsonl_writer.write_later(group)
 
     def reason_to_drop(self, group: Mapping[str, Any], abort_when_too_long: bool) -> str | None:
         overrides = group.get("group_overrides") or {}

@@ -112,6 +112,17 @@ def test_lines_wait_for_space_and_come_in_their_order(full_disk: FullDisk, caplo
     assert again == f"{path} is written again, with all lines that waited"
 
 
+def test_lines_go_into_a_pipe() -> None:
+    read, write = os.pipe()
+    lines = KeptLines(Path(f"/dev/fd/{write}"))
+    lines.write(b"one")
+    lines.write_now(b"two")
+    lines.close()
+    assert os.read(read, 100) == b"one\ntwo\n"
+    os.close(read)
+    os.close(write)
+
+
 def test_lines_that_never_find_space_are_counted(
     full_disk: FullDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,7 +159,7 @@ def test_a_log_on_a_full_disk_says_what_is_missing_without_tracebacks(capsys: py
     logger.info("four")
     logger.info("five")
     assert disk.getvalue().splitlines() == [
-        "one", "2 lines may be missing here: the disk of this log refused them", "four", "five",
+        "one", "", "2 lines may be missing here: the disk of this log refused them", "four", "five",
     ]  # fmt: skip
     assert capsys.readouterr().err == ""
     logger.info("%d", "a bug of the caller")
