@@ -145,6 +145,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "64 MiB for each file": "MOST_KEPT_BYTES in atroposlib/utils/whole_files.py",
         "1 MiB for each file": "MOST_WAITING_BYTES in atroposlib/ui/live/observed.py",
         "64 MiB, and 16 MiB more that no post may use up": "RESERVE_BYTES and SLACK_BYTES in atroposlib/api/store/reserve.py",
+        "body of a request without the key, such as a sign-in | 64 KiB": "TINY_BODY in atroposlib/api/gate/budget.py",
         "body of a request to the vLLM server | 256 MiB": "MOST_BODY in example_trainer/vllm_api_server.py",
         "process that reads bodies from 1 MiB on": "IN_A_PROCESS_FROM in atroposlib/api/gate/group_reader.py",
         "gzip bodies of more than 1 MiB as they arrive": "SMALL_BODY in atroposlib/api/gate/budget.py",

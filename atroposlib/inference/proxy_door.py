@@ -61,9 +61,10 @@ class Door:
         share = Share()
         try:
             client = (scope.get("client") or ("",))[0]
-            if self.limits.access.check(scope["method"], scope["path"], headers, client):
+            proven = self.limits.access.check(scope["method"], scope["path"], headers, client)
+            if proven:
                 prove_connection(scope)
-            body = await self._body(headers, receive, share)
+            body = await self._body(headers, receive, share, self.limits.max_body if proven else TINY_BODY)
             await self.app(scope, replayed(body, receive), send)
         except NotAllowedError as error:
             await refuse(send, error.status, error.detail, error.headers)
@@ -74,8 +75,7 @@ class Door:
         finally:
             share.give_all()
 
-    async def _body(self, headers: Headers, receive: Receive, share: Share) -> bytes:
-        most = self.limits.max_body
+    async def _body(self, headers: Headers, receive: Receive, share: Share, most: int) -> bytes:
         too_large = TooMuch(413, f"the body is larger than {most} bytes: shorten the messages, or raise --max-body-bytes")
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > most:

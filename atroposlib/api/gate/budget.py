@@ -27,6 +27,8 @@ WAIT_SECONDS = 20.0
 """Time after which a request that waits for space is refused."""
 ANSWERS_AT_ONCE = 8
 """Large answers of one path that are made or sent at a time."""
+PAGE_ANSWERS_AT_ONCE = 32
+"""Answers to open pages that are made or sent at a time, event streams left out."""
 
 
 class NoSpaceError(Exception):
@@ -146,13 +148,13 @@ class Budgets:
             share.give_all()
 
     @asynccontextmanager
-    async def answering(self, path: str) -> AsyncIterator[None]:
-        """One of the large answers of a path is made and sent in the block.
+    async def answering(self, path: str, most: int = ANSWERS_AT_ONCE) -> AsyncIterator[None]:
+        """One of the large answers of a path is made and sent in the block, of so many at a time.
 
         Raises:
             NoSpaceError: others took too long.
         """
-        budget = self._answers.setdefault(path, Budget(ANSWERS_AT_ONCE, f"answers to {path}"))
+        budget = self._answers.setdefault(path, Budget(most, f"answers to {path}"))
         held = await budget.take(1, self.seconds)
         try:
             yield

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import orjson
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api.gate.access import Access, NotAllowedError
 from atroposlib.api.gate.bodies import Bodies, RefusedError
-from atroposlib.api.gate.budget import SMALL_BODY, Budgets, NoSpaceError
+from atroposlib.api.gate.budget import ANSWERS_AT_ONCE, PAGE_ANSWERS_AT_ONCE, SMALL_BODY, TINY_BODY, Budgets, NoSpaceError
 from atroposlib.utils.bounded_protocol import prove_connection
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ MOST_OF_OTHERS = SMALL_BODY
 """Bytes of a body that holds no groups."""
 LARGE_ANSWERS = frozenset({"/batch", "/latest_example", "/reference/lease", "/evaluations"})
 """Paths whose answers may hold groups, or as many numbers. A number of each is made and sent at a time."""
+PAGE_DATA = "/ui/api/"
+"""Where the page fetches figures and rollouts."""
 IN_A_THREAD_FROM = 1 << 16
 """Bytes above which compressing would hold up other requests."""
 REFUSES_GZIP = re.compile(r"\bgzip\s*;\s*q\s*=\s*0(\.0*)?\s*(,|$)", re.IGNORECASE)
@@ -91,9 +93,11 @@ class Gate:
         started = time.perf_counter()
         try:
             client = (scope.get("client") or ("",))[0]
-            if self.limits.access.check(scope["method"], scope["path"], headers, client):
+            proven = self.limits.access.check(scope["method"], scope["path"], headers, client)
+            if proven:
                 prove_connection(scope)
-            most = self.limits.max_body if scope["path"] in LARGE else min(self.limits.max_body, MOST_OF_OTHERS)
+            most = MOST_OF_OTHERS if proven else TINY_BODY  # strangers take nothing of the budgets
+            most = self.limits.max_body if scope["path"] in LARGE else min(self.limits.max_body, most)
             async with self.budgets.shared() as share:
                 body = await self.bodies.read(headers, receive, most, share)
                 await self._pass_on(app, scope, replayed(body, receive), answer.send)
@@ -118,7 +122,11 @@ class Gate:
 
     async def _pass_on(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        turn = self.budgets.answering(path) if path in LARGE_ANSWERS else nullcontext()
+        turn: AbstractAsyncContextManager[None] = nullcontext()
+        if path in LARGE_ANSWERS:
+            turn = self.budgets.answering(path, ANSWERS_AT_ONCE)
+        elif path.startswith(PAGE_DATA) and path not in ENDLESS:
+            turn = self.budgets.answering(PAGE_DATA, PAGE_ANSWERS_AT_ONCE)
         async with turn:
             # A page that is open is told what is new until it is closed, and each message has its own time.
             async with asyncio.timeout(None if path in ENDLESS else self.limits.seconds):

@@ -75,6 +75,8 @@ def test_callers_with_the_key_are_served_while_strangers_hold_all_connections(tm
     for mark in range(6):
         answer = httpx.post(f"{service.http.base_url}/scored_data", json=group(mark=mark), headers=KEY, timeout=60)
         assert answer.status_code == 200
+    stranger = httpx.post(f"{service.http.base_url}/ui/sign-in", content=b"x" * 100_000, timeout=60)
+    assert stranger.status_code == 413, "nothing of the space for bodies goes to strangers"
     before = flood.replaced
     until(lambda: flood.replaced > before + 50, "the flood goes on")
     for connection in kept:
