@@ -13,7 +13,6 @@ COMMANDS = {
         "environments/code_server.py": "environments.code_server",
         "environments/guess_number_server.py": "environments.guess_number_server",
         "environments/judge_server.py": "environments.judge_server",
-        "environments/letter_count_server.py": "environments.letter_count_server",
         "environments/math_server.py": "environments.math_server",
         "environments/reasoning_gym_server.py": "environments.reasoning_gym_server",
         "example_trainer/grpo.py": "example_trainer.grpo",

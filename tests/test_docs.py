@@ -24,11 +24,12 @@ __all__ = ["browser"]
 
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "README.md"
 ANSWERS = {
-    "train on my CSV of questions": ("docs/start.md", "train-on-your-own-questions", "questions.csv"),
+    "train on my CSV of questions": ("docs/your-environment.md", "train-on-my-csv-of-questions", "questions.csv"),
     "My run hangs": ("docs/troubleshooting.md", "the-run-hangs", "Waiting for a batch for"),
+    "write an environment": ("docs/your-environment.md", "your-own-environment-in-ten-minutes", "class Coins(SingleTurnEnv)"),
     "use 4 GPUs": ("docs/several-gpus.md", "use-4-gpus", "--vllm-gpus 0,1 --trainer-gpus 2,3"),
     "Why is the KL not zero": ("docs/troubleshooting.md", "the-kl-between-sampler-and-trainer-is-not-zero", "`mismatch_kl`"),
-    "add a reward": ("docs/start.md", "add-a-reward", "async def grade"),
+    "add a reward": ("docs/your-environment.md", "add-a-reward", "async def grade"),
 }
 """Words of a question as the index asks it -> the page and the heading with the answer, and a part of the answer."""
 OTHER_PROGRAMS = {"CUDA out of memory", "illegal memory access", "daemonic processes are not allowed to have children"}

@@ -6,15 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from environments.arithmetic_problems import training_problems
-from environments.math_data import load_from_path
 from scripts.ops import options as stack_options
 from scripts.quickstart import options as quickstart_options
 from tests.language import GUIDES, ROOT, documents
@@ -27,6 +24,7 @@ TYPED_SECTIONS = {
     ("docs/several-machines.md", "trainer-and-servers-on-different-hosts"): "tests/e2e/test_two_hosts.py",
     ("docs/several-machines.md", "on-two-machines"): "tests/e2e/test_ray_hosts.py",
     ("docs/your-loss.md", "your-own-loss"): "tests/e2e/test_your_loss_page.py",
+    ("docs/your-environment.md", "your-own-environment-in-ten-minutes"): "tests/e2e/test_your_environment_page.py",
 }
 """Page and heading -> the test that reads the commands below it and types them."""
 PLANNED = "tests/example_trainer/training/test_documented_commands.py"
@@ -35,7 +33,6 @@ PROVEN = {
     r"\./scripts/(status|logs|stop)\.sh$": "tests/e2e/test_operations.py",
     r"\./scripts/test\.sh$": ".ci/run",
     r"\.venv/bin/view-run runs/quickstart$": "tests/atroposlib/cli/test_view_run.py",
-    r"python3 -c 'import csv, json; .* > questions\.jsonl$": "tests/test_guide_commands.py",
     r"([A-Z_]+=\S+ )*python (-u )?example_trainer/(vllm_api_server|grpo)\.py ": PLANNED,
     r"pkill -9 -u \"\$\(id -u\)\" -f ": "tests/test_guide_commands.py",
     r"for p in /proc/|tr '\\0' ' ' .*\$p/cmdline|done$": "tests/test_guide_commands.py",
@@ -107,38 +104,6 @@ def block(page: str, anchor: str, language: str, number: int = 0) -> str:
     blocks = re.findall(rf"```{language}\n(.*?)```", section_of(ROOT / page, anchor).text, re.DOTALL)
     assert len(blocks) > number, f"{page}#{anchor} has {len(blocks)} blocks of {language}"
     return str(blocks[number])
-
-
-def test_the_documented_command_turns_a_csv_into_questions(tmp_path: Path) -> None:
-    """As a spreadsheet writes it: a byte order mark, quotes, a line break in a cell, other columns."""
-    rows = 'question,answer,source\r\n"What is ""half"" of ten,\nplus one?",6,book\r\nHow many legs has a spider?,8,\r\n'
-    (tmp_path / "questions.csv").write_bytes(b"\xef\xbb\xbf" + rows.encode())
-    command = block("docs/start.md", "train-on-your-own-questions", "bash")
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=60)
-    train, _ = load_from_path(tmp_path / "questions.jsonl")
-    assert [(one.question, one.gold) for one in train.questions] == [
-        ('What is "half" of ten,\nplus one?', "6"), ("How many legs has a spider?", "8"),
-    ]  # fmt: skip
-    assert train.incomplete == 0
-
-
-async def test_the_documented_reward_prefers_short_right_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = ROOT / "environments" / "short_sums_server.py"
-    module = types.ModuleType("short_sums_server")
-    module.__file__ = str(file)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    exec(compile(block("docs/start.md", "add-a-reward", "python"), str(file), "exec"), module.__dict__)
-    problem = next(training_problems(seed=0, difficulty=1))
-    environment = object.__new__(module.ShortSums)
-
-    async def score(text: str, tokens: int) -> tuple[float, bool]:
-        graded = await environment.grade(problem, module.Response(text, tokens, finished=True))
-        return graded.score, graded.correct
-
-    right = f"\\boxed{{{problem.answer}}}"
-    assert await score(right, 5) == (pytest.approx(0.95), True)
-    assert await score(right, 20) == (pytest.approx(0.8), True)
-    assert await score(f"\\boxed{{{problem.answer + 1}}}", 5) == (pytest.approx(-1.05), False)
 
 
 def patterns() -> list[str]:

@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     print(f"{path}\n{test_path}\n\nTry it:\n    python -m pytest {test_path}\n    python {path} --help\n")
-    page = "multi-turn" if arguments.multi_turn else "environments"
+    page = "multi-turn" if arguments.multi_turn else "your-environment"
     print(f"How to see what a model makes of it, and to train one on it: docs/{page}.md")
 
 

@@ -4,68 +4,32 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.conftest import ROOT, Processes
 from tests.forked_commands import FORK_CHILDREN, run_command
+from tests.typed_page import blocks, command_lines, words_of, write_files
 
 pytestmark = pytest.mark.e2e
-PAGE = (ROOT / "docs" / "your-loss.md").read_text(encoding="utf-8")
+PAGE = ROOT / "docs" / "your-loss.md"
 STEPS = 3
 
 
-class Block(NamedTuple):
-    """A block of code, and the paragraph before it."""
-
-    before: str
-    language: str
-    text: str
-
-
-def blocks() -> Iterator[Block]:
-    end = 0
-    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
-        before = PAGE[end : match.start()].strip().rpartition("\n\n")[2]
-        end = match.end()
-        yield Block(before, match[1], match[2])
-
-
-def words(block: Block) -> list[str]:
-    """Return the words of a block's one command, with this Python and the files of this checkout."""
-    found = shlex.split(block.text.replace("\\\n", " "))
-    assert found[0] == "python", found
-    return [sys.executable, *(str(ROOT / word) if word.startswith("example_trainer/") else word for word in found[1:])]
-
-
-def write_files(folder: Path) -> None:
-    """Write each file as the page names it; a later block for the same file is appended."""
-    for block in blocks():
-        if block.language == "python":
-            name = re.findall(r"`(\w+\.py)`", block.before)[-1]
-            with (folder / name).open("a") as file:
-                file.write(block.text)
-
-
 def command_with(text: str) -> list[str]:
-    (block,) = (block for block in blocks() if block.language == "bash" and text in block.text)
-    return words(block)
+    (line,) = (line for line in command_lines(PAGE) if text in line)
+    return words_of(line)
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Path:
-    write_files(tmp_path)
-    assert {path.name for path in tmp_path.glob("*.py")} == {"my_losses.py", "test_my_losses.py"}
+    assert write_files(PAGE, tmp_path) == {"my_losses.py", "test_my_losses.py"}
     return tmp_path
 
 
 def test_every_command_is_typed_here_or_elsewhere() -> None:
-    commands = [block.text for block in blocks() if block.language == "bash"]
+    commands = command_lines(PAGE)
     elsewhere = {
         "example_trainer/grpo.py": "test_algorithms_page.py",
         "tensorboard": "a server, whose files are looked for here",
@@ -81,7 +45,7 @@ def test_its_numbers_are_right(folder: Path) -> None:
 
 
 def test_its_mistake_is_refused_with_the_line_that_it_shows(folder: Path) -> None:
-    (shown,) = (block.text for block in blocks() if block.text.startswith("ERROR"))
+    (shown,) = (block.text for block in blocks(PAGE) if block.text.startswith("ERROR"))
     result = run_command(command_with("my_losses:averaged"), directory=folder)
     assert result.returncode == 2
     assert re.sub(r" \d\d:\d\d:\d\d ", " 12:00:00 ", result.stdout.splitlines()[-1]).startswith(shown.rstrip(" …\n"))

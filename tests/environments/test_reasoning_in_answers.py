@@ -16,14 +16,13 @@ from atroposlib.envs.single_turn import Response, as_response
 from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.inference.sequence_tracker import SequenceNode
 from atroposlib.utils.math_scoring import MathScorer
-from environments.arithmetic_problems import held_out_problems
+from environments.arithmetic_problems import Problem, held_out_problems
 from environments.arithmetic_server import ArithmeticEnv
 from environments.calculator_problems import held_out_calculations
 from environments.calculator_server import CalculatorEnv
-from environments.letter_count_server import LetterCount
 from environments.math_data import Question
 from environments.math_server import MathEnv
-from example_trainer.batch.problems import Problem
+from example_trainer.batch.problems import Problem as TrainerProblem
 from tests.atroposlib.inference.template_shapes import END, STARTER, Sampler, Shape
 
 THINK = "<think>\n"
@@ -38,12 +37,12 @@ def scorer() -> Iterator[MathScorer]:
     made.close()
 
 
-@pytest.fixture(scope="module", params=["arithmetic", "letter_count", "math", "calculator", "simple_rl"])
+@pytest.fixture(scope="module", params=["arithmetic", "math", "calculator", "simple_rl"])
 def graded(request: pytest.FixtureRequest, tokenizer_dir: Path, scorer: MathScorer) -> Any:
     """A grader, the right answer of its problem and a wrong one."""
     if request.param == "simple_rl":
-        return (lambda text, opened: Problem("q", "7").score(text, opened) > 0), "7", "8"
-    kinds: dict[str, Any] = {"arithmetic": ArithmeticEnv, "letter_count": LetterCount, "math": MathEnv}
+        return (lambda text, opened: TrainerProblem("q", "7").score(text, opened) > 0), "7", "8"
+    kinds: dict[str, Any] = {"arithmetic": ArithmeticEnv, "math": MathEnv}
     kind = kinds.get(request.param, CalculatorEnv)
     config, servers = kind.config_init()
     config.tokenizer_name = str(tokenizer_dir)
@@ -56,12 +55,8 @@ def graded(request: pytest.FixtureRequest, tokenizer_dir: Path, scorer: MathScor
             return bool(asyncio.run(env.grade(talk)).correct)
 
         return of_talk, str(calculation.answer), str(calculation.answer + 1)
-    problem: Any = {
-        "arithmetic": held_out_problems(1)[0],
-        "letter_count": ("banana", "a"),
-        "math": Question("q", "18"),
-    }[request.param]
-    right = {"arithmetic": str(getattr(problem, "answer", "")), "letter_count": "3", "math": "18"}[request.param]
+    problem: Any = Question("q", "18") if kind is MathEnv else held_out_problems(1)[0]
+    right = "18" if kind is MathEnv else str(problem.answer)
     if kind is MathEnv:
         env.scorer = scorer
 
@@ -91,9 +86,10 @@ def test_what_the_template_opened_comes_to_the_grader(text: str, score: float) -
     sampler = Sampler(PreTrainedTokenizerFast.from_pretrained(STARTER))
     sampler.tokenizer.chat_template = Shape(THINK).template
     sampler.next = [(sampler.tokenizer.encode(f"{text}{END}", add_special_tokens=False), "stop")] * 4
-    config, servers = LetterCount.config_init()
+    config, servers = ArithmeticEnv.config_init()
     config.tokenizer_name, config.group_size, config.include_messages = str(STARTER), 2, True
-    env = LetterCount(config, servers)
+    env = ArithmeticEnv(config, servers)
+    problem = Problem("What is 1 plus 2?", 3, difficulty=1, left=1, operator="+", right=2)
 
     class Server:
         @contextlib.asynccontextmanager
@@ -102,10 +98,10 @@ def test_what_the_template_opened_comes_to_the_grader(text: str, score: float) -
 
     env.tokenizer = sampler.tokenizer
     env.server = Server()  # type: ignore[assignment]
-    group = asyncio.run(env.collect_group(("banana", "a")))
+    group = asyncio.run(env.collect_group(problem))
     assert group["scores"] == [score] * 2
     assert group["messages"][0][-1]["content"] == THINK + text  # type: ignore[index]
-    (attempt, _) = asyncio.run(env.attempt(("banana", "a"), 2, 1.0))
+    (attempt, _) = asyncio.run(env.attempt(problem, 2, 1.0))
     assert attempt.record["correct"] == (score > 0)
 
 

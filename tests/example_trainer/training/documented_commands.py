@@ -150,6 +150,7 @@ def started(arguments: Sequence[str], page: str) -> Documented:
     with (
         mock.patch.object(stack_options, "visible_gpus", return_value=tuple(range(8))),
         mock.patch.object(stack_options, "check_model", side_effect=str),
+        mock.patch.object(Path, "is_file", return_value=True),  # an environment that the page has the reader write
     ):
         options = stack_options.parse(arguments)
     stack = Stack(options)
