@@ -68,6 +68,8 @@ class KeyedStore(dist.Store):
         self.kept = kept
         self.set_timeout(timedelta(seconds=seconds))
         self._where, self._lock = f"{host}:{port}", threading.Lock()
+        self._clones: list[KeyedStore] = []
+        self._place = host, port, secret
         self._connection = connect(host, port, secret, seconds)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -95,6 +97,12 @@ class KeyedStore(dist.Store):
 
     def num_keys(self) -> int:
         return int(self._call(b"num_keys")[0])
+
+    def clone(self) -> KeyedStore:
+        """Return another connection, for a thread of torch's. It is kept with this object."""
+        other = KeyedStore(*self._place, self._limit(), self.kept)
+        self._clones.append(other)
+        return other
 
     def has_extended_api(self) -> bool:
         return False

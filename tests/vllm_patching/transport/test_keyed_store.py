@@ -109,6 +109,14 @@ def test_a_timeout_that_a_prefix_sets_is_the_stores(peer: KeyedStore) -> None:
         under.get("never")
 
 
+def test_torch_may_clone_it_for_a_thread_of_its_own(peer: KeyedStore) -> None:
+    clone = dist.PrefixStore("under", peer).clone()
+    gc.collect()
+    clone.set("a", "b")
+    assert peer.get("under/a") == b"b"
+    assert peer.clone().timeout == peer.timeout  # type: ignore[attr-defined]
+
+
 # ---- strangers ----
 
 
