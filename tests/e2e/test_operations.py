@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,7 +58,12 @@ def undocumented(operations: Operations) -> list[Listener]:
     found = listeners(operations.pids())
     assert named.keys() <= {listener.port for listener in found}
     others = table["groups of trainer and vLLM ranks (Gloo)"]
-    return [one for one in found if one.address != (table[named[one.port]] if one.port in named else others)]
+    assert table["groups of vLLM's workers (Gloo, NCCL)"] == "as by hand", "on the address of the machine's name"
+    places = {one: {table[named[one.port]] if one.port in named else others} for one in found}
+    for one, addresses in places.items():
+        if command_line(one.pid).startswith("VLLM::"):
+            addresses.add(socket.gethostbyname(socket.gethostname()))
+    return [one for one, addresses in places.items() if one.address not in addresses]
 
 
 def places_of_keys(operations: Operations, keys: set[str]) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_patching.compat.rank_messages import keep_payloads_whole, wait_without_spinning
-from vllm_patching.engine_core import gathered_outputs, progress
+from vllm_patching.engine_core import gathered_outputs, loopback_stores, progress
 from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal, compare
 
 PLUGIN_NAME = "lockstep"
@@ -32,8 +32,9 @@ _GATHERING_SEAMS = ("step", "step_with_batch_queue", "is_scheduler_paused")
 
 def install() -> None:
     """Give vLLM's engine core what RankCalls asks it for, and have it gather outputs, in the process that has one; on a CPU,
-    have every process wait for the others without taking a core.
+    have every process wait for the others without taking a core. Stores of one machine's workers listen on loopback.
     """
+    loopback_stores.install()
     module = sys.modules.get(_MODULE)
     core = getattr(module, "EngineCore", None)
     if core is not None and all(hasattr(core, seam) for seam in _SEAMS):
