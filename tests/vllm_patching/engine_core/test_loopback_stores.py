@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import ModuleType
 
@@ -29,10 +30,18 @@ def test_ranks_that_meet_at_loopback_are_reached_from_this_machine_alone(
     monkeypatch.setattr(RENDEZVOUS, "TCPStore", TCPStore)  # put back at the end
     install_in(RENDEZVOUS)
     port = free_port()
-    store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=SOON))
-    assert (rank, size, listens(port)) == (0, 1, ["127.0.0.1"])
-    store.set("word", "first")
-    assert TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=SOON).get("word") == b"first"
+
+    def meet(rank: int) -> dist.Store:
+        """Wait for the other rank, as vLLM's workers do."""
+        store, *place = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", rank, 2, timeout=SOON))
+        assert place == [rank, 2]
+        return store
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(meet, range(2))
+    assert listens(port) == ["127.0.0.1"]
+    first.set("word", "here")
+    assert second.get("word") == b"here"
 
 
 def test_a_store_on_any_free_port_says_which() -> None:
