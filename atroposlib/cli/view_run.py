@@ -21,11 +21,15 @@ from atroposlib.ui.page import RunPage
 from atroposlib.ui.run.folder import find_runs
 from atroposlib.ui.web.gatekeeper import Gatekeeper
 from atroposlib.utils.addresses import argument, http_address
+from atroposlib.utils.bounded_protocol import bounded_protocol
+from atroposlib.utils.open_files import connections_allowed
 
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 ASK_SECONDS = 10.0
+REQUEST_SECONDS = 60.0
+"""For the head of a request, for its body, and for which a browser may leave an answer untaken."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -74,7 +78,14 @@ def serve(paths: list[Path], port: int, tokenizer: str | None = None) -> None:
     sock = listen(HOST, port)
     print(f"see the run at http://{HOST}:{sock.getsockname()[1]}/ui (Ctrl-C ends this)", flush=True)
     app = make_offline_app(page)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, proxy_headers=False)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=2,
+        proxy_headers=False,
+        http=bounded_protocol(REQUEST_SECONDS, connections_allowed(logger.info)),
+        ws="none",
+    )
     uvicorn.Server(config).run(sockets=[sock])
 
 
