@@ -32,7 +32,10 @@ ANSWERS = {
     "add a reward": ("docs/your-environment.md", "add-a-reward", "async def grade"),
 }
 """Words of a question as the index asks it -> the page and the heading with the answer, and a part of the answer."""
-OTHER_PROGRAMS = {"CUDA out of memory", "illegal memory access", "daemonic processes are not allowed to have children"}
+OTHER_PROGRAMS = {
+    "CUDA out of memory", "illegal memory access", "daemonic processes are not allowed to have children", "disk I/O error",
+    "database or disk is full",
+}  # fmt: skip
 """Log lines of other programs that the page of failures quotes."""
 MOST_BOXES = 12
 WORDS = (
