@@ -62,6 +62,11 @@ def shell_lines(text: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
+def code_blocks(text: str) -> list[tuple[str, str]]:
+    """Return language and text of each block of code, in order."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 @dataclass(frozen=True)
 class Link:
     """A link to a file of the project.

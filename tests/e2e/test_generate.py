@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +19,10 @@ from atroposlib.inference.teacher_server import TeacherServer
 from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.inference.vllm_server import VLLMServer
 from example_trainer.models.hf_checkpoint import load_model
-from tests.conftest import Processes
+from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import TOLERANCE, trainer_logprobs
 from tests.e2e.conftest import VllmServer, start_vllm
+from tests.pages import code_blocks, section_of
 from vllm_patching.engine_core.gathered_outputs import STEPS_PER_MESSAGE
 
 pytestmark = pytest.mark.e2e
@@ -36,6 +39,18 @@ def server(
 ) -> VllmServer:
     flags = ("--max-num-batched-tokens", str(PIECE))
     return start_vllm(module_processes, free_port, tiny_model, tmp_path_factory.mktemp("vllm"), flags=flags)
+
+
+def test_the_example_of_the_api_page_is_answered(server: VllmServer) -> None:
+    """docs/http-api.md, typed from its own text; its table names every field of the answer."""
+    section = section_of(ROOT / "docs" / "http-api.md", "routes-of-the-vllm-server").text
+    ((_, command),) = code_blocks(section)
+    typed = command.replace("http://127.0.0.1:9001", server.url)
+    assert typed != command
+    done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, check=True, timeout=120)
+    answer = json.loads(done.stdout)
+    assert [len(tokens) for tokens in answer["token_ids"]] == [4, 4]
+    assert [field for field in answer if f"`{field}`" not in section] == []
 
 
 def test_numbers_say_what_tables_say(server: VllmServer) -> None:
