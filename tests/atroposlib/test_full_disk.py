@@ -20,7 +20,7 @@ from atroposlib.ui.rollouts.recorder import RolloutRecorder
 from atroposlib.utils.jsonl import JsonLinesWriter
 from tests.atroposlib.envs.scripted_env import ScriptedEnv
 from tests.atroposlib.ui.rollouts.test_rollout_archive import body
-from tests.full_disks import FullDisk
+from tests.full_disks import FullDisk, fill, small_disk
 
 LONG = "x" * 20_000
 
@@ -195,3 +195,28 @@ def test_the_archive_of_rollouts_leaves_out_what_the_disk_refuses_and_goes_on(
     assert recorder.stats() == {"recorded": 2, "left_out": 1}
     assert "is the disk full?" in caplog.text
     assert "Traceback" not in caplog.text
+
+
+def test_an_archive_that_cannot_begin_begins_when_there_is_space(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path, 4) as disk:
+        other = fill(disk)
+        waited = Waited()
+        recorder = RolloutRecorder(disk / "observed", told=waited)
+        left_out = threading.Event()
+        say = recorder._say
+
+        def heard(text: str) -> None:
+            say(text)
+            left_out.set()
+
+        recorder._say = heard  # type: ignore[method-assign]
+        recorder.posted([(1, "sums", body((1.0, 2)))])
+        assert left_out.wait(60)
+        other.unlink()
+        recorder.posted([(2, "sums", body((1.0, 2)))])
+        assert waited.told.wait(60)
+        recorder.close()
+        assert recorder.stats() == {"recorded": 1, "left_out": 1}
+    (line,) = caplog.messages
+    assert line.startswith("1 groups and reports are not kept for the page: ")
+    assert "make room there" in line
