@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from atroposlib.api.models.records import NOBODY, Group
+from atroposlib.api.models.records import NOBODY, Changes, Group, Snapshot
 from atroposlib.api.queue.queue_state import QueueState
 
 REMEMBERED_SIZES = 256
@@ -125,9 +125,27 @@ class FillingBatches(QueueState):
         self._named_unfillable: set[tuple[int, int, int]] = set()
         self._fillable: tuple[Any, set[int]] | None = None
 
+    def take_changes(self) -> Changes:
+        """Take the changes since the last call, the sizes that may still come among them."""
+        changes = super().take_changes()
+        if changes.state is not None:
+            changes.state["sizes_posted"] = [[line, sorted(last.sizes())] for line, last in sorted(self.sizes_posted.items())]
+        return changes
+
+    def _restore(self, snapshot: Snapshot, now: float) -> None:
+        super()._restore(snapshot, now)
+        for line, sizes in snapshot.state.get("sizes_posted", []):
+            for size in sizes:
+                self._note_size(line, size)
+        for group in sorted(self._held(), key=lambda group: group.seq):  # a store of an earlier version does not hold the sizes
+            self._note_size(group.line, group.size)
+        self._state_changed = False
+
     def _note_size(self, line: int, size: int) -> None:
         """Note the size of a group that was accepted."""
-        self.sizes_posted.setdefault(line, LastSizes()).note(size)
+        last = self.sizes_posted.setdefault(line, LastSizes())
+        self._state_changed |= size not in last.sizes()
+        last.note(size)
 
     def _sizes_to_come(self, line: int) -> set[int]:
         """Sizes of which an environment may post any number."""

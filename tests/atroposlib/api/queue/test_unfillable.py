@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.models.records import NOBODY, BatchTooSmallError, Limits, QueueFullError
+from atroposlib.api.models.records import NOBODY, BatchTooSmallError, Limits, QueueFullError, Snapshot
 from atroposlib.api.queue.rollout_queue import RolloutQueue
 from atroposlib.api.queue.unfillable import MOST_SIZES, REASON, fillable_sizes
 from tests.atroposlib.api.queue.test_rollout_queue import draft, env, registration, started, take
@@ -129,6 +129,21 @@ def test_a_reserved_share_is_not_waited_for_if_only_unfillable_groups_come() -> 
     post(queue, draft(4, reserving))
     post(queue, draft(4, other))
     assert take(queue) is not None
+
+
+def test_a_restart_remembers_which_sizes_may_still_come() -> None:
+    queue = started(8)
+    fours = env(queue, 4)
+    for size in (3, 1, 3):
+        post(queue, draft(size, fours))
+    changes = queue.take_changes()
+    left = list(queue.buffers[fours])
+    snapshot = Snapshot(changes.state or {}, changes.environments, buffered=left)
+    again = RolloutQueue(None, snapshot)
+    assert [group.size for group in again.buffers[fours]] == [3]
+    assert not again.unfillable().lines(), "a group of 1 may come again"
+    forgetful = RolloutQueue(None, Snapshot({**snapshot.state, "sizes_posted": []}, changes.environments, buffered=left))
+    assert forgetful.unfillable().lines() == [fours]
 
 
 def test_a_trainer_with_another_batch_size_uses_what_was_unfillable() -> None:
