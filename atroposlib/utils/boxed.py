@@ -1,6 +1,6 @@
 r"""The answer in `\boxed{…}` or `\fbox{…}`.
 
-The rules, which docs/environments.md repeats:
+The rules, which docs/grading.md repeats:
 
 - Braces inside a box are balanced; escaped braces do not count.
 - `\boxed 5`, without braces, holds everything up to the next space or `$`, without punctuation behind it.

@@ -14,26 +14,25 @@ VERDICTS = {"same": "same", "differs": "differs", "nothing": "nothing to compare
 
 
 def their_environments(book: Book) -> str:
-    """One row for each file that ran, with both SDKs."""
+    """Return one row for each file that ran with both SDKs, and their sum."""
     found = book.get(RESULTS, "cases")
-    rows = [row_of(found[case.name]) for case in CASES if case.name in found]
-    head = ["file (`environments/…`)", "what it is", "compared", "public and ours", "what differs, and why"]
-    files = {row["file"] for row in found.values() if row["verdict"] != "nothing"}
-    same = sum(row["verdict"] == "same" for row in found.values())
-    days = sorted(row["measured"]["date"].split()[0] for row in found.values())
-    commits = sorted({commit_of(row["measured"]) for row in found.values()})
-    told = f"{len(files)} files in {len(found)} runs, {same} of them the same number for number. Run on {days[-1]}, "
-    return f"{markdown(head, rows)}\n\n{told}{', '.join(commits)}."
+    runs = [found[case.name] for case in CASES if case.name in found]
+    files = {row["file"] for row in runs if row["verdict"] != "nothing"}
+    same = [row for row in runs if row["verdict"] == "same"]
+    groups, sequences = (sum(row[name][1] for row in same) for name in ("groups", "sequences"))
+    days = sorted(row["measured"]["date"].split()[0] for row in runs)
+    commits = sorted({commit_of(row["measured"]) for row in runs})
+    total = f"{len(files)} files in {len(runs)} runs, {len(same)} of them the same number for number ({groups} groups, "
+    total += f"{sequences} sequences). Run on {days[-1]}, {', '.join(commits)}."
+    table = markdown(["file (`environments/…`)", "what it is", "public and ours"], [row_of(row) for row in runs])
+    return f"{table}\n\n{total}"
 
 
 def row_of(row: Mapping[str, Any]) -> list[str]:
-    if row["command"] == "evaluate":
-        compared = "metrics and samples"
-    else:
-        turns = f", up to {row['turns']} answers each" if row["turns"] > 1 else ""
-        compared = f"{row['groups'][1]} groups, {row['sequences'][1]} sequences{turns}"
+    """Return file, kind, and verdict with its reason."""
     name = row["file"].removeprefix("environments/")
-    return [f"`{name}`", row["kind"], compared, VERDICTS[row["verdict"]], row["why"]]
+    verdict = VERDICTS[row["verdict"]]
+    return [f"`{name}`", row["kind"], f"{verdict}: {row['why']}" if row["why"] else verdict]
 
 
 def not_run(book: Book) -> str:
