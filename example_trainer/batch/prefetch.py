@@ -97,7 +97,7 @@ class Batches:
         config = reader.config
         self._longest_call = config.service_timeout + ranks.timeout
         self._longest_batch = config.service_timeout + config.batch_timeout + ranks.timeout
-        self._unread: TrainedBatch | None = None  # read and packed now, or what that failed with
+        self._fetched: TrainedBatch | None = None  # last, by the thread
         self._taken: Prepared | None = None  # trained on now, until `acknowledge`
         self._held: list[tuple[TrainedBatch | None, int, str | None, dict[str, Any] | None]] = []  # for the service, in order
 
@@ -161,8 +161,8 @@ class Batches:
         return bool(self._held)
 
     def last_report(self, report: dict[str, Any] | None, error: str | None, patience: float) -> None:
-        """See RolloutClient.last_report, of the batch that `next` returned last, or could not return. Not collective."""
-        batch = self._unread if self._taken is None else self._taken.lease
+        """See RolloutClient.last_report, of the batch that `next` returned last, or would return. Not collective."""
+        batch = self._fetched if self._taken is None else self._taken.lease
         if self._client is not None and batch is not None:
             self._client.last_report(batch, report, error, patience)
 
@@ -268,16 +268,13 @@ class Batches:
             return Prepared() if received is None else self._copies.begin(Prepared(), received)
         fetched = self._client.next_batch(self._preparing.waited)
         made = Prepared(fetched.lease, fetched.queue_size)
-        self._unread = fetched.lease
+        self._fetched = fetched.lease
         try:
             packed = self._reader.read(fetched.groups, version, fetched.environments, fetched.uses)
         except BatchError as error:
             self._channel.send([])
-            made = replace(made, error=error)
-        else:
-            made = self._copies.begin(replace(made, packed=packed), self._channel.send(packed.minibatches))
-        self._unread = None
-        return made
+            return replace(made, error=error)
+        return self._copies.begin(replace(made, packed=packed), self._channel.send(packed.minibatches))
 
     def close(self) -> None:
         """End the thread and the connection. What it fetched stays leased. Not collective."""

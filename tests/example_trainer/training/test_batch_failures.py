@@ -15,6 +15,7 @@ from example_trainer.batch.reader import BatchReader
 from example_trainer.errors import BatchError, BridgeError, ConfigError, NonFiniteError, RankError
 from example_trainer.process import StopRequested
 from example_trainer.training import loop
+from example_trainer.training.batch_failures import BatchFailures
 from example_trainer.weight_bridge.base import NoBridge
 from tests.conftest import Processes
 from tests.example_trainer.batch.registration import group
@@ -158,3 +159,22 @@ def test_five_kills_set_a_batch_aside_and_four_do_not(
     survivor.acknowledge(1)
     survivor.close()
     assert [one["groups"][0]["id"] for one in set_aside(url)] == [0]
+
+
+def test_a_signal_before_a_fetched_batch_is_trained_on_counts_nothing(
+    processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    port = free_port()
+    processes.start_service(port)
+    url = f"http://127.0.0.1:{port}"
+    httpx.post(f"{url}/scored_data", json=group(5), timeout=60).raise_for_status()
+    for _ in range(6):
+        batches = batches_of(url)
+        batches.register(registration(str(tmp_path)))
+        batches.begin(0)
+        processes.wait_until("a batch", lambda made=batches: None if made._preparing.ready else "none is there", seconds=60)
+        BatchFailures(batches).report(StopRequested(15), None)
+        batches.close()
+    assert set_aside(url) == []
+    counts = httpx.get(f"{url}/stats", timeout=60).json()["leases"]
+    assert [lease["batch_id"] for lease in counts] == [1]
