@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
 # Set up, then check style and types and run the tests. What follows the command goes to pytest: scripts/test.sh -k bridge
+# With --all in front, each fuzz test has 10,000 inputs and a new seed: scripts/test.sh --all -k fuzz
 # Ends with pytest's closing lines, and then the names of what failed, if anything did; status 0 only if everything passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 venv=${LOCKSTEP_VENV:-$PWD/.venv}
+if [[ ${1:-} == --all ]]; then
+  export LOCKSTEP_FUZZ_INPUTS=${LOCKSTEP_FUZZ_INPUTS:-10000}
+  shift
+fi
 scripts/setup.sh --venv "$venv" || exit 1
 # Where it is set, each of hundreds of processes compiles this project anew, and each worker rewrites every test's assertions.
 unset PYTHONDONTWRITEBYTECODE

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench import rollout_api_load
+from bench import rollout_api_load, service_kills
 from bench.gpu import processes
 from tests.forked_commands import what_forks
 
@@ -29,5 +29,5 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
         return fork(command, variables, options["cwd"], options["stderr"].fileno())
 
     others = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired", "run")}
-    for module in (processes, rollout_api_load):
+    for module in (processes, rollout_api_load, service_kills):
         monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=start, **others))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,10 +21,15 @@ from atroposlib.inference.teacher_server import TeacherServer
 from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.inference.vllm_server import VLLMServer
 from example_trainer.models.hf_checkpoint import load_model
+from tests import raw_fuzz
+from tests.atroposlib.api.test_faults import until
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import TOLERANCE, trainer_logprobs
 from tests.e2e.conftest import VllmServer, start_vllm
+from tests.fuzz_size import INPUTS, LONG_SECONDS, fuzz_inputs, fuzz_seed
+from tests.generated_requests import operations_of, send_generated
 from tests.pages import code_blocks, section_of
+from tests.raw_requests import Target
 from vllm_patching.engine_core.gathered_outputs import STEPS_PER_MESSAGE
 
 pytestmark = pytest.mark.e2e
@@ -165,3 +172,49 @@ def test_requests_with_and_without_alternatives_share_steps(server: VllmServer) 
     assert [[len(row) for row in table["logprobs"]] for table in tables] == [[3] * 3] * 9
     again = server.generate(PROMPT, **long, token_logprobs=True, return_text=False)
     assert [pytest.approx(row, abs=1e-4) for row in again["token_logprobs"]] == answer["token_logprobs"]
+
+
+OURS = re.compile(r"/(generate|health_generate|deterministic|sampling|vocabulary|weights|bridge/.*|lora/.*|turns/.*)")
+WRITER = {"host": "h", "pid": 1, "started": 1}
+JOIN = {"trainer": "h 1", "mode": "broadcast", "parameters": {"w": [[2, 3], "float32"]}, "weight_epoch": 1, "writers": [WRITER]}
+TARGETS = [
+    Target("POST", "/generate", {"prompt": {"prompt_token_ids": PROMPT}, "n": 2, "max_tokens": 4, "seed": 1, "logprobs": 2}),
+    Target("POST", "/generate", {"prompt": "a text", "max_tokens": 3, "stop": ["x"], "token_logprobs": True, "top_p": 0.9}),
+    *(Target("GET", path) for path in ("/health_generate", "/sampling", "/vocabulary", "/weights", "/deterministic")),
+    *(Target("GET", path) for path in ("/bridge/info", "/bridge/state", "/lora/status", "/lora/info", "/turns/status")),
+    Target("POST", "/bridge/init", JOIN),
+    Target("POST", "/bridge/begin", {"epoch": 1, "version": 1, "cohort": "c"}),
+    Target("POST", "/bridge/commit", {"epoch": 1, "version": 1, "checksums": ["0"]}),
+    Target("POST", "/bridge/abort", {"epoch": 1, "reason": "r"}),
+    Target("POST", "/lora/load", {"path": "/adapters/one", "version": 1}),
+]
+
+
+def in_flight(server: VllmServer) -> int:
+    return int(httpx.get(f"{server.url}/weights", timeout=60).json()["in_flight"])
+
+
+@pytest.mark.timeout(LONG_SECONDS)
+def test_wrong_requests_do_not_break_the_server(server: VllmServer) -> None:
+    """Comes last: a server that has received half an update serves no more."""
+
+    def bounded(case: Any) -> None:
+        if isinstance(case.body, dict):
+            for name, most in (("max_tokens", 4), ("n", 3), ("min_tokens", 4)):
+                if isinstance(value := case.body.get(name), int) and value > most:
+                    case.body[name] = most + value % 2**33 // 2**32 * 2**40  # in bounds, or far outside
+
+    pid, seed, is_long = server.process.command_pid(), fuzz_seed(), bool(os.environ.get(INPUTS))
+    files = raw_fuzz.open_files(pid)
+    operations = operations_of(f"{server.url}/openapi.json", lambda path: bool(OURS.fullmatch(path)))
+    operations.sort(key=lambda operation: operation.path != "/generate")
+    statuses = send_generated(operations, fuzz_inputs(120), seed, bounded)
+    print(f"{statuses.total()} requests: {dict(sorted(statuses.items()))}")
+    inputs = fuzz_inputs(150)
+    outcome = raw_fuzz.run(("localhost", server.port), TARGETS, seed, range(inputs), None if is_long else 3.0)
+    print(f"{inputs} inputs: {dict(sorted(outcome.statuses.items()))}")
+    assert outcome.faults == [], "\n".join(outcome.faults[:5])
+    assert raw_fuzz.faults_in(server.process.log_path) == [], f"seed {seed}"
+    until(lambda: in_flight(server) == 0, f"seed {seed}: the engine has no requests left")
+    until(lambda: raw_fuzz.open_files(pid) <= files + 4, f"seed {seed}: files are closed ({files} before)")
+    server.generate(PROMPT, max_tokens=2)
