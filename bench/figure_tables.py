@@ -36,6 +36,20 @@ def service_rates(book: Book) -> str:
     return f"{markdown(['', *sides], rows)}\n\n{told} {sources(book, {'all': ('rollout_api_load', 'load')})}"
 
 
+def service_kills(book: Book) -> str:
+    """Groups that came through kills of the service under load."""
+    if not book.has("service_kills"):
+        return "Not measured yet."
+    clients, minutes, kills, groups, batches = (
+        f"{book.number('service_kills', key):,.0f}" for key in ("clients", "minutes", "kills", "groups", "batches")
+    )
+    faults = [f"{book.number('service_kills', key):.0f} {key}" for key in ("lost", "doubled", "changed")]
+    return (
+        f"{clients} clients for {minutes} minutes with {kills} `kill -9` and restarts: {groups} groups in {batches} batches, "
+        f"{faults[0]}, {faults[1]}, {faults[2]}."
+    )
+
+
 def page_load(book: Book) -> str:
     """What ten open pages cost the service under load."""
     if not book.has("page_cost"):
@@ -122,6 +136,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
     **trainer_figures.NAMED,
     **their_environments.NAMED,
     "service_rates": service_rates,
+    "service_kills": service_kills,
     "page_load": page_load,
     "page_opened": page_opened,
     "memory_plan": memory_plan,

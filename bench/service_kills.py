@@ -37,7 +37,7 @@ from bench.measured import measured
 from bench.rollout_api_load import machine, ours
 
 SEQUENCES, TOKENS = 4, 32
-"""Of each group."""
+"""Sizes of each group."""
 GROUPS_IN_BATCH = 16
 START_SECONDS = 180.0
 """Time for the service to answer after a start."""

@@ -195,7 +195,7 @@ def in_flight(server: VllmServer) -> int:
 
 
 @pytest.mark.timeout(LONG_SECONDS)
-def test_wrong_requests_do_not_break_the_server(server: VllmServer) -> None:
+def test_fuzzed_requests_do_not_break_the_server(server: VllmServer) -> None:
     """Comes last: a server that has received half an update serves no more."""
 
     def bounded(case: Any) -> None:
