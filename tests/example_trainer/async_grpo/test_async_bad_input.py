@@ -44,6 +44,8 @@ class SeatHere:
 
     def kill(self) -> None:
         self.process.stop()
+        if self.process._ports is not None:  # as those of an actor that ends
+            self.process._ports.close()
 
 
 class ThisMachine:

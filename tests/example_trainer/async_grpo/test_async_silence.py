@@ -5,18 +5,26 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
-from example_trainer.async_grpo.driver import RunFailed
+from example_trainer.async_grpo import actor, silence
+from example_trainer.async_grpo.driver import Driver, RunFailed
+from example_trainer.async_grpo.fleet import ServiceFleet
 from example_trainer.async_grpo.launch import Address
 from example_trainer.async_grpo.restarts import State
+from example_trainer.async_grpo.settings import read_settings
 from example_trainer.async_grpo.silence import Silences
 from example_trainer.child_processes.readiness import wait_until
 from tests.conftest import Processes
+from tests.e2e.async_roles import light_commands, numbers
 from tests.example_trainer.async_grpo.fake_cluster import Bench
+from tests.example_trainer.async_grpo.test_async_bad_input import KEYS, ThisMachine
+from tests.forked_commands import ForkedProcess
 
 KEY = "sesame"
 
@@ -135,3 +143,41 @@ def test_the_service_tells_of_others_and_its_own_silence_is_not_theirs(
         lease = {"worker": "reference-1", "model": "m", "max_tokens": 1, "seconds": 60}
         http.post("/reference/lease", json=lease).raise_for_status()
         silence("reference-1", 0.0)
+
+
+def test_a_real_service_that_is_stopped_is_started_again_on_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside light roles. Nothing that it had accepted is lost, and nothing is trained on twice."""
+    monkeypatch.setattr(actor, "ManagedProcess", ForkedProcess)
+    monkeypatch.setattr(silence, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(silence, "ANSWER_SECONDS", 1.0)
+    folder = tmp_path / "run"
+    asked = {"device": "cpu", "silent_seconds": 4.0, "restart_delay": 0.1}
+    text = {"training": {"model_name": "assets/starter_model"}, "logging": {"folder": str(folder)}, "orchestration": asked}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(text))
+    settings, cluster, key = read_settings(tmp_path / "run.yaml"), ThisMachine(), KEYS["ROLLOUT_API_KEY"]
+    commands = light_commands("generator", "environment", "trainer")(settings, KEYS)
+    stopped: list[int] = []
+
+    def trained() -> list[int]:
+        return numbers(folder / "trained")
+
+    def stop_the_service_then_end() -> None:
+        service = driver.keepers["service"]
+        if not stopped and len(trained()) > 2:
+            stopped.append(len(trained()))
+            (process,) = [seat.process._process for seat in cluster.seats if seat.process._name == "service"]
+            assert process is not None
+            os.kill(process.command_pid(), signal.SIGSTOP)
+        if stopped and service.lives > 1 and len(trained()) > stopped[0] + 2:
+            (folder / "enough").touch()
+
+    driver = Driver(settings, cluster, KEYS, ServiceFleet(key), Silences(key), stop_the_service_then_end, commands)
+    for keeper in driver.keepers.values():
+        keeper.role = replace(keeper.role, grace=1.0)  # a stopped process uses all of it
+    driver.run()
+    assert "[Async] service has been silent for " in caplog.text
+    assert "orchestration.silent_seconds is 4; it is ended and started again" in caplog.text
+    assert sorted(trained()) == sorted(set(trained()))
+    assert set(numbers(folder / "accepted-environment-1")) <= set(trained())
