@@ -11,17 +11,9 @@ FILE = "async"
 NAMES = {"turns": "in turns", "overlapped": "overlapped", **{f"off_policy_{n}": f"off-policy by {n}" for n in (1, 2, 4)}}
 
 
-def modes(book: Book) -> str:
-    """Every regime of bench/async_modes.py on the processor."""
-    return _regimes(book, "modes")
-
-
 def modes_gpu(book: Book) -> str:
-    """The same on a GPU that vLLM and trainer share."""
-    return _regimes(book, "modes_gpu")
-
-
-def _regimes(book: Book, part: str) -> str:
+    """Every regime of bench/async_modes.py, with vLLM on one GPU and the trainer on another."""
+    part = "modes_gpu"
     head = ["", "seconds a step", "sampled tokens/s", "trainer trains", "waits", "hands over", "vLLM generates", "stands still"]
     head += ["age, mean and most", "reward at the end"]
     rows, places = [], {}
@@ -65,53 +57,6 @@ def exact(book: Book) -> str:
     return f"with one copy and with a broadcast, killed after step {after} of {steps}. None of {tokens:,} tokens differs"
 
 
-def scaling(book: Book) -> str:
-    """Generators that sleep, and what arrives of theirs."""
-    head = ["generators", "tokens/s offered", "tokens/s arrived", "groups/s", "of a core", "a post, median", "a post, p99"]
-    rows, places = [], {}
-    for number in book.get(FILE, "scaling/generators"):
-        place = f"scaling/generators/{number}"
-        offered, arrived, groups, share, p50, p99 = (
-            book.number(FILE, f"{place}/{key}")
-            for key in (
-                "offered_tokens_per_second", "tokens_per_second", "groups_per_second", "service_core_share", "post_ms/p50",
-                "post_ms/p99",
-            )
-        )  # fmt: skip
-        posts = [f"{p50:.1f} ms", f"{p99:.1f} ms"]
-        rows.append([number, f"{offered:,.0f}", f"{arrived:,.0f}", f"{groups:.1f}", f"{share:.0%}", *posts])
-        places[number] = (FILE, place)
-    load = _load(book, "scaling/machine/load_average_before/0")
-    return f"{markdown(head, rows)}\n\n{sources(book, places)} {load}"
-
-
-def saturation(book: Book) -> str:
-    """Where service and trainer are full."""
-    taken, posted = (book.number(FILE, f"scaling/saturation/service/{key}_per_second") for key in ("trained_groups", "groups"))
-    drained = book.number(FILE, "scaling/saturation/drain/groups_per_second")
-    return (
-        f"with both at full speed, {posted:.0f} groups/s come in and {taken:.0f} groups/s go out. A trainer that only "
-        f"acknowledges empties a full queue at {drained:.0f} groups/s"
-    )
-
-
-def on_paper(book: Book) -> str:
-    """What many generators need."""
-    head = ["model", "generators", "tokens/s", "groups/s", "rollout services", "wire", "trainer GPUs"]
-    rows, places = [], {}
-    for size, by_number in book.get(FILE, "scaling/on_paper/found").items():
-        for number in by_number:
-            place = f"scaling/on_paper/found/{size}/{number}"
-            tokens, groups, services, wire, gpus = (
-                book.number(FILE, f"{place}/{key}")
-                for key in ("tokens_per_second", "groups_per_second", "services", "wire_mb_per_second", "trainer_gpus")
-            )
-            needed = [f"{services:.2f}", f"{wire:.1f} MB/s", f"{gpus:.0f}"]
-            rows.append([size, f"{int(number):,}", f"{tokens:,.0f}", f"{groups:,.1f}", *needed])
-            places[f"{size}, {number}"] = (FILE, place)
-    return f"{markdown(head, rows)}\n\n{sources(book, places)}"
-
-
 def parameter_server_gpu(book: Book) -> str:
     """The same by each route between GPUs and the host's memory."""
     if "parameter_server_gpu" not in book.page(FILE):
@@ -142,11 +87,7 @@ def full_at(book: Book) -> str:
 
 
 NAMED: dict[str, Callable[[Book], str]] = {
-    "async_modes": modes,
     "async_modes_gpu": modes_gpu,
-    "async_scaling": scaling,
-    "async_saturation": saturation,
-    "async_on_paper": on_paper,
     "async_full_at": full_at,
     "async_exact": exact,
     "parameter_server_gpu": parameter_server_gpu,
