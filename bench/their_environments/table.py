@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.bridge_figures import markdown
@@ -10,11 +10,12 @@ from bench.results_book import Book, commit_of
 from bench.their_environments.cases import CASES, NOT_RUN
 
 RESULTS = "their_environments"
+COMMANDS = {"serve": "training", "process": "`process`", "evaluate": "evaluation"}
 VERDICTS = {"same": "same", "differs": "differs", "nothing": "nothing to compare"}
 
 
 def their_environments(book: Book) -> str:
-    """Return one row for each file that ran with both SDKs, and their sum."""
+    """Return how many files ran with both SDKs, those with equal results by command, and a row for each other one."""
     found = book.get(RESULTS, "cases")
     runs = [found[case.name] for case in CASES if case.name in found]
     files = {row["file"] for row in runs if row["verdict"] != "nothing"}
@@ -24,15 +25,20 @@ def their_environments(book: Book) -> str:
     commits = sorted({commit_of(row["measured"]) for row in runs})
     total = f"{len(files)} files in {len(runs)} runs, {len(same)} of them the same number for number ({groups} groups, "
     total += f"{sequences} sequences). Run on {days[-1]}, {', '.join(commits)}."
-    table = markdown(["file (`environments/…`)", "what it is", "public and ours"], [row_of(row) for row in runs])
-    return f"{table}\n\n{total}"
+    equal = "\n".join(
+        f"- {title}: {names_of([row for row in same if row['command'] == command])}." for command, title in COMMANDS.items()
+    )
+    other = [[name_of(row), f"{VERDICTS[row['verdict']]}: {row['why']}"] for row in runs if row["verdict"] != "same"]
+    return f"{total}\n\nThe same:\n\n{equal}\n\n{markdown(['file', 'public and ours'], other)}"
 
 
-def row_of(row: Mapping[str, Any]) -> list[str]:
-    """Return file, kind, and verdict with its reason."""
-    name = row["file"].removeprefix("environments/")
-    verdict = VERDICTS[row["verdict"]]
-    return [f"`{name}`", row["kind"], f"{verdict}: {row['why']}" if row["why"] else verdict]
+def name_of(row: Mapping[str, Any]) -> str:
+    return f"`{row['file'].removeprefix('environments/')}`"
+
+
+def names_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return each file once, in the order of the runs."""
+    return ", ".join(dict.fromkeys(map(name_of, rows)))
 
 
 def not_run(book: Book) -> str:
