@@ -13,28 +13,28 @@ SPEED, SAMPLING, WHOLE = "trainer_speed", "generate_cost", "whole_run"
 FEWER = "ours, fewer ahead"
 """Our part of a whole run with fewer groups on their way."""
 SAVED = "1.7B, 512, with a checkpoint"
+UNCOMPILED = ", plain PyTorch"
+"""End of the names of plain PyTorch's cases without compiled layers, which are slower than those with them."""
 
 
 def trainer_speed(book: Book) -> str:
-    """Every case of bench/trainer_speed.py that was measured."""
-    return _cases(book, SPEED, "cases")
-
-
-def _cases(book: Book, file: str, part: str) -> str:
+    """Return the measured cases of bench/trainer_speed.py, without those that only other figures use."""
     head = [
         "", "tokens/s, forward and backward", "of sequences", "share of 790 TFLOP/s", "with the optimizer, tokens/s",
         "GPU memory",
     ]  # fmt: skip
     rows, places = [], {}
-    for name in book.get(file, part):
-        place = f"{part}/{name}"
-        rate, share = (book.number(file, f"{place}/pass/{key}") for key in ("forwarded_tokens_per_second", "mfu"))
-        sequences = book.number(file, f"{place}/pass/sequence_tokens_per_second")
-        whole = book.maybe(file, f"{place}/step/forwarded_tokens_per_second")
-        peak = book.number(file, f"{place}/pass/peak_bytes")
+    for name in book.get(SPEED, "cases"):
+        if name == SAVED or name.endswith(UNCOMPILED):
+            continue
+        place = f"cases/{name}"
+        rate, share = (book.number(SPEED, f"{place}/pass/{key}") for key in ("forwarded_tokens_per_second", "mfu"))
+        sequences = book.number(SPEED, f"{place}/pass/sequence_tokens_per_second")
+        whole = book.maybe(SPEED, f"{place}/step/forwarded_tokens_per_second")
+        peak = book.number(SPEED, f"{place}/pass/peak_bytes")
         step = "" if whole is None else f"{whole:,.0f}"
         rows.append([name, f"{rate:,.0f}", f"{sequences:,.0f}", f"{share:.2f}", step, f"{peak / 1e9:.0f} GB"])
-        places[name] = (file, place)
+        places[name] = (SPEED, place)
     return f"{markdown(head, rows)}\n\n{sources(book, places)}"
 
 
@@ -80,12 +80,10 @@ def whole_run_bound(book: Book) -> str:
     gives = max(book.number(SAMPLING, f"ways/{way}/tokens_per_second") for way in ("numbers", "text and tables"))
     mean, longest = lengths(settings)
     return (
-        f"The trainer takes {takes:,.0f} tokens in each second that it does not wait. `/generate` gives {gives:,.0f} at best, "
-        f"so the trainer waits for at least {1 - gives / takes:.0%} of the time. In this run the server gave {rate:,.0f}, "
-        f"because it was not full. An answer has {mean:,.0f} tokens on average, and the longest of a group of "
-        f"{settings['group']} has {longest:,.0f}. The other places of the group are empty until that one ends. Of "
-        f"{settings['in_flight']} answers in open groups the server samples {settings['in_flight'] * mean / longest:,.0f} at "
-        "a time"
+        f"The server limits the run: the trainer takes {takes:,.0f} tokens in each second that it does not wait, and "
+        f"`/generate` gives {gives:,.0f} at best. Here it gave {rate:,.0f}. The server samples "
+        f"{settings['in_flight'] * mean / longest:,.0f} of {settings['in_flight']} answers in open groups at a time, because "
+        "finished answers wait for the longest of their group"
     )
 
 
