@@ -50,53 +50,6 @@ def service_kills(book: Book) -> str:
     )
 
 
-def page_load(book: Book) -> str:
-    """What ten open pages cost the service under load."""
-    if not book.has("page_cost"):
-        return "Not measured yet."
-    sides = ("without the page", "ten pages open")
-    rows = [
-        [text, *(f"{book.number('page_cost', f'load/medians/{side}/{key}'):.{digits}f}{unit}" for side in sides)]
-        for text, key, digits, unit in (
-            ("groups posted per second", "posted", 0, ""),
-            ("processor time of the service for a group", "cpu_ms_per_group", 2, " ms"),
-            ("a post, median", "p50", 0, " ms"),
-        )
-    ]
-    shares = book.get("page_cost", "load/slower/ten pages open")
-    told = "; ".join(
-        f"{what} {shares[key]['mean']:+.1%} ({shares[key]['low']:+.1%} to {shares[key]['high']:+.1%})"
-        for what, key in (("processor time for a group", "processor"), ("time for a group by the clock", "posted"))
-    )
-    rounds = f"{book.number('page_cost', 'load/rounds'):.0f} rounds of {book.number('page_cost', 'load/groups'):,.0f} groups"
-    method = (
-        f"Medians of {rounds} a load, on two cores that the service shares with the load and the pages' readers. Round by "
-        f"round, what ten pages cost, mean and 95 % interval: {told}."
-    )
-    return f"{markdown(['', *sides], rows)}\n\n{method} {sources(book, {'all': ('page_cost', 'load')})}"
-
-
-def page_opened(book: Book) -> str:
-    """How long a long run takes to open."""
-    if not book.has("page_cost"):
-        return "Not measured yet."
-    lists = {f"rollouts: {name}": f"open/rollouts_lists/{name}" for name in book.get("page_cost", "open/rollouts_lists")}
-    rows = [
-        [text, *(f"{book.number('page_cost', f'{place}/{when}'):.2f} s" for when in ("first", "again"))]
-        for text, place in {"overview": "open/overview", "weights": "open/weights", **lists}.items()
-    ]
-    many, steps = (book.number("page_cost", f"open/{key}") for key in ("rollouts", "steps"))
-    size, peak = book.number("page_cost", "open/file_bytes") / 1e9, book.number("page_cost", "open/peak_mib")
-    search = book.get("page_cost", "open/search")
-    told = (
-        f"A run of {steps:,.0f} steps and {many:,.0f} rollouts ({size:.1f} GB), each row by a process that has opened nothing "
-        f"yet and with nothing of the files in memory; the process has {peak:.0f} MiB at most. A text that only the oldest "
-        f"rollout has is found after {search['searched']:,.0f} rollouts in {search['seconds']:.0f} s, each answer within "
-        f"{search['longest']:.1f} s."
-    )
-    return f"{markdown(['', 'at first', 'again'], rows)}\n\n{told} {sources(book, {'all': ('page_cost', 'open')})}"
-
-
 def memory_plan(book: Book) -> str:
     """What the memory plan says of each configuration, beside what the allocator gave out at most."""
     results = book.get("memory_plan", "results")
@@ -137,13 +90,14 @@ NAMED: dict[str, Callable[[Book], str]] = {
     **their_environments.NAMED,
     "service_rates": service_rates,
     "service_kills": service_kills,
-    "page_load": page_load,
-    "page_opened": page_opened,
     "memory_plan": memory_plan,
 }
 """By the name that stands in the documents."""
 
 ELSEWHERE: dict[str, dict[str, str]] = {
+    "docs/files.md": {
+        "up to 1 GiB or 1,000,000": "MOST_BYTES and MOST_ROLLOUTS of atroposlib/ui/rollouts/archive.py",
+    },
     "docs/inference-servers.md": {
         "`--max-body-bytes` (16 MiB)": "the default of that option",
     },
@@ -193,8 +147,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "holds 64 MiB of the disk": "RESERVE_BYTES in atroposlib/api/store/reserve.py",
         "its size and 2 MiB are free": "FIXED_BYTES in atroposlib/api/store/reserve.py",
         "or falls 256 messages or 8 MiB behind": "limits of atroposlib/ui/live/hub.py",
-        "after decompression (1 MiB any other)": "a limit of atroposlib/api/gate/gate.py",
-        "a head has 64 KiB at most. Bodies from 1 MiB on": "limits of atroposlib/api",
     },
 }
 """Document -> passage that is written there word for word -> where its figure comes from, if not from bench/results/."""
