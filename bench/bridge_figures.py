@@ -11,7 +11,6 @@ from bench.results_book import Book, FigureError, commit_of
 
 SYNC_17B = "weight_sync_qwen3-1.7b"
 SYNC_14B = "weight_sync_qwen2.5-14b_one_rank"
-SYNC_TO_TWO = "weight_sync_qwen2.5-14b"
 THROUGHPUT = "weight_sync_qwen3-1.7b_throughput_"
 MODES = {"direct": "direct", "overlapped": "overlapped", "single_copy": "single copy"}
 CONDITIONS = {"idle": "idle", "load_64": "64 requests in flight", "load_256": "256"}
@@ -120,31 +119,6 @@ def _title(shape: str, file: str, more: str = "") -> Callable[[Book], str]:
     return title
 
 
-def broadcast_in_short(book: Book) -> str:
-    """What a direct broadcast costs a trainer and a client, for the README."""
-    files = {"Qwen3-1.7B shape": SYNC_17B, "Qwen2.5-14B shape": SYNC_14B}
-
-    def medians(file: str, key: str, *conditions: str) -> str:
-        return " · ".join(_median(book, file, f"bridge/direct/{condition}/{key}") for condition in conditions)
-
-    rows = [
-        [
-            "the trainer waits, idle · 64 requests in flight",
-            *(medians(f, "whole_update_ms", "idle", "load_64") for f in files.values()),
-        ],
-        [
-            "a client's longest gap between two tokens, 64",
-            *(medians(f, "largest_gap_per_update_ms", "load_64") for f in files.values()),
-        ],
-        [
-            "of the wait: first byte to verified, idle",
-            *(medians(f, "first_byte_to_verified_ms", "idle") for f in files.values()),
-        ],
-    ]
-    head = ["update by direct broadcast, H200s, medians", *files]
-    return f"{markdown(head, rows)}\n\n{sources(book, {name: (file, 'bridge/direct/idle') for name, file in files.items()})}"
-
-
 def throughputs(book: Book) -> list[str]:
     """The files of runs that compared generation with and without updates, oldest first."""
     found = sorted(path.stem for path in book.folder.glob(f"{THROUGHPUT}*.json"))
@@ -251,8 +225,6 @@ def largest_kl(book: Book) -> str:
 NAMED: dict[str, Callable[[Book], str]] = {
     "updates_1.7b": updates(SYNC_17B, _title("Qwen3-1.7B", SYNC_17B)),
     "updates_14b": updates(SYNC_14B, _title("Qwen2.5-14B", SYNC_14B)),
-    "updates_14b_to_two": updates(SYNC_TO_TWO, _title("Qwen2.5-14B", SYNC_TO_TWO, ", one process to two ranks")),
-    "broadcast_in_short": broadcast_in_short,
     "generation_in_all": generation_in_all,
     "single_copy": single_copy,
     "faults_in_all": faults_in_all("bridge_faults"),

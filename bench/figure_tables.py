@@ -115,6 +115,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "1 MiB for each file": "MOST_WAITING_BYTES in atroposlib/ui/live/observed.py",
         "64 MiB, and 16 MiB more that no post may use up": "RESERVE_BYTES and SLACK_BYTES in atroposlib/api/store/reserve.py",
         "body of a request without the key, such as a sign-in | 64 KiB": "TINY_BODY in atroposlib/api/gate/budget.py",
+        "body of a request with the key that holds no groups | 1 MiB": "MOST_OF_OTHERS in atroposlib/api/gate/gate.py",
         "body of a request to the vLLM server | 256 MiB": "MOST_BODY in example_trainer/vllm_api_server.py",
         "process that reads bodies from 1 MiB on": "IN_A_PROCESS_FROM in atroposlib/api/gate/group_reader.py",
         "gzip bodies of more than 1 MiB as they arrive": "SMALL_BODY in atroposlib/api/gate/budget.py",
