@@ -63,8 +63,8 @@ def memory_plan(book: Book) -> str:
         rows.append(
             [_configuration(asked), f"{planned / 1e9:.1f} GB", f"{allocated / 1e9:.1f} GB", f"{planned / allocated:.3f}"]
         )
-    places = {row[0]: ("memory_plan", f"results/{index}") for index, row in enumerate(rows)}
-    return f"{markdown(head, rows)}\n\n{sources(book, places)}"
+    dates = sorted(book.measured("memory_plan", f"results/{index}")["date"].split()[0] for index in range(len(rows)))
+    return f"{markdown(head, rows)}\n\nMeasured from {dates[0]} to {dates[-1]}."
 
 
 def _configuration(asked: Mapping[str, Any]) -> str:
@@ -105,7 +105,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "It gets at most 32,768, because": "the largest of BUDGETS in example_trainer/training/memory_plan.py",
         "16 bytes for each parameter at 50 GB/s": "BUS_BYTES_PER_SECOND in example_trainer/training/memory_choice.py",
         "leaves 8 % of the memory free": "_PLANNED_SHARE in example_trainer/training/memory_plan.py",
-        "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_items.py",
     },
     "docs/operations.md": {
         "128 MiB; bodies up to 64 KiB never wait": "SMALL_BUDGET and TINY_BODY in atroposlib/api/gate/budget.py",

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 from bench.bridge_figures import markdown, sources
 from bench.gpu.shapes import PEAK_FLOPS
-from bench.results_book import Book, commit_of
-
-FILE = "fleet"
+from bench.results_book import Book
 
 
 def servers_on_gpus(book: Book) -> str:
@@ -74,33 +72,9 @@ def anew_share(book: Book) -> str:
     return f"That is {flops / PEAK_FLOPS:.0%} of the rate at which the card multiplies large matrices"
 
 
-def on_paper(book: Book) -> str:
-    """An update of a fleet that nobody had, by bench/fleet_on_paper.py."""
-    if "on_paper" not in book.page(FILE):
-        return "Not computed yet."
-
-    def milliseconds(term: str) -> str:
-        return f"{book.number(FILE, f'on_paper/found/{term}') * 1e3:.0f} ms"
-
-    head = ["", "generation stands still", "whole update", "of it the transfer"]
-    rows = [
-        [way, milliseconds(f"{way}_stands_still"), milliseconds(f"{way}_whole"), milliseconds("transfer")]
-        for way in ("direct", "overlapped")
-    ]
-    fleet, source = book.get(FILE, "on_paper/fleet"), book.get(FILE, "on_paper/from")
-    parts = book.measured(source, "bridge/direct/idle")
-    told = (
-        f"{fleet['shape']}, {fleet['servers']} servers of TP {fleet['tp']} from {fleet['trainer_gpus']} trainer GPUs, "
-        f"{fleet['gbit']:g} Gbit/s for each GPU, of which NCCL is taken to reach {fleet['nccl_share']:.0%}. "
-        f"Parts: {source}.json, {parts['date'].split()[0]}, {commit_of(parts)}."
-    )
-    return f"{markdown(head, rows)}\n\n{told}"
-
-
 NAMED: dict[str, Callable[[Book], str]] = {
     "fleet_servers_gpu": servers_on_gpus,
     "fleet_clients_gpu": clients,
     "fleet_anew_share": anew_share,
-    "fleet_on_paper": on_paper,
 }
 """By the name that stands in the documents."""
