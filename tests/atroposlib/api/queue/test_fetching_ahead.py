@@ -116,7 +116,7 @@ class FetchingAhead(RuleBasedStateMachine):
 
     @rule(lost=st.integers(0, 2))
     def die_and_come_back(self, lost: int) -> None:
-        """With a checkpoint of a few steps ago. What was held is leased to the next."""
+        """With a checkpoint of a few steps ago. The next trainer gets the leased batches, or the queue sets them aside."""
         leases = [*(lease for lease, _ in self.kept), *self.trainer.held]
         held = {lease.batch_id: {group.seq for group in lease.groups} for lease in leases}
         self.kept.clear()
@@ -126,7 +126,7 @@ class FetchingAhead(RuleBasedStateMachine):
         self.lives.append((10 * uuid, step))
         self.trainer = Trainer(self.queue, uuid, step, deque())
         self.stepped = False
-        kept = {group.seq for group in self.queue._held()}
+        kept = {group.seq for group in [*self.queue._held(), *self.queue.failures.groups()]}
         for group_ids in held.values():
             for seq in group_ids - kept:
                 assert self.queue.drops, f"group {seq} is gone, and nothing says why"
