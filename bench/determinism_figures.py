@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.bridge_figures import markdown, sources
-from bench.on_off_summary import HEAD, differences, row_of
+from bench.on_off_summary import HEAD, WINDOW, differences, row_of
 from bench.results_book import Book, FigureError
 
 COST, ON_OFF, PUBLISHED = "deterministic_cost", "bi_on_off", "on_off_published"
@@ -112,12 +111,6 @@ def rewards(mode: str) -> Callable[[Book], str]:
     return found
 
 
-def tokens_off(book: Book) -> str:
-    """With the mode off: `1,068,243 of 1,068,401`."""
-    runs = [row for row in book.get(ON_OFF, "runs").values() if row["mode"] == "off"]
-    return f"{sum(sum(row['mismatched_tokens']) for row in runs):,} of {sum(sum(row['compared_tokens']) for row in runs):,}"
-
-
 def on_off_table(book: Book) -> str:
     """The published study's runs, one row each, and by how much the mode changes the last ten steps."""
     if not book.has(PUBLISHED):
@@ -128,7 +121,9 @@ def on_off_table(book: Book) -> str:
         book.measured(PUBLISHED, f"runs/{name}")
         if run["failed"] or run["steps"] != page["steps"]:
             raise FigureError(f"{PUBLISHED}.json runs/{name}: not a whole run: {run['failed'] or run['steps']}")
-    text = markdown(HEAD, [row_of(run) for run in runs.values()])
+    shown = [HEAD.index(heading) for heading in HEAD if heading not in ("steps", f"best {WINDOW}", "held out before")]
+    rows = [row_of(run) for run in runs.values()]
+    text = markdown([*(HEAD[i] for i in shown[:-1]), "held out, solved after"], [[row[i] for i in shown] for row in rows])
     machine = page["machine"]
     where = f"{machine['gpus'][0]}, torch {machine['torch']}, vLLM {machine['vllm']}" if machine["gpus"] else "On a CPU"
     return "\n\n".join(
@@ -140,21 +135,6 @@ def on_off_table(book: Book) -> str:
     )
 
 
-def worst_gradient(kind: str) -> Callable[[Book], str]:
-    """The largest relative error of an operation's gradients against float64: `bf16` or `float32`."""
-
-    def found(book: Book) -> str:
-        worst = 0.0
-        for name, row in book.get("deterministic_trainer", "checks").items():
-            if not row["passed"]:
-                raise FigureError(f"deterministic_trainer.json: {name!r} did not pass")
-            if name.startswith("float64:") and kind in name:
-                worst = max(worst, *map(float, re.findall(r"\d\.\de-\d\d", row["seen"])))
-        return f"{worst:.1e}".replace("e-0", "e-")
-
-    return found
-
-
 NAMED: dict[str, Callable[[Book], str]] = {
     "cost": cost,
     "cost_ours": ratios("ours"),
@@ -164,8 +144,5 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "control_difference": control_difference,
     "rewards_on": rewards("on"),
     "rewards_off": rewards("off"),
-    "tokens_off": tokens_off,
     "on_off_published": on_off_table,
-    "worst_gradient_bf16": worst_gradient("bf16"),
-    "worst_gradient_float32": worst_gradient("float32"),
 }

@@ -120,7 +120,7 @@ def test_documents_show_whole_runs_alone(tmp_path: Path) -> None:
     page = {"measured": DATED, "steps": 2, "machine": {"gpus": ["A GPU"], "torch": "2", "vllm": "0.26"}, "runs": runs}
     (tmp_path / "on_off_published.json").write_text(json.dumps(page))
     text = on_off_table(Book(tmp_path))
-    assert "| on, seed 1, lr 1e-05 | 2 |" in text
+    assert "| on, seed 1, lr 1e-05 | +0.375 |" in text
     assert text.endswith("A GPU, torch 2, vLLM 0.26. One run of 2026-01-02, commit abc.")
     runs["on 1"]["failed"] = "out of memory"
     (tmp_path / "on_off_published.json").write_text(json.dumps(page))
