@@ -64,16 +64,14 @@ def updates(file: str, title: Callable[[Book], str]) -> Callable[[Book], str]:
         for text, key in (
             ("**the trainer waits for an update**", "whole_update_ms"),
             ("**longest gap between two tokens at a client**, at an update", "largest_gap_per_update_ms"),
-            ("the engine stands still, by the answers to pause and resume", "halted_ms"),
-            ("the same, to the worker's next step", "stalled_ms"),
+            ("the engine pauses", "halted_ms"),
         ):
             for condition in conditions:
                 cells = [_with_most(book, file, f"{place}/{condition}/{key}") for place in sides.values()]
                 if any(cells):
                     rows.append([f"{text}, {CONDITIONS[condition]}", *cells])
-        for condition in conditions:
-            cells = [_first_byte(book, file, f"{place}/{condition}") for place in sides.values()]
-            rows.append([f"first byte to verified, {CONDITIONS[condition]}", *cells])
+        cells = [_first_byte(book, file, f"{place}/{conditions[0]}") for place in sides.values()]
+        rows.append([f"first byte to verified, {CONDITIONS[conditions[0]]}", *cells])
         usual = [book.maybe(file, f"{p}/{c}/usual_gap_ms/median") for p in sides.values() for c in conditions]
         gaps = [gap for gap in usual if gap is not None]
         last = {p: [c for c in conditions if book.maybe(file, f"{p}/{c}/updates")][-1] for p in sides.values()}
@@ -156,18 +154,8 @@ def single_copy(book: Book) -> str:
         row("**longest gap at a client**, 64", lambda f: _with_most(book, f, "load_64/largest_gap_per_update_ms")),
         row("of it the write, idle · 64", lambda f: " · ".join(_median(book, f, f"{c}/write_ms") for c in ("idle", "load_64"))),
         row("pause beyond the write, idle", lambda f: _with_most(book, f, "idle/pause_beyond_write_ms")),
-        row(
-            "pause beyond it to the worker's next step, 64",
-            lambda f: _with_most(book, f, "load_64/stalled_beyond_write_ms"),
-        ),
-        row("with a real optimizer's masters, idle", lambda f: _with_most(book, f, "optimizer, idle/pause_beyond_write_ms")),
-        row("the same, 64", lambda f: _with_most(book, f, "optimizer, load_64/stalled_beyond_write_ms")),
         row("parameters mapped; bytes moved by an update", mapped),
         row("GPU memory freed on the first GPU when the trainer joins", freed),
-        row(
-            "next logprob that the server gives once the trainer has zeroed the last norm",
-            lambda f: f"{book.number(f, 'read_on_the_other_side/zeroed'):.3f}",
-        ),
     ]
     places = {text: (file, "load_64") for text, file in files.items()}
     count = book.number("single_copy", "idle/updates")
