@@ -18,7 +18,9 @@ import httpx
 from pydantic import AfterValidator
 
 LONGEST = 300
-"""Characters of the address of a server; a host's name has 253 at most."""
+"""Characters of the address of a server."""
+LONGEST_HOST = 253
+"""Characters of a host's name."""
 LONGEST_URL = 2000
 """Characters of an address with a path."""
 NEEDS_BRACKETS = "an IPv6 address with a port needs brackets: write [::1]:9001"
@@ -101,7 +103,7 @@ def host_name(text: str) -> str:
         except ValueError:
             reason = "is neither a host nor an IPv6 address; leave the port out"
             raise ValueError(f"{text[:LONGEST]!r} {reason}; {example}") from None
-    elif bare != text or not HOST_NAME.fullmatch(bare) or len(bare) > 253:
+    elif bare != text or not HOST_NAME.fullmatch(bare) or len(bare) > LONGEST_HOST:
         raise ValueError(f"{text[:LONGEST]!r} is not a host; {example}")
     address = f"http://{url_host(bare)}:80"
     _read_url(address, example, LONGEST, shown=text)
@@ -156,9 +158,14 @@ def _read_url(text: str, example: str, longest: int, shown: str | None = None) -
     if parts.query or parts.fragment or text.endswith(("?", "#")):
         raise ValueError(f"{quoted} goes on after its port with ? or #; {example}")
     try:
-        httpx.URL(text)  # a name that no resolver is asked for, such as one with empty labels
+        url = httpx.URL(text)  # a name that no resolver is asked for, such as one with empty labels
+        resolved = url.raw_host.decode() if url.host else ""  # `host` decodes xn-- labels, as each request does
     except (httpx.InvalidURL, ValueError) as error:
         raise ValueError(f"{quoted} is no address ({error}); {example}") from None
+    # Clients raise UnicodeError, which is not an HTTP error, for a label of more than 63 characters.
+    if ":" not in host and not (HOST_NAME.fullmatch(resolved) and len(resolved) <= LONGEST_HOST):
+        reason = f"a host's name has letters, digits, - and _, at most 63 between dots and {LONGEST_HOST} in all"
+        raise ValueError(f"{quoted} is no address ({reason}); {example}")
     return parts
 
 

@@ -289,7 +289,8 @@ class ServerWatch:
                     weights = {}  # a server of another kind: it is there, and no more is known
         except TimeoutError:
             server.missed(time.time(), f"no answer in {ASK_SECONDS:g} s")
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            # A ValueError comes from a name that cannot be encoded for a resolver.
             server.missed(time.time(), _why(error))
         else:
             if weights is None:

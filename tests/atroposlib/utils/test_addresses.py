@@ -68,6 +68,12 @@ def test_good_addresses(read: Callable[[str], Any], text: str, value: Any) -> No
         (http_address, "http://a..b:1", "is no address"),
         (http_address, "http://u:p@h:1", "leave them out"),
         (http_address, "http://a b:1", "holds a space"),
+        (server_address, f"http://{'a' * 64}:1", "at most 63"),  # resolvers raise UnicodeError for it
+        (server_address, f"http://{'a.' * 127}:1", "at most 63"),
+        (server_address, f"http://{'ß' * 62}:1", "is no address"),
+        (server_address, "http://xn--a:1", "is no address"),
+        (server_address, "http://a%00:1", "letters, digits"),
+        (server_address, "http://a,b:1", "letters, digits"),
         (http_addresses, "http://a:1,,http://b:1", "an address is empty"),
         (host_and_port, "::1:9001", "needs brackets"),
         (host_and_port, "https://h:1", "speak http"),
