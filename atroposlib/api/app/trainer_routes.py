@@ -14,9 +14,9 @@ from atroposlib.api.app.answers import answer, query_int, refuse, takes
 from atroposlib.api.app.service import RolloutService
 from atroposlib.api.gate.gate import GZIP_FROM, accepts_gzip, compress
 from atroposlib.api.models.records import NotRegisteredError, Registration
-from atroposlib.api.models.requests import AckBatch, AskEpoch, BatchReport, EndRun, RegisterTrainer, read
+from atroposlib.api.models.requests import AckBatch, AskEpoch, BatchReport, EndRun, RegisterTrainer, invalid, read
 from atroposlib.api.queue.fleet import Table
-from atroposlib.api.queue.weight_epochs import read_lives
+from atroposlib.api.queue.weight_epochs import FIRST_EPOCHS, read_lives
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """Register the trainer. A later registration takes over, with the batches that were not acknowledged yet."""
         asked = read(RegisterTrainer, await request.body())
         lives = read_lives(asked.lives)
+        _check_epochs(service, "weight_epoch", [asked.weight_epoch])
+        _check_epochs(service, "lives", [life.epoch for life in lives])
         registration = Registration(uuid=secrets.randbits(52), **asked.model_dump(exclude={"lives"}))
         service.heard_trainer(publishes=False)
         dropped = await service.run(lambda queue: queue.register(registration, lives))
@@ -60,6 +62,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
     async def weight_epoch(request: Request) -> Response:
         """An epoch for the weights of a trainer that starts: no other trainer of this service has it, or a higher one."""
         asked = read(AskEpoch, await request.body())
+        _check_epochs(service, "asked", [asked.asked])
         return answer({"weight_epoch": await service.run(lambda queue: queue.give_epoch(asked.asked, asked.run))})
 
     @app.get("/batch")
@@ -143,6 +146,20 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         service.latest, service.fleet_table = None, Table()
         logger.warning("reset: %d groups and all registrations are gone", groups)
         return Response("Reset successful", media_type="text/plain")
+
+
+def _check_epochs(service: RolloutService, field: str, named: list[int]) -> None:
+    """Check the epochs that a trainer names.
+
+    Raises:
+        InvalidRequestError: one is so high that the service could not give higher ones.
+    """
+    epoch = service.queue.epochs.too_high(named)
+    if epoch is not None:
+        message = (
+            f"{field} names epoch {epoch}: an epoch must be at most {FIRST_EPOCHS}, or close to one that this service gave"
+        )
+        raise invalid([field], epoch, message)
 
 
 class BatchResponse(Response):

@@ -39,8 +39,6 @@ MOST_UNIX_SECONDS = 253402300799.0
 SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
 """An integer that every JSON reader keeps exactly."""
 Version = Annotated[int, Field(ge=0, le=2**53 - 1)]
-Epoch = Annotated[int, Field(ge=0, le=2**52)]
-"""A weight epoch of a trainer. Half of what a Version holds, so that the service can always give a higher one."""
 EpochAndStep = Annotated[list[Version], Field(min_length=2, max_length=2)]
 Reason = Annotated[str, AfterValidator(lambda reason: " ".join(reason.split())[:LONGEST_REASON])]
 """For a line of the log; its beginning is kept."""
@@ -169,7 +167,7 @@ class RegisterTrainer(Request):
     """The trainer sends POST /batch/ack from the first batch on; without it, the first ack tells."""
     model: Name | None = None
     """The model that is trained. With checkpoint_dir it tells one run from another; null where nothing does."""
-    weight_epoch: Epoch = 0
+    weight_epoch: Version = 0
     """Names this trainer process: what POST /weight-epoch answered; 0 if it does not say."""
     run: RunName | None = None
     """Names the run, over all its resumes: another name is another run. Null where model and checkpoint_dir tell runs apart."""
@@ -213,7 +211,7 @@ class RegisterTrainer(Request):
 class AskEpoch(Request):
     """POST /weight-epoch."""
 
-    asked: Epoch = 0
+    asked: Version = 0
     """Unix milliseconds, and more than the epochs that the trainer knows of its run. The answer is at least as high."""
     run: RunName | None = None
     """As in POST /register: what is sampled with the epoch before the trainer registers counts as this run's."""

@@ -15,6 +15,10 @@ from atroposlib.utils.lives import Life, begin_life, line_version
 
 MOST_EPOCHS = 1024
 """Epochs that are remembered of each kind; the oldest are forgotten first."""
+FIRST_EPOCHS = 2**52
+"""Trainers may name epochs up to this one: half of the largest that a rollout can carry, and far above milliseconds of today."""
+LARGEST_LEAP = 2**20
+"""Trainers may also name epochs that exceed the last one by this number, so epochs that the service gave are always valid."""
 
 
 class WeightEpochs:
@@ -60,6 +64,14 @@ class WeightEpochs:
     def present(self) -> int:
         """The present trainer's epoch; 0 if it names none."""
         return self.lives[-1].epoch if self.lives else 0
+
+    def too_high(self, named: Iterable[int]) -> int | None:
+        """Return the first epoch that no trainer may name yet; None if there is none.
+
+        After a higher one, the service would soon have none left to give.
+        """
+        highest = max(FIRST_EPOCHS, self.last + LARGEST_LEAP)
+        return next((epoch for epoch in named if epoch > highest), None)
 
     def give(self, asked: int, run: str | None) -> int:
         """Return an epoch for a trainer that starts: the one that it asks for, or a higher one that no trainer has.

@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from starlette.testclient import TestClient
 
+from atroposlib.api.app.application import make_app
+from atroposlib.api.app.service import RolloutService
 from atroposlib.api.models.records import Draft, Registration
-from atroposlib.api.models.requests import AskEpoch, InvalidRequestError, RegisterTrainer, read
 from atroposlib.api.queue.rollout_queue import RolloutQueue
 from atroposlib.api.queue.weight_epochs import MOST_EPOCHS, WeightEpochs
 from atroposlib.api.store.sqlite_store import SqliteStore
+from atroposlib.api.store.store import MemoryStore
 from atroposlib.utils.lives import Life
 
 from .test_rollout_queue import registration
@@ -89,13 +91,23 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(epochs.stored()["given_epochs"]) == MOST_EPOCHS
 
 
-def test_an_epoch_leaves_room_for_higher_ones() -> None:
+def test_no_trainer_can_use_up_the_epochs() -> None:
     trainer = {"wandb_group": "", "wandb_project": "", "batch_size": 1, "max_token_len": 1, "checkpoint_dir": ""}
     trainer |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 1}
-    assert read(AskEpoch, b'{"asked": 4503599627370496}').asked == 2**52
-    for model, body in ((AskEpoch, {"asked": 2**52 + 1}), (RegisterTrainer, trainer | {"weight_epoch": 2**52 + 1})):
-        with pytest.raises(InvalidRequestError):
-            read(model, str(body).replace("'", '"').encode())
+    app = make_app(RolloutService(MemoryStore()))
+    with TestClient(app, base_url="http://localhost") as client:
+        for path, body, field in (
+            ("/weight-epoch", {"asked": 2**52 + 1}, "asked"),
+            ("/register", trainer | {"weight_epoch": 2**53 - 1}, "weight_epoch"),
+            ("/register", trainer | {"weight_epoch": 1, "lives": [[2**53 - 1, 0]]}, "lives"),
+        ):
+            refused = client.post(path, json=body)
+            assert (refused.status_code, refused.json()["detail"][0]["loc"]) == (422, ["body", field])
+        assert client.post("/register", json=trainer | {"weight_epoch": 2**52}).status_code == 200
+        for _ in range(3):  # each later trainer can register with the epoch that it was given, and names it among its lives
+            given = client.post("/weight-epoch", json={"asked": 5}).json()["weight_epoch"]
+            answer = client.post("/register", json=trainer | {"weight_epoch": given, "lives": [[given, 0]]})
+            assert answer.json()["weight_epoch"] == given > 2**52
 
 
 # ---- against a model that knows which trainer sampled what -----------------------------------------------------
