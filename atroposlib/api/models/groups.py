@@ -109,6 +109,7 @@ PER_SEQUENCE = (
     "inference_logprobs",
     "distill_token_ids",
     "distill_logprobs",
+    "overrides",
     "weight_versions",
     "weight_epochs",
     "weight_version_spans",
@@ -233,6 +234,7 @@ def check_group(group: ScoredData, at: list[str | int]) -> None:
         raise invalid(where, len(group.weight_epochs), f"{path(where)} says nothing without weight_versions")
     flat: list[tuple[str, list[Any] | None]] = [
         ("scores", group.scores),
+        ("overrides", group.overrides),
         ("weight_versions", group.weight_versions),
         ("weight_epochs", group.weight_epochs),
         ("weight_version_spans", group.weight_version_spans),

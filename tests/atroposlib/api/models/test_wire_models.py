@@ -93,6 +93,7 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
         ({"finish_reasons": ["stop"] * 3}, ["finish_reasons"], "has 3 entries for 4 sequences"),
         ({"finish_reasons": ["stop"] * 3 + [7]}, ["finish_reasons", 3], "is 7: it must be a string of at most 64"),
         ({"finish_reasons": ["x" * 65] * 4}, ["finish_reasons", 0], "of at most 64 characters, or null"),
+        ({"overrides": [{}] * 3}, ["overrides"], "has 3 entries for 4 sequences"),
         ({"successes": [True] * 3}, ["successes"], "has 3 entries for 4 sequences"),
         ({"successes": [True] * 3 + [2]}, ["successes", 3], "is 2: it must be true, false or null"),
         ({"tokens": [[1, 2, 3]] * 3 + [[1, -2, 3]]}, ["tokens", 3, 1], "is -2: a token id is from 0"),
