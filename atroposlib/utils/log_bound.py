@@ -45,8 +45,18 @@ class BoundedLines(logging.Filter):
         return True
 
 
+def one_line(record: logging.LogRecord) -> bool:
+    """Escape line ends and control characters of a message, so no client can write lines of its own into the log."""
+    message = record.getMessage().rstrip("\n")
+    if not message.isprintable():
+        message = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
+        record.msg, record.args = message, ()
+    return True
+
+
 def log_to_stderr() -> None:
     """Write the log of this process to standard error, bounded. A log that is set up already stays as it is."""
     handler = LogLines()
     handler.addFilter(BoundedLines())
+    handler.addFilter(one_line)
     logging.basicConfig(level=logging.INFO, format=FORMAT, handlers=[handler])

@@ -7,7 +7,7 @@ import logging
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.utils.log_bound import LINES_SECONDS, LONGEST_LINE, MOST_LINES, BoundedLines
+from atroposlib.utils.log_bound import LINES_SECONDS, LONGEST_LINE, MOST_LINES, BoundedLines, one_line
 
 
 def record(message: str, *arguments: object, line: int = 1) -> logging.LogRecord:
@@ -43,3 +43,18 @@ def test_other_statements_are_not_affected_and_long_lines_are_cut() -> None:
     long = record("%s", "x" * 100_000, line=2)
     assert bounded.filter(long)
     assert len(long.getMessage()) == LONGEST_LINE
+
+
+@given(st.text(max_size=20))
+def test_no_client_writes_a_line_of_its_own(name: str) -> None:
+    line = record("environment %d registered: %s", 3, name)
+    assert one_line(line)
+    assert line.getMessage().isprintable()
+    if name.isprintable():
+        assert line.getMessage() == f"environment 3 registered: {name}"
+
+
+def test_a_forged_line_stays_within_its_own() -> None:
+    line = record("environment registered: %s", "a\n2026-01-01 INFO api: reset\x1b[2J")
+    assert one_line(line)
+    assert line.getMessage() == "environment registered: a\\n2026-01-01 INFO api: reset\\x1b[2J"
