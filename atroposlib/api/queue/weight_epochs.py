@@ -16,7 +16,7 @@ from atroposlib.utils.lives import Life, begin_life, line_version
 MOST_EPOCHS = 1024
 """Epochs that are remembered of each kind; the oldest are forgotten first."""
 FIRST_EPOCHS = 2**52
-"""Trainers may name epochs up to this one: half of the largest that a rollout can carry, and far above milliseconds of today."""
+"""Trainers may name epochs up to this one. It is half of the largest that a rollout can carry, and far above the clock."""
 LARGEST_LEAP = 2**20
 """Trainers may also name epochs that exceed the last one by this number, so epochs that the service gave are always valid."""
 

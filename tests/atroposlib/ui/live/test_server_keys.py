@@ -98,6 +98,15 @@ def test_only_the_addresses_of_the_options_get_the_key(
     assert KEY not in line
 
 
+def test_a_name_that_no_resolver_takes_does_not_stop_the_poll_of_others(servers: tuple[KeyedServer, KeyedServer]) -> None:
+    own, _ = servers
+    watch = ServerWatch(KEY, frozenset({own.url}))
+    names = f"http://{'a' * 64}:1", "http://xn--a:1"
+    look(watch, *names, own.url)
+    assert watch.servers[own.url].health == "good"
+    assert [watch.servers[name].health for name in names] == ["silent"] * 2
+
+
 def test_another_name_or_port_of_the_same_machine_gets_no_key(servers: tuple[KeyedServer, KeyedServer]) -> None:
     own, stranger = servers
     renamed = own.url.replace("127.0.0.1", "localhost")
