@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 from atroposlib.api.store.store import StoreError
@@ -44,6 +45,26 @@ def lock_file(path: Path) -> int:
                 f"store {path} is in use by another service (pid {named}); stop it, or pass another --store"
             ) from None
         os.close(descriptor)
+
+
+def require_same_files(opened: Mapping[Path, os.stat_result]) -> None:
+    """Check that open files still have their names.
+
+    Data that is written to a file without a name is gone when the process ends, although each write succeeds.
+
+    Raises:
+        StoreError: a file was removed, moved or replaced.
+    """
+    for path, before in opened.items():
+        try:
+            happened = None if os.path.samestat(os.stat(path), before) else "was replaced by another file"
+        except OSError as error:
+            happened = f"is not in its place ({error.strerror})"
+        if happened:
+            raise StoreError(
+                f"store: {path} {happened}, so new data would be lost when this service ends; put the old file back, or "
+                "start the service again with another --store"
+            )
 
 
 def _flock() -> bytes:

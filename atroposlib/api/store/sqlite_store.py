@@ -19,7 +19,7 @@ from pathlib import Path
 import orjson
 
 from atroposlib.api.models.records import BUFFERED, QUEUED, REFERENCE, Changes, Evaluation, Group, Lease, Receipt, Snapshot
-from atroposlib.api.store.file_lock import lock_file
+from atroposlib.api.store.file_lock import lock_file, require_same_files
 from atroposlib.api.store.reserve import RESERVE_BYTES, SLACK_BYTES, DiskSpace, Reserve, megabytes
 from atroposlib.api.store.schema import APPLICATION_ID, FORMAT, SCHEMA, UPGRADE
 from atroposlib.api.store.statements import Statements
@@ -70,7 +70,8 @@ class SqliteStore(Store):
         try:
             self._writer, self._reader = self._open()
             self._statements = Statements(self._writer, self._unreadable)
-        except (sqlite3.Error, StoreError) as error:
+            self._opened = {file: os.stat(file) for file in (self._file, Path(f"{self._file}-wal"))}
+        except (sqlite3.Error, StoreError, OSError) as error:
             failure = error if isinstance(error, StoreError) else self._error(error)
             os.close(self._lock)
             raise failure from None
@@ -216,6 +217,7 @@ class SqliteStore(Store):
         wiped = max((index for index, changes in enumerate(together) if changes.wipe), default=0)
         wipes, left = any(changes.wipe for changes in together), together[wiped:]
         with self._writing:
+            require_same_files(self._opened)
             try:
                 try:
                     self._transact(wipes, left)
