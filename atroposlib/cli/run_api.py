@@ -41,6 +41,7 @@ from atroposlib.utils.keys import VLLM_KEY
 from atroposlib.utils.log_bound import log_to_stderr
 from atroposlib.utils.open_files import connections_allowed
 from atroposlib.utils.private_files import use_private_files
+from atroposlib.utils.stopping_server import StoppingServer
 
 logger = logging.getLogger("atroposlib.cli.run_api")
 
@@ -235,7 +236,7 @@ def port_user(port: int, proc: Path = Path("/proc")) -> str:
     return "another process"
 
 
-class Server(uvicorn.Server):
+class Server(StoppingServer):
     """Says where it can be reached; uvicorn itself names only the socket that it was given."""
 
     has_page = False
@@ -377,6 +378,7 @@ def main(argv: list[str] | None = None) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every question to a vLLM server
     server = Server(config)
     server.has_page = page is not None
+    server.when_stopping = [service.moves.count, *([page.hub.close] if page is not None else [])]
 
     def stop(*_: object) -> None:
         # uvicorn handles the signals while it serves, and raises them once more when all is answered and closed.

@@ -23,6 +23,7 @@ from atroposlib.ui.web.gatekeeper import Gatekeeper
 from atroposlib.utils.addresses import argument, http_address
 from atroposlib.utils.bounded_protocol import bounded_protocol
 from atroposlib.utils.open_files import connections_allowed
+from atroposlib.utils.stopping_server import StoppingServer
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,9 @@ def serve(paths: list[Path], port: int, tokenizer: str | None = None) -> None:
         http=bounded_protocol(REQUEST_SECONDS, connections_allowed(logger.info)),
         ws="none",
     )
-    uvicorn.Server(config).run(sockets=[sock])
+    server = StoppingServer(config)
+    server.when_stopping = [hub.close]
+    server.run(sockets=[sock])
 
 
 def find_service(url: str) -> str:

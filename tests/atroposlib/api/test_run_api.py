@@ -63,7 +63,11 @@ def test_bad_flags_are_one_clear_line(flags: list[str], says: str) -> None:
 def test_it_says_where_it_runs_and_ends_cleanly(tmp_path: Path, number: signal.Signals) -> None:
     service = Service(tmp_path, "--store", str(tmp_path / "a.db")).start()
     service.begin()
-    assert service.signal(number) == 0
+    with httpx.stream("GET", f"http://127.0.0.1:{service.port}/ui/api/stream", timeout=60) as page:
+        events = page.iter_lines()
+        assert next(events).startswith("retry"), "a page is open"
+        assert service.signal(number) == 0
+        assert '{"reason":"stopping"}' in "".join(events)
     log = service.log.read_text()
     assert f"Uvicorn running on http://127.0.0.1:{service.port}" in log
     assert log.rstrip().endswith("stopped")

@@ -47,33 +47,6 @@ def store(path: Path) -> Iterator[SqliteStore]:
     opened.close()
 
 
-@pytest.mark.parametrize("suffix", ["", "-wal"])
-@pytest.mark.parametrize("then", ["nothing", "another file", "a folder"])
-def test_nothing_is_accepted_into_a_file_that_lost_its_name(path: Path, suffix: str, then: str) -> None:
-    store, queue = SqliteStore(path), RolloutQueue()
-    queue.register(registration())
-    queue.add(draft(), 0.0)
-    store.commit([queue.take_changes()])
-    file, moved = Path(f"{path}{suffix}"), path.with_name("moved")
-    file.rename(moved)
-    if then == "another file":
-        file.write_bytes(b"")
-    elif then == "a folder":
-        file.mkdir()
-    queue.add(draft(), 0.0)
-    changes = queue.take_changes()
-    with pytest.raises(StoreError, match=f"{file.name} (is not in its place|was replaced).*put the old file back"):
-        store.commit([changes])
-    if then == "a folder":
-        file.rmdir()
-    moved.replace(file)
-    store.commit([changes])
-    assert len(store.load().queued) == 2
-    store.close()
-    with closing(SqliteStore(path)) as again:
-        assert len(again.load().queued) == 2
-
-
 def state_of(queue: RolloutQueue) -> object:
     """All that must be the same after a restart."""
     queue._state_changed = True
