@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.bridge_figures import markdown, sources
-from bench.on_off_summary import HEAD, WINDOW, differences, row_of
+from bench.on_off_summary import differences
 from bench.results_book import Book, FigureError
 
 COST, ON_OFF, PUBLISHED = "deterministic_cost", "bi_on_off", "on_off_published"
@@ -111,8 +111,8 @@ def rewards(mode: str) -> Callable[[Book], str]:
     return found
 
 
-def on_off_table(book: Book) -> str:
-    """The published study's runs, one row each, and by how much the mode changes the last ten steps."""
+def on_off_published(book: Book) -> str:
+    """Return by how much the mode changes the reward of the published study's last ten steps, and the tokens that differed."""
     if not book.has(PUBLISHED):
         return "Not measured yet."
     page = book.page(PUBLISHED)
@@ -121,15 +121,19 @@ def on_off_table(book: Book) -> str:
         book.measured(PUBLISHED, f"runs/{name}")
         if run["failed"] or run["steps"] != page["steps"]:
             raise FigureError(f"{PUBLISHED}.json runs/{name}: not a whole run: {run['failed'] or run['steps']}")
-    shown = [HEAD.index(heading) for heading in HEAD if heading not in ("steps", f"best {WINDOW}", "held out before")]
-    rows = [row_of(run) for run in runs.values()]
-    text = markdown([*(HEAD[i] for i in shown[:-1]), "held out, solved after"], [[row[i] for i in shown] for row in rows])
+    rows = list(runs.values())
+    tokens = "; ".join(
+        f"with the mode {mode} "
+        f"{sum(sum(run['mismatched_tokens']) for run in rows if run['mode'] == mode):,} of "
+        f"{sum(sum(run['compared_tokens']) for run in rows if run['mode'] == mode):,} tokens differed"
+        for mode in ("on", "off")
+    )
     machine = page["machine"]
     where = f"{machine['gpus'][0]}, torch {machine['torch']}, vLLM {machine['vllm']}" if machine["gpus"] else "On a CPU"
     return "\n\n".join(
         [
-            text,
-            *differences(list(runs.values())),
+            *differences(rows),
+            f"In these {len(rows)} runs, {tokens}.",
             f"{where}. {sources(book, {name: (PUBLISHED, f'runs/{name}') for name in runs})}",
         ]
     )
@@ -144,5 +148,5 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "control_difference": control_difference,
     "rewards_on": rewards("on"),
     "rewards_off": rewards("off"),
-    "on_off_published": on_off_table,
+    "on_off_published": on_off_published,
 }

@@ -35,20 +35,22 @@ def trainer_speed(book: Book) -> str:
         step = "" if whole is None else f"{whole:,.0f}"
         rows.append([name, f"{rate:,.0f}", f"{sequences:,.0f}", f"{share:.2f}", step, f"{peak / 1e9:.0f} GB"])
         places[name] = (SPEED, place)
-    return f"{markdown(head, rows)}\n\n{sources(book, places)}"
+    return f"{markdown(head, rows)}\n\n{_measured(book, places)}"
 
 
-def longest_sequences(book: Book) -> str:
-    """One sequence of growing length, until one did not train or no time was left."""
-    rows, places = [], {}
-    for name, found in book.get(SPEED, "longest").items():
-        if "pass" not in found:
-            continue
-        place = f"longest/{name}"
-        seconds, peak = (book.number(SPEED, f"{place}/pass/{key}") for key in ("seconds", "peak_bytes"))
-        rows.append([name, f"{seconds:.1f} s", f"{peak / 1e9:.0f} GB"])
-        places[name] = (SPEED, place)
-    return f"{markdown(['', 'forward and backward', 'GPU memory'], rows)}\n\n{sources(book, places)}"
+def _measured(book: Book, places: Mapping[str, tuple[str, str]]) -> str:
+    """Return one line with the dates of a table's rows, and the file that has each row's commit."""
+    dates = sorted(book.measured(file, path)["date"].split()[0] for file, path in places.values())
+    ((file, _), *_) = places.values()
+    return f"Measured from {dates[0]} to {dates[-1]}; `bench/results/{file}.json` has each row's commit."
+
+
+def longest_sequence(book: Book) -> str:
+    """Return the longest sequence that trained, its time and its memory."""
+    *_, (name, _) = [(name, found) for name, found in book.get(SPEED, "longest").items() if "pass" in found]
+    book.measured(SPEED, f"longest/{name}")
+    seconds, peak = (book.number(SPEED, f"longest/{name}/pass/{key}") for key in ("seconds", "peak_bytes"))
+    return f"{name.split()[-1]} tokens forward and backward in {seconds:.1f} s, with {peak / 1e9:.0f} GB"
 
 
 def whole_run(book: Book) -> str:
@@ -69,7 +71,7 @@ def whole_run(book: Book) -> str:
              f"{found['samples_thrown_away']:,}", f"{found['sequences']:,}", phases]
         )  # fmt: skip
         places[name] = (WHOLE, place)
-    return f"{markdown(head, rows)}\n\n{sources(book, places)}"
+    return f"{markdown(head, rows)}\n\n{_measured(book, places)}"
 
 
 def whole_run_bound(book: Book) -> str:
@@ -145,7 +147,7 @@ def handing_on(book: Book) -> str:
 NAMED: dict[str, Callable[[Book], str]] = {
     "trainer_speed": trainer_speed,
     "checkpoint_cost": checkpoint_cost,
-    "longest_sequences": longest_sequences,
+    "longest_sequence": longest_sequence,
     "whole_run": whole_run,
     "whole_run_bound": whole_run_bound,
     "sampling_cost": sampling_cost,

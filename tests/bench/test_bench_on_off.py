@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.bi_on_off import PROTOCOLS, Run, command_of
-from bench.determinism_figures import on_off_table
+from bench.determinism_figures import on_off_published
 from bench.on_off_summary import HEAD, best_window, differences, row_of
 from bench.published_loss import ENTROPY_WEIGHT, KL_WEIGHT, sequence_ppo
 from bench.results_book import Book, FigureError
@@ -115,14 +115,15 @@ def test_differences_are_taken_seed_by_seed() -> None:
 
 
 def test_documents_show_whole_runs_alone(tmp_path: Path) -> None:
-    assert on_off_table(Book(tmp_path)) == "Not measured yet."
+    assert on_off_published(Book(tmp_path)) == "Not measured yet."
     runs = {f"{m} {s}": course(m, s, 1e-5, [0.5, 0.25 * s]) for s in range(2) for m in ("on", "off")}
     page = {"measured": DATED, "steps": 2, "machine": {"gpus": ["A GPU"], "torch": "2", "vllm": "0.26"}, "runs": runs}
+    runs["off 0"]["mismatched_tokens"] = [3, 4]
     (tmp_path / "on_off_published.json").write_text(json.dumps(page))
-    text = on_off_table(Book(tmp_path))
-    assert "| on, seed 1, lr 1e-05 | +0.375 |" in text
+    text = on_off_published(Book(tmp_path))
+    assert "with the mode on 0 of 200 tokens differed; with the mode off 7 of 200 tokens differed." in text
     assert text.endswith("A GPU, torch 2, vLLM 0.26. One run of 2026-01-02, commit abc.")
     runs["on 1"]["failed"] = "out of memory"
     (tmp_path / "on_off_published.json").write_text(json.dumps(page))
     with pytest.raises(FigureError, match=r"on_off_published\.json runs/on 1: not a whole run: out of memory"):
-        on_off_table(Book(tmp_path))
+        on_off_published(Book(tmp_path))
