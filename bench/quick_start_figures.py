@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.bridge_figures import markdown, sources
-from bench.results_book import Book, commit_of
+from bench.results_book import Book
 
 SHOWN = "seed 0"
 """Row of quick_starts.json that the README shows; seed 0 is the default."""
@@ -49,13 +49,6 @@ def quick_starts(book: Book) -> dict[str, dict[str, Any]]:
     return dict(sorted(runs.items(), key=lambda item: (item[1]["seed"], item[0])))
 
 
-def measured_at(book: Book, file: str) -> str:
-    """Return the commits and dates of a file's rows in one line; each row is a run of its own."""
-    rows = [book.measured(file, name) for name in book.page(file)]
-    found = sorted({(row["date"].split()[0], commit_of(row)) for row in rows})
-    return "Measured on " + "; ".join(f"{date}, {commit}" for date, commit in found) + "."
-
-
 def quick_start_range(book: Book) -> str:
     """Return one clause about all runs: their number, the load of the machine and the range of their ends."""
     runs = quick_starts(book).values()
@@ -66,22 +59,6 @@ def quick_start_range(book: Book) -> str:
         f"All {len(ends)} runs on {max(cpus)} cores, at a load of {min(loads):.0f} to {max(loads):.0f}, ended between "
         f"{min(ends):.1%} and {max(ends):.1%}"
     )
-
-
-def quick_start_runs(book: Book) -> str:
-    """Return the table of all runs of the default quick start."""
-    head = ["", "solved after", "lowest late batch", "load", "training"]
-    rows = [
-        [
-            name,
-            f"{run['eval_after']:.1%}",
-            f"{run['late_batches']['lowest']:.1%}",
-            f"{run['load']['mean']:.1f}",
-            span(run["seconds_train"]),
-        ]
-        for name, run in quick_starts(book).items()
-    ]
-    return f"{markdown(head, rows)}\n\n{measured_at(book, 'quick_starts')}"
 
 
 def calculator_table(book: Book) -> str:
@@ -105,7 +82,6 @@ def calculator_table(book: Book) -> str:
 NAMED: dict[str, Callable[[Book], str]] = {
     "quickstart_table": quickstart_table,
     "quick_start_range": quick_start_range,
-    "quick_start_runs": quick_start_runs,
     "calculator_table": calculator_table,
     "quickstart_in_all": lambda book: span(book.number("quickstart", "fresh_clone/seconds_in_all")),
 }

@@ -133,17 +133,6 @@ def sampling_cost(book: Book) -> str:
     return f"{markdown(head, rows)}\n\n{sources(book, places)}"
 
 
-def handing_on(book: Book) -> str:
-    """What of the engine core's own work is to hand tokens on, before messages became fewer and since."""
-    shares = []
-    for way in ("numbers, sent every 16 tokens", "numbers, sent every 64 steps"):
-        place = f"ways/{way}/engine_core"
-        works = ("schedule", "take its answers in", "gather outputs", "encode outputs")
-        spent = [book.number(f"{SAMPLING}_cpu", f"{place}/{work}/processor_us") for work in works]
-        shares.append(sum(spent[2:]) / sum(spent))
-    return f"{shares[0]:.0%} of the engine core's work for a token when it kept 16, {shares[1]:.0%} now"
-
-
 NAMED: dict[str, Callable[[Book], str]] = {
     "trainer_speed": trainer_speed,
     "checkpoint_cost": checkpoint_cost,
@@ -151,6 +140,5 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "whole_run": whole_run,
     "whole_run_bound": whole_run_bound,
     "sampling_cost": sampling_cost,
-    "handing_on": handing_on,
 }
 """By the name that stands in the documents."""
