@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 
 from atroposlib.utils.connections import LIMITS
+from atroposlib.utils.slow_answers import end_slow_answer
 
 
 def direct_client(url: str, timeout: float, api_key: str | None = None) -> httpx.Client:
@@ -20,4 +21,5 @@ def direct_client(url: str, timeout: float, api_key: str | None = None) -> httpx
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     transport = httpx.HTTPTransport(trust_env=True, limits=LIMITS)  # of the environment it reads the certificates only
-    return httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport, trust_env=False)
+    hooks = {"response": [end_slow_answer]}
+    return httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=transport, trust_env=False, event_hooks=hooks)

@@ -23,6 +23,7 @@ from atroposlib.inference.server_baseline import (
 from atroposlib.utils.addresses import proxy_for
 from atroposlib.utils.connections import LIMITS
 from atroposlib.utils.keys import LOOPBACK, OPENAI_KEY, VLLM_KEY, bearer, host_of
+from atroposlib.utils.slow_answers import end_slow_answer_async
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class OpenAIRoutes(APIServer):
                 **self._proxy_options(),
                 timeout=httpx.Timeout(self.config.timeout, connect=5.0),
                 limits=LIMITS,
+                event_hooks={"response": [end_slow_answer_async]},
             )
         return self._http
 

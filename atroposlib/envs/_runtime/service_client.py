@@ -21,6 +21,7 @@ from atroposlib.utils import waiting
 from atroposlib.utils.connections import LIMITS
 from atroposlib.utils.jsonl import encode
 from atroposlib.utils.keys import LOOPBACK, SERVICE_KEY, bearer, host_of
+from atroposlib.utils.slow_answers import end_slow_answer_async
 from atroposlib.utils.waiting import LOG_EVERY, Logged, Patience
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class RolloutServiceClient:
             timeout=httpx.Timeout(REQUEST_SECONDS, connect=CONNECT_SECONDS),
             trust_env=False,
             limits=LIMITS,
+            event_hooks={"response": [end_slow_answer_async]},
         )
         self._logged = Logged()
         # On one machine compressing costs more than it saves.
