@@ -139,4 +139,6 @@ def test_a_run_whose_processes_were_killed_is_not_shown_as_well(
         assert "\ngood\n" not in server
         heard = seen.page.get_by_role("listitem", name="environment", exact=True).inner_text()
         assert re.search(r"2(\.\d+)? h ago", heard)
-    assert httpx.get(f"{origin}/ui/api/runs", timeout=60).json()["runs"][0]["state"] == "unknown"
+    # To a viewer that was open, the change of the stamps is a sign that the run goes on. A new one has seen no change.
+    afterwards = run.view(free_port())
+    assert httpx.get(f"{afterwards}/ui/api/runs", timeout=60).json()["runs"][0]["state"] == "unknown"
