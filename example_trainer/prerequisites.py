@@ -23,7 +23,8 @@ COMMANDS = {
 """Package -> the command that installs it, for packages that are not in the trainer's requirements."""
 IN_REQUIREMENTS = {
     "fastapi", "httptools", "httpx", "huggingface_hub", "jinja2", "matplotlib", "numpy", "openai", "orjson",
-    "prometheus_client", "psutil", "pydantic", "rich", "safetensors", "tensorboard", "torchao", "transformers", "uvicorn", "yaml",
+    "prometheus_client", "psutil", "pydantic", "rich", "safetensors", "tensorboard", "torchao", "transformers",
+    "uvicorn", "yaml",
 }  # fmt: skip
 """Packages of example_trainer/requirements.txt, by the name that is imported."""
 
