@@ -66,16 +66,15 @@ def calculator_table(book: Book) -> str:
     if not book.has("calculator"):
         return "Not measured yet."
     runs = book.page("calculator")
-    head = ["", "solved before", "after", "used the tool before", "after", "steps", "run", "processor time", "load"]
+    head = ["", "solved before", "after", "used the tool before", "after", "steps", "run"]
     rows = []
     for name, run in sorted(runs.items()):
         row = [f"{run[f'eval_{when}']:.1%}" for when in ("before", "after")]
         row += [f"{run[f'tool_use_{when}']:.1%}" for when in ("before", "after")]
         label = name.replace(" flat", ", learning rate 0")
-        times = [span(run["seconds"]), span(run["processor_seconds"]), f"{run['load_before'][0]:.0f}"]
-        rows.append([label, *row, str(run["steps"]), *times])
+        rows.append([label, *row, str(run["steps"]), span(run["seconds"])])
     problems = {run["eval_problems"] for run in runs.values()}
-    note = f"Of {max(problems)} held-out problems, answered greedily; two cores, load as it was when the run began."
+    note = f"Of {max(problems)} held-out problems, answered greedily, on two cores."
     return f"{markdown(head, rows)}\n\n{note} {sources(book, {name: ('calculator', name) for name in runs})}"
 
 
