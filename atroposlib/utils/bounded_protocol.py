@@ -201,7 +201,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def handle_websocket_upgrade(self) -> None:
-        """Leave the connection to the protocol of WebSockets, which has limits of its own."""
+        """Leave the connection to the protocol of WebSockets, which has limits of its own.
+
+        That protocol gets the head alone. It would wait without a limit for a body that the head announces.
+        """
+        if any(name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in self.headers):
+            self._refuse("400 Bad Request")
+            return
         self.table.remove(self)
         self._stop_timers()
         super().handle_websocket_upgrade()

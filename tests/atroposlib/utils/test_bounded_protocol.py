@@ -237,3 +237,33 @@ def test_requests_sent_ahead_of_their_answers_are_bounded(run: Run) -> None:
 
     run(test())
     assert called <= 1
+
+
+@pytest.mark.parametrize(
+    ("method", "lines", "status"),
+    [
+        (b"GET", b"content-length: 3\r\n\r\nabc", b"400"),
+        (b"POST", b"content-length: 3\r\n\r\nabc", b"400"),
+        (b"GET", b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n", b"400"),
+        (b"GET", b"content-length: 0\r\n\r\n", b"403"),
+        (b"GET", b"\r\n", b"403"),
+    ],
+)
+def test_a_websocket_whose_head_announces_a_body_is_refused(run: Run, method: bytes, lines: bytes, status: bytes) -> None:
+    """The library of WebSockets would wait for the body, with neither a deadline nor a place among the counted connections."""
+    head = b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
+    head += b"sec-websocket-key: c2l4dGVlbiBieXRlcyEhIQ==\r\n"
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "websocket"
+        await receive()
+        await send({"type": "websocket.close", "code": 1000})
+
+    async def test() -> None:
+        async with served(refuse) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(method + b" / HTTP/1.1\r\nhost: localhost\r\n" + head + lines)
+            assert (await reader.read()).split(maxsplit=2)[1] == status
+            writer.close()
+
+    run(test())
