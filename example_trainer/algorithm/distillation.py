@@ -25,6 +25,9 @@ from torch import Tensor
 from example_trainer.algorithm.divergence import MAX_LOG_RATIO, k3
 from example_trainer.errors import BatchError
 
+MAX_LOGPROB = 1e6
+"""Teacher's logprobs are clamped to ± this where a loss grows with them, so that one absurd token gives no infinity."""
+
 
 def distillation_advantage(old_logprobs: Tensor, teacher_logprobs: Tensor, coef: float) -> Tensor:
     """What a token's advantage gains: -coef · (log π_old - log T), the log ratio within ± MAX_LOG_RATIO.
@@ -53,7 +56,7 @@ def distillation_loss(logprobs: Tensor, teacher_logprobs: Tensor, coef: float) -
     """
     known = torch.isfinite(teacher_logprobs)
     # Not `where` on the result alone: the gradient of the NaN would come through it as NaN.
-    ratio = logprobs - torch.where(known, teacher_logprobs, logprobs.detach())
+    ratio = logprobs - torch.where(known, teacher_logprobs.clamp(-MAX_LOGPROB, MAX_LOGPROB), logprobs.detach())
     limited = ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return coef * limited * (ratio - limited / 2)
 

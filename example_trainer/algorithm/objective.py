@@ -187,7 +187,7 @@ def shaped_advantages(inputs: ObjectiveInputs, objective: Objective, old: Tensor
     advantages = inputs.advantages
     if objective.kl_coef and objective.kl_in == "reward":
         reference = needed(inputs.reference_logprobs, "reference")
-        advantages = advantages - objective.kl_coef * suffix_sums(old - reference, inputs.sequence)
+        advantages = advantages - objective.kl_coef * suffix_sums(clamped_log_ratio(old, reference), inputs.sequence)
     if objective.distill_coef and objective.distill_in == "advantage":
         advantages = advantages + distillation_advantage(old, inputs.teacher_logprobs, objective.distill_coef)
     return advantages

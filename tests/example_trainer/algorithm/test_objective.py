@@ -49,6 +49,26 @@ def made_up(seed: int = 0, dtype: torch.dtype = torch.float64) -> ObjectiveInput
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["loss", "reward"])
+@pytest.mark.parametrize("distill", ["advantage", "loss"])
+@pytest.mark.parametrize("absurd", [3.4e38, -3.4e38])
+def test_the_largest_logprobs_that_the_service_accepts_give_no_infinity(
+    kind: Correction, place: KLPlace, distill: Literal["advantage", "loss"], absurd: float
+) -> None:
+    inputs = made_up(dtype=torch.float32)
+    for logprobs in (inputs.rollout_logprobs, inputs.reference_logprobs, inputs.teacher_logprobs):
+        assert logprobs is not None
+        logprobs[[1, 4, 8]] = absurd
+    objective = Objective("grpo", grpo, CLIP, CorrectionSettings(kind), 0.1, place, 0.0, 0.5, distill)
+    found = bin_loss(inputs, objective)
+    found.loss.backward()
+    assert found.not_finite == 0
+    assert found.loss.isfinite()
+    assert inputs.logprobs.grad is not None
+    assert inputs.logprobs.grad.isfinite().all()
+
+
 def by_hand(inputs: ObjectiveInputs, o: Objective) -> Tensor:
     """The module's equations, one token at a time."""
     total, begin = torch.zeros((), dtype=torch.float64), 0
