@@ -14,19 +14,34 @@ DEEPEST = 100
 """Levels of lists and objects within a field of free form. The JSON readers of clients stop between 200 and 1,024."""
 
 
-def check_free(value: Any, where: list[str | int], level: int = 1) -> None:
+def check_free(value: Any, where: list[str | int]) -> None:
     """Check a field of free form: integers of 64 bits, finite floats, and at most DEEPEST levels.
 
     Raises:
         InvalidRequestError: names the place, the value and the bound.
     """
+    # Paths cost several times as much as the checks, so they are made only for a value that is refused.
+    if not _is_storable(value, 1):
+        _refuse(value, where, 1)
+
+
+def _is_storable(value: Any, level: int) -> bool:
+    if isinstance(value, list):
+        return level <= DEEPEST and all(_is_storable(item, level + 1) for item in value)
+    if isinstance(value, dict):
+        return level <= DEEPEST and all(_is_storable(item, level + 1) for item in value.values())
+    return isinstance(value, str) or unstorable(value) is None
+
+
+def _refuse(value: Any, where: list[str | int], level: int) -> None:
+    """Raise the refusal of the first value that cannot be stored."""
     if isinstance(value, list | dict):
         if level > DEEPEST:
             field = where[: len(where) - level + 1]
             message = f"{path(field)} has more than {DEEPEST} levels of lists and objects: flatten it, or send it as text"
             raise invalid(field, short(value), message)
         for key, item in enumerate(value) if isinstance(value, list) else value.items():
-            check_free(item, [*where, key], level + 1)
+            _refuse(item, [*where, key], level + 1)
     elif reason := unstorable(value):
         raise invalid(where, shown(value), f"{path(where)} is {shown(value)}: {reason}")
 
