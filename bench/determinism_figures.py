@@ -10,7 +10,7 @@ from bench.bridge_figures import markdown, sources
 from bench.on_off_summary import differences
 from bench.results_book import Book, FigureError
 
-COST, ON_OFF, PUBLISHED = "deterministic_cost", "bi_on_off", "on_off_published"
+COST, PUBLISHED = "deterministic_cost", "on_off_published"
 SAMPLING = {
     "1 sequence": "sampling, 1 sequence",
     "1 sequence, seeded": "1 sequence, seeded",
@@ -97,20 +97,6 @@ def control_difference(book: Book) -> str:
     return f"{max(row['max_difference'] for row in rows):.2f}"
 
 
-def rewards(mode: str) -> Callable[[Book], str]:
-    """Mean reward of the last ten steps over the seeds: `0.792 ± 0.076 … (0.787, 0.870, 0.719)` without the words."""
-
-    def found(book: Book) -> str:
-        runs = {key: row for key, row in book.get(ON_OFF, "runs").items() if row["mode"] == mode}
-        for key in runs:
-            book.measured(ON_OFF, f"runs/{key}")
-        last = [statistics.fmean(row["reward_mean"][-10:]) for row in runs.values()]
-        each = ", ".join(f"{value:.3f}" for value in last)
-        return f"{statistics.fmean(last):.3f} ± {statistics.stdev(last):.3f} with the mode {mode} ({each})"
-
-    return found
-
-
 def on_off_published(book: Book) -> str:
     """Return by how much the mode changes the reward of the published study's last ten steps, and the tokens that differed."""
     if not book.has(PUBLISHED):
@@ -146,7 +132,5 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "rounds_apart": rounds_apart,
     "parity_total": parity_total,
     "control_difference": control_difference,
-    "rewards_on": rewards("on"),
-    "rewards_off": rewards("off"),
     "on_off_published": on_off_published,
 }
