@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.atroposlib.api.conftest import Service, group
@@ -13,12 +15,21 @@ TENTHS = {"/scored_data": 3, "/scored_data_list": 1, "/register": 2, "/register-
 """Shares of the inputs, by route."""
 
 
+def with_right_lengths(case: Any) -> None:
+    """Give half of the groups sequences that fit together: generated ones never do. What else they hold stays."""
+    for entry in case.body if isinstance(case.body, list) else [case.body]:
+        if isinstance(entry, dict) and "tokens" in entry and len(str(entry)) % 2:
+            entry.update(group(2))
+            for name in [name for name, value in entry.items() if isinstance(value, list) and name not in group()]:
+                entry[name] = [*entry[name], None, None][:2]
+
+
 @pytest.mark.timeout(LONG_SECONDS)
 @pytest.mark.parametrize("path", TENTHS)
 def test_no_request_breaks_the_service(shared_service: Service, path: str) -> None:
     url = f"http://127.0.0.1:{shared_service.port}/openapi.json"
     operations = operations_of(url, lambda found: (found if found in TENTHS else "the rest") == path)
-    statuses = send_generated(operations, fuzz_inputs(500) * TENTHS[path] // 10, fuzz_seed())
+    statuses = send_generated(operations, fuzz_inputs(500) * TENTHS[path] // 10, fuzz_seed(), with_right_lengths)
     print(f"{path}: {statuses.total()} requests: {dict(sorted(statuses.items()))}")
     assert faults_in(shared_service.log) == []
 
