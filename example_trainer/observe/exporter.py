@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app
 
 from example_trainer.batch.environment_names import safe_name
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.errors import ConfigError
+from example_trainer.observe.bounded_wsgi import BoundedWSGIServer
 
 GAUGES = {
     "reward_mean": ("reward_mean", "Mean score of the step's sequences"),
@@ -116,17 +118,19 @@ class MetricsServer:
             registry=self.registry,
         )  # fmt: skip
         try:
-            self._server, self._thread = start_http_server(port, host, self.registry)
+            self.http = BoundedWSGIServer(host, port, make_wsgi_app(self.registry))
         except OSError as error:
             raise ConfigError(
                 f"--metrics-port {port} on --metrics-host {host}: {error.strerror or error}; give a port that nobody listens "
                 "on (`ss -ltn` lists them), or 0"
             ) from error
+        self._thread = threading.Thread(target=self.http.serve_forever, name="figures", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:
         """Where it listens."""
-        return int(self._server.server_port)
+        return int(self.http.server_port)
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
         """Show a row of metrics.jsonl. A figure that is not known becomes NaN rather than the last one that was."""
@@ -153,8 +157,8 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
+        self.http.shutdown()
+        self.http.server_close()
         self._thread.join(timeout=5)
 
 

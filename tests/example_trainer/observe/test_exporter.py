@@ -14,6 +14,7 @@ from example_trainer.algorithm.figures import StepFigures
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.figures import BatchFigures
 from example_trainer.errors import ConfigError
+from example_trainer.observe.bounded_wsgi import MOST_CONNECTIONS
 from example_trainer.observe.exporter import COUNTERS, GAUGES, LABELLED, MetricsServer, serve_metrics
 from example_trainer.observe.metrics import MetricsLog
 
@@ -113,3 +114,15 @@ def test_it_listens_where_it_is_told() -> None:
 
 def test_port_0_serves_nothing() -> None:
     assert serve_metrics(0) is None
+
+
+def test_silent_connections_neither_stop_scrapes_nor_add_up(server: MetricsServer) -> None:
+    silent = [socket.create_connection(("localhost", server.port), timeout=60) for _ in range(MOST_CONNECTIONS + 4)]
+    server.update(1, {"loss": 0.5})
+    assert scrape(server)["lockstep_trainer_loss"] == "0.5"
+    assert [connection.recv(1) for connection in silent[:5]] == [b""] * 5, "the oldest end first"
+    assert len(server.http.connections) <= MOST_CONNECTIONS
+    silent[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert silent[-1].recv(15).startswith(b"HTTP/1"), "a newer one still works"
+    for connection in silent:
+        connection.close()
