@@ -4,7 +4,9 @@ r"""Write a function; hidden calls decide. Problems are made on the fly, or come
     python environments/code_server.py --env.dataset_path my_problems.jsonl     # {"question", "function", "tests"} in each line
     python environments/code_server.py evaluate --env.eval_output out.json      # measure the served model
 
-The reward is +1 when every hidden call returns what it should, else -1. Programs run in a sandbox: docs/sandbox.md.
+The reward is +1 when every hidden call returns what it should, else -1. Programs run in a sandbox: docs/sandbox.md. Generated
+problems come with reference solutions. A row without `expected` is left out and counted (`bad_rows`). Contained programs
+exceeded memory or output, made a refused call, or left processes behind.
 """
 
 import sys

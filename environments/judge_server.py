@@ -4,7 +4,8 @@ r"""A model scores the answers of the model that is trained (RLAIF): any OpenAI 
     python environments/judge_server.py                                             # the served model judges itself
     python environments/judge_server.py --env.dataset_path prompts.jsonl            # {"prompt", "rubric"} in each line
 
-The reward is the judge's number, between 0 and 1. A judge that is away or answers no number gives no reward at all.
+The reward is the judge's number, between 0 and 1. A judge that is away or answers no number gives no reward at all. The
+judge sees the answer between marks that its author cannot know. `--env.judge_samples 3` takes the mean of three judgements.
 """
 
 import sys

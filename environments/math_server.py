@@ -5,7 +5,8 @@ r"""Questions with mathematical answers, of any dataset; and the field's evaluat
     python environments/math_server.py evaluate --env.eval_suites math500,aime24:16 --env.suites_folder DIR
 
 The reward is +1 where the final \boxed{} equals the gold answer, else -1. See `MathConfig` for partial credit, the length
-penalty and the columns.
+penalty and the columns. `pass@k` is the unbiased estimate over the samples. If a suite's file has another number of rows than
+the dataset's card, the log has a line.
 """
 
 import sys

@@ -4,7 +4,11 @@ r"""Over a hundred generated tasks of the reasoning-gym package: puzzles, arithm
     python environments/reasoning_gym_server.py --env.tasks chain_sum,gcd
     python environments/reasoning_gym_server.py --env.tasks '{gcd: {level: 2}, sudoku: {weight: 2, settings: {max_empty: 30}}}'
 
-The reward is the task's own score, from 0 to 1, laid over -1 to 1.
+The reward is the task's own score, from 0 to 1, scaled to -1 to 1. A `level` is one number for all attributes of a task's
+curriculum, or one for each by name. `--env.seed` chooses the training questions: two thousand streams of a million. The
+`--env.eval_size` held-out questions are the same for every seed, and a training question that equals one is replaced.
+Some tasks evaluate the answer as a formula, in a child process that is killed after 30 seconds: the answer is then wrong.
+If the scorer cannot read its own answer, nothing is scored.
 """
 
 import sys

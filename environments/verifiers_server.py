@@ -5,7 +5,10 @@ r"""Environments of the verifiers package, by the name of their module: their ro
     runs/verifiers/bin/python environments/verifiers_server.py --env.environment YOUR-ENVIRONMENT
 
 The package wants other releases than vLLM does, so it has a virtual environment of its own. `load_environment` of the module is
-called with `--env.environment_args`; a path to a Python file will do, too.
+called with `--env.environment_args`; a path to a Python file will do, too. A managed server in this process answers the
+package's OpenAI client, so tokens are kept over turns and tools. The rubric scores each group as a whole. The package's
+evaluation set is held out. To test with the package, name its interpreter in LOCKSTEP_VERIFIERS_PYTHON and run
+tests/environments/test_verifiers_env.py and tests/e2e/test_verifiers_training.py (which needs `verifiers[rg]`).
 """
 
 import sys
