@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from bench.results_book import Book, FigureError, commit_of
 
 SYNC_17B = "weight_sync_qwen3-1.7b"
-SYNC_14B = "weight_sync_qwen2.5-14b_one_rank"
 THROUGHPUT = "weight_sync_qwen3-1.7b_throughput_"
-MODES = {"direct": "direct", "overlapped": "overlapped", "single_copy": "single copy"}
 CONDITIONS = {"idle": "idle", "load_64": "64 requests in flight", "load_256": "256"}
 OLD_CLOCK = (
     "vLLM's engine was timed then with a new HTTP client for the longest of its calls, which costs tens of milliseconds, and "
@@ -179,31 +176,6 @@ def faults_in_all(file: str) -> Callable[[Book], str]:
     return count
 
 
-def kills(file: str) -> Callable[[Book], str]:
-    """Seconds from kill -9 of the trainer, or of vLLM's engine, until the other side had noticed, by mode and phase."""
-
-    def table(book: Book) -> str:
-        found: dict[tuple[str, str], dict[str, str]] = {}
-        recorded: dict[str, tuple[str, str]] = {}
-        for index, row in enumerate(book.get(file, "faults")):
-            match = re.fullmatch(r"(trainer|vLLM worker) killed, (\w+), in (\w+)", row["fault"])
-            if match:
-                seconds = book.number(file, f"faults/{index}/seconds")
-                phase = {"write": "transfer"}.get(match[3], match[3])
-                found.setdefault((match[1], phase), {})[match[2]] = f"{seconds:.1f} s"
-                recorded.setdefault(f"{match[1]} by {MODES[match[2]]}", (file, f"faults/{index}"))
-        rows = [
-            [
-                f"{who} killed, in {'transfer or write' if phase == 'transfer' else phase}",
-                *(row.get(mode, "") for mode in MODES),
-            ]
-            for (who, phase), row in found.items()
-        ]
-        return markdown(["noticed after", *MODES.values()], rows) + "\n\n" + sources(book, recorded)
-
-    return table
-
-
 def largest_kl(book: Book) -> str:
     """The largest KL of any step of the whole runs."""
     modes = book.get("training_modes", "modes")
@@ -212,11 +184,9 @@ def largest_kl(book: Book) -> str:
 
 NAMED: dict[str, Callable[[Book], str]] = {
     "updates_1.7b": updates(SYNC_17B, _title("Qwen3-1.7B", SYNC_17B)),
-    "updates_14b": updates(SYNC_14B, _title("Qwen2.5-14B", SYNC_14B)),
     "generation_in_all": generation_in_all,
     "single_copy": single_copy,
     "faults_in_all": faults_in_all("bridge_faults"),
     "faults_on_one_gpu": faults_in_all("bridge_faults_one_gpu"),
-    "kills_cpu": kills("bridge_faults_cpu"),
     "largest_kl": largest_kl,
 }
