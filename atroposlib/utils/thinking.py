@@ -7,7 +7,8 @@ r"""Tell the reasoning in a response from its answer. Pure.
 
 Many chat templates open the reasoning themselves: the prompt ends with `<think>`, and the response
 begins inside the block. `opened_by` reads that from the prompt, and `read_reasoning` takes it.
-docs/grading.md lists the rules.
+docs/grading.md lists the rules. If a closing tag stands behind a block without an opening one, everything
+before it is reasoning, too.
 """
 
 import re

@@ -1,8 +1,9 @@
 """Read the calls of tools that a model wrote. Pure.
 
 One scan finds reasoning and calls together: a call inside of reasoning does not count, and a tag
-inside of a call is text of its arguments. docs/multi-turn.md lists the rules. The time is linear in
-the length of the text.
+inside of a call is text of its arguments. A plain value ends at its own closing tag, such as `</parameter>`.
+An opening tag written twice counts once, and no arguments or `null` are no arguments. docs/multi-turn.md
+lists the other rules. The time is linear in the length of the text.
 """
 
 import ast

@@ -78,6 +78,8 @@ whose locks show no process; and F_SETPIPE_SZ."""
 TERMINAL_TRICKS = (0x5412, 0x541C, 0x8901, 0x8902)
 """ioctl's TIOCSTI, TIOCLINUX, FIOSETOWN and SIOCSPGRP."""
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000
+"""mmap's flags. A process that inherits a shared anonymous mapping keeps pages that the kernel charges to other processes, and
+huge pages are in no process's size."""
 AF_UNIX = 1
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
