@@ -57,29 +57,6 @@ def exact(book: Book) -> str:
     return f"with one copy and with a broadcast, killed after step {after} of {steps}. None of {tokens:,} tokens differs"
 
 
-def parameter_server_gpu(book: Book) -> str:
-    """The same by each route between GPUs and the host's memory."""
-    if "parameter_server_gpu" not in book.page(FILE):
-        return "Not measured yet."
-    found, places = _handed(book, "parameter_server_gpu", "parameter server, vLLM servers")
-    gpu = book.get(FILE, "parameter_server_gpu/machine/gpus/0")
-    size = book.number(FILE, f"{next(iter(places.values()))[1]}/model_bytes") / 1e9
-    return f"{found}\n\n{gpu}, {size:.2f} GB of bfloat16. {sources(book, places)}"
-
-
-def _handed(book: Book, part: str, first: str) -> tuple[str, dict[str, tuple[str, str]]]:
-    """The table of bench/parameter_server.py, and where its rows are from."""
-    head = [first, "a push", "a pull by all of them", "taken", "handed on, all together"]
-    keys = ("push_ms", "pull_ms", "push_gb_per_second", "delivered_gb_per_second")
-    rows, places = [], {}
-    for name in book.get(FILE, f"{part}/servers"):
-        place = f"{part}/servers/{name}"
-        push, pull, taken, given = (book.number(FILE, f"{place}/{key}") for key in keys)
-        rows.append([name, f"{push:,.0f} ms", f"{pull:,.0f} ms", f"{taken:.2f} GB/s", f"{given:.2f} GB/s"])
-        places[name] = (FILE, place)
-    return markdown(head, rows), places
-
-
 def full_at(book: Book) -> str:
     """`70 generators of 1.7B, 1,300 of 32B`."""
     sizes = book.get(FILE, "scaling/on_paper/full_at")
@@ -90,6 +67,5 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "async_modes_gpu": modes_gpu,
     "async_full_at": full_at,
     "async_exact": exact,
-    "parameter_server_gpu": parameter_server_gpu,
 }
 """By the name that stands in the documents."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from bench import (
     async_figures,
@@ -49,35 +48,6 @@ def service_kills(book: Book) -> str:
     )
 
 
-def memory_plan(book: Book) -> str:
-    """What the memory plan says of each configuration, beside what the allocator gave out at most."""
-    results = book.get("memory_plan", "results")
-    head = ["", "planned", "measured", "plan ÷ measured"]
-    rows = []
-    for index, result in enumerate(results):
-        asked = result["configuration"]
-        planned, allocated = (
-            book.number("memory_plan", f"results/{index}/{side}/greatest") for side in ("planned", "allocated")
-        )
-        rows.append(
-            [_configuration(asked), f"{planned / 1e9:.1f} GB", f"{allocated / 1e9:.1f} GB", f"{planned / allocated:.3f}"]
-        )
-    dates = sorted(book.measured("memory_plan", f"results/{index}")["date"].split()[0] for index in range(len(rows)))
-    return f"{markdown(head, rows)}\n\nMeasured from {dates[0]} to {dates[-1]}."
-
-
-def _configuration(asked: Mapping[str, Any]) -> str:
-    """`Qwen3-1.7B, bfloat16, 4 × 2048 tokens, LoRA`."""
-    words = [asked["shape"], asked["dtype"], f"{asked['batch']} × {asked['length']} tokens"]
-    words += ["checkpointed layers"] if asked["checkpointing"] else []
-    words += ["masters and moments in host memory"] if asked["offload"] else []
-    words += ["reference model"] if asked["reference"] else []
-    words += [f"LoRA of rank {asked['lora_rank']}"] if asked["lora_rank"] else []
-    words += [f"FSDP2 over {asked['ranks']} GPUs"] if asked["ranks"] > 1 else []
-    words += [f"sends to {asked['vllm_ranks']} rank(s) of vLLM"] if asked["vllm_ranks"] else []
-    return ", ".join(words)
-
-
 NAMED: dict[str, Callable[[Book], str]] = {
     **async_figures.NAMED,
     **bridge_figures.NAMED,
@@ -88,7 +58,6 @@ NAMED: dict[str, Callable[[Book], str]] = {
     **their_environments.NAMED,
     "service_rates": service_rates,
     "service_kills": service_kills,
-    "memory_plan": memory_plan,
 }
 """By the name that stands in the documents."""
 
