@@ -31,9 +31,9 @@ def ways(model: str) -> dict[str, Documented]:
         return Documented("docs/your-model.md", config, share=share, own_gpus=own_gpus)
 
     return {
-        "full, one card for both": command(SHARED, False, weight_bridge_mode="shared_vllm", single_copy=True),
-        "full, a card for the trainer": command(DEFAULT_SHARE, True, weight_bridge_mode="shared_vllm", use_shared_memory=True),
-        "LoRA, one card for both": command(SHARED, False, weight_bridge_mode="lora_only"),
+        "full, shared": command(SHARED, False, weight_bridge_mode="shared_vllm", single_copy=True),
+        "full, own": command(DEFAULT_SHARE, True, weight_bridge_mode="shared_vllm", use_shared_memory=True),
+        "LoRA, shared": command(SHARED, False, weight_bridge_mode="lora_only"),
     }
 
 
