@@ -82,7 +82,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "64 MiB, and 16 MiB more that no post may use up": "RESERVE_BYTES and SLACK_BYTES in atroposlib/api/store/reserve.py",
         "body of a request without the key, such as a sign-in | 64 KiB": "TINY_BODY in atroposlib/api/gate/budget.py",
         "body of a request with the key that holds no groups | 1 MiB": "MOST_OF_OTHERS in atroposlib/api/gate/gate.py",
-        "body of a request to the vLLM server | 256 MiB": "MOST_BODY in example_trainer/vllm_api_server.py",
+        "vLLM server or the parameter server | 256 MiB": "MOST_BODY in vllm_api_server.py and parameter_server/receiving.py",
         "process that reads bodies from 1 MiB on": "IN_A_PROCESS_FROM in atroposlib/api/gate/group_reader.py",
         "gzip bodies of more than 1 MiB as they arrive": "SMALL_BODY in atroposlib/api/gate/budget.py",
         "of more than 1 MiB after decompression | 2 × `--max-body-bytes` (512 MiB)": "Budgets in atroposlib/api/gate/budget.py",

@@ -15,6 +15,8 @@ from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from atroposlib.utils.bounded_protocol import bounded_protocol
+from atroposlib.utils.open_files import connections_allowed
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parameter_server.engine import Call, StillEngine
 from vllm_patching.protocol.timeline import open_timeline
@@ -33,6 +35,10 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
 ASK_SECONDS = 60.0
+CONNECTION_SECONDS = 60.0
+"""For a request's head or body, and for which an answer may be left untaken."""
+MOST_BODY = 256 << 20
+"""Bytes of a request's body."""
 NOTHING_YET = "no trainer has pushed its weights to this parameter server yet"
 
 
@@ -246,7 +252,15 @@ class ReceivingServer:
         self.bridge.facts = self._facts
         await self.bridge.start()
         self.engine = engine
-        config = uvicorn.Config(self._app(), self._host, self._port, log_level="warning", access_log=False)
+        config = uvicorn.Config(
+            self._app(),
+            self._host,
+            self._port,
+            log_level="warning",
+            access_log=False,
+            http=bounded_protocol(CONNECTION_SECONDS, connections_allowed(logger.info), logger, MOST_BODY),
+            ws="none",
+        )
         self._server = server = uvicorn.Server(config)
         told = asyncio.create_task(self._tell_ready(server))
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,12 @@ def holder(starter: Starter, model: Path, server: LightServer, free_port: Callab
 def trainer(holder: HeldServer, free_port: Callable[[], int]) -> Iterator[Trainer]:
     with training([holder], free_port()) as one:
         yield one
+
+
+def test_its_connections_are_bounded_like_those_of_other_servers(holder: HeldServer) -> None:
+    with socket.create_connection(("127.0.0.1", holder.port), timeout=60) as connection:
+        connection.sendall(b"GET /weights HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 300 + b"\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 431"
 
 
 def go_on_when(holder: HeldServer, true: Callable[[], bool]) -> threading.Thread:
