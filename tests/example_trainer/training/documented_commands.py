@@ -287,17 +287,22 @@ def outcome(command: Documented, card: str, cards: Mapping[str, tuple[float, flo
     return " and ".join(ways) or "as it is"
 
 
+def shown(answer: str) -> str:
+    """A cell of the page's tables: short words for a plan's answer."""
+    return {"as it is": "yes", "offloaded and recomputed": "both"}.get(answer, answer)
+
+
 def table(commands: Sequence[Documented]) -> str:
-    """One row for each different command that does not fit as it is on every card."""
-    rows: dict[tuple[str, ...], None] = {}
+    """One row for each different command that does not fit as it is on every card; equal ones of several pages share it."""
+    pages: dict[tuple[str, ...], dict[str, None]] = {}
     for command in commands:
-        name = command.config.model_name.partition("/")[2]
+        name = command.config.model_name.partition("/")[2].removesuffix("-Instruct")
         gpus = f"{command.ranks} GPU" + "s" * (command.ranks > 1)
         outcomes = [outcome(command, card) for card in CARDS]
         if any(answer != "as it is" for answer in outcomes):
-            rows[(command.page, name, f"{command.way}, {gpus}", *outcomes)] = None
-    heads = ["page", "model", "trainer", *CARDS]
-    lines = [heads, ["---"] * len(heads), *map(list, rows)]
+            pages.setdefault((name, f"{command.way}, {gpus}", *map(shown, outcomes)), {})[command.page] = None
+    heads = ["pages", "model", "trainer", *CARDS]
+    lines = [heads, ["---"] * len(heads), *([", ".join(names), *row] for row, names in pages.items())]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from example_trainer.config import TrainerConfig
-from tests.example_trainer.training.documented_commands import CARDS, DEFAULT_SHARE, ROOT, Documented, outcome
+from tests.example_trainer.training.documented_commands import CARDS, DEFAULT_SHARE, ROOT, Documented, outcome, shown
 
 START, END = "<!-- sizes -->", "<!-- end of sizes -->"
 """Around the table in docs/your-model.md."""
@@ -41,16 +41,19 @@ def cell(command: Documented, card: str, cards: Mapping[str, tuple[float, float]
     """The plan's answer, or the number of trainer GPUs with which it would be another one."""
     found = outcome(command, card, cards)
     gpus = re.fullmatch(r"no: (\d+ GPUs)", found)
-    return gpus[1] if gpus else found.partition(":")[0]
+    return gpus[1] if gpus else shown(found.partition(":")[0])
 
 
 def sizes_table() -> str:
-    """One row for each model and way."""
+    """One row for each way; models with the same answers share their rows."""
     cards = {**SMALL_CARDS, **CARDS}
-    lines = [["model", "way", *cards], ["---"] * (2 + len(cards))]
+    models: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for model in MODELS:
-        for way, command in ways(model).items():
-            lines.append([model.partition("/")[2], way, *(cell(command, card, cards) for card in cards)])
+        answers = tuple((way, *(cell(command, card, cards) for card in cards)) for way, command in ways(model).items())
+        models.setdefault(answers, []).append(model.partition("/")[2].removesuffix("-Instruct"))
+    lines = [["model", "way", *cards], ["---"] * (2 + len(cards))]
+    for answers, names in models.items():
+        lines += [[", ".join(names), *answer] for answer in answers]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
