@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +83,11 @@ def posted(running: Running) -> list[tuple[list[int], float]]:
 
 def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(running: Running, visit: Callable[..., Visit]) -> None:
     origin = running.written(r"see the run, down to the token: (http://\S+)/ui\s", 300)
-    listening = listeners(descendants(running.process.guard.pid))
-    assert {int(origin.rpartition(":")[2])} <= {listener.port for listener in listening}
+    deadline, page = time.monotonic() + 120, int(origin.rpartition(":")[2])
+    # The address is printed before the service listens at it.
+    while page not in {listener.port for listener in (listening := listeners(descendants(running.process.guard.pid)))}:
+        assert time.monotonic() < deadline, f"nothing listens at {page}, only {listening}"
+        time.sleep(0.2)
     assert [listener for listener in listening if not listener.on_loopback] == []
     overview, weights, reader = visit(origin), visit(origin), visit(origin)
     for one in overview, weights, reader:

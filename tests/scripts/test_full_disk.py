@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,19 +23,20 @@ from tests.full_disks import FullDisk, fill, limited_files, small_disk
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_start_in_a_full_folder_is_one_line(full_disk: FullDisk) -> None:
+def test_a_start_in_a_full_folder_is_one_line(full_disk: FullDisk, free_port: Callable[[], int]) -> None:
     run = full_disk.path / "stack"
     with full_disk.full():
-        status, said = started(run)
+        status, said = started(run, free_port())
     assert status == 1
     assert f"cannot write 131 bytes to {run}/keys.env: " in said
     assert said.rstrip().endswith("which holds the run's keys; make room there")
     assert [path.name for path in run.rglob("*") if path.is_file()] == [".stack-lock"]
 
 
-def started(run: Path) -> tuple[int, str]:
+def started(run: Path, port: int) -> tuple[int, str]:
     """Start nothing but the service, in a process whose standard streams are pipes."""
     command = [sys.executable, "-m", "scripts.ops", "start", "--run", str(run), "--no-links", "service"]
+    command += ["--service-port", str(port)]
     variables = {name: value for name, value in os.environ.items() if name not in ("ROLLOUT_API_KEY", "VLLM_API_KEY")}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert "Traceback" not in done.stderr

@@ -86,12 +86,13 @@ class ServiceMachine(RuleBasedStateMachine):
         gone = self.waiting - held
         oldest = self.queue.oldest_allowed()
         batch_size = self.queue.registration.batch_size if self.queue.registration else None
+        set_aside = {group.seq for group in self.queue.failures.groups()}
         for number in gone:
             stale = oldest is not None and self.version(number) < oldest
             oversize = batch_size is not None and self.size[number] > batch_size
             foreign = another_run or (step is not None and self.is_ahead(number, step))
             used_up = self.uses[number] >= self.max_reuse
-            assert stale or oversize or foreign or used_up, f"group {number} was lost"
+            assert stale or oversize or foreign or used_up or number in set_aside, f"group {number} was lost"
         for number in self.waiting - gone if step is not None else ():
             assert not another_run, f"group {number} is another run's"
             assert not self.is_ahead(number, step), f"group {number} is of weights that are gone"
