@@ -85,9 +85,11 @@ def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(running: 
     origin = running.written(r"see the run, down to the token: (http://\S+)/ui\s", 300)
     deadline, page = time.monotonic() + 120, int(origin.rpartition(":")[2])
     # The address is printed before the service listens at it.
-    while page not in {listener.port for listener in (listening := listeners(descendants(running.process.guard.pid)))}:
+    listening = listeners(descendants(running.process.guard.pid))
+    while page not in {listener.port for listener in listening}:
         assert time.monotonic() < deadline, f"nothing listens at {page}, only {listening}"
         time.sleep(0.2)
+        listening = listeners(descendants(running.process.guard.pid))
     assert [listener for listener in listening if not listener.on_loopback] == []
     overview, weights, reader = visit(origin), visit(origin), visit(origin)
     for one in overview, weights, reader:
