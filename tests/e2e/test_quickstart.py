@@ -8,6 +8,7 @@ While it trains, somebody looks at its page.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -17,12 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import Processes
 from tests.forked_commands import FORK_CHILDREN
 from tests.headless_browser import LIVE, UNANSWERED, Visit
-from tests.listening import listeners
+from tests.listening import Listener, listeners
 from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -83,13 +83,17 @@ def posted(running: Running) -> list[tuple[list[int], float]]:
 
 def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(running: Running, visit: Callable[..., Visit]) -> None:
     origin = running.written(r"see the run, down to the token: (http://\S+)/ui\s", 300)
-    deadline, page = time.monotonic() + 120, int(origin.rpartition(":")[2])
-    # The address is printed before the service listens at it.
-    listening = listeners(descendants(running.process.guard.pid))
-    while page not in {listener.port for listener in listening}:
-        assert time.monotonic() < deadline, f"nothing listens at {page}, only {listening}"
+    page = int(origin.rpartition(":")[2])
+
+    def at_the_page() -> list[Listener]:
+        """The processes that listen there; forked ones are not below the command."""
+        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+        return [listener for listener in listeners(pids) if listener.port == page]
+
+    deadline = time.monotonic() + 120
+    while not (listening := at_the_page()):  # the address is printed before the service listens
+        assert time.monotonic() < deadline, f"no process listens at {page}"
         time.sleep(0.2)
-        listening = listeners(descendants(running.process.guard.pid))
     assert [listener for listener in listening if not listener.on_loopback] == []
     overview, weights, reader = visit(origin), visit(origin), visit(origin)
     for one in overview, weights, reader:

@@ -168,7 +168,7 @@ def test_a_trainer_of_two_ranks_that_waits_for_a_batch_brings_a_restarted_server
             "--seq-len", "64", "--num-threads", "1", "--save-path", tmp_path / "checkpoints",
             "--log-dir", tmp_path / "logs", "--rank-timeout", "120",
         ],
-        {"PYTHONPATH": str(ROOT)},
+        {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "ranks"},  # so the trainer takes the port after the ranks' store
         directory=tmp_path,
     )  # fmt: skip
     httpx.post(f"{service}/scored_data", json=made_up_group(0), timeout=30).raise_for_status()
