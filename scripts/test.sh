@@ -39,7 +39,13 @@ else
   # than 9, of which each takes 2 GB. tests/conftest.py says which tests stay together, and who has which.
   wait "$collecting"
   workers=$(($(nproc) < 7 ? $(nproc) + 2 : 9))
-  "$venv/bin/python" -m pytest --numprocesses "$workers" --dist loadscope --no-loadscope-reorder || failed+=("pytest")
+  # At the limit pytest is interrupted, so that it still names what failed until then.
+  seconds=${LOCKSTEP_TEST_SECONDS:-4500}
+  timeout --foreground --signal=INT --kill-after=60 "$seconds" \
+    "$venv/bin/python" -m pytest --numprocesses "$workers" --dist loadscope --no-loadscope-reorder
+  status=$?
+  ((status == 124 || status == 137)) && failed+=("pytest, which had not ended after LOCKSTEP_TEST_SECONDS=$seconds")
+  ((status != 0 && status != 124 && status != 137)) && failed+=("pytest")
 fi
 ((${#failed[@]} == 0)) && exit 0
 printf 'test: FAILED: %s\n' "${failed[@]}" >&2

@@ -130,6 +130,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             else:
                 super()._reschedule(node)
 
+        def remove_node(self, node: Any) -> str | None:
+            """Return the test that ended a worker, None if no test did. The other workers get what is left of its files.
+
+            xdist would run that test again, and so end every other worker. It would also hand out files without a test left,
+            and a worker with such a file waits for ever.
+            """
+            files = self.assigned_work[node]
+            ended_by = next((test for tests in files.values() for test, done in tests.items() if not done), None)
+            if ended_by is not None:
+                files[self._split_scope(ended_by)][ended_by] = True
+            for file in [file for file, tests in files.items() if all(tests.values())]:
+                del files[file]
+            super().remove_node(node)
+            return ended_by
+
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             return "gpu" if file.startswith("tests/gpu/") else file

@@ -1,4 +1,4 @@
-"""docs/algorithms.md: tables are those of the code, commands are understood. The loss of docs/your-loss.md learns."""
+"""docs/algorithms.md, metrics.md: their tables are those of the code. The loss of docs/your-loss.md learns."""
 
 from __future__ import annotations
 
@@ -71,11 +71,12 @@ def test_every_option_of_the_algorithm_is_told_of() -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", PAGE)) - known == set()
 
 
-def test_the_figures_are_those_of_a_step() -> None:
-    table = PAGE[PAGE.index("| question | figure |") : PAGE.index("## Several updates")]
-    named = set(re.findall(r"`([a-z_0-9]+)`", table))
-    assert len(named) > 10
-    assert named - StepFigures(torch.device("cpu"), 0).row(lambda sums: sums).keys() == set()
+def test_the_metrics_page_explains_every_figure_of_a_step() -> None:
+    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    section = page[page.index("## What the figures of a step mean") : page.index("### Evaluations")]
+    explained = set(re.findall(r"`([a-z_0-9]+)`", section))
+    explained |= {f"kl_age_{age}" for age in range(1, 7)}  # the page writes `kl_age_0` … `kl_age_7`
+    assert StepFigures(torch.device("cpu"), 0).row(lambda sums: sums).keys() - explained == set()
 
 
 def test_its_commands_are_understood() -> None:

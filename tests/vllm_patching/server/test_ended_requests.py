@@ -59,8 +59,8 @@ class Server:
         @app.post("/generate")
         async def generate(request: Request) -> None:
             """As vLLM's routes: the work is cancelled when the client goes."""
+            await request.body()  # which raises if the client goes before, as the guard makes it seem
             work = asyncio.create_task(self.engine())
-            await request.body()
             while (await request.receive())["type"] != "http.disconnect":
                 pass
             work.cancel()

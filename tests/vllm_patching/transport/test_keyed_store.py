@@ -74,7 +74,7 @@ def read_all(connection: socket.socket) -> int:
 def test_it_holds_what_torch_holds(store: KeyedStore, key: str, value: bytes, number: int) -> None:
     """The same calls to torch's own store, over connections of both sides."""
     theirs, ours = dist.HashStore(), KeyedStore("127.0.0.1", port_of(store), SECRET, ENOUGH)
-    base = new_secret()
+    base, unset = new_secret(), new_secret()
     text = value.hex()
     for one in (theirs, ours):
         one.set(f"{base}{key}", text)
@@ -85,7 +85,7 @@ def test_it_holds_what_torch_holds(store: KeyedStore, key: str, value: bytes, nu
         answers = [bytes(one.compare_set(f"{base}c", expected, desired)) for one in (theirs, ours)]
         assert answers[0] == answers[1]
     assert bytes(theirs.get(f"{base}c")) == store.get(f"{base}c")
-    assert [one.check([f"{base}c", f"{base}none"]) for one in (theirs, ours)] == [False, False]
+    assert [one.check([f"{base}c", unset]) for one in (theirs, ours)] == [False, False]
     assert [one.delete_key(f"{base}c") for one in (theirs, ours)] == [True, True]
     assert [one.check([f"{base}c"]) for one in (theirs, store)] == [False, False]
 
