@@ -136,8 +136,10 @@ def test_what_rank_0_finds_wrong_ends_every_rank_with_one_line(make_run: Callabl
     assert trainer.guard.wait(timeout=60) == 1
     errors = [line for line in trainer.log_path.read_text().splitlines() if line.startswith("ERROR ")]
     assert len(errors) == 2
-    assert all("did not answer GET /batch for 2 s (--service-timeout)" in line for line in errors)
-    assert sum("[rank 1] waiting for a batch failed on rank 0: " in line for line in errors) == 1
+    # On a slow machine the trainer may still be reporting its step when the service ends.
+    silence = re.compile(r"did not answer (GET|POST) /[a-z/-]+ for 2 s \(--service-timeout\)")
+    assert [line for line in errors if not silence.search(line)] == []
+    assert sum(re.search(r"\[rank 1\] [a-z ]+ failed on rank 0: ", line) is not None for line in errors) == 1
     assert run.saved() == ["step_1"]
 
 
