@@ -18,7 +18,6 @@ from pydantic import BaseModel, model_validator
 logger = logging.getLogger(__name__)
 
 OLD_PATHS = {
-    "atroposlib.envs.constants": "atroposlib.envs.config",
     "atroposlib.envs.eval": "atroposlib.envs.evaluation",
     "atroposlib.envs.reward_fns": "atroposlib.envs.rewards",
     "atroposlib.envs.server_handling": "atroposlib.inference",

@@ -64,8 +64,8 @@ ROOMS = (
 """The trainer's rooms, the uppermost first: doors open downwards only."""
 SERVER_ROOMS = ("server", "batch_invariant", "worker", "engine_core", "transport", "compat", "protocol")
 """The rooms of what runs inside vLLM, likewise: `batch_invariant` has a worker of its own."""
-SERVICE_ROOMS = ("server", "app", "gate", "queue", "utils", "scheduling", "store", "models")
-"""The rollout service's rooms, likewise. `server` and `utils` hold the public package's names."""
+SERVICE_ROOMS = ("app", "gate", "queue", "utils", "scheduling", "store", "models")
+"""The rollout service's rooms, likewise. `utils` holds names of the public package."""
 SDK_ROOMS = (
     "cli",
     "envs",

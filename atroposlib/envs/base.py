@@ -27,21 +27,16 @@ from atroposlib.envs._runtime.rollouts import Rollouts
 from atroposlib.envs._runtime.servers import served_model_blocking, tokenizer_name, wait_for_servers
 from atroposlib.envs._runtime.service_client import RolloutServiceClient
 from atroposlib.envs._runtime.serving import Serving
-from atroposlib.envs.config import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE, BaseEnvConfig, EvalHandlingEnum  # noqa: F401
+from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum  # noqa: F401
 from atroposlib.errors import UsageError
-from atroposlib.frontend.jsonl2html import generate_html  # noqa: F401
 from atroposlib.groups import DropCounter, ScoredDataGroup, ScoredDataItem  # noqa: F401
-from atroposlib.inference.openai_server import OpenAIServer, resolve_openai_configs  # noqa: F401
 from atroposlib.inference.reasoning import ReasoningConfig
 from atroposlib.inference.server_baseline import APIServer, APIServerConfig, ServerBaseline
-from atroposlib.inference.server_manager import ServerManager, ServerManagerConfig  # noqa: F401
+from atroposlib.inference.server_manager import ServerManager
 from atroposlib.inference.tokenizers import load_tokenizer
-from atroposlib.type_definitions import UUID, Item, Message  # noqa: F401
-from atroposlib.utils.cli import extract_namespace, get_double_dash_flags, get_prefixed_pydantic_model, merge_dicts  # noqa: F401
-from atroposlib.utils.io import parse_http_response  # noqa: F401
+from atroposlib.type_definitions import Item
 from atroposlib.utils.jsonl import JsonLinesWriter, unused_path
 from atroposlib.utils.keys import SERVICE_KEY, given_or_variable
-from atroposlib.utils.metrics import get_std_min_max_avg  # noqa: F401
 
 # What is not used here is imported for environments, which find it here in the public SDK.
 

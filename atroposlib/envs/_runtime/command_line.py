@@ -95,12 +95,12 @@ def config_class(env_cls: "type[BaseEnv]", command: str) -> type[BaseModel]:
 
 
 def more_servers(env_cls: "type[BaseEnv]") -> dict[str, Any]:
-    """Servers beside the inference servers, by the prefix of their flags: the teacher of an environment with one of its own."""
-    from atroposlib.envs.teacher_distillation_env import TeacherDistillationEnv
+    """Defaults of servers beside the inference servers, by the prefix of their flags.
 
-    if not issubclass(env_cls, TeacherDistillationEnv):
-        return {}
-    return {env_cls.teacher_namespace: env_cls.teacher_config_init()}
+    Only an environment with a teacher of its own (`TeacherDistillationEnv`) has the attribute that names such a prefix.
+    """
+    prefix = getattr(env_cls, "teacher_namespace", None)
+    return {} if prefix is None else {prefix: env_cls.teacher_config_init()}  # type: ignore[attr-defined]
 
 
 def command_defaults(command: str, env_cls: "type[BaseEnv]", default_env: BaseModel) -> dict[str, Any]:

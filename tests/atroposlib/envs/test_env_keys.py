@@ -21,7 +21,6 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.errors import UsageError
 from atroposlib.inference.proxy_client import create_proxy_session
 from atroposlib.inference.server_manager import ServerManager, at_url
-from atroposlib.utils.cli import adjust_model_defaults, extract_namespace
 from atroposlib.utils.keys import given_or_variable
 from tests.atroposlib.envs.scripted_env import ScriptedEnv
 
@@ -95,11 +94,8 @@ def test_no_dump_and_no_text_of_a_configuration_holds_its_key(model: Any) -> Non
     dumps = [model.model_dump(), model.model_dump(mode="json")]
     texts = [repr(model), str(model), model.model_dump_json(), *map(yaml.dump, dumps)]
     assert not [text for text in texts if KEY in text]
-    adjusted = adjust_model_defaults(type(model), model)()
-    assert KEY not in repr(adjusted) + adjusted.model_dump_json()
     field = "api_key" if isinstance(model, APIServerConfig) else "rollout_server_api_key"
-    assert given_or_variable(getattr(adjusted, field), None) == KEY, "it is there all the same"
-    assert getattr(model, field) in extract_namespace(model, "").values()
+    assert given_or_variable(getattr(model, field), None) == KEY, "it is there all the same"
 
 
 @pytest.mark.parametrize("api_key", [f"{{{KEY}: 1}}", f"[{KEY}]"])

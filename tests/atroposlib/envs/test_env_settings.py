@@ -12,7 +12,6 @@ from atroposlib.envs._runtime.settings import Given, merge, parse_flags, read_co
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.config import EvalHandlingEnum
 from atroposlib.errors import UsageError
-from atroposlib.utils.cli import merge_dicts
 
 
 class TaskConfig(BaseEnvConfig):
@@ -177,7 +176,3 @@ def test_manager_flags_work_with_and_without_namespace() -> None:
 def test_python_code_may_name_settings_that_no_longer_exist(caplog: pytest.LogCaptureFixture) -> None:
     assert BaseEnvConfig(group_size=3, long_gone=1).group_size == 3  # type: ignore[call-arg]
     assert "no setting named 'long_gone'" in caplog.text
-
-
-def test_merge_dicts_prefers_later_ones() -> None:
-    assert merge_dicts({"a": 1, "b": 1}, {"b": 2}, {"c": 3}) == {"a": 1, "b": 2, "c": 3}

@@ -24,11 +24,9 @@ def test_an_old_path_is_the_module_itself(old: str) -> None:
 
 def test_what_lies_below_is_the_same_too() -> None:
     below = [name for name in PUBLIC if new_path(name) is not None and name not in OLD_PATHS]
-    assert len(below) > 15
-    left_out = {"chandas_meter_reward", "cosine_scaled_reward"}
+    assert len(below) > 5
     for name in below:
-        if name.rpartition(".")[2] not in left_out:
-            assert importlib.import_module(name) is importlib.import_module(str(new_path(name)))
+        assert importlib.import_module(name) is importlib.import_module(str(new_path(name)))
 
 
 def test_what_is_at_neither_path_is_missed_by_the_name_that_was_asked_for() -> None:

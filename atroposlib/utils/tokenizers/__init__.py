@@ -1,1 +1,0 @@
-"""Tokenizers with corrected chat templates."""
