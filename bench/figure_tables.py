@@ -63,7 +63,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
 
 ELSEWHERE: dict[str, dict[str, str]] = {
     "docs/files.md": {
-        "up to 1 GiB or 1,000,000": "MOST_BYTES and MOST_ROLLOUTS of atroposlib/ui/rollouts/archive.py",
+        "up to 1 GiB or 1,000,000": "MOST_BYTES and MOST_ROLLOUTS of atroposlib/dashboard/rollouts/archive.py",
     },
     "docs/inference-servers.md": {
         "`--max-body-bytes` (16 MiB)": "the default of that option",
@@ -74,18 +74,18 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "leaves 8 % of the memory free": "_PLANNED_SHARE in example_trainer/training/memory_plan.py",
     },
     "docs/operations.md": {
-        "128 MiB; bodies up to 64 KiB never wait": "SMALL_BUDGET and TINY_BODY in atroposlib/api/gate/budget.py",
-        "20 × `--max-body-bytes` + 256 MiB": "MEMORY_PER_BYTE and MEMORY_BESIDES in atroposlib/api/gate/group_reader.py",
-        "256 MiB; bodies up to 64 KiB never wait": "MOST_BODIES in atroposlib/inference/proxy_door.py",
+        "128 MiB; bodies up to 64 KiB never wait": "SMALL_BUDGET and TINY_BODY in atroposlib/web/memory_budget.py",
+        "20 × `--max-body-bytes` + 256 MiB": "MEMORY_PER_BYTE and MEMORY_BESIDES in atroposlib/service/group_reader.py",
+        "256 MiB; bodies up to 64 KiB never wait": "MOST_BODIES in atroposlib/inference/proxy_limits.py",
         "64 MiB for each file": "MOST_KEPT_BYTES in atroposlib/utils/whole_files.py",
-        "1 MiB for each file": "MOST_WAITING_BYTES in atroposlib/ui/live/observed.py",
-        "64 MiB, and 16 MiB more that no post may use up": "RESERVE_BYTES and SLACK_BYTES in atroposlib/api/store/reserve.py",
-        "body of a request without the key, such as a sign-in | 64 KiB": "TINY_BODY in atroposlib/api/gate/budget.py",
-        "body of a request with the key that holds no groups | 1 MiB": "MOST_OF_OTHERS in atroposlib/api/gate/gate.py",
+        "1 MiB for each file": "MOST_WAITING_BYTES in atroposlib/dashboard/live/snapshots.py",
+        "64 MiB, and 16 MiB more that no post may use up": "RESERVE_BYTES, SLACK_BYTES in atroposlib/service/disk_reserve.py",
+        "body of a request without the key, such as a sign-in | 64 KiB": "TINY_BODY in atroposlib/web/memory_budget.py",
+        "body of a request with the key that holds no groups | 1 MiB": "MOST_OF_OTHERS in atroposlib/web/middleware.py",
         "vLLM server or the parameter server | 256 MiB": "MOST_BODY in vllm_api_server.py and parameter_server/receiving.py",
-        "process that reads bodies from 1 MiB on": "IN_A_PROCESS_FROM in atroposlib/api/gate/group_reader.py",
-        "gzip bodies of more than 1 MiB as they arrive": "SMALL_BODY in atroposlib/api/gate/budget.py",
-        "of more than 1 MiB after decompression | 2 × `--max-body-bytes` (512 MiB)": "Budgets in atroposlib/api/gate/budget.py",
+        "process that reads bodies from 1 MiB on": "IN_A_PROCESS_FROM in atroposlib/service/group_reader.py",
+        "gzip bodies of more than 1 MiB as they arrive": "SMALL_BODY in atroposlib/web/memory_budget.py",
+        "of more than 1 MiB after decompression | 2 × `--max-body-bytes` (512 MiB)": "Budgets, atroposlib/web/memory_budget.py",
     },
     "docs/restarts.md": {
         "model on one H100 a restart took 98 s": "the trainer's log in bench/results/guide_legacy.json",
@@ -94,7 +94,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "512 MiB of addresses for each process, and 512 MiB for all together": "a default of atroposlib/sandbox/contract.py",
         "temporary folder: 16 MiB (`disk`)": "a default of atroposlib/sandbox/contract.py",
         "pipes: 64 KiB for each descriptor, at most 72 MiB": "Linux's size of a pipe, times the descriptors",
-        "10 ms on an idle machine": "LOOK_SECONDS in atroposlib/sandbox/inside/keeper.py",
+        "10 ms on an idle machine": "LOOK_SECONDS in atroposlib/sandbox/inside/supervisor.py",
         "an empty `/tmp` of 16 MiB and 256 files": "likewise",
         "above 4 MiB it is ended; what its functions return has 1 MiB": "likewise",
     },
@@ -111,9 +111,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "packs of 16,384 tokens in sequences of the length that is named": "what bench/trainer_speed.py is asked for",
     },
     "docs/rollout-service.md": {
-        "holds 64 MiB of the disk": "RESERVE_BYTES in atroposlib/api/store/reserve.py",
-        "its size and 2 MiB are free": "FIXED_BYTES in atroposlib/api/store/reserve.py",
-        "or falls 256 messages or 8 MiB behind": "limits of atroposlib/ui/live/hub.py",
+        "holds 64 MiB of the disk": "RESERVE_BYTES in atroposlib/service/disk_reserve.py",
+        "its size and 2 MiB are free": "FIXED_BYTES in atroposlib/service/disk_reserve.py",
+        "or falls 256 messages or 8 MiB behind": "limits of atroposlib/dashboard/live/hub.py",
     },
 }
 """Document -> passage that is written there word for word -> where its figure comes from, if not from bench/results/."""

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from atroposlib.ui.rollouts.archive import Archive, PostedGroup
-from atroposlib.ui.rollouts.measured import TrainedTokens
-from atroposlib.ui.rollouts.text import TextOfTokens
+from atroposlib.dashboard.rollouts.archive import Archive, PostedGroup
+from atroposlib.dashboard.rollouts.rollout_stats import TrainedTokens
+from atroposlib.dashboard.rollouts.text import TextOfTokens
 
 FIGURES = 130
 """Of a row of the trainer."""

@@ -47,7 +47,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
-from atroposlib.ui.rollouts.archive import MOST_BYTES, Archive
+from atroposlib.dashboard.rollouts.archive import MOST_BYTES, Archive
 from bench.gpu.processes import free_port
 from bench.long_run import GROUP_SIZE, NEEDLE, SHOWN, Rows, forget_cached, keep, multiply, write_archive, write_figures
 from bench.measured import measured, put_into

@@ -31,14 +31,14 @@ from pydantic import Field, SecretStr
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.errors import InferenceUnavailable, RolloutFailure, UsageError
-from atroposlib.inference.openai_server import OpenAIServer
-from atroposlib.inference.server_baseline import MODEL_NOT_NAMED, describe, status_of
+from atroposlib.inference.client import MODEL_NOT_NAMED, describe, status_of
+from atroposlib.inference.openai_client import OpenAIServer
 from atroposlib.type_definitions import Message
-from atroposlib.utils.addresses import HttpAddress
 from atroposlib.utils.control_tokens import ControlTokens, harmless
 from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
-from atroposlib.utils.keys import given_or_variable
 from atroposlib.utils.thinking import answer_part
+from atroposlib.web.addresses import HttpAddress
+from atroposlib.web.keys import given_or_variable
 
 logger = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from pydantic import Field, field_validator
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
-from atroposlib.groups import ScoredDataGroup
 from atroposlib.type_definitions import Message
 from atroposlib.utils.boxed import last_boxed
 from atroposlib.utils.killable import ChildDied, KillableCalls
+from atroposlib.wire.groups import ScoredDataGroup
 from environments.reasoning_gym_tasks import Question, Questions, TaskSettings, UnreadableAnswer, score_in_this_process
 
 logger = logging.getLogger(__name__)

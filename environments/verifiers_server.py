@@ -34,9 +34,9 @@ from pydantic import Field
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.graded import Attempt, GradedEnv
 from atroposlib.errors import EnvironmentFailure, NoRoom, RolloutFailure, UsageError
-from atroposlib.groups import PROMPT_MASK, ScoredDataGroup
 from atroposlib.inference.managed_client import ManagedTransport, managed_client
 from atroposlib.inference.sequence_tracker import SequenceNode, sequence_fields
+from atroposlib.wire.groups import PROMPT_MASK, ScoredDataGroup
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from atroposlib.utils.addresses import proxy_trouble
 from atroposlib.utils.yaml_files import YamlError, read_yaml, underscored
+from atroposlib.web.addresses import proxy_trouble
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.algorithm.functions import is_import, make_importable
 from example_trainer.api_keys import SECRETS

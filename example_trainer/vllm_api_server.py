@@ -26,11 +26,11 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.utils.bounded_protocol import bounded_protocol
-from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
 from atroposlib.utils.log_bound import BoundedLines
-from atroposlib.utils.open_files import connections_allowed
 from atroposlib.utils.parent_death import end_forked_with_parent, end_with_parent
+from atroposlib.web.bounded_protocol import bounded_protocol
+from atroposlib.web.connections import SERVER_KEEPS_SECONDS
+from atroposlib.web.open_files import connections_allowed
 from vllm_patching.compat.torchao_logs import quiet_torchao
 from vllm_patching.server.flags import (
     fail,

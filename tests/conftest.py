@@ -47,11 +47,11 @@ settings.load_profile("any machine")
 
 
 WAITING = {
-    "tests/atroposlib/api/test_faults.py",
-    "tests/atroposlib/api/test_run_api.py",
+    "tests/atroposlib/service/test_faults.py",
+    "tests/atroposlib/cli/test_run_api.py",
     "tests/atroposlib/envs/test_env_serving.py",
     "tests/atroposlib/sandbox/test_stopped_processes.py",
-    "tests/atroposlib/ui/test_killed_processes_in_browser.py",
+    "tests/atroposlib/dashboard/test_killed_processes_in_browser.py",
     "tests/e2e/test_fleet_hosts.py",
     "tests/e2e/test_parallel_trainer.py",
     "tests/e2e/test_two_hosts.py",

@@ -27,7 +27,7 @@ NEVER = {
     "atroposlib": ("torch", "vllm", "example_trainer", "vllm_patching", "environments", *UNPACKAGED),
     "environments": ("torch", "vllm", "example_trainer", "vllm_patching", *UNPACKAGED),
     "vllm_patching": ("example_trainer", "atroposlib", "environments", *UNPACKAGED),
-    "example_trainer": ("atroposlib.api", "atroposlib.cli", "environments", *UNPACKAGED),
+    "example_trainer": ("atroposlib.service", "atroposlib.cli", "environments", *UNPACKAGED),
     "scripts.ops": ("torch", "vllm", *REST_OF_TRAINER, "vllm_patching"),
     "scripts.quickstart": ("torch", "vllm", *REST_OF_TRAINER, "vllm_patching", "atroposlib"),
 }
@@ -64,25 +64,64 @@ ROOMS = (
 """The trainer's rooms, the uppermost first: doors open downwards only."""
 SERVER_ROOMS = ("server", "batch_invariant", "worker", "engine_core", "transport", "compat", "protocol")
 """The rooms of what runs inside vLLM, likewise: `batch_invariant` has a worker of its own."""
-SERVICE_ROOMS = ("app", "gate", "queue", "utils", "scheduling", "store", "models")
-"""The rollout service's rooms, likewise. `utils` holds names of the public package."""
+SERVICE_ROOMS = (
+    "app",
+    "admin_routes",
+    "environment_routes",
+    "reference_routes",
+    "trainer_routes",
+    "service",
+    "metrics",
+    "stats",
+    "queue",
+    "intake",
+    "forgetting",
+    "set_aside",
+    "unfillable",
+    "queue_state",
+    "starvation",
+    "pending_groups",
+    "resume_streams",
+    "batch_failures",
+    "evaluations",
+    "environments",
+    "weight_epochs",
+    "fleet",
+    "scheduling",
+    "answers",
+    "group_reader",
+    "group_schema",
+    "entries",
+    "values",
+    "schemas",
+    "group_commit",
+    "post_space",
+    "sqlite_store",
+    "file_lock",
+    "sqlite_statements",
+    "sqlite_schema",
+    "store",
+    "disk_reserve",
+    "records",
+    "trainer_activity",
+)
+"""The rollout service's modules, the uppermost first: routes, then the service, the queue, request schemas, the store."""
 SDK_ROOMS = (
+    "compat",
     "cli",
     "envs",
     "inference",
-    "ui",
-    "api",
-    "frontend",
+    "dashboard",
+    "service",
+    "service_client",
+    "web",
     "sandbox",
     "utils",
-    "groups",
-    "number_bounds",
-    "scores",
+    "wire",
     "errors",
     "type_definitions",
-    "compatibility",
 )
-"""The rooms around it, likewise: the SDK's proxy has the service's gate."""
+"""The rooms around it, likewise. Nothing but the package itself imports `compat`."""
 DETACHED = ("vllm_api_server",)
 """Entry points that need nothing of the trainer, and that nothing in it needs."""
 
@@ -183,9 +222,9 @@ def test_the_doors_of_what_runs_inside_vllm_open_downwards() -> None:
 
 def test_the_rollout_services_doors_open_downwards() -> None:
     graph = import_graph(ROOT, ("atroposlib",))
-    there = {module.split(".")[2] for module in graph if within(module, "atroposlib.api") and module.count(".") > 1}
+    there = {module.split(".")[2] for module in graph if within(module, "atroposlib.service") and module.count(".") > 1}
     assert there == {*SERVICE_ROOMS}
-    assert upward(graph, "atroposlib.api", SERVICE_ROOMS) == []
+    assert upward(graph, "atroposlib.service", SERVICE_ROOMS) == []
 
 
 def test_the_doors_of_service_and_sdk_open_downwards() -> None:
@@ -197,8 +236,12 @@ def test_the_doors_of_service_and_sdk_open_downwards() -> None:
 
 def test_what_runs_an_environment_is_behind_its_public_modules() -> None:
     graph = import_graph(ROOT, PACKAGES)
-    private = "atroposlib.envs._runtime"
-    outside = {module: names for module, names in graph.items() if not within(module, "atroposlib.envs")}
+    private = "atroposlib.envs.runner"
+    outside = {
+        module: names
+        for module, names in graph.items()
+        if not within(module, "atroposlib.envs") and not within(module, "atroposlib.compat")
+    }
     assert [module for module, names in outside.items() if any(within(name, private) for name in names)] == []
 
 

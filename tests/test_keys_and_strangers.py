@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from atroposlib.cli import collecting
-from atroposlib.envs._runtime.service_client import RolloutServiceClient
+from atroposlib.dashboard.live.servers import ServerWatch
+from atroposlib.inference.client import APIServerConfig
 from atroposlib.inference.fleet_follower import FleetFollower
 from atroposlib.inference.proxy_client import create_proxy_session
-from atroposlib.inference.server_baseline import APIServerConfig
 from atroposlib.inference.server_manager import ServerManager
-from atroposlib.inference.vllm_server import VLLMServer
-from atroposlib.ui.live.servers import ServerWatch
+from atroposlib.inference.vllm_client import VLLMServer
+from atroposlib.service_client import RolloutServiceClient
 from example_trainer.api_keys import ServerKeys
 from example_trainer.child_processes import readiness
 from example_trainer.http_client import direct_client

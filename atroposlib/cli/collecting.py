@@ -20,13 +20,13 @@ from typing import Any
 import httpx
 import orjson
 
-from atroposlib.api.models.groups import NOT_TRAINED
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable, UsageError
-from atroposlib.utils.addresses import argument, http_address
-from atroposlib.utils.keys import SERVICE_KEY, bearer, given_or_variable
+from atroposlib.service.group_schema import NOT_TRAINED
 from atroposlib.utils.log_lines import LogLines
 from atroposlib.utils.waiting import Patience
 from atroposlib.utils.whole_files import append_whole, cannot_write
+from atroposlib.web.addresses import argument, http_address
+from atroposlib.web.keys import SERVICE_KEY, bearer, given_or_variable
 
 logger = logging.getLogger(__name__)
 

@@ -15,33 +15,33 @@ from pathlib import Path
 
 import uvicorn
 
-from atroposlib.api.app.application import make_app
-from atroposlib.api.app.service import RolloutService
-from atroposlib.api.gate.access import Access
-from atroposlib.api.gate.gate import RequestLimits
-from atroposlib.api.models.records import Limits
-from atroposlib.api.store.sqlite_store import SqliteStore, set_aside
-from atroposlib.api.store.store import MemoryStore, Store, StoreError
 from atroposlib.cli import argument_types
-from atroposlib.ui.application import PageRoute
-from atroposlib.ui.live.hub import Hub
-from atroposlib.ui.live.observed import observed_folder
-from atroposlib.ui.live.servers import ServerWatch
-from atroposlib.ui.live.source import LiveSource, Place
-from atroposlib.ui.page import RunPage
-from atroposlib.ui.rollouts.archive import MOST_BYTES
-from atroposlib.ui.rollouts.recorder import RolloutRecorder
-from atroposlib.ui.run.catalogue import LIVE
-from atroposlib.ui.web.gatekeeper import Gatekeeper
-from atroposlib.ui.web.sessions import SESSION_SECONDS, STATE_FILE
-from atroposlib.utils.addresses import argument, listening_host, server_address
-from atroposlib.utils.bounded_protocol import bounded_protocol
-from atroposlib.utils.connections import ACCEPT_AT_ONCE, LISTEN_BACKLOG, SERVER_KEEPS_SECONDS
-from atroposlib.utils.keys import VLLM_KEY
+from atroposlib.dashboard.app import PageRoute
+from atroposlib.dashboard.live.hub import Hub
+from atroposlib.dashboard.live.monitor import LiveSource, Place
+from atroposlib.dashboard.live.servers import ServerWatch
+from atroposlib.dashboard.live.snapshots import observed_folder
+from atroposlib.dashboard.page import RunPage
+from atroposlib.dashboard.rollouts.archive import MOST_BYTES
+from atroposlib.dashboard.rollouts.recorder import RolloutRecorder
+from atroposlib.dashboard.run_folders.catalogue import LIVE
+from atroposlib.dashboard.web.gatekeeper import Gatekeeper
+from atroposlib.dashboard.web.sessions import SESSION_SECONDS, STATE_FILE
+from atroposlib.service.app import make_app
+from atroposlib.service.records import Limits
+from atroposlib.service.service import RolloutService
+from atroposlib.service.sqlite_store import SqliteStore, set_aside
+from atroposlib.service.store import MemoryStore, Store, StoreError
 from atroposlib.utils.log_bound import log_to_stderr
-from atroposlib.utils.open_files import connections_allowed
 from atroposlib.utils.private_files import use_private_files
-from atroposlib.utils.stopping_server import StoppingServer
+from atroposlib.web.access import Access
+from atroposlib.web.addresses import argument, listening_host, server_address
+from atroposlib.web.bounded_protocol import bounded_protocol
+from atroposlib.web.connections import ACCEPT_AT_ONCE, LISTEN_BACKLOG, SERVER_KEEPS_SECONDS
+from atroposlib.web.keys import VLLM_KEY
+from atroposlib.web.middleware import RequestLimits
+from atroposlib.web.open_files import connections_allowed
+from atroposlib.web.stopping_server import StoppingServer
 
 logger = logging.getLogger("atroposlib.cli.run_api")
 

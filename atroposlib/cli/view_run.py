@@ -14,16 +14,16 @@ import httpx
 import uvicorn
 
 from atroposlib.cli.run_api import listen
+from atroposlib.dashboard.app import make_offline_app
+from atroposlib.dashboard.live.hub import Hub
+from atroposlib.dashboard.page import RunPage
+from atroposlib.dashboard.run_folders.folder import find_runs
+from atroposlib.dashboard.web.gatekeeper import Gatekeeper
 from atroposlib.errors import EnvironmentFailure, UsageError
-from atroposlib.ui.application import make_offline_app
-from atroposlib.ui.live.hub import Hub
-from atroposlib.ui.page import RunPage
-from atroposlib.ui.run.folder import find_runs
-from atroposlib.ui.web.gatekeeper import Gatekeeper
-from atroposlib.utils.addresses import argument, http_address
-from atroposlib.utils.bounded_protocol import bounded_protocol
-from atroposlib.utils.open_files import connections_allowed
-from atroposlib.utils.stopping_server import StoppingServer
+from atroposlib.web.addresses import argument, http_address
+from atroposlib.web.bounded_protocol import bounded_protocol
+from atroposlib.web.open_files import connections_allowed
+from atroposlib.web.stopping_server import StoppingServer
 
 logger = logging.getLogger(__name__)
 

@@ -19,24 +19,24 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel
 
-from atroposlib.envs._runtime import command_line
-from atroposlib.envs._runtime.delivery import Delivery
-from atroposlib.envs._runtime.processing import process
-from atroposlib.envs._runtime.reporting import Reports
-from atroposlib.envs._runtime.rollouts import Rollouts
-from atroposlib.envs._runtime.servers import served_model_blocking, tokenizer_name, wait_for_servers
-from atroposlib.envs._runtime.service_client import RolloutServiceClient
-from atroposlib.envs._runtime.serving import Serving
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum  # noqa: F401
+from atroposlib.envs.runner import command_line
+from atroposlib.envs.runner.delivery import Delivery
+from atroposlib.envs.runner.processing import process
+from atroposlib.envs.runner.reporting import Reports
+from atroposlib.envs.runner.rollout import Rollouts
+from atroposlib.envs.runner.serve import Serving
+from atroposlib.envs.runner.servers import served_model_blocking, tokenizer_name, wait_for_servers
 from atroposlib.errors import UsageError
-from atroposlib.groups import DropCounter, ScoredDataGroup, ScoredDataItem  # noqa: F401
+from atroposlib.inference.client import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.inference.reasoning import ReasoningConfig
-from atroposlib.inference.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.inference.server_manager import ServerManager
 from atroposlib.inference.tokenizers import load_tokenizer
+from atroposlib.service_client import RolloutServiceClient
 from atroposlib.type_definitions import Item
 from atroposlib.utils.jsonl import JsonLinesWriter, unused_path
-from atroposlib.utils.keys import SERVICE_KEY, given_or_variable
+from atroposlib.web.keys import SERVICE_KEY, given_or_variable
+from atroposlib.wire.groups import DropCounter, ScoredDataGroup, ScoredDataItem  # noqa: F401
 
 # What is not used here is imported for environments, which find it here in the public SDK.
 
@@ -49,7 +49,7 @@ class BaseEnv(ABC):
     A subclass defines `setup`, `get_next_item`, `evaluate`, and `collect_trajectory` (one response) or
     `collect_trajectories` (a whole group). Everything else has a default that may be overridden.
 
-    What is done by default is in four parts, a file of `_runtime` each: `_rollouts` (from an item to its groups), `_delivery`
+    What is done by default is in four parts, a file of `runner` each: `_rollouts` (from an item to its groups), `_delivery`
     (from groups to the service), `_serving` (the life beside a trainer) and `_reports` (metrics and evaluations). They call the
     methods here, so an override holds everywhere. State that an environment may read or set is an attribute here.
 
@@ -161,7 +161,7 @@ class BaseEnv(ABC):
         """One response to an item, as a `ScoredDataItem`, and items for the backlog."""
         raise NotImplementedError(f"{type(self).__name__} must define collect_trajectory() or collect_trajectories()")
 
-    # ---- an item's way to the service: _runtime/rollouts.py, then _runtime/delivery.py --------------------------------
+    # ---- an item's way to the service: runner/rollout.py, then runner/delivery.py --------------------------------
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
         """`group_size` responses to an item, each by `collect_trajectory`, as a group; and items for the backlog.
@@ -232,7 +232,7 @@ class BaseEnv(ABC):
     async def cleanup(self) -> None:  # noqa: B027 (optional)
         """Runs after every item."""
 
-    # ---- serving: _runtime/serving.py, _runtime/workers.py ------------------------------------------------------------
+    # ---- serving: runner/serve.py, runner/workers.py ------------------------------------------------------------
 
     @cached_property
     def service(self) -> RolloutServiceClient:
@@ -310,7 +310,7 @@ class BaseEnv(ABC):
         """
         await process(self)
 
-    # ---- what is told: _runtime/reporting.py --------------------------------------------------------------------------
+    # ---- what is told: runner/reporting.py --------------------------------------------------------------------------
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Log metrics to the log, to `metrics_path` and to W&B.
@@ -372,7 +372,7 @@ class BaseEnv(ABC):
             if getattr(server, "tokenizer", self) is None:
                 server.tokenizer = value
 
-    # ---- the command line: _runtime/command_line.py -------------------------------------------------------------------
+    # ---- the command line: runner/command_line.py -------------------------------------------------------------------
 
     @classmethod
     def cli(cls) -> None:

@@ -4,9 +4,9 @@ from enum import Enum
 
 from pydantic import Field, SecretStr, model_validator
 
-from atroposlib.compatibility import WarnsOfUnknownKeys
-from atroposlib.utils.addresses import HttpAddress
-from atroposlib.utils.strict_numbers import StrictNumbers
+from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
+from atroposlib.web.addresses import HttpAddress
+from atroposlib.wire.strict_numbers import StrictNumbers
 
 ENV_NAMESPACE = "env"
 OPENAI_NAMESPACE = "openai"

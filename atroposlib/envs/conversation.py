@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from atroposlib.envs.tool_formats import Call
-from atroposlib.scores import plain_score
 from atroposlib.utils.thinking import known_calls, read_reasoning
+from atroposlib.wire.scores import plain_score
 
 Ending = Literal["done", "max_turns", "max_tokens", "answer_cut"]
 

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.curriculum import Curriculum, item_key
-from atroposlib.groups import ScoredDataGroup, teaches_nothing
 from atroposlib.inference.generation import Weights
-from atroposlib.scores import plain_score
 from atroposlib.type_definitions import Item
+from atroposlib.wire.groups import ScoredDataGroup, teaches_nothing
+from atroposlib.wire.scores import plain_score
 
 logger = logging.getLogger(__name__)
 

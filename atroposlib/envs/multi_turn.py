@@ -19,12 +19,12 @@ from atroposlib.envs.tool_formats import HermesFormat, ToolFormat
 from atroposlib.envs.tools import Toolbox
 from atroposlib.envs.turn_rewards import sampled_runs, spread_over_tokens, turn_advantages
 from atroposlib.errors import NoRoom
-from atroposlib.groups import ScoredDataGroup
 from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.inference.sequence_tracker import SequenceNode, sequence_fields
 from atroposlib.type_definitions import Item
 from atroposlib.utils.thinking import whole_response
 from atroposlib.utils.waiting import gather_or_cancel
+from atroposlib.wire.groups import ScoredDataGroup
 
 __all__ = ["Conversation", "Grade", "MultiTurnConfig", "MultiTurnEnv", "Step", "Turn"]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.envs.graded import Attempt, Grade, GradedEnv
-from atroposlib.groups import PROMPT_MASK, ScoredDataGroup
 from atroposlib.inference.sequence_tracker import sequence_fields
 from atroposlib.type_definitions import Item, Message
 from atroposlib.utils.thinking import answer_part, whole_response
+from atroposlib.wire.groups import PROMPT_MASK, ScoredDataGroup
 
 __all__ = ["Grade", "Response", "SingleTurnEnv", "as_response"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
-from atroposlib.utils.addresses import server_address
-from atroposlib.utils.keys import bearer
+from atroposlib.web.addresses import server_address
+from atroposlib.web.keys import bearer
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from atroposlib.inference.sampling import SampledRecord, Sampling, SamplingSpan
+from atroposlib.inference.sampling_record import SampledRecord, Sampling, SamplingSpan
 
 
 class Weights(NamedTuple):

@@ -13,8 +13,8 @@ import httpx
 from openai import AsyncOpenAI
 
 from atroposlib.errors import NoRoom, UsageError
+from atroposlib.inference.client import describe
 from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.inference.server_baseline import describe
 
 # What a client may send that is about the form of the answer or its billing, not about what is sampled.
 FORM_ONLY = {"model", "stream", "stream_options", "logprobs", "top_logprobs", "return_token_ids", "user", "metadata", "store"}

@@ -17,12 +17,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 from atroposlib.inference.chat_template import Chat, ChatTemplate, Exchange, MessageKey, completed, exchange
+from atroposlib.inference.client import MODEL_NOT_NAMED
+from atroposlib.inference.client import APIServer as APIServer
 from atroposlib.inference.generation import Generation
 from atroposlib.inference.messages import checked_messages
-from atroposlib.inference.sampling import sampling_of
+from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.inference.sequence_tracker import Prompt, SequenceNode, SequenceTracker, node_of
-from atroposlib.inference.server_baseline import MODEL_NOT_NAMED
-from atroposlib.inference.server_baseline import APIServer as APIServer
 from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.inference.tool_call_translator import ToolCallTranslator
 from atroposlib.utils.thinking import opened_by

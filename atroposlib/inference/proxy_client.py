@@ -10,8 +10,8 @@ from openai.types.chat import ChatCompletion
 from atroposlib.inference.generation import current_versions
 from atroposlib.inference.messages import checked_messages
 from atroposlib.inference.sequence_tracker import SequenceNode, node_of
-from atroposlib.utils.connections import LIMITS
-from atroposlib.utils.keys import PROXY_KEY, bearer, given_or_variable
+from atroposlib.web.connections import LIMITS
+from atroposlib.web.keys import PROXY_KEY, bearer, given_or_variable
 
 PASSED_ON = ("messages", "max_tokens", "temperature", "n", "stop", "tools", "tool_choice", "chat_template_kwargs")
 

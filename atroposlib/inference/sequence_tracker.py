@@ -12,13 +12,13 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from atroposlib.groups import PROMPT_LOGPROB, PROMPT_MASK
 from atroposlib.inference.chat_template import Exchange
 from atroposlib.inference.generation import Generation, Span, Weights, joined, weight_fields
-from atroposlib.inference.sampling import SamplingSpan, continued, on_the_wire
+from atroposlib.inference.sampling_record import SamplingSpan, continued, on_the_wire
 from atroposlib.inference.tokenizers import Continuation, encode_plain, encode_rendered
 from atroposlib.utils.control_tokens import behind, plain
 from atroposlib.utils.thinking import opened_by
+from atroposlib.wire.groups import PROMPT_LOGPROB, PROMPT_MASK
 
 
 class SequenceNode(BaseModel):

@@ -15,22 +15,22 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import Field
 
-from atroposlib.compatibility import WarnsOfUnknownKeys
 from atroposlib.errors import UsageError
+from atroposlib.inference.client import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
 from atroposlib.inference.fleet_follower import FleetFollower, same_address
 from atroposlib.inference.generation import Generation
 from atroposlib.inference.managed_server import DummyManagedServer, ManagedServer
-from atroposlib.inference.openai_server import OpenAIServer
+from atroposlib.inference.openai_client import OpenAIServer
+from atroposlib.inference.pool import Router
 from atroposlib.inference.proxy_client import create_proxy_session
-from atroposlib.inference.router import Router
-from atroposlib.inference.server_baseline import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
 from atroposlib.inference.server_harness import ServerHarness
-from atroposlib.inference.sglang_server import SGLangServer
+from atroposlib.inference.sglang_client import SGLangServer
 from atroposlib.inference.trl_vllm_server import TrlVllmServer
-from atroposlib.inference.vllm_server import VLLMServer
-from atroposlib.utils.addresses import HttpAddress
-from atroposlib.utils.keys import SERVICE_KEY, all_settings
-from atroposlib.utils.strict_numbers import StrictNumbers
+from atroposlib.inference.vllm_client import VLLMServer
+from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
+from atroposlib.web.addresses import HttpAddress
+from atroposlib.web.keys import SERVICE_KEY, all_settings
+from atroposlib.wire.strict_numbers import StrictNumbers
 
 __all__ = ["APIServer", "APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerConfig"]
 

@@ -9,11 +9,11 @@ from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
+from atroposlib.inference.client import APIServer as APIServer
+from atroposlib.inference.client import APIServerConfig as APIServerConfig
+from atroposlib.inference.client import ReasoningConfig as ReasoningConfig
 from atroposlib.inference.messages import checked_messages
-from atroposlib.inference.openai_server import PROBE_TIMEOUT, OpenAIRoutes
-from atroposlib.inference.server_baseline import APIServer as APIServer
-from atroposlib.inference.server_baseline import APIServerConfig as APIServerConfig
-from atroposlib.inference.server_baseline import ReasoningConfig as ReasoningConfig
+from atroposlib.inference.openai_client import PROBE_TIMEOUT, OpenAIRoutes
 
 
 class TrlVllmServer(OpenAIRoutes):

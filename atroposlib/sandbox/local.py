@@ -24,7 +24,7 @@ from atroposlib.sandbox.contract import (
     SandboxBroken,
     SandboxUnavailable,
 )
-from atroposlib.sandbox.keeper_process import await_end, keeper_process, kill_all
+from atroposlib.sandbox.supervisor_process import await_end, keeper_process, kill_all
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ GRACE_SECONDS = 15.0
 """Beyond a program's own deadline, which its watcher keeps: a busy machine may hold that up. If the watcher reports nothing
 until then, the keeper is replaced: one of them has stopped."""
 CHUNK = 1 << 16
-TRIAL = Path(__file__).with_name("inside") / "trial.py"
+TRIAL = Path(__file__).with_name("inside") / "isolation_check.py"
 HOW = {
     "users": "in namespaces, each program as a user of its own",
     "user_namespace": "in namespaces of this user",

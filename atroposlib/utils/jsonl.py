@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 
 from atroposlib.errors import EnvironmentFailure
-from atroposlib.number_bounds import unstorable
 from atroposlib.utils.whole_files import KeptLines, cannot_write, write_whole
+from atroposlib.wire.number_bounds import unstorable
 
 logger = logging.getLogger(__name__)
 

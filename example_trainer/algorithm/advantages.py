@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from atroposlib.scores import scores_equal
+from atroposlib.wire.scores import scores_equal
 from example_trainer.algorithm.functions import built_in, import_function, is_import, refusal, told
 from example_trainer.errors import ConfigError, NonFiniteError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from atroposlib.utils.lives import Life, line_version
+from atroposlib.wire.weight_lineage import Life, line_version
 
 
 def version_on_line(version: int, epoch: int | None, present: int, lives: Sequence[Life]) -> int:

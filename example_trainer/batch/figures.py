@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from atroposlib.utils.lives import Life
+from atroposlib.wire.weight_lineage import Life
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.environment_names import safe_names
 from example_trainer.batch.groups import Batch, TrainedSequence

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from atroposlib.utils.lives import Life
+from atroposlib.wire.weight_lineage import Life
 from example_trainer.algorithm.advantages import Advantages, find_advantages
 from example_trainer.batch import fields
 from example_trainer.batch.ages import age

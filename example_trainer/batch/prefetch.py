@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from atroposlib.utils.lives import Life
+from atroposlib.wire.weight_lineage import Life
 from example_trainer.api_keys import revealed
 from example_trainer.batch.client import RolloutClient, TrainedBatch
 from example_trainer.batch.figures import BatchFigures

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.utils.lives import MOST_LIVES, Life
+from atroposlib.wire.weight_lineage import MOST_LIVES, Life
 from example_trainer.config import TrainerConfig
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from atroposlib.utils.sampling_parameters import CONSTRAINED, NEUTRAL
+from atroposlib.wire.sampling_parameters import CONSTRAINED, NEUTRAL
 from example_trainer.batch.group_error import GroupError
 
 IDLE = {**NEUTRAL, CONSTRAINED: (0.0,)}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr, field_validator
 
-from atroposlib.utils.addresses import HostName, authority, host_and_port
+from atroposlib.web.addresses import HostName, authority, host_and_port
 from example_trainer.api_keys import from_variable, refuse_key_in_command
 from example_trainer.options.section import Section, split_commas
 

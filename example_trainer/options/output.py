@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from atroposlib.utils.addresses import ListeningHost
+from atroposlib.web.addresses import ListeningHost
 from example_trainer.options.section import Section
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, SecretStr
 
-from atroposlib.utils.addresses import HttpAddress
+from atroposlib.web.addresses import HttpAddress
 from example_trainer.api_keys import from_variable
 from example_trainer.options.section import Section
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from atroposlib.utils.addresses import url_host
+from atroposlib.web.addresses import url_host
 from example_trainer.api_keys import ServerKeys, revealed
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parallel.ranks import Ranks

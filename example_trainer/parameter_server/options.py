@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr, field_validator
 
-from atroposlib.utils.addresses import HttpAddress, ListeningHost
+from atroposlib.web.addresses import HttpAddress, ListeningHost
 from example_trainer.api_keys import from_variable, revealed
 from example_trainer.options.bridge import checked_addresses
 from example_trainer.options.section import Section, split_commas

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atroposlib.utils.lives import Life
 from atroposlib.utils.whole_files import cannot_write, write_whole
+from atroposlib.wire.weight_lineage import Life
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from atroposlib.utils.addresses import url_host
+from atroposlib.web.addresses import url_host
 from example_trainer.api_keys import ServerKeys, revealed
 from example_trainer.child_processes.processes import GUARD_MARGIN_SECONDS
 from example_trainer.config import TrainerConfig

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from atroposlib.utils.addresses import host_and_port
+from atroposlib.web.addresses import host_and_port
 from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError

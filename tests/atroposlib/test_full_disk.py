@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from atroposlib.cli.collecting import RowsFile
-from atroposlib.envs._runtime.reporting import write_json, write_json_lines
+from atroposlib.compat.jsonl2html import generate_html
+from atroposlib.dashboard.live.snapshots import ObservedFolder
+from atroposlib.dashboard.rollouts.recorder import RolloutRecorder
 from atroposlib.envs.curriculum import Curriculum
+from atroposlib.envs.runner.reporting import write_json, write_json_lines
 from atroposlib.errors import EnvironmentFailure
-from atroposlib.frontend.jsonl2html import generate_html
-from atroposlib.ui.live.observed import ObservedFolder
-from atroposlib.ui.rollouts.recorder import RolloutRecorder
 from atroposlib.utils.jsonl import JsonLinesWriter
+from tests.atroposlib.dashboard.rollouts.test_rollout_archive import body
 from tests.atroposlib.envs.scripted_env import ScriptedEnv
-from tests.atroposlib.ui.rollouts.test_rollout_archive import body
 from tests.full_disks import FullDisk, fill, small_disk
 
 LONG = "x" * 20_000

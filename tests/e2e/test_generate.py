@@ -16,13 +16,13 @@ import httpx
 import pytest
 import torch
 
-from atroposlib.inference.server_baseline import APIServerConfig
-from atroposlib.inference.teacher_server import TeacherServer
+from atroposlib.inference.client import APIServerConfig
+from atroposlib.inference.teacher_client import TeacherServer
 from atroposlib.inference.tokenizers import load_tokenizer
-from atroposlib.inference.vllm_server import VLLMServer
+from atroposlib.inference.vllm_client import VLLMServer
 from example_trainer.models.hf_checkpoint import load_model
 from tests import raw_fuzz
-from tests.atroposlib.api.test_faults import until
+from tests.atroposlib.service.test_faults import until
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import TOLERANCE, trainer_logprobs
 from tests.e2e.conftest import VllmServer, start_vllm

@@ -123,7 +123,7 @@ def test_a_server_that_does_not_share_says_so(
 
 
 def refuses_a_head_that_does_not_end(server: VllmServer) -> None:
-    """Its connections have the bounds of `atroposlib.utils.bounded_protocol`."""
+    """Its connections have the bounds of `atroposlib.web.bounded_protocol`."""
     with socket.create_connection(("localhost", server.port), timeout=60) as client, suppress(ConnectionResetError):
         client.sendall(b"GET /health HTTP/1.1\r\nx: " + b"y" * 100_000)
         assert client.recv(1000).startswith(b"HTTP/1.1 431 ")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs._runtime.settings import merge, parse_flags
+from atroposlib.envs.runner.settings import merge, parse_flags
 from atroposlib.envs.single_turn import Response
 from atroposlib.errors import UsageError
 from environments.arithmetic_problems import held_out_problems

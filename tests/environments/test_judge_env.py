@@ -114,7 +114,7 @@ def test_a_refusal_is_named(env: JudgeEnv, judge: Judge, status: int, failure: t
 @pytest.fixture
 def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that fails is not tried again after a while."""
-    monkeypatch.setattr("atroposlib.inference.server_baseline.MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("atroposlib.inference.client.MAX_ATTEMPTS", 1)
 
 
 @pytest.mark.usefixtures("asked_once")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.utils.lives import Life
+from atroposlib.wire.weight_lineage import Life
 from example_trainer import process
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.child_processes.ports import PortReservations

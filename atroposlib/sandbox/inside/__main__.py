@@ -5,6 +5,6 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from inside.keeper import main  # type: ignore[import-not-found]
+from inside.supervisor import main  # type: ignore[import-not-found]
 
 main()

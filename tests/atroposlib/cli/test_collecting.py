@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from atroposlib.cli import collecting, dpo, sft
 from atroposlib.cli.collecting import RowsFile
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable, UsageError
-from tests.atroposlib.api.conftest import ROOT, Service, free_port, group, trainer
+from tests.atroposlib.service.conftest import ROOT, Service, free_port, group, trainer
 
 SCORES = st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=8)
 LEAST = st.sampled_from([0.0, 0.3, 0.5, 1.0])

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from atroposlib.cli import view_run
-from tests.atroposlib.api.conftest import free_port, group
+from tests.atroposlib.service.conftest import free_port, group
 from tests.conftest import Processes
 
 

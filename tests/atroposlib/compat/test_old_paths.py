@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.compatibility import OLD_PATHS, OldPaths, new_path
+from atroposlib.compat.old_paths import OLD_PATHS, OldPaths, new_path
 
 PUBLIC = json.loads(Path(__file__).with_name("public_names.json").read_text())
 
@@ -32,7 +32,7 @@ def test_what_lies_below_is_the_same_too() -> None:
 def test_what_is_at_neither_path_is_missed_by_the_name_that_was_asked_for() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"atroposlib\.envs\.server_handling\.nothing"):
         importlib.import_module("atroposlib.envs.server_handling.nothing")
-    assert new_path("atroposlib.envs.evaluation") is None
+    assert new_path("atroposlib.compat.evaluation") is None
 
 
 def test_a_program_can_be_run_by_its_old_path() -> None:
@@ -43,4 +43,4 @@ def test_a_program_can_be_run_by_its_old_path() -> None:
     assert isinstance(spec.loader, InspectLoader)
     code = spec.loader.get_code(old)
     assert code is not None
-    assert Path(code.co_filename).parts[-3:] == ("atroposlib", "inference", "managed_server_proxy.py")
+    assert Path(code.co_filename).parts[-3:] == ("atroposlib", "inference", "proxy.py")

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from atroposlib.envs._runtime.reporting import numbers_of, write_json, write_json_lines
+from atroposlib.envs.runner.reporting import numbers_of, write_json, write_json_lines
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.utils.jsonl import JsonLinesWriter
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response, run

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.groups import group_from_items, response_lengths, teaches_nothing, with_plain_numbers, wrong_shape
-from atroposlib.scores import scores_equal
 from atroposlib.utils.jsonl import encode
+from atroposlib.wire.groups import group_from_items, response_lengths, teaches_nothing, with_plain_numbers, wrong_shape
+from atroposlib.wire.scores import scores_equal
 
 
 def item(length: int = 4, **more: Any) -> dict[str, Any]:

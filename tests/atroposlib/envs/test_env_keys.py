@@ -13,15 +13,15 @@ import pytest
 import yaml
 from pydantic import Field, SecretStr
 
-from atroposlib.envs._runtime.command_line import main
-from atroposlib.envs._runtime.servers import served_model_blocking
-from atroposlib.envs._runtime.service_client import RolloutServiceClient
-from atroposlib.envs._runtime.settings import merge, parse_flags, read_config
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+from atroposlib.envs.runner.command_line import main
+from atroposlib.envs.runner.servers import served_model_blocking
+from atroposlib.envs.runner.settings import merge, parse_flags, read_config
 from atroposlib.errors import UsageError
 from atroposlib.inference.proxy_client import create_proxy_session
 from atroposlib.inference.server_manager import ServerManager, at_url
-from atroposlib.utils.keys import given_or_variable
+from atroposlib.service_client import RolloutServiceClient
+from atroposlib.web.keys import given_or_variable
 from tests.atroposlib.envs.scripted_env import ScriptedEnv
 
 KEY = "sk-nobody-reads-this"

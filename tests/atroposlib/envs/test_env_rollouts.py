@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs._runtime.processing import make_groups
-from atroposlib.envs._runtime.serving import crossed
+from atroposlib.envs.runner.processing import make_groups
+from atroposlib.envs.runner.serve import crossed
 from atroposlib.errors import RolloutFailure
 from atroposlib.inference.generation import current_versions
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response, run

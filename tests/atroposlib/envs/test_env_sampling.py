@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs._runtime.rollouts import say_that_sampling_differs
+from atroposlib.envs.runner.rollout import say_that_sampling_differs
+from atroposlib.inference.client import APIServerConfig
 from atroposlib.inference.generation import Generation, VersionRecord, current_versions
-from atroposlib.inference.sampling import (
+from atroposlib.inference.sampling_record import (
     SampledRecord,
     SamplingSpan,
     sampling_of,
     say_that_it_may_be_constrained,
 )
-from atroposlib.inference.server_baseline import APIServerConfig
-from atroposlib.inference.vllm_server import VLLMServer
+from atroposlib.inference.vllm_client import VLLMServer
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 
 

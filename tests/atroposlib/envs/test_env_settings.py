@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from atroposlib.envs._runtime.settings import Given, merge, parse_flags, read_config
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.config import EvalHandlingEnum
+from atroposlib.envs.runner.settings import Given, merge, parse_flags, read_config
 from atroposlib.errors import UsageError
 
 

@@ -5,8 +5,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs._runtime.worker_policy import QueueState, WorkerLimits, allowed_workers, workers_during_eval
 from atroposlib.envs.config import EvalHandlingEnum
+from atroposlib.envs.runner.worker_policy import QueueState, WorkerLimits, allowed_workers, workers_during_eval
 
 group_sizes = st.sampled_from([1, 2, 4, 8, 16])
 limits = st.builds(

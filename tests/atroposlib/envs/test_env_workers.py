@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
-from atroposlib.inference.openai_server import OpenAIServer
-from atroposlib.inference.server_baseline import APIServerConfig
+from atroposlib.inference.client import APIServerConfig
+from atroposlib.inference.openai_client import OpenAIServer
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 
 PAIR = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
@@ -94,7 +94,7 @@ async def test_the_environments_own_limit_ends_it_whatever_the_run_does() -> Non
 async def test_a_trainer_that_does_more_steps_than_it_said_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was resumed with more steps: each of them begins the wait anew."""
     now = [0.0]
-    monkeypatch.setattr("atroposlib.envs._runtime.serving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("atroposlib.envs.runner.serve.time.monotonic", lambda: now[0])
     env = idle(serving_env(*({"current_step": step, "run_ended": False} for step in range(3, 9)), service_timeout=10.0))
     for _ in range(6):
         assert not await env._serving.one_round()
@@ -131,8 +131,8 @@ async def test_the_service_waits_for_the_trainer_where_nothing_else_can_happen(m
         await released.wait()
 
     env.handle_env = sampling
-    monkeypatch.setattr("atroposlib.envs._runtime.serving.LEAST_POLL_SECONDS", 0.0)
-    monkeypatch.setattr("atroposlib.envs._runtime.serving.POLL_SECONDS", 0.25)
+    monkeypatch.setattr("atroposlib.envs.runner.serve.LEAST_POLL_SECONDS", 0.0)
+    monkeypatch.setattr("atroposlib.envs.runner.serve.POLL_SECONDS", 0.25)
     for _ in range(3):  # nothing is wanted; two groups are; they are in work
         assert not await env._serving.one_round()
         await env._serving._rest()

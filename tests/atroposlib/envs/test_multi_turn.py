@@ -15,7 +15,7 @@ from atroposlib.envs.multi_turn import Conversation, Grade, MultiTurnConfig, Mul
 from atroposlib.envs.tool_formats import HermesFormat, TaggedFormat
 from atroposlib.envs.turn_rewards import sampled_runs
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
-from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, keeper_process
+from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, supervisor_process
 from example_trainer.batch.groups import Rules, parse_batch
 from example_trainer.batch.lengths import LengthRules
 from tests.atroposlib.inference.template_shapes import Shape
@@ -291,7 +291,7 @@ async def test_a_sandbox_that_breaks_under_a_tool_is_counted_and_never_scored(
                 await environment.collect_trajectories("1+2")
         assert environment.toolbox.metrics() == {"train/tool_problems_ended_rollout": 2.0}
         assert caplog.text.count("a call of run_code ended its rollout, of which nothing is scored: SandboxBroken: ") == 1
-        monkeypatch.setattr(keeper_process, "KEEPER", Path("/there/is/no/keeper.py"))
+        monkeypatch.setattr(supervisor_process, "KEEPER", Path("/there/is/no/keeper.py"))
         with pytest.raises(EnvironmentFailure, match="the sandbox's keeper did not start: "):
             await environment.collect_trajectories("1+2")
     finally:

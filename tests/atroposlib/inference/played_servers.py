@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from atroposlib.inference.server_baseline import APIServerConfig
+from atroposlib.inference.client import APIServerConfig
 from atroposlib.inference.server_manager import ServerManager
 
 

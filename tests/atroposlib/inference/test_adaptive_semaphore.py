@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.inference.server_baseline import AsyncSemWithAdaptiveWeight
+from atroposlib.inference.client import AsyncSemWithAdaptiveWeight
 
 
 @given(size=st.integers(1, 12), weights=st.lists(st.floats(0, 1), min_size=1, max_size=6), tasks=st.integers(1, 40))

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atroposlib.inference.client import APIServerConfig
 from atroposlib.inference.fleet_follower import FleetFollower, same_address, servers_of
-from atroposlib.inference.server_baseline import APIServerConfig
 from atroposlib.inference.server_manager import ServerManager
 from example_trainer.child_processes.readiness import wait_until
 from tests.atroposlib.envs.env_stack import OFFLINE, STANDIN, Stack

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from atroposlib.errors import UsageError
 from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.inference.managed_server_proxy import create_app
 from atroposlib.inference.messages import checked_messages
+from atroposlib.inference.proxy import create_app
 from atroposlib.inference.tool_call_formats import FORMATS
 from atroposlib.inference.tool_call_translator import ToolCallTranslator
 from tests.atroposlib.inference.template_shapes import STARTER, Sampler, Shape

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.gate.access import Access
 from atroposlib.errors import InferenceUnavailable
-from atroposlib.inference.managed_server_proxy import create_app, parse_arguments
-from atroposlib.inference.proxy_door import Door, ProxyLimits
+from atroposlib.inference.proxy import create_app, parse_arguments
+from atroposlib.inference.proxy_limits import Door, ProxyLimits
 from atroposlib.inference.proxy_sessions import Sessions, TooManySessions, UnknownSession
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
+from atroposlib.web.access import Access
 from tests.atroposlib.envs.env_stack import OFFLINE
 
 ASK: Any = [{"role": "user", "content": "What is 40 plus 2?"}]
 KEY = "sesame"
-MODULE = "atroposlib.inference.managed_server_proxy"
+MODULE = "atroposlib.inference.proxy"
 
 
 def client(tokenizer: Any, limits: ProxyLimits | None = None, base_url: str = "http://127.0.0.1:9100") -> httpx.AsyncClient:

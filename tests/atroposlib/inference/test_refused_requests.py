@@ -8,11 +8,11 @@ from transformers import PreTrainedTokenizerFast
 
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.inference.chat_template import require_chat_template
+from atroposlib.inference.client import APIServerConfig
 from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.inference.openai_server import OpenAIServer
-from atroposlib.inference.server_baseline import APIServerConfig
-from atroposlib.inference.sglang_server import SGLangServer
-from atroposlib.inference.vllm_server import VLLMServer
+from atroposlib.inference.openai_client import OpenAIServer
+from atroposlib.inference.sglang_client import SGLangServer
+from atroposlib.inference.vllm_client import VLLMServer
 from tests.atroposlib.inference.template_shapes import STARTER, Sampler
 
 CONFIG = APIServerConfig(base_url="http://127.0.0.1:9", model_name="m", health_check=False)

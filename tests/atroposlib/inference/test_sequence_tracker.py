@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.inference.generation import Generation, Span, Weights, joined, spans_of, weight_fields
-from atroposlib.inference.sampling import sampling_of
+from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.inference.sequence_tracker import SequenceNode, SequenceTracker, sequence_fields
 
 

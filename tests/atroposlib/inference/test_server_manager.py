@@ -7,11 +7,11 @@ import httpx
 import pytest
 
 from atroposlib.errors import RolloutFailure, UsageError
+from atroposlib.inference.client import CutOff
 from atroposlib.inference.generation import Span, VersionRecord, Weights, current_versions
-from atroposlib.inference.openai_server import OpenAIServer
-from atroposlib.inference.server_baseline import CutOff
+from atroposlib.inference.openai_client import OpenAIServer
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
-from atroposlib.inference.vllm_server import VLLMServer, parse_generation
+from atroposlib.inference.vllm_client import VLLMServer, parse_generation
 from tests.atroposlib.inference.conftest import control, last_request
 
 ASK = [{"role": "user", "content": "What is 40 plus 2?"}]

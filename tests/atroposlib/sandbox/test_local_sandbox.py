@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.sandbox import Limits, LocalSandbox, Outcome, Program, Raised, Returned
-from atroposlib.sandbox.inside import filters, rooms
+from atroposlib.sandbox.inside import filters, root_filesystem
 from atroposlib.sandbox.inside.memory import Memory, bytes_of
-from atroposlib.sandbox.keeper_process import processes_below
 from atroposlib.sandbox.local import read_results
+from atroposlib.sandbox.supervisor_process import processes_below
 from atroposlib.sandbox.verdict import same_value, verdict
 from example_trainer.child_processes.guard import parents
 from tests.conftest import ROOT
@@ -327,7 +327,7 @@ def test_numbers_of_calls_are_those_of_the_kernels_headers(column: int) -> None:
 
 
 def test_paths_within_others_are_left_out() -> None:
-    assert rooms.outermost(["/a/b", "/a", "/ab", "/a/b/c"]) == ["/a", "/ab"]
+    assert root_filesystem.outermost(["/a/b", "/a", "/ab", "/a/b/c"]) == ["/a", "/ab"]
 
 
 @given(st.binary(max_size=300) | st.lists(st.sampled_from(PIECES)).map(b"".join))

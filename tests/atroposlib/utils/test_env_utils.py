@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.envs.evaluation import pass_at_k
-from atroposlib.utils.advantages import (
+from atroposlib.compat.advantages import (
     allclose_to_first,
     compute_discounted_returns,
     compute_grpo_process_supervision_advantages,
     compute_stats,
 )
-from atroposlib.utils.best_of_n_selection import select_best_index
-from atroposlib.utils.message_history_utils import ensure_trajectory_token_limit, strip_thinking, truncate_thinking
+from atroposlib.compat.best_of_n_selection import select_best_index
+from atroposlib.compat.evaluation import pass_at_k
+from atroposlib.compat.message_history_utils import ensure_trajectory_token_limit, strip_thinking, truncate_thinking
 from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from atroposlib.utils.tool_call_parser import parse_tool_call

@@ -15,12 +15,12 @@ import httpx
 import pytest
 import yaml
 
-from atroposlib.api.app.application import make_app
-from atroposlib.api.app.service import RolloutService
-from atroposlib.api.store.store import MemoryStore
 from atroposlib.cli import run_api
-from atroposlib.envs._runtime.settings import parse_flags
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.runner.settings import parse_flags
+from atroposlib.service.app import make_app
+from atroposlib.service.service import RolloutService
+from atroposlib.service.store import MemoryStore
 from example_trainer import reference_worker
 from example_trainer.async_grpo.cluster import ClusterError, RayCluster
 from example_trainer.async_grpo.launch import PYTHON, Address

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from atroposlib.api.models.groups import read_groups
-from atroposlib.api.models.requests import InvalidRequestError
-from atroposlib.groups import wrong_shape
-from atroposlib.number_bounds import LARGEST_SCORE
+from atroposlib.service.group_schema import read_groups
+from atroposlib.service.schemas import InvalidRequestError
+from atroposlib.wire.groups import wrong_shape
+from atroposlib.wire.number_bounds import LARGEST_SCORE
 from example_trainer.batch.damaged_answers import UnreadableGroup, salvage
 from example_trainer.batch.groups import Rules, parse_batch
 

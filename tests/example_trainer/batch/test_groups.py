@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.utils.lives import Life
+from atroposlib.wire.weight_lineage import Life
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.batch.groups import NOT_TRAINED, Batch, Rules, parse_batch
 from example_trainer.batch.lengths import LengthRules

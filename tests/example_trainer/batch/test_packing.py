@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.utils.lives import Life
+from atroposlib.wire.weight_lineage import Life
 from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
 from example_trainer.batch.figures import figures_of
 from example_trainer.batch.groups import Batch, TrainedSequence

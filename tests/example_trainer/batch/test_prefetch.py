@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.utils.lives import Life
+from atroposlib.wire.weight_lineage import Life
 from example_trainer.batch import prefetch
 from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch
 from example_trainer.batch.prefetch import Batches, Upkeep

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from atroposlib.envs._runtime import service_client
-from atroposlib.envs._runtime.service_client import RolloutServiceClient
+from atroposlib import service_client
+from atroposlib.service_client import RolloutServiceClient
 from atroposlib.utils import waiting
 from example_trainer.batch import outage
 from example_trainer.batch import service as trainers_service

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.ui.rollouts.measured import read_report
+from atroposlib.dashboard.rollouts.rollout_stats import read_report
 from example_trainer.batch.client import RolloutClient
 from example_trainer.batch.groups import parse_batch
 from example_trainer.batch.prefetch import Batches

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atroposlib.utils.lives import Life
+from atroposlib.wire.weight_lineage import Life
 from example_trainer.models import Decoder, Geometry, load_model
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks

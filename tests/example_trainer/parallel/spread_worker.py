@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from atroposlib.utils.lives import Life
+from atroposlib.wire.weight_lineage import Life
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.head import chosen_logprobs_of

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from atroposlib.utils.lives import Life
+from atroposlib.wire.weight_lineage import Life
 from example_trainer.models import safetensors_writer
 from example_trainer.training import checkpoints as checkpointing
 from example_trainer.training.checkpoints import Checkpoints

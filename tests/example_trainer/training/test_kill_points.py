@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atroposlib.utils.lives import Life
+from atroposlib.wire.weight_lineage import Life
 from example_trainer.batch.client import RolloutClient
 from example_trainer.errors import RolloutServiceError
 from example_trainer.weight_bridge.base import NoBridge

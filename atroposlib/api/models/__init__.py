@@ -1,1 +1,0 @@
-"""What goes over the wire and what is remembered: records, requests, posted groups."""

@@ -1,1 +1,0 @@
-"""Where the service keeps its state."""

@@ -1,0 +1,1 @@
+"""Names that environments written for the public SDK import, and that nothing else here needs."""

@@ -1,0 +1,1 @@
+"""The public service's functions that choose groups for a batch."""

@@ -1,0 +1,94 @@
+"""Rewards meaning: the cosine between embeddings of a completion and of its reference.
+
+The embedding model runs through transformers, which loads PyTorch for it: nothing else of an environment does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from atroposlib.compat.reward_fns.reward_function import RewardFunction, references
+
+MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+class CosineScaledReward(RewardFunction):
+    """1 - `scale_factor` · (1 - cos(completion, reference)), within `min_reward` and `max_reward`.
+
+    Args:
+        model_name: embedding model, by name or folder.
+        scale_factor: how much a difference in meaning costs; the cosine itself with 1.
+        min_reward, max_reward: limits.
+        default_reward: taken for compatibility; a reward that cannot be computed raises.
+
+    Raises:
+        ImportError: the model or PyTorch cannot be had.
+    """
+
+    def __init__(
+        self,
+        model_name: str | None = None,
+        scale_factor: float = 1.0,
+        min_reward: float = -1.0,
+        max_reward: float = 1.0,
+        default_reward: float = 0.0,
+        weight: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(weight=weight, **kwargs)
+        self.model_name = model_name or MODEL
+        self.scale_factor, self.min_reward, self.max_reward = scale_factor, min_reward, max_reward
+        self.default_reward = default_reward
+        embedding_model(self.model_name)
+
+    def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+        """Scores from `min_reward` to `max_reward`."""
+        wanted = references(solution, len(completions))
+        said = [self.get_content(completion) for completion in completions]
+        return [self._score(cosine(*self._embeddings(pair))) for pair in zip(said, wanted, strict=True)]
+
+    def _score(self, likeness: float) -> float:
+        return min(self.max_reward, max(self.min_reward, 1.0 - (1.0 - likeness) * self.scale_factor))
+
+    def _embeddings(self, texts: tuple[str, ...]) -> list[np.ndarray]:
+        """[hidden] float for each text: the mean over its tokens."""
+        tokenizer, model = embedding_model(self.model_name)
+        made = []
+        for text in texts:
+            fields = tokenizer(text, truncation=True, return_tensors="pt")
+            hidden = model(**fields)[0].detach().numpy()[0]
+            made.append(np.asarray(hidden.mean(axis=0), dtype=np.float64))
+        return made
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Of the angle between two vectors; 0 where one has no length."""
+    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / lengths if lengths else 0.0
+
+
+@cache
+def embedding_model(name: str) -> tuple[Any, Any]:
+    """Tokenizer and model, loaded once for each process.
+
+    Raises:
+        ImportError: they cannot be loaded; says what is missing.
+    """
+    from transformers import AutoModel, AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name).eval()
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ImportError(
+            f"reward cosine_scaled: no embedding model {name!r}: {reason}; give a folder as model_name"
+        ) from error
+
+
+def cosine_scaled_reward(completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+    """See CosineScaledReward, whose options come by keyword."""
+    names = ("model_name", "scale_factor", "min_reward", "max_reward", "weight")
+    return CosineScaledReward(**{key: kwargs[key] for key in names if key in kwargs})(completions, solution=solution)

@@ -1,0 +1,334 @@
+"""Asks the vLLM servers of a run how they are. A browser never does: it may not reach them, and has no key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+
+from atroposlib.dashboard.run_folders.events import number, whole
+from atroposlib.dashboard.run_folders.json_lines import last_rows
+from atroposlib.web.connections import LIMITS
+from atroposlib.web.keys import bearer
+
+logger = logging.getLogger(__name__)
+
+ASK_SECONDS = 4.0
+"""For one server to answer everything."""
+MISSES = 2
+"""Questions in a row without an answer after which a server counts as silent: a busy one may miss one."""
+MOST_SERVERS = 256
+MOST_OF_ANSWER = 1 << 20
+"""Bytes."""
+MOST_HISTORY = 2000
+"""Versions of one server that are kept."""
+GAPS = ("stalled", "halted")
+"""Phases of an update that say for how long nothing was sampled, the truest first."""
+_READ_BYTES = 4 << 20
+"""At the end of servers.jsonl."""
+MOST_OF_DETAIL = 500
+"""Characters of what is wrong with a server."""
+_BRIDGE = {"phase": "state", "mode": "mode", "transfer": "transfer", "last_error": "last_error", "quarantine": "quarantine"}
+"""What the page calls texts of a bridge's state -> as the server calls them."""
+
+
+@dataclass(slots=True)
+class Server:
+    """One server, as it was heard last."""
+
+    url: str
+    health: str = "unknown"
+    """good, bad, silent or unknown."""
+    detail: str = ""
+    since: float | None = None
+    """Unix time since which its health is so: of a silent one, when it answered last, if that is known."""
+    asked: float | None = None
+    answered: float | None = None
+    """Unix time of its last answer."""
+    instance: str = ""
+    """Another after each start."""
+    in_flight: int | None = None
+    weight_version: int | None = None
+    weight_epoch: int | None = None
+    bridge: dict[str, Any] = field(default_factory=dict)
+    """phase, mode, transfer, last_error, quarantine, checksums, updates, failures, last_update, last_bytes."""
+    longest_gap: float | None = None
+    longest_gap_at: float | None = None
+    longest_before: tuple[float | None, float | None] = (None, None)
+    """The longest gap before the last version, and when it was."""
+    history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_HISTORY))
+    misses: int = 0
+
+    @classmethod
+    def remembered(cls, url: str, row: Mapping[str, Any], versions: Iterable[Mapping[str, Any]] = ()) -> Server:
+        """A server as an earlier process of this service saw it last, so that a silence that began then is told as that old.
+
+        Args:
+            row: of that process, as `row` gave it.
+            versions: that it wrote down, as `read_versions` gives them.
+        """
+        health = row.get("health")
+        server = cls(
+            url,
+            health if health in ("good", "bad", "silent") else "unknown",
+            str(row.get("detail") or "")[:MOST_OF_DETAIL],
+            number(row.get("since")),
+            answered=number(row.get("answered")),
+            instance=str(row.get("instance") or "")[:100],
+            weight_version=whole(row.get("weight_version")),
+            weight_epoch=whole(row.get("weight_epoch")),
+            bridge={name: row[name] for name in ("failures", "last_error") if row.get(name) is not None},
+        )
+        for version in versions:
+            server.history.append(dict(version))
+            server.longest_before = server.longest_gap, server.longest_gap_at
+            server._note_gap(version["gap"], version["time"])
+        return server
+
+    def heard(self, now: float, weights: Mapping[str, Any], bridge: Mapping[str, Any] | None) -> None:
+        """It has answered.
+
+        Args:
+            now: Unix seconds.
+            weights: of GET /weights.
+            bridge: of GET /bridge/state; None if it does not say.
+        """
+        trouble = str(weights.get("trouble") or "")[:MOST_OF_DETAIL]
+        self.misses, self.asked, self.answered = 0, now, now
+        self._is("good" if weights.get("serving") is not False and not trouble else "bad", trouble, now)
+        self.instance = str(weights.get("instance") or "")[:100]
+        self.in_flight = whole(weights.get("in_flight"))
+        # Between the two answers there may have been an update: the checksums are those of the bridge's version.
+        named = bridge if bridge is not None and "weight_version" in bridge else weights
+        version, epoch = whole(named.get("weight_version")), whole(named.get("weight_epoch"))
+        moved = (version, epoch) != (self.weight_version, self.weight_epoch)
+        self.weight_version, self.weight_epoch = version, epoch
+        if bridge is not None:
+            self.bridge = _read_bridge(bridge)
+        if moved and version is not None:
+            self._note_version(now)
+        elif self.history and "stalled" in self.bridge.get("last_update", {}):
+            self._note_stall()
+
+    def missed(self, now: float, why: str) -> None:
+        """It has not answered."""
+        self.misses, self.asked, self.in_flight = self.misses + 1, now, None
+        if self.misses >= MISSES or self.health == "unknown":
+            self._is("silent", why[:MOST_OF_DETAIL], self.answered or now)
+
+    def _is(self, health: str, detail: str, now: float) -> None:
+        if health != self.health:
+            self.since = now
+        self.health, self.detail = health, detail
+
+    def _note_stall(self) -> None:
+        """How long an update really took is known half a second after it: what was noted before is replaced."""
+        noted, seconds = self.history[-1], self.bridge["last_update"]
+        if "stalled" not in noted["seconds"] and noted["seconds"].items() <= seconds.items():
+            self.history[-1] = noted | {"seconds": seconds, "gap": seconds["stalled"]}
+            self.longest_gap, self.longest_gap_at = self.longest_before
+            self._note_gap(seconds["stalled"], noted["time"])
+
+    def _note_gap(self, gap: float | None, at: float | None) -> None:
+        if gap is not None and gap > (self.longest_gap or 0.0):
+            self.longest_gap, self.longest_gap_at = gap, at
+
+    def _note_version(self, now: float) -> None:
+        seconds = self.bridge.get("last_update", {})
+        gap = next((seconds[name] for name in GAPS if name in seconds), None)
+        checksums = self.bridge.get("checksums", [])
+        self.history.append(
+            {
+                "time": now, "url": self.url, "version": self.weight_version, "epoch": self.weight_epoch,
+                "checksum": checksums[0] if checksums else None, "seconds": seconds, "gap": gap,
+            }
+        )  # fmt: skip
+        self.longest_before = self.longest_gap, self.longest_gap_at
+        self._note_gap(gap, now)
+
+    def row(self, published: Mapping[str, Any] | None) -> dict[str, Any]:
+        """As GET /ui/api/stack lists it.
+
+        Args:
+            published: what the trainer says of it; None if it says nothing.
+        """
+        told = published or {}
+        return {
+            "url": self.url,
+            "standing": told.get("standing") or "",
+            "weight_version": told.get("weight_version") if self.weight_version is None else self.weight_version,
+            "weight_epoch": told.get("weight_epoch") if self.weight_epoch is None else self.weight_epoch,
+            "standing_since": told.get("since"),
+            "reason": told.get("reason") or "",
+            "health": self.health,
+            "since": self.since,
+            "detail": self.detail,
+            "asked": self.asked,
+            "answered": self.answered,
+            "instance": self.instance,
+            "failures": self.bridge.get("failures"),
+            "last_error": self.bridge.get("last_error", ""),
+            "running": self.in_flight,
+            "waiting": None,
+        }
+
+    def weights(self, history: bool = True) -> dict[str, Any]:
+        """As GET /ui/api/weights lists it."""
+        known: dict[str, Any] = {
+            "url": self.url,
+            "weight_version": self.weight_version,
+            "weight_epoch": self.weight_epoch,
+            "checksums": [],
+            **dict.fromkeys(_BRIDGE, ""),
+            "updates": None,
+            "failures": None,
+            "last_update": {},
+            "last_bytes": None,
+            **self.bridge,
+            "longest_gap": self.longest_gap,
+            "longest_gap_at": self.longest_gap_at,
+        }
+        return known | ({"history": list(self.history)} if history else {})
+
+
+def read_versions(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The versions that servers had, by address, as they were written down: the end of the file, oldest first."""
+    found: dict[str, dict[Any, dict[str, Any]]] = {}
+    for row in last_rows(path, _READ_BYTES):
+        url, at = str(row.get("url", "?"))[:300], number(row.get("time"))
+        checksum, seconds = row.get("checksum"), row.get("seconds")
+        version, epoch = whole(row.get("version")), whole(row.get("epoch"))
+        # The same one again is the same, better known.
+        found.setdefault(url, {})[at, version, epoch] = {
+            "time": at, "url": url, "version": version, "epoch": epoch, "gap": number(row.get("gap")),
+            "checksum": checksum if isinstance(checksum, str) else None,
+            "seconds": seconds if isinstance(seconds, dict) else {},
+        }  # fmt: skip
+    return {url: list(rows.values()) for url, rows in found.items()}
+
+
+def _read_bridge(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page shows of a bridge's state."""
+    seconds = told.get("last_update")
+    checksums = told.get("checksums")
+    return {
+        **{name: str(told.get(theirs) or "")[:MOST_OF_DETAIL] for name, theirs in _BRIDGE.items()},
+        "checksums": [str(one)[:64] for one in checksums[:64]] if isinstance(checksums, list) else [],
+        "updates": whole(told.get("updates")),
+        "failures": whole(told.get("failures")),
+        "last_bytes": whole(told.get("last_bytes")),
+        "last_update": {
+            str(name).removeprefix("to_")[:40]: value
+            for name, given in (list(seconds.items())[:40] if isinstance(seconds, dict) else [])
+            if (value := number(given)) is not None
+        },
+    }
+
+
+def _why(error: BaseException) -> str:
+    """Why a server could not be asked: as the system says it, where the client says no more than that it did not work."""
+    at: BaseException | None = error
+    for _ in range(10):
+        if isinstance(at, ExceptionGroup):
+            at = at.exceptions[-1]
+        elif isinstance(at, OSError) and at.errno is not None and at.errno > 0 and not isinstance(at, socket.gaierror):
+            return os.strerror(at.errno).lower()
+        elif at is not None:
+            at = at.__cause__ or at.__context__
+    return str(error) or type(error).__name__
+
+
+class ServerWatch:
+    """Polls all servers concurrently, each for at most ASK_SECONDS.
+
+    Args:
+        api_key: key of the vLLM servers.
+        key_addresses: addresses, as `server_address` writes them, to which the key is sent. They must
+            come from this process's options: anyone who can register a trainer can name a server.
+            Other servers are polled without the key.
+    """
+
+    def __init__(self, api_key: str | None = None, key_addresses: frozenset[str] = frozenset()) -> None:
+        self.servers: dict[str, Server] = {}
+        self.remembered: dict[str, Mapping[str, Any]] = {}
+        """Rows of an earlier process of this service, by address, until a server of that address is asked."""
+        self.versions: Mapping[str, Sequence[Mapping[str, Any]]] = {}
+        """And the versions that it saw there."""
+        self._api_key, self._key_addresses = api_key, key_addresses
+        self._reported_without_key: set[str] = set()
+        # No proxy: these are addresses inside the run. No redirects: the key goes to the named address only.
+        self._http = httpx.AsyncClient(timeout=ASK_SECONDS, trust_env=False, limits=LIMITS, follow_redirects=False)
+
+    async def look(self, urls: Iterable[str]) -> None:
+        """Ask these servers, and forget all others."""
+        wanted = list(dict.fromkeys(urls))[:MOST_SERVERS]
+        self.servers = {url: self.servers.get(url) or self._first(url) for url in wanted}
+        self._reported_without_key &= self.servers.keys()
+        await asyncio.gather(*(self._ask(server) for server in list(self.servers.values())))
+
+    def _first(self, url: str) -> Server:
+        row = self.remembered.pop(url, None)
+        return Server(url) if row is None else Server.remembered(url, row, self.versions.get(url, ()))
+
+    async def _ask(self, server: Server) -> None:
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                weights = await self._get(server.url, "/weights")
+                bridge = await self._get(server.url, "/bridge/state") if weights is not None else None
+                if weights is None and (await self._http.get(f"{server.url}/health")).status_code == 200:
+                    weights = {}  # a server of another kind: it is there, and no more is known
+        except TimeoutError:
+            server.missed(time.time(), f"no answer in {ASK_SECONDS:g} s")
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            # A ValueError comes from a name that cannot be encoded for a resolver.
+            server.missed(time.time(), _why(error))
+        else:
+            if weights is None:
+                server.missed(time.time(), "it answers, but neither /weights nor /health says that it is well")
+            else:
+                server.heard(time.time(), weights, bridge)
+
+    async def _get(self, server: str, path: str) -> dict[str, Any] | None:
+        """The JSON object at this path; None if the server does not answer with one."""
+        parts: list[bytes] = []
+        headers = bearer(self._api_key) if server in self._key_addresses else {}
+        async with self._http.stream("GET", server + path, headers=headers) as response:
+            if response.status_code == 401:
+                self._report_without_key(server)
+            if response.status_code != 200:
+                return None
+            async for part in response.aiter_bytes():
+                parts.append(part)
+                if sum(map(len, parts)) > MOST_OF_ANSWER:
+                    return None
+        try:
+            found = orjson.loads(b"".join(parts))
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _report_without_key(self, server: str) -> None:
+        if not self._api_key or server in self._key_addresses or server in self._reported_without_key:
+            return
+        self._reported_without_key.add(server)
+        logger.warning(
+            "vLLM server %s requires its key, which is sent only to servers that the options name: the "
+            "page shows no bridge state of it; if the server is yours, start this service with "
+            "--vllm-server %s",
+            server,
+            server,
+        )
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self._http.aclose()

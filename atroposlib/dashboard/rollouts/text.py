@@ -1,0 +1,208 @@
+"""Text of tokens, without what an inference client's tokenizer brings along: the service has no room for it.
+
+A tokenizer is read from its `tokenizer.json` alone; a model that has none, or none here, shows messages and token ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from atroposlib.dashboard.rollouts.rollout_stats import told_of_each
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER = "tokenizer.json"
+MOST_TOKENIZER_BYTES = 64 << 20
+MOST_PROMPT, MOST_BEGINNING, MOST_END = 4096, 8192, 4096
+"""Characters of a rollout that the search looks at: the end of its prompt, the beginning and the end of what was sampled."""
+PREVIEW_CHARACTERS = 200
+REPLACEMENT = "\ufffd"
+MOST_TOKENS_OF_PIECE = 16
+"""A character takes four at most; more are bytes that are no text."""
+MOST_KNOWN = 100_000
+"""Pieces whose text is remembered; 200 bytes each."""
+LARGEST_ID = 2**32
+WORD_BEGINS = "\u2581"
+"""What vocabularies of a certain kind write for a space before a word."""
+_SEARCHED_TOKENS = 4096
+"""Of each of the three, to be decoded; a token may be less than a character."""
+
+
+class _Tokenizer:
+    """One that was read, for as long as somebody decodes with it."""
+
+    def __init__(self, content: bytes) -> None:
+        from tokenizers import Tokenizer
+
+        self.tokenizer = Tokenizer.from_buffer(_without_merges(content))
+
+
+def _without_merges(content: bytes) -> bytes:
+    """A tokenizer of byte pairs without its merges, which only making tokens of text needs: it is read in half of the time, and
+    half as large in memory."""
+    try:
+        told = orjson.loads(content)
+        model = told["model"]
+        if model["type"] != "BPE" or not isinstance(model["merges"], list):
+            return content
+        model["merges"] = []
+        return orjson.dumps(told)
+    except (ValueError, KeyError, TypeError):
+        return content
+
+
+_in_use: WeakValueDictionary[bytes, _Tokenizer] = WeakValueDictionary()
+_reading = threading.Lock()
+
+
+def _read(content: bytes) -> _Tokenizer:
+    """The tokenizer, read once however many archives have it: one of 150,000 tokens takes a second and many MiB."""
+    digest = hashlib.sha256(content).digest()
+    with _reading:
+        found = _in_use.get(digest)
+        if found is None:
+            found = _in_use[digest] = _Tokenizer(content)
+        return found
+
+
+class TextOfTokens:
+    """Decodes tokens, each distinct piece once.
+
+    Args:
+        decode: text of token ids, special ones included; None where there is no tokenizer, and a token's text is its id.
+        name: of a token in the vocabulary; None for one that is not there.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str] | None = None, name: Callable[[int], str | None] | None = None
+    ) -> None:
+        self._decode, self._name = decode, name
+        self._known: dict[tuple[int, ...], str] = {}
+
+    @classmethod
+    def of_file(cls, content: bytes) -> TextOfTokens:
+        """By what a tokenizer.json holds. Raises whatever the library raises where that is none."""
+        read = _read(content)
+        return cls(lambda tokens: str(read.tokenizer.decode(tokens, skip_special_tokens=False)), read.tokenizer.id_to_token)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self._decode is not None
+
+    def whole(self, tokens: Sequence[int]) -> str:
+        """The text of a run of tokens, special ones included."""
+        if self._decode is None:
+            return " ".join(map(str, tokens))
+        try:
+            return self._decode(list(tokens))
+        except (OverflowError, LookupError, ValueError, TypeError):
+            return f"[{', '.join(map(str, tokens))}]"
+
+    def _piece(self, tokens: tuple[int, ...]) -> str:
+        if self._decode is None:
+            return f"{tokens[0]} "
+        text = self.whole(tokens)
+        # Some decoders take the space off the first token of a text, which a piece in the middle is not.
+        alone = tokens[0] if self._name is not None and len(tokens) == 1 else None
+        name = self._name(alone) if self._name is not None and type(alone) is int and 0 <= alone < LARGEST_ID else None
+        return f" {text}" if name and name.startswith(WORD_BEGINS) and not text.startswith(" ") else text
+
+    def pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
+        """The text of each token, with 1; of tokens that are a character only together, their text with their number."""
+        found, begin = [], 0
+        for end in range(1, len(tokens) + 1):
+            some = tuple(tokens[begin:end])
+            text = self._known.get(some)
+            if text is None:
+                if len(self._known) > MOST_KNOWN:
+                    self._known.clear()
+                text = self._known[some] = self._piece(some)
+            if text.endswith(REPLACEMENT) and len(some) < MOST_TOKENS_OF_PIECE and end < len(tokens):
+                continue
+            found.append((text, end - begin))
+            begin = end
+        return found
+
+
+def tokenizer_content(name: str) -> bytes | None:
+    """The tokenizer.json of a local folder, or of a model that was downloaded before; None where there is none to be had.
+
+    Nothing is downloaded: whoever sampled has the model.
+    """
+    path = Path(name) / TOKENIZER
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = try_to_load_from_cache(name, TOKENIZER)
+        except HFValidationError:  # a path that is not here
+            return None
+        if not isinstance(cached, str):
+            return None
+        path = Path(cached)
+    try:
+        if path.stat().st_size > MOST_TOKENIZER_BYTES:
+            return None
+        return path.read_bytes()
+    except OSError as error:
+        logger.warning("the tokenizer %s cannot be read: %s", path, error)
+        return None
+
+
+def searched_text(group: Mapping[str, Any], index: int, text: TextOfTokens, places: npt.NDArray[np.int64]) -> str:
+    """What is sampled of a rollout, then the end of what it was given: what the search looks at; empty where there is no text.
+
+    Of tokens if they can be read, else of messages.
+
+    Args:
+        places: [sampled] of the rollout; see `measured.sampled_places`.
+    """
+    tokens = told_of_each(group, "tokens")[index]
+    if text.known and isinstance(tokens, list):
+        given = tokens[: int(places[0]) if len(places) else len(tokens)]
+        answer = text.whole([tokens[place] for place in places[: 2 * _SEARCHED_TOKENS].tolist()])[:MOST_BEGINNING]
+        if len(places) > 2 * _SEARCHED_TOKENS:
+            answer += "\n" + text.whole([tokens[place] for place in places[-_SEARCHED_TOKENS:].tolist()])[-MOST_END:]
+        return f"{answer}\n\n{text.whole(given[-_SEARCHED_TOKENS:])[-MOST_PROMPT:]}"
+    said = messages_of(told_of_each(group, "messages")[index])
+    answers = [content for role, content in said if role == "assistant"] or [content for _, content in said[-1:]]
+    others = [content for role, content in said if role != "assistant"]
+    answer = "\n".join(answers)
+    if len(answer) > MOST_BEGINNING + MOST_END:
+        answer = f"{answer[:MOST_BEGINNING]}\n{answer[-MOST_END:]}"
+    return storable(f"{answer}\n\n{chr(10).join(others)[-MOST_PROMPT:]}" if said else "")
+
+
+def messages_of(entry: Any) -> list[tuple[str, str]]:
+    """Role and text of each message of a rollout, which environments send as text, or as a list of texts or of messages."""
+    found = []
+    for message in entry if isinstance(entry, list) else [entry] if entry else []:
+        if isinstance(message, Mapping):
+            content = message.get("content")
+            told = content if isinstance(content, str) else "" if content is None else orjson.dumps(content).decode()
+            found.append((str(message.get("role", "")), told))
+        else:
+            found.append(("", str(message)))
+    return found
+
+
+def storable(text: str) -> str:
+    """Text without what UTF-8 does not have: halves of surrogate pairs."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def preview(text: str) -> str:
+    """The first characters of a rollout's text, on one line."""
+    return " ".join(text[: 2 * PREVIEW_CHARACTERS].split())[:PREVIEW_CHARACTERS]

@@ -1,0 +1,300 @@
+"""One run as the page shows it: its figures, evaluations and events, brought up to date whenever somebody looks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atroposlib.dashboard.run_folders.columns import Columns, Series
+from atroposlib.dashboard.run_folders.events import (
+    MOST_EVENTS,
+    Event,
+    event_of_evaluation,
+    events_of_row,
+    number,
+    read_event,
+    whole,
+)
+from atroposlib.dashboard.run_folders.folder import RunFiles, changed, read_object
+from atroposlib.dashboard.run_folders.json_lines import JsonLinesFile, last_rows
+
+logger = logging.getLogger(__name__)
+
+COUNTS = ("compared_tokens", "mismatched_tokens")
+"""Figures that are added up over the whole run."""
+MOST_EVALUATIONS = 20_000
+MOST_UPDATES = 500
+"""Steps, the newest, of which is kept how the weights were handed over."""
+MOST_AT_ONCE = 50
+"""New rows that are told whole to a page that is open; it asks for more by itself."""
+
+
+_generations = itertools.count(1)
+
+
+@dataclass(slots=True)
+class Change:
+    """What is new since the last look.
+
+    Attributes:
+        rows: of the trainer, with what the environment said of their steps; a step that was told before may come again, with
+            that alone.
+        rewritten: what was read before no longer stands.
+        events, evaluations: new ones.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    rewritten: bool = False
+    events: list[Event] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self, run: Run, run_id: str) -> list[tuple[str, Any]]:
+        """What pages that show the run are told: name and data of each server-sent event."""
+        rows, last_step = run.extent()
+        whole = not self.rewritten and len(self.rows) <= MOST_AT_ONCE
+        told: list[tuple[str, Any]] = []
+        if self.rewritten or self.rows:
+            head = {"run": run_id, "generation": run.generation, "rows": rows, "last_step": last_step}
+            told.append(("rows", head | {"new": self.rows if whole else None}))
+        told += [("evaluation", evaluation) for evaluation in self.evaluations]
+        return told + [("event", event.to_json()) for event in self.events]
+
+    def __bool__(self) -> bool:
+        return self.rewritten or bool(self.rows or self.events or self.evaluations)
+
+
+class Run:
+    """Reads one run's files. Every method may be called from any thread, and waits for the one that reads.
+
+    Args:
+        files: where they are.
+    """
+
+    def __init__(self, files: RunFiles) -> None:
+        self.files = files
+        self.generation = next(_generations)
+        """Another one whenever what was read no longer stands; no two runs have the same."""
+        self._lock = threading.Lock()
+        self._metrics = JsonLinesFile(files.metrics)
+        self._evaluations_file = JsonLinesFile(files.evaluations)
+        self._events_file = JsonLinesFile(files.observed / "events.jsonl") if files.observed else None
+        self._environment = JsonLinesFile(files.environment) if files.environment else None
+        self._columns, self._sampled = Columns(), Columns()
+        # Apart from the others: a table of so few columns keeps every row of millions, and a sum wants them all.
+        self._counts = Columns()
+        self._sampled_last: dict[str, Any] = {}
+        self._beside: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._untold: set[int] = set()
+        self._updates: deque[dict[str, Any]] = deque(maxlen=MOST_UPDATES)
+        self._evaluations: OrderedDict[Any, dict[str, Any]] = OrderedDict()
+        self._events: dict[str, OrderedDict[str, Event]] = {name: OrderedDict() for name in ("rows", "evaluations", "file")}
+        self._left_out = 0
+        self._complained: set[str] = set()
+
+    def refresh(self) -> Change:
+        """Read what is new."""
+        with self._lock:
+            change = Change()
+            self._read(self._metrics, change, self._take_rows)
+            self._read(self._evaluations_file, change, self._take_evaluations)
+            if self._environment is not None:
+                self._read(self._environment, change, self._take_environment)
+                self._tell_beside(change)
+            if self._events_file is not None:
+                self._read(self._events_file, change, self._take_events)
+            if change.rewritten:
+                self.generation = next(_generations)
+            return change
+
+    def _read(self, file: JsonLinesFile, change: Change, take: Any) -> None:
+        more = True
+        while more:
+            try:
+                news = file.read_new()
+            except OSError as error:
+                if str(file.path) not in self._complained:
+                    self._complained.add(str(file.path))
+                    logger.warning("the page cannot read %s: %s; let this user read it", file.path, error.strerror or error)
+                return
+            more = news.more
+            take(news.rows, news.rewritten, change)
+
+    def _take_rows(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
+        if rewritten:
+            self._columns.clear()
+            self._counts.clear()
+            self._updates.clear()
+            self._events["rows"].clear()
+            change.rows.clear()
+        cut = self._columns.extend(rows)
+        self._counts.extend([{name: row.get(name) for name in ("step", *COUNTS)} for row in rows])
+        if cut:
+            first = min(step for row in rows if (step := whole(row.get("step"))) is not None)
+            kept = [update for update in self._updates if (whole(update["step"]) or 0) < first]
+            self._updates.clear()
+            self._updates.extend(kept)
+            gone = [event.id for event in self._events["rows"].values() if (event.step or 0) >= first]
+            for name in gone:
+                del self._events["rows"][name]
+        change.rewritten |= rewritten or cut
+        self._updates.extend(map(update_of, rows[-MOST_UPDATES:]))
+        change.rows = [*change.rows, *rows][-MOST_AT_ONCE - 1 :]
+        self._add("rows", [event for row in rows for event in events_of_row(row)], change)
+
+    def _take_environment(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
+        if rewritten:
+            self._sampled.clear()
+            self._beside.clear()
+            self._untold.clear()
+        merged: list[dict[str, Any]] = []
+        for row in rows:
+            figures = {f"environment/{name[6:]}": row[name] for name in row if name.startswith("train/")}
+            # It writes several rows at one step, and each figure in some of them.
+            before = self._sampled_last if self._sampled_last.get("step") == row.get("step") else {}
+            self._sampled_last = before | {"step": row.get("step")} | figures
+            merged.append(self._sampled_last)
+        self._sampled.extend(merged)
+        for row in merged:
+            if (step := whole(row["step"])) is not None:
+                self._beside[step] = row
+                self._untold.add(step)
+        while len(self._beside) > MOST_AT_ONCE:
+            self._untold.discard(self._beside.popitem(last=False)[0])
+
+    def _tell_beside(self, change: Change) -> None:
+        """Add what the environment says of steps to the trainer's rows; of steps that were told before, by itself. Which of the
+        two files is ahead, nobody knows."""
+        new = [whole(row.get("step")) for row in change.rows]
+        last = self._columns.last_step
+        late = [step for step in sorted(self._untold.difference(new)) if last is not None and step <= last]
+        rows = [row | self._beside.get(step or 0, {}) for step, row in zip(new, change.rows, strict=True)]
+        change.rows = [*(self._beside[step] for step in late), *rows]
+        self._untold.difference_update(new, late)
+
+    def _take_evaluations(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
+        if rewritten:
+            self._evaluations.clear()
+            self._events["evaluations"].clear()
+            change.rewritten = True
+        for row in rows:
+            metrics = row.get("metrics")
+            if not isinstance(metrics, dict):
+                continue
+            numbers = {str(name)[:200]: value for name, given in metrics.items() if (value := number(given)) is not None}
+            evaluation = {
+                "id": whole(row.get("id")), "time": number(row.get("time")), "step": whole(row.get("step")),
+                "name": str(row.get("name", "?"))[:200], "weight_version": whole(row.get("weight_version")),
+                "weight_epoch": whole(row.get("weight_epoch")), "metrics": numbers,
+            }  # fmt: skip
+            self._evaluations[evaluation["id"], evaluation["time"], evaluation["name"]] = evaluation
+            change.evaluations = [*change.evaluations, evaluation][-MOST_AT_ONCE:]
+        while len(self._evaluations) > MOST_EVALUATIONS:
+            self._evaluations.popitem(last=False)
+        self._add("evaluations", [event for row in rows if (event := event_of_evaluation(row)) is not None], change)
+
+    def _take_events(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
+        # Nothing is taken back if the file was begun anew, because it was full: what happened still did.
+        self._add("file", [event for row in rows if (event := read_event(row)) is not None], change)
+
+    def _add(self, source: str, events: Sequence[Event], change: Change) -> None:
+        kept = self._events[source]
+        kept.update((event.id, event) for event in events)
+        change.events = [*change.events, *events][-MOST_AT_ONCE:]
+        while len(kept) > MOST_EVENTS:
+            kept.popitem(last=False)
+            self._left_out += 1
+
+    # ---- what the page shows ----
+
+    @property
+    def cells(self) -> int:
+        """Figures in memory. Waits for nobody, and so is not of one moment."""
+        return self._columns.cells + self._sampled.cells + self._counts.cells
+
+    def names(self) -> list[str]:
+        """Names of figures."""
+        with self._lock:
+            return [*self._columns.names, *self._sampled.names]
+
+    def extent(self) -> tuple[int, int | None]:
+        """How many rows there are, and the last one's step."""
+        with self._lock:
+            return self._columns.rows, self._columns.last_step
+
+    def series(self, names: Sequence[str], points: int, first: int | None = None, last: int | None = None) -> Series:
+        """Points of figures; see Columns.series."""
+        with self._lock:
+            more = self._columns.beside(self._sampled) if set(names) & set(self._sampled.names) else None
+            return self._columns.series(names, points, first, last, more)
+
+    def newest(self, names: Sequence[str]) -> dict[str, float | None]:
+        """The last figure of each name that is known, of all rows: a point of a chart may stand for several."""
+        with self._lock:
+            return {name: (self._sampled if name in self._sampled.names else self._columns).last(name) for name in names}
+
+    def counts(self) -> list[float] | None:
+        """COUNTS, added up over all rows; None where none has them, or where they are too many to be kept."""
+        with self._lock:
+            return self._counts.totals(COUNTS)
+
+    def updates(self) -> list[dict[str, Any]]:
+        """How the weights of the newest steps were handed over, oldest first; see update_of."""
+        with self._lock:
+            return list(self._updates)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """What environments measured, oldest first."""
+        with self._lock:
+            return list(self._evaluations.values())
+
+    def events(self) -> tuple[list[Event], int]:
+        """What happened, in the order of time as far as that is known, and how many older events are left out."""
+        with self._lock:
+            found = [event for events in self._events.values() for event in events.values()]
+            found.sort(key=lambda event: (event.step if event.step is not None else -1, event.time or 0.0))
+            return found[-MOST_EVENTS:], self._left_out + max(0, len(found) - MOST_EVENTS)
+
+
+def update_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row of the trainer says of handing over its weights: `sync`, the trainer's phases, and `server`, the servers', in
+    seconds."""
+    return {
+        "step": row.get("step"), "checksum": row.get("checksum"), "weights_sha": row.get("weights_sha"),
+        "seconds_sync": row.get("seconds_sync"), "bytes_moved": row.get("bytes_moved"),
+        **{
+            of: {name[len(of) + 1 :]: value for name, value in row.items() if name.startswith(f"{of}/")}
+            for of in ("sync", "server")
+        },
+    }  # fmt: skip
+
+
+def glance(files: RunFiles) -> dict[str, Any]:
+    """A run in a line, as GET /ui/api/runs lists it, from the ends of its files: there may be hundreds of runs."""
+    rows = [row for row in last_rows(files.metrics) if whole(row.get("step")) is not None]
+    rewards = [reward for row in rows if (reward := number(row.get("reward_mean"))) is not None]
+    return {
+        **told_of_run(files.observed),
+        "updated": changed(files) or None,
+        "steps": rows[-1]["step"] if rows else 0,
+        "reward_last": rewards[-1] if rewards else None,
+        "evaluated": bool(last_rows(files.evaluations)),
+    }
+
+
+def told_of_run(observed: Path | None) -> dict[str, Any]:
+    """Model, steps, begin and end as the service wrote them down; null what it does not know."""
+    told: Mapping[str, Any] = read_object(observed / "run.json") if observed is not None else {}
+    ended = number(told.get("ended"))
+    return {
+        "model": told["model"] if isinstance(told.get("model"), str) else None,
+        "of_steps": whole(told.get("num_steps")),
+        "began": number(told.get("began")),
+        "ended": ended,
+        "state": "ended" if ended is not None else "unknown",
+    }

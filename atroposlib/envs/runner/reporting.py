@@ -1,0 +1,312 @@
+"""What an environment tells: metrics to the log, a file and W&B; evaluations to JSON and JSON lines."""
+
+import importlib
+import logging
+import os
+import random
+import string
+import time
+import uuid
+from collections.abc import Mapping
+from datetime import datetime
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from atroposlib.errors import EnvironmentFailure, UsageError
+from atroposlib.inference.client import MODEL_NOT_NAMED
+from atroposlib.inference.generation import VersionRecord, current_versions
+from atroposlib.service_client import RejectedByService
+from atroposlib.utils.display import display_metrics_table
+from atroposlib.utils.jsonl import encode_repaired, open_kept_lines, replace_file, unencodable_fields
+from atroposlib.utils.metrics import get_std_min_max_avg
+from atroposlib.utils.wandb_login import offline_mode
+from atroposlib.utils.whole_files import KeptLines
+from atroposlib.web.keys import open_settings
+from atroposlib.wire.number_bounds import LARGEST_FLOAT32
+
+if TYPE_CHECKING:
+    from atroposlib.envs.base import BaseEnv
+
+logger = logging.getLogger(__name__)
+
+LONGEST_NAME, MOST_METRICS = 256, 256
+"""What the rollout service takes of an evaluation: characters of a name, and metrics."""
+NO_SUCH_ROUTE = (404, 405)
+
+
+class Reports:
+    """Metrics and evaluation records. The numbers come from attributes of the environment."""
+
+    def __init__(self, env: "BaseEnv"):
+        self.env = env
+        self.evaluations_taken = True
+        """Until the rollout service says that it does not."""
+        self._wandb: Any = None
+        self._metrics_writer: KeptLines | None = None
+
+    @property
+    def label(self) -> str:
+        """What the environment is called where a name is needed."""
+        return self.env.config.wandb_name or self.env.name or type(self.env).__name__
+
+    def start_wandb(self, project: str | None, group: str | None) -> None:
+        """Start a W&B run, if `use_wandb` is set.
+
+        Raises:
+            UsageError: wandb is not installed.
+        """
+        if not self.env.config.use_wandb:
+            return
+        try:
+            self._wandb = importlib.import_module("wandb")
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "--env.use_wandb is set but wandb is not installed: pip install wandb, or --env.use_wandb false"
+            ) from error
+        folder = os.environ.get("WANDB_DIR") or "."
+        mode, notice = offline_mode(folder)
+        if notice:
+            logger.info("%s", notice)
+        suffix = "".join(random.choices(string.ascii_lowercase, k=6))
+        self._wandb.init(
+            project=project,
+            group=group,
+            name=f"{self.label}-{datetime.now():%Y-%m-%d}-{suffix}",
+            config=open_settings(self.env.config),
+            **mode,
+        )
+
+    async def log(self, metrics: dict[str, Any]) -> None:
+        """See `BaseEnv.wandb_log`."""
+        if self.env.completion_lengths:
+            lengths = np.asarray(self.env.completion_lengths)
+            metrics["train/completion_lengths"] = float(lengths.mean())
+            metrics["train/completion_lengths_std"] = float(lengths.std())
+            metrics["train/completion_lengths_max"] = float(lengths.max())
+            metrics["train/completion_lengths_min"] = float(lengths.min())
+            metrics["train/completion_lengths_p95"] = float((lengths > 0.95 * self.env.max_token_len).mean())
+        self.env.completion_lengths = []
+        metrics.update(self.env.drops.metrics())
+        metrics = self.env.perf_stats(metrics)
+        server_metrics: dict[str, Any] = {}
+        for index, server in enumerate(self.env.server.servers):
+            server_metrics = await server.wandb_metrics(server_metrics, f"server_{index}")
+        self._log_line(metrics)
+        if self.env.config.metrics_path:
+            self._write_metrics({"time": time.time(), "step": self.env.curr_step} | metrics | server_metrics)
+        if self._wandb is not None:
+            metrics = await self.env.create_rollout_table(metrics)
+            if self.env.wandb_prepend is not None:
+                metrics = {f"{self.env.wandb_prepend}_{key}": value for key, value in metrics.items()}
+            # Servers are shared by environments, so their metrics carry no environment's name.
+            self._wandb.log(metrics | server_metrics, step=self.env.curr_step)
+        self.env.rollouts_for_wandb = []
+
+    def _write_metrics(self, row: dict[str, Any]) -> None:
+        """Append to `metrics_path`, without what only W&B can show, such as tables and images."""
+        if self._metrics_writer is None:
+            self._metrics_writer = open_kept_lines(Path(self.env.config.metrics_path or ""))
+        wrong = unencodable_fields(row)
+        for name, why in wrong.items():
+            logger.warning("metric %r is left out of %s: %s", name, self.env.config.metrics_path, why)
+        self._metrics_writer.write(encode_repaired({name: value for name, value in row.items() if name not in wrong}))
+
+    def _log_line(self, metrics: dict[str, Any]) -> None:
+        """One line with what a person watches: the environment's own metrics first, queue and drops last."""
+        own = {
+            key: value
+            for key, value in metrics.items()
+            if isinstance(value, int | float)
+            and not key.startswith(("train_perf/", "train/dropped_", "train/completion_lengths_"))
+        }
+        shown = " ".join(f"{key}={value:.4g}" for key, value in own.items())
+        queue = self.env.status_dict.get("queue_size", "?")
+        logger.info(
+            "step %s | workers %d | queue %s | %s | dropped %s",
+            self.env.curr_step,
+            len(self.env.workers),
+            queue,
+            shown,
+            self.env.drops,
+        )
+
+    def add_durations(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """See `BaseEnv.perf_stats`."""
+        series: dict[str, list[Any]] = {
+            "task_duration": self.env.task_duration,
+            "succeeded_task_duration": self.env.succeeded_task_duration,
+            "failed_task_duration": self.env.failed_task_duration,
+            "mainloop_timings": self.env.mainloop_timings,
+            "workers_added_per_attempt": self.env.workers_added_list,
+        }
+        delivery = self.env._delivery
+        if delivery.groups_sent:
+            metrics["train/items_sent_to_api"] = delivery.groups_sent
+            delivery.groups_sent = 0
+        if self.env.failed_task_duration:
+            metrics["train/items_rejected"] = len(self.env.failed_task_duration)
+        for name, values in series.items():
+            if values:
+                get_std_min_max_avg(f"train_perf/{name}", values, metrics)
+                values.clear()
+        return metrics
+
+    def keep_rollouts(self, scored_data: Any) -> None:
+        """Keep some rollouts of a group for the table in W&B."""
+        if self._wandb is None:
+            return
+        keep = self.env.config.num_rollouts_per_group_for_logging
+        count = len(scored_data["tokens"]) if keep < 0 else min(keep, len(scored_data["tokens"]))
+        self.env.rollouts_for_wandb.append(
+            [(self.env.tokenizer.decode(scored_data["tokens"][i]), scored_data["scores"][i]) for i in range(count)]
+        )
+        del self.env.rollouts_for_wandb[: -self.env.config.num_rollouts_to_keep or None]
+
+    def add_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add the kept rollouts as a table."""
+        if self.env.rollouts_for_wandb and self._wandb is not None:
+            table = self._wandb.Table(columns=["text", "score"])
+            for group in self.env.rollouts_for_wandb:
+                for row in group:
+                    table.add_data(*row)
+            wandb_metrics["train/rollouts"] = table
+        return wandb_metrics
+
+    async def recorded_evaluation(self) -> Any:
+        """An evaluation that knows which weights it met. A task of its own runs it, for the record stays set."""
+        current_versions.set(VersionRecord(sampled=None))
+        return await self.env.evaluate()
+
+    async def evaluation(
+        self,
+        metrics: dict[str, Any],
+        task_name: str | None,
+        model_name: str | None,
+        start_time: float | None,
+        end_time: float | None,
+        generation_parameters: dict[str, Any] | None,
+        samples: list[dict[str, Any]] | None,
+        verbose: bool,
+    ) -> None:
+        """See `BaseEnv.evaluate_log`."""
+        now = time.time()
+        start_time, end_time = start_time or now, end_time or now
+        given_name, task_name = task_name, task_name or f"{self.env.name or type(self.env).__name__}_eval"
+        model_name = model_name or self._model_name()
+        if verbose:
+            display_metrics_table(task_name, metrics, start_time, end_time)
+        record = {
+            "config_general": {
+                "model_name": model_name,
+                "total_evaluation_time_seconds": str(end_time - start_time),
+                "generation_parameters": {"max_new_tokens": self.env.config.max_token_length} | (generation_parameters or {}),
+            },
+            "results": {f"atropos|{task_name}|0": metrics, "all": metrics},
+        }
+        try:
+            self._keep_evaluation(record, {"environment": self.env.name, "model": model_name} | metrics, samples)
+        except EnvironmentFailure as failure:
+            if self.env.env_id is None:  # the files are all that is wanted
+                raise
+            logger.error("an evaluation is posted but not kept: %s", failure)
+        await self._post_evaluation(given_name or self.label, metrics)
+
+    def _keep_evaluation(self, record: dict[str, Any], metrics: dict[str, Any], samples: list[dict[str, Any]] | None) -> None:
+        """Write the files that the options name.
+
+        Raises:
+            EnvironmentFailure: one of them cannot be written; the earlier one is kept.
+        """
+        if self.env.config.data_dir_to_save_evals is not None:
+            folder = Path(self.env.config.data_dir_to_save_evals)
+            write_json(folder / "metrics.json", record)
+            write_json_lines(folder / "samples.jsonl", samples)
+        if self.env.config.eval_output is not None:
+            output = Path(self.env.config.eval_output)
+            write_json(output, {"step": self.env.curr_step} | metrics)
+            write_json_lines(samples_path(output), samples)
+
+    async def _post_evaluation(self, name: str, metrics: Mapping[str, Any]) -> None:
+        """Tell the rollout service what was measured, if the environment is registered there. That it cannot be told is
+        logged, and ends nothing."""
+        numbers = numbers_of(metrics)
+        if self.env.env_id is None or not numbers or not self.evaluations_taken:
+            return
+        record = current_versions.get()
+        oldest = None if record is None else record.oldest_weights
+        body = {
+            "env_id": self.env.env_id,
+            "name": name.encode("utf-8", errors="backslashreplace").decode()[:LONGEST_NAME],
+            "weight_version": None if oldest is None else oldest.version,
+            "weight_epoch": None if oldest is None else oldest.epoch,
+            "metrics": numbers,
+            "idempotency_key": uuid.uuid4().hex,
+        }
+        try:
+            await self.env.service.post("/evaluations", body)
+        except RejectedByService as rejection:
+            if rejection.status in NO_SUCH_ROUTE:
+                self.evaluations_taken = False
+                logger.info("the rollout service takes no results of evaluations: they stay in the log and files here")
+            else:
+                logger.error("the rollout service refused the result of evaluation %s: %s", name, rejection)
+        except EnvironmentFailure as failure:
+            logger.error("the result of evaluation %s is not posted, the rollouts go on: %s", name, failure)
+
+    def _model_name(self) -> str | None:
+        config = getattr(self.env.server.servers[0], "config", None)
+        served = getattr(self.env.server.servers[0], "_served", None) or {}
+        named = getattr(config, "model_name", None)
+        return served.get("id") if named in MODEL_NOT_NAMED else named
+
+    def close(self) -> None:
+        """End the W&B run, and close the files."""
+        for writer in (self.env.jsonl_writer, self._metrics_writer):
+            if writer is not None:
+                writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among metrics that the rollout service takes. The weight version goes in a field of its own."""
+    numbers = {
+        str(name).encode("utf-8", errors="backslashreplace").decode(): number
+        for name, value in metrics.items()
+        if name != "weight_version" and (number := _number_of(value)) is not None
+    }
+    taken = {name: value for name, value in numbers.items() if 0 < len(name) <= LONGEST_NAME}
+    return dict(list(taken.items())[:MOST_METRICS])
+
+
+def samples_path(output: Path) -> Path:
+    """`result.json` -> `result.samples.jsonl`."""
+    return output.with_name(f"{output.stem}.samples.jsonl")
+
+
+def _number_of(value: Any) -> float | None:
+    """A metric as the rollout service takes it; None for all else."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer that is too large
+        return None
+    return number if abs(number) <= LARGEST_FLOAT32 else None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace the file by this content, or leave it as it is."""
+    replace_file(path, encode_repaired(content, indent=True) + b"\n")
+    logger.info("wrote %s", path)
+
+
+def write_json_lines(path: Path, rows: list[dict[str, Any]] | None) -> None:
+    """Replace the file's content by these rows, or leave it as it is; nothing is written when there are none."""
+    if not rows:
+        return
+    replace_file(path, b"".join(encode_repaired(row) + b"\n" for row in rows))
+    logger.info("wrote %d samples to %s", len(rows), path)

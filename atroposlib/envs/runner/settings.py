@@ -1,0 +1,270 @@
+"""Flags, YAML and `config_init` merged into one configuration: flags over YAML over `config_init`.
+
+Pure: takes the arguments and the file's content, gives back models or raises `UsageError` with one line.
+"""
+
+import difflib
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from atroposlib.envs.config import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE, SERVER_MANAGER_NAMESPACE, BaseEnvConfig
+from atroposlib.errors import UsageError
+from atroposlib.inference.openai_client import resolve_openai_configs
+from atroposlib.inference.server_manager import APIServerConfig, ServerBaseline, ServerManagerConfig
+from atroposlib.utils.yaml_files import YamlError, load_yaml, read_yaml
+from atroposlib.web.keys import all_settings, is_secret
+
+logger = logging.getLogger(__name__)
+
+MISSPELT = 0.8
+"""An unknown key that is so much like a known one (difflib's ratio) is a misspelt one."""
+OF_OTHER_PROGRAMS = ("tinker",)
+"""Top-level keys of a YAML file that are for other programs that read the same file."""
+BOOLEAN_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
+
+
+Servers = ServerBaseline | APIServerConfig | list[APIServerConfig]
+
+
+@dataclass
+class Settings:
+    """Everything an environment is constructed with."""
+
+    env: BaseEnvConfig
+    servers: Servers
+    manager: ServerManagerConfig
+    more: dict[str, Servers] = field(default_factory=dict)
+
+
+@dataclass
+class Given:
+    """What the user gave, by namespace; values from flags are text still."""
+
+    env: dict[str, Any] = field(default_factory=dict)
+    openai: dict[str, Any] = field(default_factory=dict)
+    manager: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)
+    config: str | None = None
+
+
+def known_flags(env_cls: type[BaseModel], more: Iterable[str] = ()) -> dict[str, tuple[str, str]]:
+    """Flag without dashes -> (namespace, field). `more`: namespaces of servers beside `openai`."""
+    flags = {"config": ("", "config")}
+    models: dict[str, type[BaseModel]] = {ENV_NAMESPACE: env_cls, **dict.fromkeys((OPENAI_NAMESPACE, *more), APIServerConfig)}
+    for namespace, model in models.items():
+        flags.update({f"{namespace}{NAMESPACE_SEP}{name}": (namespace, name) for name in model.model_fields})
+    for name in ServerManagerConfig.model_fields:
+        flags[name] = flags[f"{SERVER_MANAGER_NAMESPACE}{NAMESPACE_SEP}{name}"] = (SERVER_MANAGER_NAMESPACE, name)
+    return flags
+
+
+def parse_flags(arguments: list[str], env_cls: type[BaseModel], more: Iterable[str] = ()) -> Given:
+    """Read `--env.group_size 8`, `--env.group_size=8` and, for booleans, a bare `--env.use_wandb`.
+
+    Dashes and underscores in names are the same. The word None stands for no value.
+
+    Raises:
+        UsageError: an unknown flag (with the nearest known one), a stray word, or a missing value.
+    """
+    given = Given(more={namespace: {} for namespace in more})
+    flags = known_flags(env_cls, given.more)
+    into = {ENV_NAMESPACE: given.env, OPENAI_NAMESPACE: given.openai, SERVER_MANAGER_NAMESPACE: given.manager} | given.more
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise UsageError(f"{word!r} is neither a command (serve, process, evaluate) nor the value of a flag")
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name not in flags:
+            raise UsageError(f"unknown flag --{name}{nearest(name, flags, '--')}; --help lists all flags")
+        namespace, field_name = flags[name]
+        boolean = is_boolean(namespace, field_name, env_cls)
+        if not equals:
+            if boolean and (not rest or rest[0].lower() not in BOOLEAN_WORDS):
+                value = "true"
+            elif rest and (not rest[0].startswith("--") or not rest[0][2:]):
+                value = rest.pop(0)
+            else:
+                raise UsageError(f"--{name} needs a value")
+        if namespace == "":
+            given.config = value
+        else:
+            into[namespace][field_name] = None if value == "None" else value
+    return given
+
+
+def is_boolean(namespace: str, field_name: str, env_cls: type[BaseModel]) -> bool:
+    models: dict[str, type[BaseModel]] = {
+        ENV_NAMESPACE: env_cls,
+        OPENAI_NAMESPACE: APIServerConfig,
+        SERVER_MANAGER_NAMESPACE: ServerManagerConfig,
+    }
+    return bool(namespace) and models.get(namespace, APIServerConfig).model_fields[field_name].annotation is bool
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
+    """` (did you mean X?)`, or nothing when no known name is near."""
+    known = list(known)
+    bare = {entry.rpartition(NAMESPACE_SEP)[2]: entry for entry in reversed(known)}
+    found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    found = found or difflib.get_close_matches(name.rpartition(".")[2], bare, n=1, cutoff=cutoff)
+    return f" (did you mean {prefix}{bare.get(found[0], found[0])}?)" if found else ""
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return the content of a YAML file.
+
+    Raises:
+        UsageError: the file cannot be read, is not YAML, or does not hold a table of keys.
+    """
+    try:
+        content = read_yaml(Path(path))
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from error
+    except YamlError as error:
+        raise UsageError(f"--config {path}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path}: must hold keys such as `env:` and `openai:`, not a {type(content).__name__}")
+    return content
+
+
+def check_keys(given: Any, known: Iterable[str], where: str) -> dict[str, Any]:
+    """The table itself, when all its keys are known.
+
+    Raises:
+        UsageError: an unknown key, with the nearest known one.
+    """
+    table = as_table(given, where)
+    known = set(known)
+    for key in table:
+        if key not in known:
+            raise UsageError(f"unknown key {key!r} in {where}{nearest(str(key), known)}")
+    return table
+
+
+def known_keys(given: Any, known: Iterable[str], where: str) -> dict[str, Any]:
+    """The table without keys that are like no known one. Files written for Atropos have such, which it ignores; a warning
+    names them.
+
+    Raises:
+        UsageError: a key that is a known one, misspelt.
+    """
+    table = as_table(given, where)
+    known = set(known)
+    foreign = [key for key in table if key not in known]
+    for key in foreign:
+        if misspelt := nearest(str(key), known, cutoff=MISSPELT):
+            raise UsageError(f"unknown key {key!r} in {where}{misspelt}")
+    if foreign:
+        logger.warning("%s has settings that do not exist, and they are ignored: %s", where, ", ".join(map(str, foreign)))
+    return {key: value for key, value in table.items() if key in known}
+
+
+def as_table(given: Any, where: str) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise UsageError(f"{where} must hold keys and values, not {given!r:.60}")
+    return given
+
+
+def merge(
+    default_env: BaseEnvConfig,
+    default_servers: Servers,
+    given: Given,
+    yaml_content: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    more: Mapping[str, Servers | None] | None = None,
+) -> Settings:
+    """Put the sources together.
+
+    Args:
+        default_env: from `config_init`, as `default_servers`.
+        given: the flags.
+        yaml_content: the YAML file, or an empty table.
+        overrides: what a command changes in the environment's defaults, under YAML and flags.
+        more: defaults of servers beside `openai`, by their namespace; None where there are none unless they are given.
+
+    Raises:
+        UsageError: an unknown key or a value that does not validate.
+    """
+    manager_fields = ServerManagerConfig.model_fields
+    more = more or {}
+    top = {ENV_NAMESPACE, OPENAI_NAMESPACE, SERVER_MANAGER_NAMESPACE, *manager_fields, *OF_OTHER_PROGRAMS, *more}
+    content = check_keys(dict(yaml_content), top, "the YAML file")
+    yaml_env = known_keys(content.get(ENV_NAMESPACE), type(default_env).model_fields, f"`{ENV_NAMESPACE}` of the YAML file")
+    yaml_manager = check_keys(
+        content.get(SERVER_MANAGER_NAMESPACE), manager_fields, f"`{SERVER_MANAGER_NAMESPACE}` of the YAML file"
+    ) | {key: content[key] for key in manager_fields if key in content}
+    env = validated(type(default_env), all_settings(default_env) | dict(overrides or {}) | yaml_env | given.env, ENV_NAMESPACE)
+    servers = merged_servers(default_servers, content.get(OPENAI_NAMESPACE), given.openai, OPENAI_NAMESPACE)
+    beside = {
+        namespace: merged_servers(
+            default or APIServerConfig(), content.get(namespace), given.more.get(namespace, {}), namespace
+        )
+        for namespace, default in more.items()
+        if default is not None or content.get(namespace) or given.more.get(namespace)
+    }
+    manager = validated(ServerManagerConfig, yaml_manager | given.manager, SERVER_MANAGER_NAMESPACE)
+    return Settings(env=env, servers=servers, manager=manager, more=beside)
+
+
+def merged_servers(default: Servers, in_yaml: Any, flags: dict[str, Any], namespace: str) -> Servers:
+    """The servers of one namespace: flags over YAML over the environment's own.
+
+    Raises:
+        UsageError: a value that does not validate, or a key that is a known one, misspelt.
+    """
+    in_yaml = in_yaml or []
+    listed = in_yaml if isinstance(in_yaml, list) else [in_yaml]
+    entries = [known_keys(entry, APIServerConfig.model_fields, f"`{namespace}` of the YAML file") for entry in listed]
+    if isinstance(default, list):
+        base = all_settings(default[0]) if len(default) == 1 else {}
+    else:
+        base = all_settings(default)
+    single = base | (entries[0] if len(entries) == 1 else {}) | flags
+    validated(APIServerConfig, single, namespace)
+    for entry in entries:
+        validated(APIServerConfig, entry, namespace)
+    prefixed = {f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}{name}": value for name, value in flags.items()}
+    content = entries if isinstance(in_yaml, list) else entries[0]
+    return resolve_openai_configs(default, single, {OPENAI_NAMESPACE: content}, prefixed)
+
+
+def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:
+    """An instance of the model; text from flags is turned into the fields' types, lists and tables being YAML.
+
+    Raises:
+        UsageError: the first value that does not fit, by the name of its flag.
+    """
+    try:
+        return model(**values)
+    except ValidationError as first:
+        # A flag is text: where the field wants a list or a table, the text is read as YAML.
+        wrong = {str(error["loc"][0]) for error in first.errors() if error["loc"] and isinstance(error["input"], str)}
+        as_yaml = dict(values)
+        for name in wrong & values.keys():
+            if isinstance(values[name], str):
+                try:
+                    as_yaml[name] = load_yaml(values[name])
+                except YamlError:
+                    as_yaml[name] = values[name]
+        try:
+            return model(**as_yaml)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            flag = NAMESPACE_SEP.join([namespace, *(str(part) for part in problem["loc"])])
+            message = problem["msg"].removeprefix("Value error, ")
+            # A whole model's input holds its keys too.
+            hidden = not problem["loc"] or is_secret(str(problem["loc"][0]), model.model_fields.get(str(problem["loc"][0])))
+            value = "" if hidden else f" {problem['input']!r:.80}"
+            # Not `from error`: a traceback would show the input.
+            raise UsageError(f"--{flag}{value}: {message}") from None

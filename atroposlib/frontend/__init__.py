@@ -1,1 +1,0 @@
-"""Pages for people to read groups on."""

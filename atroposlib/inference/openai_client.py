@@ -1,0 +1,218 @@
+"""Any OpenAI-compatible endpoint: text in, text out."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from atroposlib.errors import UsageError
+from atroposlib.inference.client import (
+    MODEL_NOT_NAMED,
+    APIServer,
+    APIServerConfig,
+    ReasoningConfig,
+    ServerBaseline,
+    ServerIsAway,
+)
+from atroposlib.web.addresses import proxy_for
+from atroposlib.web.connections import LIMITS
+from atroposlib.web.keys import LOOPBACK, OPENAI_KEY, VLLM_KEY, bearer, host_of
+from atroposlib.web.slow_answers import end_slow_answer_async
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", ChatCompletion, Completion)
+PROBE_TIMEOUT = 10.0
+HIGHEST_TEMPERATURE = 2.0
+"""The limit of OpenAI's interface, and of vLLM in all of its routes."""
+OPENAI_ADDRESS = "https://api.openai.com/v1"
+"""Used by the client if a configuration names no address."""
+
+
+class OpenAIRoutes(APIServer):
+    """The part that all servers with OpenAI's routes share."""
+
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None):
+        super().__init__(config, reasoning_config)
+        self._client: AsyncOpenAI | None = None
+        self._http: httpx.AsyncClient | None = None
+        self._served: dict[str, Any] | None = None
+
+    @property
+    def openai(self) -> AsyncOpenAI:
+        """Made on first use, in the event loop that uses it."""
+        if self._client is None:
+            self._client = AsyncOpenAI(
+                api_key=self.api_key or "x",
+                base_url=self.openai_url if self.config.base_url else None,
+                timeout=self.config.timeout,
+                max_retries=0,
+                http_client=DefaultAsyncHttpxClient(**self._proxy_options()),
+            )
+        return self._client
+
+    @property
+    def http(self) -> httpx.AsyncClient:
+        if self._http is None:
+            self._http = httpx.AsyncClient(
+                base_url=self.root_url,
+                headers=bearer(self.api_key),
+                **self._proxy_options(),
+                timeout=httpx.Timeout(self.config.timeout, connect=5.0),
+                limits=LIMITS,
+                event_hooks={"response": [end_slow_answer_async]},
+            )
+        return self._http
+
+    def _proxy_options(self) -> dict[str, Any]:
+        """Return the part of a client's arguments that decides about proxies.
+
+        The proxy is chosen here, because httpx makes no client at all if it cannot read NO_PROXY.
+        """
+        if not self.honours_proxies:
+            return {"trust_env": False}
+        if proxy := proxy_for(self.root_url or OPENAI_ADDRESS):
+            return {"trust_env": True, "proxy": proxy}
+        return {"trust_env": True, "transport": httpx.AsyncHTTPTransport(trust_env=True, limits=LIMITS)}
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if self._http is not None:
+            await self._http.aclose()
+
+    async def probe(self) -> str | None:
+        if not self.config.base_url:
+            return None
+        try:
+            response = await self.http.get(f"{self.openai_url}/models", timeout=PROBE_TIMEOUT)
+        except httpx.HTTPError as error:
+            return f"no answer ({type(error).__name__})"
+        # An endpoint without this route, or one that wants another key, is there all the same.
+        return f"{response.url.path} answered {response.status_code}" if response.status_code >= 500 else None
+
+    async def served_model(self) -> dict[str, Any]:
+        """The first entry of /v1/models: `id`, and with vLLM `max_model_len`."""
+        if self._served is None:
+            response = await self.http.get(f"{self.openai_url}/models", timeout=PROBE_TIMEOUT)
+            response.raise_for_status()
+            models = response.json().get("data") or []
+            if not models:
+                raise ServerIsAway(f"{self.openai_url}/models lists no model")
+            self._served = models[0]
+        return self._served
+
+    async def model(self) -> str:
+        if self.config.model_name in MODEL_NOT_NAMED and self.config.base_url:
+            return (await self.served_model())["id"]
+        return self.config.model_name
+
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
+        return await self._ask(self.openai.chat.completions.create, kwargs)
+
+    async def _completion_wrapper(self, **kwargs: Any) -> Completion:
+        return await self._ask(self.openai.completions.create, kwargs)
+
+    async def _ask(self, create: Callable[..., Awaitable[Answer]], kwargs: dict[str, Any]) -> Answer:
+        """One request, or `n` of them when the server ignores `n`."""
+        n = kwargs.get("n") or 1
+        if n > 1 and self.config.n_kwarg_is_ignored:
+            return await self._ask_separately(create, kwargs, n)
+        answer = await self._ask_once(create, kwargs)
+        if len(answer.choices) == n:
+            return answer
+        if len(answer.choices) != 1:
+            raise ValueError(f"{self.root_url} answered {len(answer.choices)} choices where {n} were asked for")
+        logger.warning("%s ignores n: asking %d times instead from now on", self.root_url, n)
+        self.config.n_kwarg_is_ignored = True
+        rest = await self._ask_separately(create, kwargs, n - 1)
+        answer.choices.extend(rest.choices)
+        return answer
+
+    async def _ask_once(self, create: Callable[..., Awaitable[Answer]], kwargs: dict[str, Any]) -> Answer:
+        answer = await create(**kwargs)
+        if not isinstance(getattr(answer, "choices", None), list):  # the client checks nothing; a page of HTML is a text
+            raise ValueError(f"{self.openai_url} answered no completion, but {str(answer)!r:.200}")
+        return answer
+
+    async def _ask_separately(self, create: Callable[..., Awaitable[Answer]], kwargs: dict[str, Any], n: int) -> Answer:
+        single = {key: value for key, value in kwargs.items() if key != "n"}
+        answers = await asyncio.gather(*(self._ask_once(create, single) for _ in range(n)))
+        for answer in answers[1:]:
+            answers[0].choices.extend(answer.choices)
+        return answers[0]
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
+        raise NotImplementedError(
+            f"the OpenAI interface of {self.root_url} gives no token ids to train on: "
+            "use a vLLM server with /generate and --openai.server_type vllm"
+        )
+
+
+class OpenAIServer(OpenAIRoutes):
+    """An OpenAI-compatible endpoint, for evaluation and for data that is not trained token by token.
+
+    It may be anywhere: proxies apply unless it is on this machine, and a key goes only to where it belongs.
+    """
+
+    highest_temperature = HIGHEST_TEMPERATURE
+
+    @property
+    def openai_url(self) -> str:
+        """Other providers have these routes below other paths: only an address without any lacks /v1."""
+        path = urlsplit(self.config.base_url or "").path.rstrip("/")
+        return self.root_url if path and not path.endswith("/v1") else super().openai_url
+
+    @property
+    def key_variable(self) -> str | None:
+        host = host_of(self.config.base_url)
+        if not host or host == "api.openai.com" or host.endswith(".api.openai.com"):
+            return OPENAI_KEY
+        return VLLM_KEY if host in LOOPBACK else None
+
+    @property
+    def honours_proxies(self) -> bool:
+        return host_of(self.config.base_url) not in LOOPBACK
+
+
+def resolve_openai_configs(
+    default_server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig],
+    openai_config_dict: dict[str, Any],
+    yaml_config: dict[str, Any],
+    cli_passed_flags: dict[str, Any],
+    logger: logging.Logger = logger,
+) -> ServerBaseline | APIServerConfig | list[APIServerConfig]:
+    """The servers that a run uses.
+
+    Several servers come from a YAML list or from `config_init`; flags set one server, so they cannot be combined.
+
+    Args:
+        default_server_configs: what `config_init` returned.
+        openai_config_dict: the settings of a single server, merged from default, YAML and flags.
+        yaml_config: the whole YAML file.
+        cli_passed_flags: the flags that were given, with their namespace (`openai.base_url`).
+
+    Raises:
+        UsageError: flags for one server, where several are configured.
+    """
+    from_yaml = yaml_config.get("openai")
+    flags = sorted(flag for flag in cli_passed_flags if flag.startswith("openai."))
+    several: list[Any] | None = None
+    if isinstance(from_yaml, list) and len(from_yaml) > 1:
+        several = [APIServerConfig(**entry) for entry in from_yaml]
+    elif isinstance(default_server_configs, list) and len(default_server_configs) > 1 and not from_yaml:
+        several = default_server_configs
+    if several is not None:
+        if flags:
+            raise UsageError(f"--{flags[0]}: {len(several)} servers are configured, so set it in the YAML file's `openai` list")
+        return several
+    if type(default_server_configs) is ServerBaseline and not from_yaml and not flags:
+        return default_server_configs
+    single = APIServerConfig(**openai_config_dict)
+    return single if isinstance(default_server_configs, APIServerConfig) else [single]

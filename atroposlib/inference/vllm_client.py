@@ -1,0 +1,217 @@
+"""vLLM's server with `/generate`: token ids in, token ids, logprobs and weight versions out."""
+
+from typing import Any
+
+import httpx
+import orjson
+
+from atroposlib.errors import NoRoom
+from atroposlib.inference.client import APIServer as APIServer
+from atroposlib.inference.client import APIServerConfig as APIServerConfig
+from atroposlib.inference.client import ReasoningConfig as ReasoningConfig
+from atroposlib.inference.generation import Generation, Weights, spans_of
+from atroposlib.inference.openai_client import HIGHEST_TEMPERATURE, PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
+from atroposlib.inference.sampling_record import sampling_of
+from atroposlib.inference.selection import Look
+from atroposlib.inference.tokenizers import encode_plain
+from atroposlib.web.keys import VLLM_KEY
+
+__all__ = ["VLLMServer", "resolve_openai_configs"]
+
+# The names under which other interfaces know max_tokens.
+MAX_TOKENS_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
+
+LOOK_TIMEOUT = 5.0
+"""Seconds within which a server says how it is."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises a temperature between 0 and this one to it, and says so in its log only."""
+
+
+class VLLMServer(OpenAIRoutes):
+    """Requests for training go to `/generate`, so that no text is ever tokenised twice; the OpenAI routes work too."""
+
+    key_variable: str | None = VLLM_KEY
+    highest_temperature: float | None = HIGHEST_TEMPERATURE
+    tokenizer: Any = None
+    """Encodes prompts given as text; set by the environment. Prompts given as token ids need none."""
+    _options: list[str] | None = None
+    looked_at_always = True
+    tells_weights = True
+    """It is asked GET /weights; no longer once it has said that it knows no such route."""
+
+    async def look(self) -> Look:
+        """GET /weights says whether it would answer, with which weights, and how busy it is; where there is no such route,
+        GET /health whether it is there."""
+        if not (self.tells_weights and self.config.health_check):
+            return await super().look()
+        try:
+            response = await self.http.get("/weights", timeout=LOOK_TIMEOUT)
+        except httpx.TimeoutException:
+            return Look(wrong=f"silent for {LOOK_TIMEOUT:g} s")
+        except httpx.HTTPError as error:
+            return Look(wrong=f"no answer ({type(error).__name__})")
+        if response.status_code == 200:
+            return read_look(orjson.loads(response.content))
+        if response.status_code >= 500:
+            return Look(wrong=f"/weights answered {response.status_code}")
+        self.tells_weights = False
+        return await super().look()
+
+    async def probe(self) -> str | None:
+        try:
+            response = await self.http.get("/health", timeout=PROBE_TIMEOUT)
+        except httpx.HTTPError as error:
+            return f"no answer ({type(error).__name__})"
+        return None if response.status_code == 200 else f"/health answered {response.status_code}"
+
+    async def _generate_wrapper(self, **kwargs: Any) -> Generation:
+        prompt_tokens = self._prompt_tokens(kwargs)
+        kwargs.pop("model", None)
+        for name in MAX_TOKENS_NAMES[1:]:
+            if name in kwargs:
+                kwargs["max_tokens"] = kwargs.pop(name)
+        kwargs["max_tokens"] = await self._room_for(prompt_tokens, kwargs.get("max_tokens"))
+        if 0 < (kwargs.get("temperature") or 0) < LEAST_TEMPERATURE:
+            kwargs["temperature"] = LEAST_TEMPERATURE
+        body = {**await self._shortest_answer(kwargs), **kwargs, "prompt": {"prompt_token_ids": prompt_tokens}}
+        answer = await self._post(body)
+        generation = parse_generation(prompt_tokens, answer)
+        generation.sampling = sampling_of(kwargs, len(generation.output_tokens), temperature=1.0)
+        return generation
+
+    async def _shortest_answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Fields of a request that ask for ids and logprobs and nothing else, as far as the server knows them."""
+        options = {"return_text": False}
+        if not asked.get("logprobs"):
+            options["token_logprobs"] = True
+        return {name: value for name, value in options.items() if name in await self._generate_options()} or {"logprobs": 0}
+
+    async def _generate_options(self) -> list[str]:
+        """What GET /sampling says that /generate understands; nothing on servers that know no such route. Asked once."""
+        if self._options is None:
+            response = await self.http.get("/sampling", timeout=PROBE_TIMEOUT)
+            if response.status_code >= 500:
+                response.raise_for_status()
+            told = response.json() if response.status_code == 200 else None
+            self._options = told.get("generate_options", []) if isinstance(told, dict) else []
+        return self._options
+
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        response = await self.http.post("/generate", content=orjson.dumps(body), headers={"Content-Type": "application/json"})
+        response.raise_for_status()
+        return orjson.loads(response.content)
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
+        result = await self._generate_wrapper(**kwargs)
+        return result.prompt_tokens, result.output_tokens, result.output_logprobs, result.finish_reasons
+
+    def _prompt_tokens(self, kwargs: dict[str, Any]) -> list[int]:
+        """Take the prompt out of the request: `input_ids`, else `prompt` encoded, without a second start token."""
+        text = kwargs.pop("prompt", None)
+        ids = kwargs.pop("input_ids", None)
+        if ids is not None:
+            return [int(token) for token in ids]
+        if text is None:
+            raise ValueError("a request for tokens needs `input_ids` or `prompt`")
+        if isinstance(text, list):
+            return [int(token) for token in text]
+        if self.tokenizer is None:
+            raise ValueError("a prompt given as text needs a tokenizer: set `server.tokenizer`, or pass `input_ids`")
+        return encode_plain(self.tokenizer, text)
+
+    async def _room_for(self, prompt_tokens: list[int], wanted: int | None) -> int:
+        """`max_tokens` that the model's context and the trainer's longest sequence leave after the prompt."""
+        limits = [limit for limit in (await self._context_length(), self.max_sequence_length) if limit]
+        if not limits:
+            return wanted or 1024
+        room = min(limits) - len(prompt_tokens)
+        if room < 1:
+            raise NoRoom(f"a prompt of {len(prompt_tokens)} tokens leaves no room within {min(limits)} tokens")
+        return min(wanted or room, room)
+
+    async def _context_length(self) -> int | None:
+        return (await self.served_model()).get("max_model_len")
+
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+        top_k = max(1, int(kwargs.pop("top_k", kwargs.pop("top_logprobs", 1))))
+        prompt_tokens = self._prompt_tokens(kwargs)
+        body = {"prompt": {"prompt_token_ids": prompt_tokens}, "prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0}
+        rows = (await self._post(body)).get("prompt_logprobs")
+        if rows is None:
+            raise ValueError(f"{self.root_url}/generate gave no prompt_logprobs")
+        tables = [merge_logprob_row(row) for row in rows]
+        return {
+            "prompt_tokens": prompt_tokens,
+            "prompt_topk_token_ids": [list(table) for table in tables],
+            "prompt_topk_logprobs": [list(table.values()) for table in tables],
+        }
+
+
+def read_look(told: Any) -> Look:
+    """What GET /weights says. Fields that are not there, or are no numbers, are not known.
+
+    Raises:
+        ValueError: it is no object.
+    """
+    if not isinstance(told, dict):
+        raise ValueError(f"/weights answered {told!r:.80}")
+    version, epoch, in_flight = (
+        value if isinstance(value := told.get(name), int) and not isinstance(value, bool) else None
+        for name in ("weight_version", "weight_epoch", "in_flight")
+    )
+    return Look(
+        wrong="" if told.get("serving", True) else str(told.get("trouble") or "it does not serve")[:300],
+        weights=None if version is None else Weights(epoch or 0, version),
+        in_flight=in_flight,
+    )
+
+
+def merge_logprob_row(row: Any) -> dict[int, float]:
+    """One position's logprobs, `{id: logprob}` or `[{id: logprob}, …]`, as one table; empty for the first position."""
+    table: dict[int, float] = {}
+    for part in row if isinstance(row, list) else [row or {}]:
+        table.update({int(token): float(logprob) for token, logprob in (part or {}).items()})
+    return table
+
+
+def parse_generation(prompt_tokens: list[int], answer: dict[str, Any]) -> Generation:
+    """Read `/generate`'s answer.
+
+    `token_logprobs[completion][position]` is the logprob of the token at that place in `token_ids`. Where there is none,
+    `logprobs[completion][position]` is a table whose first entry is `{token_id: logprob}` of the sampled token, or a list that
+    begins with one; servers without `token_ids` are read through these alone.
+
+    Raises:
+        ValueError: ids and logprobs do not line up, so they are not the tokens that were sampled.
+    """
+    tokens, logprobs = answer.get("token_ids"), answer.get("token_logprobs")
+    if tokens is None or logprobs is None:
+        sampled, logprobs = read_tables(answer["logprobs"])
+        if tokens is not None and tokens != sampled:
+            raise ValueError("/generate answered token_ids that differ from the ids of its logprobs")
+        tokens = sampled
+    elif list(map(len, tokens)) != list(map(len, logprobs)):
+        raise ValueError("/generate answered token_ids and token_logprobs of different lengths")
+    if (prompt := answer.get("prompt_token_ids")) is not None and prompt != prompt_tokens:
+        raise ValueError("/generate answered a prompt_token_ids other than it was sent")
+    return Generation(
+        prompt_tokens=prompt_tokens,
+        output_tokens=tokens,
+        output_logprobs=logprobs,
+        finish_reasons=list(answer["finish_reasons"]),
+        texts=answer.get("text"),
+        weight_versions=answer.get("weight_versions"),
+        weight_epochs=answer.get("weight_epochs"),
+        weight_spans=spans_of(answer.get("weight_version_spans"), answer.get("weight_epoch_spans")),
+    )
+
+
+def read_tables(rows: list[list[Any]]) -> tuple[list[list[int]], list[list[float]]]:
+    """Ids and logprobs of the sampled tokens, which come first in the table of each position."""
+    tokens: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    for completion in rows:
+        pairs = [next(iter((position[0] if isinstance(position, list) else position).items())) for position in completion]
+        tokens.append([int(token) for token, _ in pairs])
+        logprobs.append([float(logprob) for _, logprob in pairs])
+    return tokens, logprobs

@@ -1,0 +1,117 @@
+"""How routes answer and refuse, read what their address says, and describe what they take: the routes read their bodies
+themselves, so the OpenAPI description is told here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from atroposlib.service.group_schema import ScoredData
+from atroposlib.service.schemas import (
+    AckBatch,
+    BatchReport,
+    EndRun,
+    EnvIdentifier,
+    EnvStatus,
+    InvalidRequestError,
+    LeaseReferences,
+    PostedEvaluation,
+    PublishedFleet,
+    ReferencesDone,
+    RegisterEnv,
+    RegisterTrainer,
+    ServerAddress,
+)
+
+PREFIX = "#/components/schemas/"
+MODELS: list[type[BaseModel]] = [
+    RegisterTrainer,
+    RegisterEnv,
+    EnvIdentifier,
+    EnvStatus,
+    AckBatch,
+    BatchReport,
+    EndRun,
+    PostedEvaluation,
+    PublishedFleet,
+    ServerAddress,
+    LeaseReferences,
+    ReferencesDone,
+    ScoredData,
+]
+REFUSALS = {
+    400: "The body is no valid gzip",
+    401: "No bearer token, or a wrong one",
+    403: "Without a key: a web page, or a Host that is not this service's",
+    404: "No such environment, batch or inference server",
+    408: "The body did not arrive in time",
+    409: "No trainer has registered, or another one has taken over, or it has another model",
+    413: "The body is too large",
+    415: "A Content-Encoding other than gzip",
+    422: "The body does not validate; the answer names field, index and value",
+    429: "The queue, or the list of servers, is at its bound; see Retry-After",
+    503: "Not done in time; see Retry-After",
+    507: "The store cannot take more data",
+}
+
+
+def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON answer."""
+    return Response(orjson.dumps(content), status, headers, "application/json")
+
+
+def refuse(status: int, detail: Any, headers: dict[str, str] | None = None) -> Response:
+    """An answer that refuses the request and says why."""
+    return answer({"detail": detail}, status, headers)
+
+
+def query_int(request: Request, name: str) -> int | None:
+    """An integer of the query; None if it is not there.
+
+    Raises:
+        InvalidRequestError: it is no integer, or one that not every JSON reader keeps exactly.
+    """
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = 2**63
+    if abs(value) >= 2**53:
+        error = {"type": "int_parsing", "loc": ["query", name], "msg": f"{name} must be an integer", "input": text[:64]}
+        raise InvalidRequestError([error])
+    return value
+
+
+def takes(model: type[BaseModel], many: bool = False, required: bool = True) -> dict[str, Any]:
+    """Arguments of a route's decorator that describe its body."""
+    schema: dict[str, Any] = {"$ref": PREFIX + model.__name__}
+    if many:
+        schema = {"type": "array", "items": schema}
+    return {"openapi_extra": {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}}
+
+
+def describe(app: FastAPI) -> None:
+    """Make /openapi.json tell what the routes take and how they refuse."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            _, models = models_json_schema([(model, "validation") for model in MODELS], ref_template=PREFIX + "{model}")
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(models["$defs"])
+            refused = {"application/json": {"schema": {"type": "object", "required": ["detail"]}}}
+            for methods in schema["paths"].values():
+                for operation in methods.values():
+                    for status, text in REFUSALS.items():
+                        operation["responses"].setdefault(str(status), {"description": text, "content": refused})
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

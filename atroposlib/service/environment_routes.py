@@ -1,0 +1,180 @@
+"""The routes that an environment calls: to register, to pace itself, and to post groups and results of evaluations."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from atroposlib.service.answers import answer, query_int, takes
+from atroposlib.service.group_reader import GroupReader
+from atroposlib.service.group_schema import ScoredData
+from atroposlib.service.records import BatchTooSmallError, QueueError, Receipt, UnknownEnvironmentError
+from atroposlib.service.schemas import (
+    EnvIdentifier,
+    EnvStatus,
+    InvalidRequestError,
+    PostedEvaluation,
+    RegisterEnv,
+    invalid,
+    read,
+)
+from atroposlib.service.service import RolloutService
+from atroposlib.service.store import StoreError
+
+logger = logging.getLogger(__name__)
+
+RUN_ENDED = "the last trainer's run has ended; an environment that registers now waits for the next trainer"
+"""Reason in the answer to /register-env after the end of a run."""
+
+
+def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupReader) -> None:
+    """Routes for environments."""
+
+    @app.post("/register-env", **takes(RegisterEnv))
+    async def register_env(request: Request) -> Response:
+        """Register an environment. It waits until a trainer has asked for its first batch.
+
+        After the end of a run it waits for the next trainer.
+        """
+        asked = read(RegisterEnv, await request.body())
+        now = service.clock()
+        environment = await service.run(
+            lambda queue: queue.register_env(
+                asked.desired_name,
+                asked.weight,
+                asked.group_size,
+                asked.max_token_length,
+                asked.min_batch_allocation,
+                now,
+                asked.stream,
+            )
+        )
+        trainer = service.queue.registration
+        if environment is None or trainer is None:
+            why = {"reason": RUN_ENDED} if service.queue.ended else {}
+            return answer({"status": "wait for trainer to start"} | why)
+        logger.info("environment %d registered: %s", environment.env_id, environment.wandb_name)
+        if trainer.batch_size % asked.group_size:
+            logger.warning(
+                "environment %s: its group_size %d does not divide the trainer's batch_size %d, "
+                "so its groups can only fill a batch together with others",
+                environment.wandb_name,
+                asked.group_size,
+                trainer.batch_size,
+            )
+        return answer(
+            {
+                "status": "success",
+                "env_id": environment.env_id,
+                "wandb_name": environment.wandb_name,
+                "checkpoint_dir": trainer.checkpoint_dir,
+                "starting_step": service.queue.current_step,
+                "checkpoint_interval": trainer.save_checkpoint_interval,
+                "num_steps": trainer.num_steps,
+            }
+        )
+
+    @app.post("/disconnect-env", **takes(EnvIdentifier))
+    async def disconnect_env(request: Request) -> Response:
+        """An environment leaves; what it posted stays."""
+        env_id = read(EnvIdentifier, await request.body()).env_id
+        try:
+            await service.run(lambda queue: queue.disconnect_env(env_id))
+        except UnknownEnvironmentError as error:
+            return answer({"status": "failure", "error": str(error)})
+        return answer({"status": "success"})
+
+    @app.get("/status-env", **takes(EnvStatus, required=False))
+    async def status_env(request: Request) -> Response:
+        """How an environment should pace itself. The id comes in a JSON body, or as ?env_id=.
+
+        One that has nothing to do hands back the `moves` that it was told, and how long it may `wait`: it is answered when
+        the trainer has registered, taken or acknowledged a batch, or ended its run since, or when that time is over.
+        """
+        env_id, process = query_int(request, "env_id"), ""
+        if env_id is None:
+            asked = read(EnvStatus, await request.body())
+            env_id, process = asked.env_id, asked.process
+            if asked.moves is not None:
+                await service.moves.beyond(asked.moves, asked.wait)
+        now, moves = service.clock(), service.moves.number
+        return answer(await service.run(lambda queue: queue.status_env(env_id, now, process)) | {"moves": moves})
+
+    @app.post("/scored_data", **takes(ScoredData))
+    async def scored_data(request: Request) -> Response:
+        """Post one group."""
+        (receipt,) = await post(service, reader, await request.body(), many=False)
+        return answer(_receipt(receipt))
+
+    @app.post("/scored_data_list", **takes(ScoredData, many=True))
+    async def scored_data_list(request: Request) -> Response:
+        """Post several groups: all of them are accepted, or none."""
+        receipts = await post(service, reader, await request.body(), many=True)
+        result: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
+        buffered = [receipt for receipt in receipts if receipt.status == "buffered"]
+        if buffered:
+            result |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffer_size}
+        dropped = [receipt for receipt in receipts if receipt.status == "dropped"]
+        if dropped:
+            result |= {"dropped": len(dropped), "reason": dropped[-1].reason}
+        return answer(result)
+
+
+async def post(service: RolloutService, reader: GroupReader, body: bytes, many: bool) -> list[Receipt]:
+    """Read and post groups. Name the field of a group that is too large, and count the post if it is refused."""
+    try:
+        await service.post_space.require(len(body))
+        with service.post_space.taken(len(body)):
+            drafts = await reader.read(body, many)
+            try:
+                return await service.post(drafts)
+            except BatchTooSmallError as error:
+                raise invalid([error.index, "tokens"] if many else ["tokens"], error.size, f"tokens: {error}") from None
+    except (InvalidRequestError, QueueError, StoreError) as refusal:
+        service.queue.refusals.note_refusal(str(refusal))
+        raise
+
+
+def _receipt(receipt: Receipt) -> dict[str, Any]:
+    result: dict[str, Any] = {"status": receipt.status}
+    if receipt.buffer_size is not None:
+        result["buffer_size"] = receipt.buffer_size
+    if receipt.reason is not None:
+        result["reason"] = receipt.reason
+    return result
+
+
+def add_evaluation_routes(app: FastAPI, service: RolloutService) -> None:
+    """POST and GET /evaluations."""
+
+    @app.post("/evaluations", **takes(PostedEvaluation))
+    async def post_evaluation(request: Request) -> Response:
+        """The result of an evaluation. The newest ones are kept."""
+        posted = read(PostedEvaluation, await request.body())
+        now, arrived = service.clock(), time.time()
+        number = await service.run(
+            lambda queue: queue.evaluated(
+                now,
+                time=arrived,
+                env_id=posted.env_id,
+                name=posted.name,
+                weight_version=posted.weight_version,
+                weight_epoch=posted.weight_epoch,
+                metrics=posted.metrics,
+                key=posted.idempotency_key,
+            )
+        )
+        logger.info("evaluation %d, of %s at weight version %s: %d metrics", number, posted.name, posted.weight_version,
+                    len(posted.metrics))  # fmt: skip
+        return answer({"status": "received", "id": number})
+
+    @app.get("/evaluations")
+    async def evaluations(request: Request) -> Response:
+        """The results that came after the one with the id `after` (default 0, all that are kept), oldest first."""
+        after = query_int(request, "after") or 0
+        found = await service.run(lambda queue: queue.evaluations.after(after))
+        return answer({"evaluations": [evaluation.told() for evaluation in found]})

@@ -1,0 +1,240 @@
+"""Which groups make the next batch, in which order they are used, and how many each environment should sample. Pure functions.
+
+**Order of preference in a batch** (`form_batch`): first what a `min_batch_allocation` has reserved; then, under a staleness
+bound, the groups of environments that keep to what is wanted of them, oldest weight version first, so that none becomes too
+old before it was learned from; then start-time fair queueing over the environments (Goyal, Vin and Cheng, 1996): each
+environment has a clock that advances by size / weight when a group of it is handed out, and the lowest clock goes next; within
+an environment, oldest first. Of all sets of whole groups that fill the batch exactly, the one that comes first in that order is
+taken. The error: while two environments both have groups waiting, their sequences per weight differ by at most the sum of one
+group per weight of each, plus what exact packing had to pass over.
+
+**Packing** (`choose_exact`): whole groups whose sizes add up to exactly a target. It prefers what comes first: the answer is
+the lexicographically smallest set of positions that works, so the first group that can be part of any exact choice is always
+part of the one returned. That is what "oldest first" and "no group is starved" rest on.
+
+**Replay** (`Replay`): a group that a trainer has learned from goes back to its line until it was used `max_reuse` times or is
+too old. While it is out in a batch it is in no line, so no batch holds it twice, and no two batches hold it at a time. All of
+it follows from what is stored, so that a restart changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from atroposlib.service.records import Environment, Group, Policy
+
+LEAST_WEIGHT = 0.01
+"""An environment of weight 0 still gets a turn now and then, as the wire's env_weight says."""
+_KEY = struct.Struct("<QQQ")
+
+
+def form_batch(
+    batch_size: int,
+    lines: Mapping[int, Mapping[int, Group]],
+    environments: Mapping[int, Environment],
+    reservations: Mapping[int, float],
+    horizon: int | None = None,
+) -> tuple[list[Group] | None, str | None]:
+    """The groups of the next batch, or None and the reason why there is none yet.
+
+    Args:
+        batch_size: sequences in a batch, to be met exactly.
+        lines: waiting groups by environment, each line in the order in which its groups shall be used.
+        environments: by id; their clocks and weights set the order.
+        reservations: sequences of this batch that are kept for an environment, rounded down to whole groups.
+        horizon: sequences that can be handed out before what is sampled now is too old; None without a staleness bound.
+    """
+    preferred: list[Group] = []
+    for env_id, reserved in reservations.items():
+        have = 0
+        for group in lines[env_id].values():
+            if have + group.size > reserved:
+                break
+            preferred.append(group)
+            have += group.size
+        else:  # the line ended before the share was full
+            if have + environments[env_id].group_size <= reserved:
+                return None, f"{reserved:.0f} sequences are reserved for environment {env_id}, which has {have} waiting"
+
+    first = {group.seq for group in preferred}
+    weights = {env_id: max(environments[env_id].weight, LEAST_WEIGHT) for env_id, line in lines.items() if line}
+    others: list[tuple[tuple[float, float, int], Group]] = []
+    group_sizes = [environment.group_size for environment in environments.values()]
+    # The most that `apportion` can have asked of an environment, per weight. Where it stops, let r be the largest ratio of
+    # sequences to weight: every other environment has at least r * weight - group_size, or the last group would have been
+    # its own, and together they hold the horizon and one group at most: r * sum(weights) <= horizon + max(...) + sum(...).
+    most = ((horizon or 0) + max(group_sizes, default=0) + sum(group_sizes)) / (sum(weights.values()) or 1.0)
+    for env_id, weight in weights.items():
+        useful = _useful(lines[env_id], batch_size)
+        waits = sum(group.size for group in lines[env_id].values() if not group.uses) if horizon is not None else 0
+        by_version = horizon is not None and waits <= most * weight
+        clock = environments[env_id].clock
+        for group in useful:
+            if group.seq not in first:
+                others.append(((group.version if by_version and not group.uses else math.inf, clock, group.seq), group))
+            clock += group.size / weight
+    others.sort(key=lambda entry: entry[0])
+    order = preferred + [group for _, group in others]
+    chosen = choose_exact([group.size for group in order], batch_size)
+    if chosen is None:
+        sizes = dict(sorted(Counter(group.size for group in order).items()))
+        return None, f"no choice of whole groups adds up to {batch_size} (waiting, as size: groups that matter: {sizes})"
+    return [order[position] for position in chosen], None
+
+
+def _useful(line: Mapping[int, Group], batch_size: int) -> list[Group]:
+    """The earliest groups of each size, as many as could fit into one batch; the others cannot change what is chosen."""
+    left = Counter(group.size for group in line.values())
+    used: Counter[int] = Counter()
+    useful = []
+    for group in line.values():
+        if group.size in left:
+            useful.append(group)
+            used[group.size] += 1
+            if used[group.size] >= batch_size // group.size:
+                del left[group.size]
+                if not left:
+                    break
+    return useful
+
+
+def apportion(total: int, waiting: Mapping[int, int], environments: Sequence[Environment], most: int) -> dict[int, int]:
+    """How many groups each environment should add so that `total` sequences wait in all, shared by weight.
+
+    Whole groups are given one at a time to whoever is furthest below its share, so that the shares of several
+    environments together never fall short of the total by a whole group of each.
+
+    Args:
+        total: sequences wanted.
+        waiting: sequences that each line already holds, lines of no environment included.
+        environments: those that sample now.
+        most: groups to give out at most, which bounds the work.
+    """
+    wanted = {environment.env_id: 0 for environment in environments}
+    have = {environment.env_id: waiting.get(environment.env_id, 0) for environment in environments}
+    left = total - sum(waiting.values())
+    while left > 0 and environments and most > 0:
+        next_up = min(
+            environments,
+            key=lambda environment: (
+                (have[environment.env_id] + environment.group_size) / max(environment.weight, LEAST_WEIGHT),
+                environment.env_id,
+            ),
+        )
+        wanted[next_up.env_id] += 1
+        have[next_up.env_id] += next_up.group_size
+        left -= next_up.group_size
+        most -= 1
+    return wanted
+
+
+def choose_exact(sizes: Sequence[int], target: int) -> list[int] | None:
+    """Positions of the earliest sizes that add up to exactly `target`, ascending; None if no choice does.
+
+    Subset sum by dynamic programming over bit sets: bit s of the set at i says that some of sizes[i:] add up to s. Of
+    equal sizes an exact choice never needs more than target // size, and the earliest are always as good, so the work is
+    bounded by the target and not by how many sizes there are. The sets are made from the end and read from the front; of n
+    only every sqrt(n)-th is kept, and those between two are made a second time when they are needed, so that memory is
+    about 2 * sqrt(n) * target / 8 bytes.
+
+    Args:
+        sizes: group sizes in sequences, all >= 1, in order of preference.
+        target: the sum to reach, >= 1.
+    """
+    if target < 1:
+        return None
+    total = 0
+    for position, size in enumerate(sizes):  # the common case, groups of one size: the first ones just fit
+        total += size
+        if total == target:
+            return list(range(position + 1))
+        if total > target:
+            break
+    else:
+        return None
+
+    used: Counter[int] = Counter()
+    candidates = []
+    for position, size in enumerate(sizes):
+        if size <= target and used[size] < target // size:
+            used[size] += 1
+            candidates.append(position)
+    everything = (1 << (target + 1)) - 1
+
+    def with_one_more(reachable: int, position: int) -> int:
+        return (reachable | (reachable << sizes[position])) & everything
+
+    step = math.isqrt(len(candidates)) + 1
+    kept: dict[int, int] = {}
+    """Sets by the index in `candidates` behind which they look."""
+    reachable = 1
+    for index in range(len(candidates), 0, -1):
+        if index == len(candidates) or index % step == 0:
+            kept[index] = reachable
+        reachable = with_one_more(reachable, candidates[index - 1])
+    if not reachable >> target & 1:
+        return None
+    chosen, left = [], target
+    for start in range(0, len(candidates), step):
+        end = min(start + step, len(candidates))
+        behind = [kept.pop(end)]
+        for index in range(end - 1, start, -1):
+            behind.append(with_one_more(behind[-1], candidates[index]))
+        for index, after in zip(range(start, end), reversed(behind), strict=True):
+            size = sizes[candidates[index]]
+            if size <= left and after >> (left - size) & 1:
+                chosen.append(candidates[index])
+                left -= size
+    return chosen
+
+
+def choose_multiple(sizes: Sequence[int], unit: int, limit: int) -> list[int] | None:
+    """Positions of the earliest sizes that add up to the smallest possible multiple of `unit` up to `limit`; None if none."""
+    for target in range(unit, min(limit, sum(sizes)) + 1, unit):
+        chosen = choose_exact(sizes, target)
+        if chosen is not None:
+            return chosen
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a trainer wants of the groups that wait."""
+
+    policy: Policy = "fifo"
+    max_reuse: int = 1
+    """Batches that a group may be learned from in."""
+    seed: int = 0
+    """Of the policy uniform."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Each group once, oldest first: lines are in this order already."""
+        return self.policy == "fifo" and self.max_reuse == 1
+
+    def ordered(self, line: Iterable[Group], batch_id: int) -> list[Group]:
+        """The groups of a line, those that are to be used first in front.
+
+        fifo: those that were used least often, of these the oldest. recent: those of the newest weights, of these the ones that
+        were used least often, and of those the ones that came last. uniform: every order is as likely as any other; it follows
+        from the seed, the batch and the groups' numbers.
+
+        Args:
+            line: groups that wait.
+            batch_id: of the batch that they are chosen for.
+        """
+        if self.policy == "recent":
+            return sorted(line, key=lambda group: (-group.version, group.uses, -group.seq))
+        if self.policy == "uniform":
+            return sorted(line, key=lambda group: (_number(self.seed, batch_id, group.seq), group.seq))
+        return sorted(line, key=lambda group: (group.uses, group.seq))
+
+
+def _number(seed: int, batch_id: int, seq: int) -> bytes:
+    """As good as random, and always the same."""
+    return hashlib.blake2b(_KEY.pack(seed, batch_id, seq), digest_size=8).digest()

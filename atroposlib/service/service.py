@@ -1,0 +1,333 @@
+"""The rollout service between the routes and the rules: it runs one call on the queue, stores what that changed, and only
+then lets the answer go out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
+
+import orjson
+
+from atroposlib.service import stats
+from atroposlib.service.fleet import Table
+from atroposlib.service.group_commit import Committer
+from atroposlib.service.group_schema import NO_REFERENCE, with_reference
+from atroposlib.service.metrics import Metrics
+from atroposlib.service.post_space import PostSpace
+from atroposlib.service.queue import RolloutQueue
+from atroposlib.service.records import MISSING, NOBODY, Draft, Lease, Limits, Receipt
+from atroposlib.service.store import DamagedError, Store, StoreError
+from atroposlib.service.trainer_activity import Moves
+from atroposlib.service.values import unreadable
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class HandOut:
+    """A batch on its way to a trainer."""
+
+    lease: Lease
+    body: bytes
+    """The JSON answer."""
+    complete: bool = False
+    """All of the answer went out. Whoever sends it says so."""
+
+
+class Recorder(Protocol):
+    """Keeps rollouts for people to read, after what concerns them is stored. It neither waits nor raises."""
+
+    def model(self, name: str | None) -> None:
+        """A trainer has registered that names this model."""
+
+    def posted(self, groups: Sequence[tuple[int, str, bytes]]) -> None:
+        """Groups were accepted: sequence number, name of the environment, body of each."""
+
+    def reported(self, seqs: Sequence[int], report: Any) -> None:
+        """The trainer says what it computed for tokens of a batch of these groups, in the order in which it got them."""
+
+    def another_run(self) -> None:
+        """What comes from now on is of another run."""
+
+    def stats(self) -> Mapping[str, int]:
+        """Groups that were `recorded`, and `left_out`, since the service began."""
+
+    def close(self) -> None:
+        """Write what waits, within a deadline."""
+
+
+def _refuse_unreadable(bodies: Sequence[tuple[int, bytes]]) -> None:
+    reasons = {seq: reason for seq, body in bodies if (reason := unreadable(body))}
+    if reasons:
+        what = "; ".join(f"group {seq}: {reason}" for seq, reason in reasons.items())
+        raise DamagedError(f"an earlier version stored groups that trainers cannot read: {what}", list(reasons))
+
+
+class RolloutService:
+    """One queue and its store. Every method runs on the event loop that made it.
+
+    Attributes:
+        recorder: is told of groups and reports; None for nobody.
+        moves: what the trainer has done, for environments that wait for it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        limits: Limits | None = None,
+        commit_timeout: float = 30.0,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.store, self.recorder = store, recorder
+        self.limits = limits or Limits()
+        self.clock = time.monotonic  # never the wall clock: it may jump
+        self.queue = RolloutQueue(self.limits, store.load(), self.clock())
+        self._checked_from = self.queue.next_seq
+        """Groups below this number were stored by an earlier start, perhaps of a version that accepted more."""
+        self.post_space = PostSpace(store)
+        self.metrics = Metrics(lambda: self.queue, self.post_space)
+        self.latest: bytes | None = None
+        self.fleet_table = Table()
+        self.keyed = False
+        """Every request needs the service's key, so that addresses in requests come from those that have it."""
+        self.moves = Moves()
+        self.trainer_heard = self.clock()
+        """When the trainer said anything last, or when this service began."""
+        self.trainer_publishes = False
+        """It tells of its servers every few seconds, whatever else it does."""
+        self._broken: StoreError | None = None
+        self._mending: asyncio.Task[None] | None = None
+        self.committer = Committer(store, commit_timeout, self.metrics.commit_seconds.observe, self._mend)
+
+    def require_key(self, keyed: bool) -> None:
+        """Take note whether every request needs the service's key."""
+        self.keyed = keyed
+        if keyed and self.queue.fleet.unkeyed:
+            logger.warning(
+                "%s asked to join before this service had a key, and may be anyone's: POST /fleet/join once more",
+                ", ".join(self.queue.fleet.unkeyed),
+            )
+
+    async def run(self, call: Callable[[RolloutQueue], T]) -> T:
+        """Run `call` on the queue and return its result once everything that it changed or saw is stored.
+
+        Raises:
+            StoreError: it could not be stored; the queue is again as the store has it.
+        """
+        if self._broken is not None:
+            self._mend(self._broken)
+            raise self._broken
+        result = call(self.queue)
+        for line in self.queue.news:
+            logger.warning("%s", line)
+        self.queue.news.clear()
+        await self.committer.store_all(self.queue.take_changes())
+        return result
+
+    def heard_trainer(self, publishes: bool | None = None) -> None:
+        """The trainer has just said something: for instance how its servers are, or that it is another one."""
+        self.trainer_heard = self.clock()
+        if publishes is not None:
+            self.trainer_publishes = publishes
+
+    def _mend(self, error: StoreError) -> None:
+        """What the queue did since the last commit did not happen: take over the store's view of it."""
+        if self._mending is not None and not self._mending.done():
+            return
+        self._broken = error
+        logger.error("refusing data: %s", error)
+        self._mending = asyncio.get_running_loop().create_task(self._reload())
+
+    async def _reload(self) -> None:
+        try:
+            snapshot = await asyncio.to_thread(self.store.load)
+        except StoreError as error:
+            self._broken = error  # every request says so; the next one may try again
+            logger.error("%s", error)
+        except Exception as error:
+            self._broken = StoreError(f"the store could not be read: {type(error).__name__}: {error}; see the service's log")
+            logger.exception("the store could not be read")
+        else:
+            self.queue = RolloutQueue(self.limits, snapshot, self.clock())
+            self._broken = None
+            logger.warning("the queue is as the store has it: %d groups", self.queue.held_groups)
+
+    async def post(self, drafts: list[Draft]) -> list[Receipt]:
+        """Accept groups, all or none of them, in the order of the calls."""
+        now = self.clock()
+        accepted: list[tuple[int, str, bytes]] = []
+
+        def call(queue: RolloutQueue) -> list[Receipt]:
+            queue.check(drafts)
+            receipts = []
+            for draft in drafts:
+                seq = queue.next_seq
+                receipts.append(queue.add(draft, now))
+                if queue.next_seq > seq:
+                    accepted.append((seq, queue.registry.by_id[queue.registry.line_of(draft.env_id)].desired_name, draft.body))
+            return receipts
+
+        receipts = await self.run(call)
+        if self.recorder is not None:
+            self.recorder.posted(accepted)
+        if drafts:
+            self.latest = drafts[-1].body
+        for draft, receipt in zip(drafts, receipts, strict=True):
+            self.metrics.posted(draft, receipt)
+        return receipts
+
+    def handed_out(self, batch_id: int | None) -> list[int]:
+        """The sequence numbers of a batch's groups, in the order in which the trainer got them; none if it is not out."""
+        lease = None if batch_id is None else self.queue.leases.get(batch_id)
+        return [] if lease is None else [group.seq for group in self.queue.streams.in_order(lease.groups)]
+
+    def reported(self, seqs: Sequence[int], report: Any) -> None:
+        """The trainer has told what it computed for a batch."""
+        if self.recorder is not None and seqs and report is not None:
+            self.recorder.reported(seqs, report)
+
+    @asynccontextmanager
+    async def handing_out(self, received: int | None, uuid: int | None) -> AsyncIterator[HandOut | None]:
+        """A batch while it is on its way, or None if there is none yet.
+
+        Whatever ends the block or keeps it from being reached, a commit that stalls, the request's time limit, a client
+        that goes away, the batch is no longer taken to be on its way then: it comes again, unless the block has said that
+        it is `complete`.
+        """
+        now = self.clock()
+        on_its_way: list[Lease] = []
+
+        def take(queue: RolloutQueue) -> None:
+            lease = queue.next_batch(now, received, uuid)
+            if lease is not None:
+                queue.sending(lease)
+                on_its_way.append(lease)
+
+        hand_out = None
+        try:
+            while hand_out is None:
+                await self.run(take)
+                if not on_its_way:
+                    break
+                hand_out = await self._read(on_its_way[0])
+                if hand_out is None:
+                    await self._sent(on_its_way.pop(), complete=False)
+            if hand_out is not None:
+                self.metrics.handed_out(hand_out.lease)
+                self.moves.count()
+            yield hand_out
+        finally:
+            for lease in on_its_way:
+                await self._sent(lease, hand_out is not None and hand_out.complete)
+
+    async def _sent(self, lease: Lease, complete: bool) -> None:
+        if not complete:
+            self.queue.sent(lease, complete=False)  # nothing to store, and so nothing to wait for
+            return
+        try:
+            await self.run(lambda queue: queue.sent(lease, complete=True))
+        except StoreError as error:
+            logger.error("batch %d went out, but that is not stored and it may be sent again: %s", lease.batch_id, error)
+
+    async def _read(self, lease: Lease) -> HandOut | None:
+        """The JSON answer for a batch; None if it has been dissolved, because bodies were damaged."""
+        groups = self.queue.streams.in_order(lease.groups)
+        seqs = [group.seq for group in groups]
+        positions = self.queue.streams.after(lease.groups)
+        try:
+            bodies = await self.bodies(seqs)
+        except DamagedError as error:
+            damaged = error.seqs
+            dropped = await self.run(lambda queue: queue.drop_damaged(lease, damaged))
+            if dropped:
+                logger.error("%s; dropped %d groups of batch %d, and forming it anew", error, dropped, lease.batch_id)
+            return None
+        for at, group in enumerate(groups):
+            if group.reference == MISSING and not bodies[at].endswith(NO_REFERENCE):  # of a reference that is none any more
+                bodies[at] = with_reference(bodies[at])
+        names = {str(line): self.queue.registry.by_id[line].desired_name for line in {group.line for group in lease.groups}}
+        names.pop(str(NOBODY), None)
+        told: dict[str, Any] = {"batch_id": lease.batch_id, "environments": names}
+        if not self.queue.replay.is_plain:
+            told["uses"] = [group.uses for group in groups]
+        if positions:
+            told["positions"] = positions
+        head = orjson.dumps(told)
+        return HandOut(lease, b'{"batch":[' + b",".join(bodies) + b"]," + head[1:])
+
+    async def bodies(self, seqs: Sequence[int]) -> list[bytes]:
+        """The bodies of groups, in the order asked for.
+
+        Raises:
+            DamagedError: some of them are damaged or gone, or an earlier version stored what trainers cannot read.
+            StoreError: they cannot be read.
+        """
+        bodies = self.store.bodies_at_hand(seqs)
+        if bodies is None:
+            bodies = await asyncio.to_thread(self.store.bodies, seqs)
+        earlier = [(seq, body) for seq, body in zip(seqs, bodies, strict=True) if seq < self._checked_from]
+        if earlier:
+            await asyncio.to_thread(_refuse_unreadable, earlier)
+        return bodies
+
+    def name_set_aside(self) -> None:
+        """Name in the log the batches that were set aside just now."""
+        for line in self.queue.take_set_aside():
+            logger.error("%s", line)
+
+    async def set_aside_body(self, batch_id: int) -> bytes | None:
+        """A batch that was set aside, as JSON with its groups as they were posted; None if there is none of this number."""
+        lease, reason = self.queue.failures.batches.get(batch_id, (None, ""))
+        if lease is None:
+            return None
+        bodies = await self.bodies([group.seq for group in lease.groups])
+        head = orjson.dumps({"batch_id": batch_id, "reason": reason})
+        return b'{"batch":[' + b",".join(bodies) + b"]," + head[1:]
+
+    def stats(self) -> dict[str, Any]:
+        """What waits, what is leased, what was dropped and why, and who is behind; for people and scripts."""
+        queue, now = self.queue, self.clock()
+        trainer = queue.registration
+        return {
+            "current_step": queue.current_step,
+            "trainer_version": queue.trainer_version(),
+            "sampling_version": queue.sampling_version(),
+            "max_staleness": trainer.max_staleness if trainer else None,
+            "weight_epoch": trainer.weight_epoch if trainer else None,
+            "run_ended": queue.ended,
+            "batches_skipped": queue.batches_skipped,
+            "batches_set_aside": queue.failures.total,
+            "replay": {
+                **asdict(queue.replay),
+                "uses": queue.uses,
+                "groups_used": queue.groups_used,
+                "waiting_to_be_used_again": queue.lines.used_groups,
+            },
+            "waiting_because": queue.waiting,
+            "store": self.post_space.figures(),
+            "queue": stats.backlog(queue),
+            "leases": stats.leases(queue),
+            "dropped": [
+                {"reason": reason, "longest_up_to": bucket, "groups": count}
+                for (reason, bucket), count in sorted(queue.drops.items())
+            ],
+            "environments": [
+                one | {"groups_wanted": queue.groups_wanted(one["env_id"], now)} for one in stats.environments(queue, now)
+            ],
+        }
+
+    async def close(self) -> None:
+        """Store what is under way and close the store."""
+        if not await self.committer.close():
+            logger.error("the store did not answer within %g s; what it was given last may be lost", self.committer.timeout)
+        if self._mending is not None:
+            await asyncio.wait([self._mending], timeout=self.committer.timeout)
+        await asyncio.to_thread(self.store.close)
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)

@@ -1,0 +1,382 @@
+"""A durable store: one SQLite file in WAL mode. What is committed together costs one fsync.
+
+Bodies have a table of their own, because SQLite rewrites a whole row to change one column of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+
+from atroposlib.service.disk_reserve import RESERVE_BYTES, SLACK_BYTES, DiskSpace, Reserve, megabytes
+from atroposlib.service.file_lock import lock_file, require_same_files
+from atroposlib.service.records import BUFFERED, QUEUED, REFERENCE, Changes, Evaluation, Group, Lease, Receipt, Snapshot
+from atroposlib.service.sqlite_schema import APPLICATION_ID, FORMAT, SCHEMA, UPGRADE
+from atroposlib.service.sqlite_statements import Statements
+from atroposlib.service.store import DamagedError, RecentBodies, Store, StoreError
+
+logger = logging.getLogger(__name__)
+
+PAGE_SIZE = 65536
+"""Bodies are long: larger pages make fewer links."""
+CHECKPOINT_PAGES = 512
+"""32 MiB of log before it is copied into the file. Much of it has been handed out and freed by then.
+
+If the disk is full, the file grows by as much with the space of the reserve. So the log is at most half of that.
+"""
+RECENT_BYTES = 64 << 20
+"""Bodies of the newest groups are kept in memory, since most are handed out soon."""
+
+
+SMALL_BYTES = 8 << 20
+"""A file that holds less than this is rewritten without its free pages when the disk is full."""
+
+
+class SqliteStore(Store):
+    """Keeps everything in the file at `path`. No two processes can have it open.
+
+    Args:
+        path: of the file.
+        reserve: bytes of the disk that are kept for what empties the queue.
+
+    Raises:
+        StoreError: the file cannot be opened, belongs to another program, is damaged, or is in use.
+    """
+
+    durable = True
+
+    def __init__(self, path: Path, reserve: int = RESERVE_BYTES) -> None:
+        self.path = path
+        if not path.parent.is_dir():
+            raise StoreError(f"{path}: the folder {path.parent} does not exist; create it, or pass another --store")
+        self._file = path.resolve()  # SQLite names its log after the file, so a link must not have a log of its own
+        self._lock = lock_file(self._file)
+        self._reserve = Reserve(Path(f"{self._file}-reserve"), reserve)
+        self._recent = RecentBodies(RECENT_BYTES)
+        self._writing = threading.Lock()
+        self._reading = threading.Lock()
+        self._unreadable: set[int] = set()
+        """Groups whose bodies SQLite cannot follow on the disk, and so cannot delete either."""
+        try:
+            self._writer, self._reader = self._open()
+            self._statements = Statements(self._writer, self._unreadable)
+            self._opened = {file: os.stat(file) for file in (self._file, Path(f"{self._file}-wal"))}
+        except (sqlite3.Error, StoreError, OSError) as error:
+            failure = error if isinstance(error, StoreError) else self._error(error)
+            os.close(self._lock)
+            raise failure from None
+        self._reserve.build(self._free() - self._promised())
+        self._look()
+
+    def _open(self) -> tuple[sqlite3.Connection, sqlite3.Connection]:
+        """Open the file. Even that needs some of the disk, to recover the log for instance."""
+        try:
+            return self._connections()
+        except sqlite3.OperationalError as error:
+            if not _wants_space(error) or not self._reserve.release():
+                raise
+            logger.warning("store %s: %s; its reserve is given to opening it", self.path, error)
+            return self._connections()
+
+    def _connections(self) -> tuple[sqlite3.Connection, sqlite3.Connection]:
+        with ExitStack() as opened:
+            writer = opened.enter_context(closing(self._connect()))
+            self._prepare(writer)
+            reader = opened.enter_context(closing(self._connect()))
+            opened.pop_all()
+            return writer, reader
+
+    def _error(self, error: Exception) -> StoreError:
+        text = str(error)
+        remedy = "look at the disk and the file's permissions, or pass another --store"
+        if isinstance(error, sqlite3.OperationalError) and _wants_space(error):
+            folder = self.path.absolute().parent
+            free = f"{megabytes(self._free())} are free on the disk of {folder}"
+            remedy = f"{free}: free some space, raise the quota, or look for faults of the disk (dmesg)"
+        elif "malformed" in text or "not a database" in text:
+            remedy = "the file is damaged: restore it from a copy, or move it away to start with an empty one"
+        return StoreError(f"store {self.path}: {text}; {remedy}")
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._file, timeout=10, isolation_level=None, check_same_thread=False)
+        connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
+        connection.execute("PRAGMA synchronous = FULL")  # not only a kill: a power cut may not lose an answered post either
+        pages = max(16, min(CHECKPOINT_PAGES, self._reserve.size // 2 // PAGE_SIZE))
+        connection.execute(f"PRAGMA wal_autocheckpoint = {pages}")
+        connection.execute(f"PRAGMA journal_size_limit = {2 * CHECKPOINT_PAGES * PAGE_SIZE}")
+        connection.execute("PRAGMA cache_size = -32768")
+        connection.execute(
+            "PRAGMA secure_delete = OFF"
+        )  # some builds write zeros over all that is deleted: an ack costs a batch
+        connection.execute("PRAGMA temp_store = MEMORY")  # the folder for temporary files may be full too
+        return connection
+
+    def _prepare(self, writer: sqlite3.Connection) -> None:
+        new = writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        (application,) = writer.execute("PRAGMA application_id").fetchone()
+        (version,) = writer.execute("PRAGMA user_version").fetchone()
+        if not new and (application != APPLICATION_ID or version not in (*UPGRADE, FORMAT)):
+            raise StoreError(
+                f"store {self.path} is not a rollout store of format {FORMAT} (application id {application:#x}, "
+                f"format {version}); pass another --store"
+            )
+        (mode,) = writer.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise StoreError(f"store {self.path}: the file system cannot do write-ahead logging ({mode}); pass another --store")
+        if new:
+            writer.executescript(
+                f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"
+            )
+        elif version != FORMAT:
+            steps = "".join(UPGRADE[step] for step in range(version, FORMAT))
+            writer.executescript(f"BEGIN; {steps} PRAGMA user_version = {FORMAT}; COMMIT;")
+
+    # ---- reading ----
+
+    def load(self) -> Snapshot:
+        """Everything but the bodies."""
+        with self._writing:
+            self._recent.clear()  # it may hold what was never stored
+            try:
+                return self._snapshot()
+            except sqlite3.Error as error:
+                raise self._error(error) from None
+
+    def _snapshot(self) -> Snapshot:
+        run = self._writer.execute
+        snapshot = Snapshot()
+        for (record,) in run("SELECT record FROM state"):
+            snapshot.state = orjson.loads(record)
+        snapshot.environments = [orjson.loads(record) for (record,) in run("SELECT record FROM environments ORDER BY env_id")]
+        leases = {
+            batch_id: Lease(batch_id, [], bool(sent), bool(returned))
+            for batch_id, sent, returned in run("SELECT batch_id, sent, returned FROM leases ORDER BY batch_id")
+        }
+        waiting = {QUEUED: snapshot.queued, BUFFERED: snapshot.buffered, REFERENCE: snapshot.for_reference}
+        columns = "place, weights, stated, seq, line, size, longest, n_bytes, tokens, reference, uses"
+        for place, listed, stated, *numbers in run(f"SELECT {columns} FROM groups ORDER BY seq"):
+            seq, line, size, longest, n_bytes, *others = numbers
+            weights = tuple((epoch, version) for epoch, version in orjson.loads(listed))
+            group = Group(seq, line, size, longest, n_bytes, weights, bool(stated), 0, *others)
+            (waiting[place] if place in waiting else leases[place].groups).append(group)
+        snapshot.leases = list(leases.values())
+        snapshot.keys = [
+            (key, Receipt(*receipt))
+            for key, *receipt in run("SELECT key, status, buffer_size, reason FROM keys ORDER BY place")
+        ]
+        snapshot.evaluations = [
+            Evaluation(**orjson.loads(record)) for (record,) in run("SELECT record FROM evaluations ORDER BY id")
+        ]
+        return snapshot
+
+    def bodies_at_hand(self, seqs: Sequence[int]) -> list[bytes] | None:
+        """The bodies, if all are still in memory."""
+        return self._recent.get(seqs)
+
+    def bodies(self, seqs: Sequence[int]) -> list[bytes]:
+        """Bodies by sequence number, each checked against its checksum."""
+        found: list[bytes] = []
+        damaged: dict[int, str] = {}
+        with self._reading:
+            for seq in seqs:
+                try:
+                    row = self._reader.execute("SELECT crc, body FROM bodies WHERE seq = ?", (seq,)).fetchone()
+                except sqlite3.Error as error:
+                    if type(error) is not sqlite3.DatabaseError:  # its subclasses: the disk, not the content
+                        raise self._error(error) from None
+                    damaged[seq] = f"cannot be read ({error})"
+                    self._unreadable.add(seq)
+                    continue
+                if row is None or zlib.crc32(row[1]) != row[0]:
+                    damaged[seq] = "is missing" if row is None else "does not match its checksum"
+                    continue
+                found.append(row[1])
+        if damaged:
+            what = ", ".join(f"the body of group {seq} {how}" for seq, how in damaged.items())
+            raise DamagedError(f"store {self.path}: {what}; the file is damaged: look at the disk that it is on", list(damaged))
+        return found
+
+    # ---- writing ----
+
+    def commit(self, together: Sequence[Changes]) -> None:
+        """Write the changes in one transaction, and have it on the disk.
+
+        New groups may not use the reserve. Everything else may, since it empties the queue or is small.
+        """
+        # What came before a wipe is gone; what is left is applied at once.
+        wiped = max((index for index, changes in enumerate(together) if changes.wipe), default=0)
+        wipes, left = any(changes.wipe for changes in together), together[wiped:]
+        with self._writing:
+            require_same_files(self._opened)
+            try:
+                try:
+                    self._transact(wipes, left)
+                except sqlite3.OperationalError as error:
+                    if not _wants_space(error) or any(changes.added for changes in left):
+                        raise
+                    self._transact_from_reserve(wipes, left)
+            except (sqlite3.Error, OSError) as error:
+                self._look()
+                raise self._error(error) from None
+            for changes in together:
+                self._recent.follow(changes)
+            if not self._reserve.is_whole and self._free() < self._reserve.size + SLACK_BYTES:
+                # What is left of the reserve must not fill with the log.
+                self._make_room()
+            self._look()
+
+    def _transact(self, wipes: bool, changes: Sequence[Changes]) -> None:
+        try:
+            self._writer.execute("BEGIN IMMEDIATE")
+            if wipes:
+                self._statements.wipe()
+            self._statements.apply(changes)
+            self._writer.execute("COMMIT")
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _transact_from_reserve(self, wipes: bool, changes: Sequence[Changes]) -> None:
+        """Write changes for which the disk has no space: first into an emptied log, then with the reserve."""
+        with self._reading:
+            self._fold()
+        try:
+            self._transact(wipes, changes)
+        except sqlite3.OperationalError as error:
+            if not _wants_space(error) or not self._reserve.release():
+                raise
+            logger.warning(
+                "store %s: %s; the reserve of %s is used for batches and acknowledgements, and new groups are refused",
+                self.path, error, megabytes(self._reserve.size),
+            )  # fmt: skip
+            self._transact(wipes, changes)
+
+    def _roll_back(self) -> None:
+        try:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            logger.error("store %s: the rollback failed too: %s", self.path, error)
+
+    # ---- space ----
+
+    def _free(self) -> int:
+        found = os.fstatvfs(self._lock)
+        return found.f_bavail * found.f_frsize
+
+    def _promised(self) -> int:
+        """Bytes by which the file will grow when the log is folded into it."""
+        (pages,) = self._writer.execute("PRAGMA page_count").fetchone()
+        return max(0, int(pages) * PAGE_SIZE - os.fstat(self._lock).st_size)
+
+    def _look(self) -> None:
+        """Measure the space."""
+        try:
+            (reusable,) = self._writer.execute("PRAGMA freelist_count").fetchone()
+            reserve = self._reserve
+            self.space = DiskSpace(
+                self.path, self._free(), self._promised(), int(reusable) * PAGE_SIZE,
+                reserve.size, reserve.is_whole, reserve.lacks_space,
+            )  # fmt: skip
+        except (sqlite3.Error, OSError) as error:
+            logger.warning("store %s: its space cannot be measured: %s", self.path, error)
+
+    def measure(self) -> None:
+        """Measure the free space alone: all else changes with commits."""
+        try:
+            free = self._free()
+        except OSError as error:
+            logger.warning("store %s: its space cannot be measured: %s", self.path, error)
+            return
+        if self.space is not None:
+            self.space = replace(self.space, free=free, measured=time.monotonic())
+
+    def make_room(self) -> None:
+        """Give back what the store does not need, rebuild the reserve if there is space for it, and measure what is left."""
+        with self._writing:
+            self._make_room()
+            self._look()
+
+    def _make_room(self) -> None:
+        with self._reading:
+            self._fold()
+            self._shorten()
+        try:
+            self._reserve.build(self._free() - self._promised())
+        except (sqlite3.Error, OSError) as error:
+            logger.warning("store %s: its reserve cannot be rebuilt: %s", self.path, error)
+
+    def _fold(self) -> None:
+        """Fold the log into the file and empty it, with the reserve if need be. Nobody may be reading."""
+        statement = "PRAGMA wal_checkpoint(TRUNCATE)"
+        try:
+            try:
+                self._writer.execute(statement).fetchone()
+            except sqlite3.OperationalError as error:
+                # The file grows before the log shrinks.
+                if not _wants_space(error) or not self._reserve.release():
+                    raise
+                self._writer.execute(statement).fetchone()
+        except sqlite3.Error as error:  # the log stays as it is, and nothing is lost
+            logger.warning("store %s: its log cannot be folded into the file now: %s", self.path, error)
+
+    def _shorten(self) -> None:
+        """Rewrite a file that holds next to nothing, which gives its free pages back to the disk. Nobody may be reading."""
+        try:
+            (pages,) = self._writer.execute("PRAGMA page_count").fetchone()
+            (unused,) = self._writer.execute("PRAGMA freelist_count").fetchone()
+            if unused * PAGE_SIZE >= SLACK_BYTES and (pages - unused) * PAGE_SIZE <= SMALL_BYTES:
+                self._writer.execute("VACUUM")
+                self._fold()
+        except sqlite3.Error as error:
+            logger.info("store %s: it cannot be shortened now: %s", self.path, error)
+
+    def close(self) -> None:
+        """Fold the log into the file, and let go of it."""
+        with self._writing, self._reading:
+            self._reader.close()
+            self._writer.close()
+            os.close(self._lock)
+
+
+def _wants_space(error: sqlite3.Error) -> bool:
+    """Return True for what a full disk or a used-up quota looks like. A broken disk looks like the latter."""
+    return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+
+
+def set_aside(path: Path) -> int:
+    """Move a store that an earlier service left behind out of the way.
+
+    It goes to `<name>.previous.db` if it holds groups (an older one there is replaced), and is deleted if it does not.
+
+    Returns:
+        How many groups it holds.
+
+    Raises:
+        StoreError: it is in use or cannot be read.
+    """
+    if not path.exists():
+        return 0
+    store = SqliteStore(path)
+    with closing(store):
+        snapshot = store.load()
+        waiting = len(snapshot.queued) + len(snapshot.buffered) + len(snapshot.for_reference)
+        groups = waiting + sum(len(lease.groups) for lease in snapshot.leases)
+    # Closing the last connection has folded the log into the file, so that the file alone is the whole store.
+    if groups:
+        path.replace(path.with_suffix(".previous.db"))
+    else:
+        path.unlink()
+    for suffix in ("-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    return groups

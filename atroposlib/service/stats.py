@@ -1,0 +1,69 @@
+"""The queue in figures, as everybody tells it who tells of it: what waits, what is handed out, and who brings it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atroposlib.service.queue import RolloutQueue
+from atroposlib.service.records import NOBODY
+
+
+def backlog(queue: RolloutQueue, most_looked_at: int | None = None) -> dict[str, Any]:
+    """What waits, and what may.
+
+    Args:
+        most_looked_at: groups; in a longer queue the oldest version is not looked for, and is None. Not given: any number.
+    """
+    looks = most_looked_at is None or queue.lines.groups <= most_looked_at
+    return {
+        "groups": queue.lines.groups,
+        "sequences": queue.lines.total_sequences(),
+        "buffered_groups": sum(len(buffer) for buffer in queue.buffers.values()),
+        "waiting_for_reference": len(queue.reference.waiting),
+        "held_groups": queue.held_groups,
+        "held_bytes": queue.held_bytes,
+        "max_groups": queue.limits.max_groups,
+        "max_bytes": queue.limits.max_bytes,
+        "oldest_version": min((group.version for group in queue.lines), default=None) if looks else None,
+    }
+
+
+def leases(queue: RolloutQueue, most: int | None = None) -> list[dict[str, Any]]:
+    """The batches that are handed out, or the newest of them."""
+    found = list(queue.leases.values())
+    return [
+        {"batch_id": lease.batch_id, "groups": len(lease.groups), "sent": lease.sent, "returned": lease.returned}
+        for lease in found[-most if most else 0 :]
+    ]
+
+
+def environments(queue: RolloutQueue, now: float, most: int | None = None) -> list[dict[str, Any]]:
+    """The environments of the present run, or those that registered last.
+
+    An environment of an earlier run is listed only if it has posted since the present trainer registered.
+
+    Args:
+        queue: of the service.
+        now: seconds of the queue's clock.
+        most: environments listed; None for all.
+    """
+    first, posted = 0 if queue.ended else queue.first_env_of_run, queue.registry.posted
+    found = [
+        one for one in queue.registry.by_id.values() if one.env_id != NOBODY and (one.env_id >= first or one.env_id in posted)
+    ]
+    unfillable = queue.unfillable()
+    return [
+        {
+            "env_id": one.env_id,
+            "wandb_name": one.wandb_name,
+            "process": queue.registry.processes.get(one.env_id),
+            "connected": one.connected,
+            "weight": one.weight,
+            "groups_accepted": one.accepted,
+            "groups_queued": len(queue.lines.by_line[one.env_id]),
+            "groups_buffered": len(queue.buffers.get(one.env_id, [])),
+            "groups_unfillable": sum(unfillable.sizes(one.env_id).values()),
+            "seconds_silent": round(now - queue.registry.last_seen[one.env_id], 1),
+        }
+        for one in found[-most if most else 0 :]
+    ]

@@ -1,0 +1,172 @@
+"""Reads the bodies of requests: within a limit of bytes and of time, decompressed, and within the budgets of the service."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from atroposlib.web.memory_budget import SMALL_BODY, TINY_BODY, Budgets, Share
+
+UNPACK_IN_A_THREAD_FROM = 1 << 12
+"""Bytes above which unpacking would hold up other requests: they can be a thousand times as many afterwards."""
+COUNTED_AT_ONCE = 1 << 20
+"""Bytes that are unpacked at a time in order to count them."""
+
+
+class RefusedError(Exception):
+    """A request that does not reach a route."""
+
+    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None, plain: bool = False) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.headers, self.plain = status, detail, headers or {}, plain
+
+
+class Bodies:
+    """Reads bodies.
+
+    Args:
+        budgets: of the service.
+        seconds: in which a body must arrive.
+    """
+
+    def __init__(self, budgets: Budgets, seconds: float) -> None:
+        self.budgets, self.seconds = budgets, seconds
+
+    async def read(self, headers: Headers, receive: Receive, most: int, share: Share) -> bytes:
+        """Return the decompressed body of a request, which has at most so many bytes.
+
+        Args:
+            share: takes from the budgets what the body needs for as long as the request is worked on.
+
+        Raises:
+            RefusedError: it is too large, too slow, or not what it claims to be.
+            NoSpaceError: other bodies had the space for too long.
+        """
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("identity", "gzip", ""):
+            raise RefusedError(415, f"Content-Encoding {encoding[:64]!r} is not understood; send gzip or none")
+        stated = headers.get("content-length", "")
+        length = int(stated) if stated.isdigit() and len(stated) < 20 else None
+        if length is not None and length > most:
+            raise too_large(most)
+        packed = encoding == "gzip"
+        body = await self._arrived(receive, length, most, packed, share)
+        if packed and body:
+            body = await self._unpacked(body, most, share)
+            share.shrink(self.budgets.packed, 0)
+        return body
+
+    async def _arrived(self, receive: Receive, length: int | None, most: int, packed: bool, share: Share) -> bytes:
+        """The body as it was sent. Space for it is taken before it is read, so that what waits is with the client."""
+        budgets = self.budgets
+        large = budgets.packed if packed else budgets.large
+        expected = min(SMALL_BODY, most) if length is None else length
+        if expected > SMALL_BODY:
+            await share.take(large, expected, budgets.seconds)
+        elif expected > TINY_BODY or packed:
+            await share.take(budgets.small, SMALL_BODY if packed else expected, budgets.seconds)
+        chunks: list[bytes] = []
+        arrived, unknown = 0, length is None and most > SMALL_BODY
+        deadline = asyncio.get_running_loop().time() + self.seconds
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                late = f"the body did not arrive within {self.seconds:g} s"
+                raise RefusedError(408, late, {"Connection": "close"}) from None
+            if message["type"] == "http.disconnect":
+                raise RefusedError(400, "the client went away in the middle of its body")
+            chunks.append(message.get("body", b""))
+            arrived += len(chunks[-1])
+            if arrived > most:  # before it is unpacked, too: gzip may hold nothing at any length
+                raise too_large(most)
+            if not message.get("more_body", False):
+                break
+            if unknown and arrived > SMALL_BODY:
+                unknown = False
+                began = asyncio.get_running_loop().time()
+                await share.take(large, most, budgets.seconds)
+                if not packed:
+                    share.shrink(budgets.small, 0)
+                deadline += asyncio.get_running_loop().time() - began
+        if length is None and arrived > SMALL_BODY and not unknown:
+            share.shrink(large, arrived)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _unpacked(self, body: bytes, most: int, share: Share) -> bytes:
+        small = min(SMALL_BODY, most)
+        try:
+            unpacked = await decompress(body, small + 1)
+            if len(unpacked) > small:
+                del unpacked
+                size = await asyncio.to_thread(unpacked_size, body, most + 1)
+                if size > most:
+                    raise too_large(most)
+                await share.take(self.budgets.large, size, self.budgets.seconds)
+                unpacked = await asyncio.to_thread(_inflate, body, size + 1)
+        except zlib.error:
+            raise RefusedError(400, "Invalid gzip payload", plain=True) from None
+        if len(unpacked) > most:
+            raise too_large(most)
+        return unpacked
+
+
+def too_large(most: int) -> RefusedError:
+    """Return the refusal of a body with more bytes."""
+    return RefusedError(413, f"the body is larger than {most} bytes; post fewer groups at once", {"Connection": "close"})
+
+
+async def decompress(body: bytes, most: int) -> bytes:
+    """Unpack gzip, in a thread if it may take long. The result is cut off once there are `most` bytes.
+
+    Raises:
+        zlib.error: this is not gzip, or not all of it.
+    """
+    if len(body) < UNPACK_IN_A_THREAD_FROM:
+        return _inflate(body, most)
+    return await asyncio.to_thread(_inflate, body, most)
+
+
+def _inflate(packed: bytes, most: int) -> bytes:
+    """A body may be several members, one after the other (RFC 1952), padded with zeros."""
+    out: list[bytes] = []
+    size = 0
+    rest = packed
+    while True:
+        member = zlib.decompressobj(wbits=31)
+        out.append(member.decompress(rest, most - size))
+        size += len(out[-1])
+        if size >= most:
+            break
+        if not member.eof:
+            raise zlib.error("the last member is not complete")
+        rest = member.unused_data.lstrip(b"\0")
+        if not rest:
+            break
+    return out[0] if len(out) == 1 else b"".join(out)
+
+
+def unpacked_size(packed: bytes, most: int) -> int:
+    """Count the bytes that gzip unpacks to, a piece at a time; `most` if there are as many or more.
+
+    Raises:
+        zlib.error: this is not gzip, or not all of it.
+    """
+    size = 0
+    rest = packed
+    while rest:
+        member = zlib.decompressobj(wbits=31)
+        while not member.eof:
+            piece = member.decompress(rest, COUNTED_AT_ONCE)
+            size += len(piece)
+            if size >= most:
+                return most
+            rest = member.unconsumed_tail
+            if not piece and not rest and not member.eof:
+                raise zlib.error("the last member is not complete")
+        rest = member.unused_data.lstrip(b"\0")
+    return size

@@ -1,0 +1,342 @@
+"""uvicorn's protocol with bounds on what a connection may do while no limit of a request applies.
+
+The bounds: connections of the server and of one address (`connection_table`); the time for a request's head, for its body, and
+for taking an answer; bytes and lines of a head; requests that are sent before earlier ones are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import socket
+import struct
+import termios
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from atroposlib.web.addresses import network_of
+from atroposlib.web.connection_table import ConnectionTable
+
+logger = logging.getLogger(__name__)
+
+MOST_HEAD_BYTES = 1 << 16
+"""First line and headers of a request."""
+MOST_HEADERS = 256
+"""Lines in the head of a request."""
+MOST_PIPELINED = 16
+"""Requests of one connection that wait for the answers to earlier ones."""
+BODY_GRACE_SECONDS = 30.0
+"""A service that bounds the time of bodies itself, and lets some wait, answers before the connection is closed under it."""
+LOG_EVERY_SECONDS = 10.0
+ABORT = "lockstep.abort"
+"""The ASGI extension by which an application ends its connection at once."""
+PROVE = "lockstep.prove"
+"""The ASGI extension by which an application reports that it has let a request in, which is with the key where there is one."""
+
+
+def abort_connection(scope: Scope) -> None:
+    """End the connection of a request and drop what was not sent. Closing one waits until all is sent, which may be never."""
+    offered = scope.get("extensions", {}).get(ABORT)
+    if offered is not None:
+        offered["abort"]()
+
+
+def prove_connection(scope: Scope) -> None:
+    """Note that a request was let in: its connection is kept when others are too many."""
+    offered = scope.get("extensions", {}).get(PROVE)
+    if offered is not None:
+        offered["prove"]()
+
+
+def bounded_protocol(
+    seconds: float, most_connections: int, log: logging.Logger = logger, most_body: int | None = None
+) -> type[asyncio.Protocol]:
+    """Return the class of the connections of one server.
+
+    Args:
+        seconds: time from the connection to the end of the first head, from the first byte of each later head to its end, for a
+            body (with BODY_GRACE_SECONDS more), and for which the client may leave an answer untaken.
+        most_connections: connections held at a time.
+        log: gets a line for connections that are closed.
+        most_body: bytes of a body as it is sent; None for a server that bounds bodies itself.
+    """
+    table: ConnectionTable[BoundedProtocol] = ConnectionTable(most_connections, _has_unread_bytes)
+    closed = _Closed(table, log)
+
+    class Connection(BoundedProtocol):
+        """One connection of this server."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.seconds, self.table, self.closed, self.log = seconds, table, closed, log
+            self.most_body = most_body
+
+    return Connection
+
+
+class _Closed:
+    """Logs connections that were closed because there are too many: one line in LOG_EVERY_SECONDS, with their number."""
+
+    def __init__(self, table: ConnectionTable[BoundedProtocol], log: logging.Logger) -> None:
+        self._table, self._log = table, log
+        self._count = 0
+        self._logged = float("-inf")
+
+    def note(self, address: str) -> None:
+        """Count one connection from this address."""
+        self._count += 1
+        now = time.monotonic()
+        if now - self._logged >= LOG_EVERY_SECONDS:
+            self._log.warning(
+                "too many connections: closed %d without the key or without a request, the last one from %s; open now: %s of "
+                "at most %d (%d without the key from one address). Raise `ulimit -n` if these are your own clients",
+                self._count,
+                address,
+                self._table.counts(),
+                self._table.most,
+                self._table.most_unproven_of_address,
+            )
+            self._count, self._logged = 0, now
+
+
+def _has_unread_bytes(connection: BoundedProtocol) -> bool:
+    """Return whether the system holds bytes that this connection has received and the event loop has not read."""
+    sock = connection.transport.get_extra_info("socket")
+    if sock is None or sock.fileno() < 0 or connection.transport.is_closing():
+        return False
+    (count,) = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.FIONREAD, b"\0" * 4))
+    return bool(count)
+
+
+class _Deadline:
+    """A timer that runs once, unless it is stopped before."""
+
+    def __init__(self) -> None:
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float, call: Callable[..., object], *arguments: object) -> None:
+        """Call in so many seconds. A deadline that is running already is kept."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._run, call, *arguments)
+
+    def _run(self, call: Callable[..., object], *arguments: object) -> None:
+        self._timer = None
+        call(*arguments)
+
+    def stop(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    @property
+    def is_running(self) -> bool:
+        """True until the timer has called or was stopped."""
+        return self._timer is not None
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection, with bounds."""
+
+    seconds: float
+    table: ConnectionTable[BoundedProtocol]
+    closed: _Closed
+    log: logging.Logger
+    most_body: int | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._late_head, self._late_body, self._late_reader = _Deadline(), _Deadline(), _Deadline()
+        self._head_bytes = self._body_bytes = 0
+        self._has_open_body = False
+        self._answering: Any = None
+        """The request that the application is answering. uvicorn itself knows the newest one alone."""
+
+    # ---- the connection ----
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take in the connection, or close one that matters less."""
+        super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            # The system ends a connection whose peer acknowledges nothing of what was sent, whatever state it is in.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.seconds))
+        address = network_of(self.client[0]) if self.client else "local"
+        victim = self.table.add(self, address)
+        if victim is not None:
+            self.closed.note(victim.client[0] if victim.client else "local")
+            victim.give_way()
+        if victim is not self:
+            self._await_head()
+
+    def give_way(self) -> None:
+        """Close this connection for another one."""
+        self.table.remove(self)
+        self._stop_timers()
+        has_request = self.cycle is not None and not self.cycle.response_complete
+        if has_request or self.transport.is_closing() or self.transport.get_write_buffer_size():
+            self.transport.abort()
+            return
+        # A client that is about to send its request learns that it can try again.
+        self.transport.write(_answer("503 Service Unavailable", "retry-after: 1\r\n"))
+        self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self.table.remove(self)
+        self._stop_timers()
+        self.pipeline.clear()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Leave the connection to the protocol of WebSockets, which has limits of its own.
+
+        That protocol gets the head alone. It would wait without a limit for a body that the head announces.
+        """
+        if any(name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in self.headers):
+            self._refuse("400 Bad Request")
+            return
+        self.table.remove(self)
+        self._stop_timers()
+        super().handle_websocket_upgrade()
+
+    def prove(self) -> None:
+        """Note that a request of this client was let in."""
+        self.table.prove(self)
+
+    # ---- what the client sends ----
+
+    def data_received(self, data: bytes) -> None:
+        """Read bytes from the client."""
+        super().data_received(data)
+        if self._late_head.is_running:
+            self._head_bytes += len(data)
+            if self._head_bytes > MOST_HEAD_BYTES:
+                self._refuse("431 Request Header Fields Too Large")
+        if self._has_open_body:
+            self._late_body.start(self.seconds + BODY_GRACE_SECONDS, self._end_body)
+
+    def on_message_begin(self) -> None:
+        """Begin to read a request."""
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: {"abort": self.transport.abort}, PROVE: {"prove": self.prove}}
+        self._await_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take one line of the head."""
+        super().on_header(name, value)
+        if len(self.headers) > MOST_HEADERS:
+            self._refuse("431 Request Header Fields Too Large")
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer the request."""
+        self._late_head.stop()
+        if self.transport.is_closing():  # it was refused for an earlier part of what is being read
+            return
+        if not self.flow.write_paused:
+            self._late_reader.stop()
+        self.table.serve(self, True)
+        self._has_open_body, self._body_bytes = True, 0
+        super().on_headers_complete()
+        if len(self.pipeline) > MOST_PIPELINED:
+            self.log.info("closing a connection that sent %d requests before the first was answered", len(self.pipeline))
+            self.transport.abort()
+
+    def on_body(self, body: bytes) -> None:
+        """Take some of the body."""
+        if self.transport.is_closing():
+            return
+        self._body_bytes += len(body)
+        if self.most_body is not None and self._body_bytes > self.most_body:
+            self.log.warning("closing a connection whose request body is larger than %d bytes", self.most_body)
+            self._end_with("413 Content Too Large")
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that the whole request has arrived."""
+        self._has_open_body = False
+        self._late_body.stop()
+        if not self.transport.is_closing():
+            super().on_message_complete()
+
+    def _await_head(self) -> None:
+        if not self._late_head.is_running:
+            self._head_bytes = 0
+            self._late_head.start(self.seconds, self._refuse, "408 Request Timeout")
+
+    def _end_body(self) -> None:
+        self.log.info("closing a connection whose request body did not arrive within %g s", self.seconds + BODY_GRACE_SECONDS)
+        self._end_with("408 Request Timeout")
+
+    def _end_with(self, status: str) -> None:
+        """End the connection in the middle of a body."""
+        if self.cycle.response_started or self.transport.get_write_buffer_size():
+            self.transport.abort()
+            return
+        self.transport.write(_answer(status))
+        self.transport.close()
+
+    def _refuse(self, status: str) -> None:
+        self._late_head.stop()
+        if not self.transport.is_closing():
+            self.log.info("closing a connection that sent no request: %s", status)
+            self.transport.write(_answer(status))
+            self.transport.close()
+
+    # ---- what the client takes ----
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or begin with one that has arrived already."""
+        super().on_response_complete()
+        if self.cycle is None or self.cycle.response_complete:
+            self.table.serve(self, False)
+        if not self.flow.write_paused:
+            self._late_reader.stop()
+            if self.transport.get_write_buffer_size():
+                self._late_reader.start(self.seconds, self._end_if_untaken)
+
+    def pause_writing(self) -> None:
+        """Note that the client takes an answer more slowly than it is made."""
+        super().pause_writing()
+        self._late_reader.stop()
+        self._late_reader.start(self.seconds, self._end_if_untaken)
+
+    def resume_writing(self) -> None:
+        """Note that the client has taken nearly all of what was sent."""
+        self._late_reader.stop()
+        super().resume_writing()
+
+    def _end_if_untaken(self) -> None:
+        untaken = self.transport.get_write_buffer_size()
+        if untaken:
+            self.log.info("closing a connection whose client left %d bytes of an answer for %g s", untaken, self.seconds)
+            self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that was idle for too long."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _stop_timers(self) -> None:
+        self._late_head.stop()
+        self._late_body.stop()
+        self._late_reader.stop()
+
+
+def _answer(status: str, more: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\n{more}connection: close\r\ncontent-length: 0\r\n\r\n".encode()

@@ -1,0 +1,50 @@
+"""What the service's page knows of a run that an earlier process of the service has seen."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from atroposlib.dashboard.live.hub import Hub
+from atroposlib.dashboard.live.monitor import LiveSource, Place
+from atroposlib.dashboard.live.snapshots import ObservedFolder
+from atroposlib.service.records import Draft, Limits, Registration
+from atroposlib.service.service import RolloutService
+from atroposlib.service.store import MemoryStore
+
+TRAINER = Registration(1, "g", "p", 2, 128, "c", 5, 0, 100, model="m")
+
+
+@pytest.mark.parametrize(("uuid", "missed"), [(1, True), (2, False)])
+def test_a_trainer_that_died_while_the_service_was_away_is_missed(tmp_path: Path, uuid: int, missed: bool) -> None:
+    """Though it holds a batch, over which one that does not tell of its servers may be silent for long; so may the next one,
+    of which nothing is known yet."""
+
+    async def run() -> None:
+        before = source(tmp_path, TRAINER)
+        before.service.heard_trainer(publishes=True)
+        await before.round()
+        after = source(tmp_path, replace(TRAINER, uuid=uuid))
+        queue, now = after.service.queue, after.service.clock()
+        queue.add(Draft(b"{}", 2, 3, weights=((None, 0),)), now)
+        lease = queue.next_batch(now, None, None)
+        assert lease is not None
+        queue.sent(lease, complete=True)
+        after.service.clock = lambda: now + 3600.0
+        await after.round()
+        assert [fault["part"] for fault in after.stack["faults"]] == ["trainer"] * missed
+        for one in before, after:
+            await one.watch.close()
+            await one.service.committer.close()
+
+    asyncio.run(run())
+
+
+def source(folder: Path, trainer: Registration) -> LiveSource:
+    """That of a fresh process, whose store has a trainer's registration."""
+    service = RolloutService(MemoryStore(), Limits())
+    service.queue.register(trainer)
+    return LiveSource(service, ObservedFolder(folder), Hub(), Place())

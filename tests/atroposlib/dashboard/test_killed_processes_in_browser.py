@@ -1,0 +1,109 @@
+"""Somebody watches while an inference server and the service are killed: the page says what is gone, since when, and what
+to do, until they are back."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from example_trainer.child_processes.processes import ManagedProcess
+from tests.atroposlib.service.conftest import Service, environment, trainer
+from tests.conftest import Processes
+from tests.headless_browser import LIVE, UNANSWERED, Visit
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
+
+pytestmark = pytest.mark.timeout(240)
+
+SERVER = Path(__file__).with_name("inference_server.py")
+LOST = "document.body.dataset.connection === 'lost'"
+
+
+def alert(seen: Visit, text: str) -> Locator:
+    return seen.page.get_by_role("alert").filter(has_text=text)
+
+
+def since(fault: Locator) -> str:
+    """When a fault began, as the page says it."""
+    found = re.search(r"Since (\d\d:\d\d:\d\d)\.", fault.inner_text())
+    assert found is not None, fault.inner_text()
+    return found[1]
+
+
+def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
+    tmp_path: Path, processes: Processes, free_port: Callable[[], int], visit: Callable[..., Visit]
+) -> None:
+    port = free_port()
+    url = f"http://localhost:{port}"
+
+    def start_server(instance: str) -> ManagedProcess:
+        return processes.start("inference server", [sys.executable, SERVER, str(port), instance])
+
+    server = start_server("one")
+    service = Service(tmp_path, "--store", str(tmp_path / "rollouts.db"), "--run-folder", str(tmp_path)).start()
+    try:
+        service.post("/register", trainer(model="m", inference_servers=[url]))
+        service.get("/batch")
+        service.post("/register-env", environment())
+        seen = visit(f"http://127.0.0.1:{service.port}")
+        seen.expect(UNANSWERED)
+        seen.open("/ui")
+        seen.until(LIVE)
+        headline = seen.page.locator("#headline")
+        headline.filter(has_text="Training: 1 environment, 1 of 1 server well.").wait_for()
+
+        # It hangs, and its connections stay: whoever hears nothing for half a minute, tries a new one.
+        sleeper = visit(seen.origin)
+        sleeper.page.clock.install()
+        sleeper.open("/ui")
+        sleeper.until(LIVE)
+        assert service.process is not None
+        service.process.send_signal(signal.SIGSTOP)
+        sleeper.page.clock.fast_forward(40_000)
+        sleeper.until(LOST)
+        service.process.send_signal(signal.SIGCONT)
+        sleeper.until(LIVE)
+        sleeper.page.context.close()
+
+        processes.kill(server)
+        silent = alert(seen, f"vLLM server: {url} does not answer: connection refused.")
+        silent.wait_for()
+        began = since(silent)
+        assert "scripts/start.sh --resume" in silent.inner_text()
+        assert seen.page.get_by_role("listitem", name="vllm").get_attribute("data-state") == "gone"
+
+        service.signal(signal.SIGKILL)
+        seen.until(LOST)
+        mute = alert(seen, "service: It does not answer.")
+        mute.wait_for()
+        assert "scripts/start.sh --resume service" in mute.inner_text()
+        assert seen.page.get_by_role("listitem", name="service", exact=True).get_attribute("data-state") == "gone"
+        assert "does not answer" in headline.inner_text()
+
+        service.start()
+        seen.until(LIVE)
+        mute.wait_for(state="detached")
+        late = visit(seen.origin)  # somebody who opens the page only now
+        late.expect(UNANSWERED)
+        late.open("/ui")
+        for one in seen, late:
+            silent = alert(one, f"{url} does not answer")
+            silent.wait_for()
+            assert since(silent) == began, "and not since the service is there again"
+        headline.filter(has_text="1 thing to look at.").wait_for()
+
+        start_server("two")
+        for one in seen, late:
+            alert(one, url).wait_for(state="detached")
+        headline.filter(has_text="Training: 1 environment, 1 of 1 server well.").wait_for()
+        for happened in (f"{url} does not answer", "the rollout service was started anew", f"{url} answers again"):
+            late.page.get_by_role("row").filter(has_text=happened).first.wait_for()
+    finally:
+        service.signal(signal.SIGTERM)

@@ -1,0 +1,309 @@
+"""Requests to several servers, of which some are away, fail, hang or come back: each is answered once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atroposlib.errors import InferenceUnavailable, UsageError
+from atroposlib.inference import pool, selection
+from atroposlib.inference.client import APIServer, APIServerConfig, ServerIsAway
+from atroposlib.inference.generation import Generation, Weights
+from atroposlib.inference.selection import Look
+from atroposlib.inference.server_manager import ServerManager
+from tests.atroposlib.inference.played_servers import ask, fleet, seen
+
+STATES = ("ok", "ok", "away", "fails", "hangs", "quarantined", "sick")
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    """Looks, pauses and patience a hundred times as fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "LOOK_SECONDS", 0.01)
+        patch.setattr(pool, "MOVE_AFTER_SECONDS", 0.05)
+        patch.setattr(selection, "FIRST_PAUSE", 0.005)
+        patch.setattr(selection, "LONGEST_PAUSE", 0.05)
+        patch.setattr("atroposlib.utils.waiting.FIRST_PAUSE", 0.01)
+        patch.setattr("atroposlib.utils.waiting.LONGEST_PAUSE", 0.02)
+        yield
+
+
+# ---- against a model, without HTTP ---------------------------------------------------------------------------------------
+
+
+class Fake(APIServer):
+    """A server that does what its state says."""
+
+    looked_at_always = True
+    failures: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, config: APIServerConfig, reasoning_config: Any = None):
+        super().__init__(config, reasoning_config)
+        self.changed = asyncio.Event()
+        self.state = "ok"
+        self.answered: list[int] = []
+
+    def become(self, state: str) -> None:
+        self.state = state
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def look(self) -> Look:
+        while self.state == "hangs":
+            try:
+                await asyncio.wait_for(self.changed.wait(), 0.02)
+            except TimeoutError:
+                return Look(wrong="silent")
+        if self.state in ("away", "quarantined"):
+            return Look(wrong=self.state)
+        return Look(weights=Weights(1, 1))
+
+    async def _generate_wrapper(self, **kwargs: Any) -> Generation:
+        number = kwargs["input_ids"][0]
+        await asyncio.sleep(0.002)
+        while self.state == "hangs":
+            await self.changed.wait()
+        if self.state in ("away", "quarantined", "sick"):
+            raise ServerIsAway(self.state)
+        if self.state == "fails":
+            self.failures[number] += 1
+            raise RuntimeError("it broke")
+        self.answered.append(number)
+        return Generation([number], [[number]], [[-0.5]], ["stop"])
+
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    _completion_wrapper = _tokens_and_logprobs_completion_wrapper = _chat_completion_wrapper
+
+
+rounds = st.lists(st.tuples(*[st.sampled_from(STATES)] * 3), min_size=1, max_size=6)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(script=rounds)
+def test_whatever_happens_to_the_servers_each_request_has_one_answer(script: list[tuple[str, ...]]) -> None:
+    async def play() -> None:
+        Fake.failures = Counter()
+        manager = ServerManager(APIServerConfig(base_url="http://a:1,http://b:1,http://c:1"), server_class=Fake)
+        numbers, tasks = itertools.count(), {}
+        conversation = manager.pick()  # as a managed server holds one
+        for states in [*script, ("ok", "ok", "ok")]:
+            for server, state in zip(manager.servers, states, strict=True):
+                server.become(state)
+            for _ in range(4):
+                for whom in (manager, conversation):
+                    number = next(numbers)
+                    tasks[number] = asyncio.create_task(whom.generate(input_ids=[number]))
+            await asyncio.sleep(0.03)
+        _, late = await asyncio.wait(tasks.values(), timeout=60)
+        assert not late, "none waits for ever"
+        for number, task in tasks.items():
+            if (error := task.exception()) is not None:
+                assert isinstance(error, RuntimeError)
+                assert Fake.failures[number] == 3, "it was tried three times"
+                continue
+            assert task.result().output_tokens == [[number]]
+            assert sum(server.answered.count(number) for server in manager.servers) == 1
+        assert all(server.sem.in_use == 0 for server in manager.servers)
+        assert not manager.routers()[0]._under_way
+        await manager.close()
+
+    asyncio.run(play())
+
+
+# ---- over HTTP -----------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_spread_and_all_kinds_of_faults_are_gone_around() -> None:
+    async with fleet(4) as (manager, lights):
+        await ask(manager, 40)
+        assert min(light.generated for light in lights) > 3
+        failing, cut, quarantined, good = lights
+        failing.answers["/generate"] = (500, {"error": "broken"})
+        cut.cut = True
+        quarantined.answers["/generate"] = (503, {"error": "quarantined"})
+        quarantined.says(serving=False, trouble="quarantined: its checksum was wrong")
+        for _ in range(5):
+            await ask(manager, 40)
+        before = [light.generated for light in lights]
+        await ask(manager, 40)
+        assert good.generated - before[3] >= 40 - 2, "what fails gets a trial at most"
+        assert quarantined.generated == before[2]
+        failing.answers.pop("/generate")
+        cut.cut = False
+        quarantined.answers.pop("/generate")
+        quarantined.says(serving=True)
+        before = [light.generated for light in lights]
+        await seen(manager, lambda: all(light.generated > was for light, was in zip(lights, before, strict=True)))
+
+
+async def test_the_freshest_weights_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "SETTLING_SECONDS", 0.05)
+    async with fleet(3) as (manager, lights):
+        lights[0].says(serving=True, weight_epoch=0, weight_version=900)
+        lights[1].says(serving=True, weight_version=2)
+        known = manager.routers()[0].routing
+        await seen(manager, lambda: None not in [known.of(server).weights for server in manager.servers])
+        await asyncio.sleep(0.06)
+        before = [light.generated for light in lights]
+        await ask(manager, 20)
+        assert [light.generated - was for light, was in zip(lights, before, strict=True)] == [0, 0, 20]
+        await lights[2].stop()
+        before = [light.generated for light in lights]
+        await ask(manager, 20)
+        assert [light.generated - was for light, was in zip(lights, before, strict=True)] == [0, 20, 0], "the next best"
+
+
+async def test_requests_at_a_server_that_hangs_are_asked_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atroposlib.inference.vllm_client.LOOK_TIMEOUT", 0.5)
+    async with fleet(2) as (manager, lights):
+        await ask(manager, 2)
+        lights[0].hold.clear()
+        async with asyncio.timeout(60):
+            await ask(manager, 10)
+        assert "are asked elsewhere: it is away (silent for 0.5 s)" in caplog.text
+        lights[0].hold.set()
+        before = lights[0].generated
+        await seen(manager, lambda: lights[0].generated > before)
+
+
+async def test_one_that_stands_alone_is_named_when_it_is_silent_and_goes_on_with_its_requests(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("atroposlib.inference.vllm_client.LOOK_TIMEOUT", 0.5)
+    async with fleet(1) as (manager, (light,)):
+        await ask(manager, 2)
+        assert "/weights" not in light.asked, "while it answers, it is left alone"
+        monkeypatch.setattr(pool, "QUIET_SECONDS", 0.1)
+        light.hold.clear()
+        waiting = asyncio.create_task(ask(manager, 10))
+        async with asyncio.timeout(60):
+            while "is away (silent for 0.5 s): 10 requests wait for it" not in caplog.text:
+                await asyncio.sleep(0.01)
+        later = asyncio.create_task(ask(manager, 1))
+        async with asyncio.timeout(60):
+            while "waiting for inference server at" not in caplog.text:  # a new request is not sent to it
+                await asyncio.sleep(0.01)
+        light.hold.set()
+        async with asyncio.timeout(60):
+            await asyncio.gather(waiting, later)
+        assert light.generated == 13, "no request was sent twice"
+
+
+async def test_a_server_whose_engine_hangs_is_gone_around_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    reason = "vLLM's engine has not answered for 30 s (--engine-timeout)"
+    async with fleet(2) as (manager, lights):
+        await ask(manager, 2)
+        lights[0].answers["/generate"] = (503, {"error": reason})
+        lights[0].says(serving=False, trouble=reason)
+        await ask(manager, 20)
+        before = lights[0].generated
+        await ask(manager, 20)
+        assert lights[0].generated == before
+        assert reason in caplog.text
+
+
+async def test_all_away_is_one_line_that_names_them_and_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with fleet(2) as (manager, lights):
+        await ask(manager, 2)
+        await lights[0].stop()
+        lights[1].says(serving=False, trouble="quarantined: late")
+        lights[1].answers["/generate"] = (503, {})
+        waiting = asyncio.create_task(ask(manager, 10))
+        async with asyncio.timeout(60):
+            while "waiting for" not in caplog.text:
+                await asyncio.sleep(0.01)
+        (line,) = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
+        assert line.startswith("waiting for inference servers, 2 of which none can be asked: ")
+        assert lights[0].url in line
+        assert lights[1].url in line
+        assert not waiting.done()
+        await lights[0].start()
+        async with asyncio.timeout(60):
+            await waiting
+        await lights[0].stop()
+        manager.servers[0].gate.outage_timeout = 0.1
+        with pytest.raises(InferenceUnavailable, match="quarantined: late"):
+            await ask(manager, 1)
+
+
+async def test_servers_that_know_no_weights_are_judged_by_their_health() -> None:
+    async with fleet(2) as (manager, lights):
+        for light in lights:
+            light.answers["/weights"] = (404, {})
+        await ask(manager, 20)
+        await lights[0].stop()
+        await ask(manager, 20)
+        assert lights[1].asked.count("/weights") == 1, "asked once"
+        before = lights[0].generated
+        await lights[0].start()
+        await seen(manager, lambda: lights[0].generated > before)
+        assert "/health" in lights[1].asked
+
+
+async def test_a_conversation_stays_where_it_is_and_moves_when_it_must() -> None:
+    async with fleet(2) as (manager, lights):
+        await ask(manager, 2)
+        server = manager.pick()
+        at = next(light for light in lights if light.url == server.root_url)
+        before = at.generated
+        for turn in range(5):
+            await server.generate(input_ids=[turn])
+        assert at.generated == before + 5
+        await at.stop()
+        assert (await server.generate(input_ids=[9])).output_tokens == [[9]]
+
+
+async def test_servers_are_left_in_peace_when_nothing_is_asked() -> None:
+    async with fleet(2) as (manager, _):
+        await ask(manager, 2)
+        watcher = manager.routers()[0]._watcher
+        assert watcher is not None
+        async with asyncio.timeout(60):
+            await watcher
+        await ask(manager, 2)
+        assert manager.routers()[0]._watcher is not watcher
+
+
+async def test_servers_that_somebody_sets_replace_the_others() -> None:
+    async with fleet(2) as (manager, lights):
+        held = manager.servers[0]
+        manager.servers = ServerManager([APIServerConfig(base_url=lights[1].url, server_type="vllm")]).servers
+        await ask(manager, 5)
+        assert lights[0].generated == 0
+        await held.generate(input_ids=[1])
+        assert lights[0].generated == 1, "whoever holds a server goes on with it"
+        await held.close()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "says"),
+    [("http://a:1,", "is empty"), ("http://a:1/v1, http://A:1", "is there twice")],
+)
+def test_addresses_that_are_no_list_are_refused(addresses: str, says: str) -> None:
+    with pytest.raises((UsageError, ValueError), match=says):
+        ServerManager(APIServerConfig(base_url=addresses))
+
+
+async def test_an_environment_starts_when_one_server_is_well() -> None:
+    async with fleet(3) as (manager, lights):
+        await lights[0].stop()
+        lights[1].says(serving=False, trouble="its first weights have not come")
+        async with asyncio.timeout(60):
+            await manager.wait_until_well()
+        assert [server.server_healthy for server in manager.servers] == [False, False, True]
+        assert manager.pick() is manager.servers[2]

@@ -1,0 +1,141 @@
+"""Large bodies are read in another process: the service stays there for others, whatever becomes of that process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from atroposlib.service.group_reader import IN_A_PROCESS_FROM, GroupReader, ReaderError, TooComplexError
+from atroposlib.service.group_schema import read_groups
+from atroposlib.service.schemas import InvalidRequestError
+from example_trainer.child_processes.guard import descendants, parents
+from tests.atroposlib.service.conftest import Service, group, marks
+
+
+@pytest.fixture
+def reader() -> Iterator[GroupReader]:
+    made = GroupReader()
+    yield made
+    made.close()
+
+
+def large(**fields: object) -> bytes:
+    body = json.dumps(group(mark=70000, length=30_000, **fields)).encode()
+    assert len(body) > IN_A_PROCESS_FROM
+    return body
+
+
+def test_it_finds_what_is_found_at_once(reader: GroupReader) -> None:
+    one = large(weight_versions=[1, 2, 3, 3], weight_epochs=[7, 7, 8, 8], env_id=3, idempotency_key="k")
+    listed = b"[" + one + b"," + large(advantages=[]) + b"]"
+
+    async def test() -> None:
+        for body, many in ((one, False), (listed, True), (b" " + one, False)):
+            assert await reader.read(body, many) == read_groups(body, many)
+        assert reader._child is not None
+
+    asyncio.run(test())
+
+
+def test_it_refuses_what_is_refused_at_once(reader: GroupReader) -> None:
+    async def test() -> None:
+        for body in (large(scores=[0.0, 1.0, float("nan"), 2.0]), large()[:-1], large(masks=[[-100] * 30_000] * 4)):
+            with pytest.raises(InvalidRequestError) as here:
+                read_groups(body, many=False)
+            with pytest.raises(InvalidRequestError) as there:
+                await reader.read(body, many=False)
+            assert there.value.errors == here.value.errors
+
+    asyncio.run(test())
+
+
+def test_a_child_that_is_killed_costs_one_post(reader: GroupReader) -> None:
+    async def test() -> None:
+        await reader.read(large(), many=False)
+        assert reader._child is not None
+        begun = threading.Event()
+
+        def start() -> socket.socket:
+            sock = start_child()
+            begun.set()
+            return sock
+
+        start_child, reader._start = reader._start, start  # type: ignore[method-assign]
+        os.kill(reader._child.pid, signal.SIGSTOP)
+        reading = asyncio.create_task(reader.read(large(), many=False))
+        assert await asyncio.to_thread(begun.wait, 60)
+        os.kill(reader._child.pid, signal.SIGKILL)
+        with pytest.raises(ReaderError, match="is there enough memory"):
+            await reading
+        assert len(await reader.read(large(), many=False)) == 1
+
+    asyncio.run(test())
+
+
+def test_a_child_that_does_not_answer_is_not_waited_for_for_ever() -> None:
+    reader = GroupReader(timeout=0.2)
+
+    async def test() -> None:
+        reader._start()
+        assert reader._child is not None
+        os.kill(reader._child.pid, signal.SIGSTOP)
+        with pytest.raises(ReaderError, match=r"longer than 0\.2 s"):
+            await reader.read(large(), many=False)
+        assert reader._child is None
+
+    asyncio.run(test())
+    reader.close()
+
+
+def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_read() -> None:
+    reader = GroupReader(max_body=8 << 20)
+    lists = b'{"tokens":[[1,2]],"masks":[[-100,2]],"scores":[1],"pad":[' + b",".join([b"[]"] * (8 << 20)) + b"]}"
+
+    async def test() -> None:
+        with pytest.raises(TooComplexError, match=r"more than 416 MiB of memory.*post fewer groups at once"):
+            await reader.read(lists, many=False)
+        assert len(await reader.read(large(), many=False)) == 1
+
+    asyncio.run(test())
+    reader.close()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_others_are_served_meanwhile_and_no_child_is_left(tmp_path: Path, end: signal.Signals) -> None:
+    service = Service(tmp_path, "--store", "memory").start()
+    service.begin(batch_size=4)
+    assert service.process is not None
+    assert service.http.post("/scored_data", content=large()).status_code == 200
+    (child,) = descendants(service.process.pid)
+    os.kill(child, signal.SIGSTOP)  # a body that takes as long to read as we like
+    answers: list[httpx.Response] = []
+
+    def post() -> None:
+        with httpx.Client(base_url=service.http.base_url, timeout=60) as http:
+            answers.append(http.post("/scored_data", content=large()))
+
+    posting = threading.Thread(target=post)
+    posting.start()
+    for mark in range(5):
+        assert service.post("/scored_data", group(mark=mark)) == {"status": "received"}
+        assert service.get("/status")["queue_size"] == mark + 2
+    assert not answers
+    os.kill(child, signal.SIGCONT)
+    posting.join(60)
+    assert answers[0].status_code == 200
+    assert [marks(service.get("/batch")["batch"]) for _ in range(7)] == [[70000], [0], [1], [2], [3], [4], [70000]]
+    service.signal(end)
+    deadline = time.monotonic() + 60
+    while child in parents():
+        assert time.monotonic() < deadline, "the child outlives the service"
+        time.sleep(0.02)
