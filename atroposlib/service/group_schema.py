@@ -7,15 +7,16 @@ are the bytes that go out: `read_groups` never builds them anew unless a value h
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from atroposlib.service.entries import check_finish_reason, check_sampling, check_success
 from atroposlib.service.records import Draft
 from atroposlib.service.schemas import (
     FloatRows,
@@ -31,8 +32,8 @@ from atroposlib.service.schemas import (
     refused,
     short,
 )
-from atroposlib.service.values import beyond, check_free, check_magnitudes, shown, unreadable
-from atroposlib.wire.number_bounds import LARGEST_FLOAT32, LARGEST_SCORE, first_beyond
+from atroposlib.wire.number_bounds import LARGEST_FLOAT32, LARGEST_SCORE, LEAST_FLOAT32, first_beyond, unstorable
+from atroposlib.wire.sampling_parameters import CONSTRAINED, NEUTRAL
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,12 @@ SIGN_BYTE = 3 if sys.byteorder == "little" else 0
 WITHOUT_SIGN = bytes(range(128))
 NOT_TRAINED = -100
 """In masks: nothing is learned from this token."""
+DEEPEST = 100
+"""Levels of lists and objects within a field of free form. The JSON readers of clients stop between 200 and 1,024."""
+LONGEST_REASON = 64
+"""Characters of a finish reason."""
+PARAMETERS = ("temperature", *NEUTRAL, CONSTRAINED, "max_tokens", "tokens")
+"""What is read of an entry of sampling_params."""
 
 
 class ScoredData(BaseModel):
@@ -366,3 +373,125 @@ def _wrong_id(row: list[int], where: list[str | int], rule: str, besides: int = 
     position, value = next((at, id) for at, id in enumerate(row) if not 0 <= id <= LARGEST_ID and id != besides)
     where = [*where, position]
     return invalid(where, short(value), f"{path(where)} is {shown(value)}: {rule}")
+
+
+def check_finish_reason(reason: Any, where: list[str | int]) -> None:
+    """Check why the sampling of a sequence ended: a word of the inference server, or None if unknown."""
+    if reason is not None and not (isinstance(reason, str) and len(reason) <= LONGEST_REASON):
+        rule = f"it must be a string of at most {LONGEST_REASON} characters, or null"
+        raise invalid(where, short(reason), f"{path(where)} is {short(reason)!r}: {rule}")
+
+
+def check_success(success: Any, where: list[str | int]) -> None:
+    """Check whether a sequence solved its item: a boolean, or None if unknown."""
+    if success is not None and not isinstance(success, bool):
+        raise invalid(where, short(success), f"{path(where)} is {short(success)!r}: it must be true, false or null")
+
+
+def check_sampling(entry: Any, length: int, where: list[str | int]) -> None:
+    """Check how one sequence was sampled.
+
+    It is one object of numbers for the whole sequence, or one for each part with the part's `tokens`, or None if unknown.
+    """
+    if entry is None:
+        return
+    if not isinstance(entry, list):
+        _check_parameters(entry, where)
+        return
+    if not entry:
+        raise invalid(where, [], f"{path(where)} is []: leave sampling_params out where it is not known")
+    covered = 0
+    for place, part in enumerate(entry):
+        _check_parameters(part, [*where, place])
+        tokens = part.get("tokens")
+        if not isinstance(tokens, int) or tokens < 0:
+            said = [*where, place, "tokens"]
+            raise invalid(said, short(tokens), f"{path(said)} is {short(tokens)!r}: each part says how many tokens it is of")
+        covered += tokens
+    if covered > length:
+        message = f"{path(where)} has {len(entry)} parts of {short(covered)} tokens, the sequence has {length}"
+        raise invalid(where, len(entry), message)
+
+
+def _check_parameters(parameters: Any, where: list[str | int]) -> None:
+    """Check that the parameters are finite numbers by name, or null. Names that are not in PARAMETERS are the client's own."""
+    if not isinstance(parameters, dict):
+        message = f'{path(where)} is {short(parameters)!r}: it must be an object of numbers, such as {{"temperature": 1.0}}'
+        raise invalid(where, short(parameters), message)
+    for name in (name for name in PARAMETERS if parameters.get(name) is not None):
+        value = parameters[name]
+        exact = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+        if not exact and not (isinstance(value, float) and math.isfinite(value)):
+            said = [*where, name]
+            raise invalid(said, short(value), f"{path(said)} is {short(value)!r}: it must be a finite number")
+    temperature = parameters.get("temperature")
+    said = [*where, "temperature"]
+    if temperature is not None and temperature < 0:
+        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be at least 0")
+    if temperature and not LEAST_FLOAT32 <= temperature <= LARGEST_FLOAT32:
+        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be 0, or a number that float32 holds")
+
+
+def check_free(value: Any, where: list[str | int]) -> None:
+    """Check a field of free form: integers of 64 bits, finite floats, and at most DEEPEST levels.
+
+    Raises:
+        InvalidRequestError: names the place, the value and the bound.
+    """
+    # Paths cost several times as much as the checks, so they are made only for a value that is refused.
+    if not _is_storable(value, 1):
+        _refuse(value, where, 1)
+
+
+def _is_storable(value: Any, level: int) -> bool:
+    if isinstance(value, list):
+        return level <= DEEPEST and all(_is_storable(item, level + 1) for item in value)
+    if isinstance(value, dict):
+        return level <= DEEPEST and all(_is_storable(item, level + 1) for item in value.values())
+    return isinstance(value, str) or unstorable(value) is None
+
+
+def _refuse(value: Any, where: list[str | int], level: int) -> None:
+    """Raise the refusal of the first value that cannot be stored."""
+    if isinstance(value, list | dict):
+        if level > DEEPEST:
+            field = where[: len(where) - level + 1]
+            message = f"{path(field)} has more than {DEEPEST} levels of lists and objects: flatten it, or send it as text"
+            raise invalid(field, short(value), message)
+        for key, item in enumerate(value) if isinstance(value, list) else value.items():
+            _refuse(item, [*where, key], level + 1)
+    elif reason := unstorable(value):
+        raise invalid(where, shown(value), f"{path(where)} is {shown(value)}: {reason}")
+
+
+def check_magnitudes(rows: Sequence[Sequence[float]], bound: float, where: list[str | int]) -> None:
+    """Check that no number of `rows` exceeds `bound` in magnitude.
+
+    Raises:
+        InvalidRequestError: names the first such number and the bound.
+    """
+    for index, row in enumerate(rows):
+        at = first_beyond(row, bound)
+        if at is not None:
+            raise beyond(row[at], bound, [*where, index, at])
+
+
+def beyond(value: float, bound: float, where: list[str | int]) -> InvalidRequestError:
+    """The refusal of a number whose magnitude exceeds `bound`."""
+    return invalid(where, shown(value), f"{path(where)} is {shown(value)}: its magnitude must be at most {bound:g}")
+
+
+def unreadable(body: bytes) -> str | None:
+    """Say why the JSON reader of trainers and reference workers cannot read `body`; None if it can."""
+    try:
+        orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        return str(error)
+    return None
+
+
+def shown(value: Any) -> str:
+    """A number as text, at most 64 characters. Integers of any size have one."""
+    if isinstance(value, int) and abs(value) >= 10**40:  # Python refuses to print integers of 4,300 digits
+        return f"an integer of {value.bit_length()} bits"
+    return str(value)[:64]

@@ -16,14 +16,13 @@ import orjson
 from atroposlib.service import stats
 from atroposlib.service.fleet import Table
 from atroposlib.service.group_commit import Committer
-from atroposlib.service.group_schema import NO_REFERENCE, with_reference
+from atroposlib.service.group_schema import NO_REFERENCE, unreadable, with_reference
 from atroposlib.service.metrics import Metrics
 from atroposlib.service.post_space import PostSpace
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import MISSING, NOBODY, Draft, Lease, Limits, Receipt
 from atroposlib.service.store import DamagedError, Store, StoreError
 from atroposlib.service.trainer_activity import Moves
-from atroposlib.service.values import unreadable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -11,21 +11,40 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 
 from atroposlib.service.disk_reserve import RESERVE_BYTES, SLACK_BYTES, DiskSpace, Reserve, megabytes
 from atroposlib.service.file_lock import lock_file, require_same_files
 from atroposlib.service.records import BUFFERED, QUEUED, REFERENCE, Changes, Evaluation, Group, Lease, Receipt, Snapshot
-from atroposlib.service.sqlite_schema import APPLICATION_ID, FORMAT, SCHEMA, UPGRADE
-from atroposlib.service.sqlite_statements import Statements
 from atroposlib.service.store import DamagedError, RecentBodies, Store, StoreError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+APPLICATION_ID = 0x4C6F636B
+"""Marks the file as ours."""
+FORMAT = 5
+"""The layout of the tables. The store refuses a file with another number."""
+
+SCHEMA = """
+CREATE TABLE state (id INTEGER PRIMARY KEY CHECK (id = 1), record BLOB NOT NULL);
+CREATE TABLE environments (env_id INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE groups (
+    seq INTEGER PRIMARY KEY, line INTEGER NOT NULL, size INTEGER NOT NULL, longest INTEGER NOT NULL,
+    n_bytes INTEGER NOT NULL, weights TEXT NOT NULL, stated INTEGER NOT NULL, place INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, reference INTEGER NOT NULL, uses INTEGER NOT NULL);
+CREATE TABLE bodies (seq INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE leases (batch_id INTEGER PRIMARY KEY, sent INTEGER NOT NULL, returned INTEGER NOT NULL);
+CREATE TABLE keys (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, status TEXT NOT NULL, buffer_size INTEGER, reason TEXT);
+CREATE TABLE evaluations (id INTEGER PRIMARY KEY, record BLOB NOT NULL);
+"""
 
 PAGE_SIZE = 65536
 """Bodies are long: larger pages make fewer links."""
@@ -36,10 +55,104 @@ If the disk is full, the file grows by as much with the space of the reserve. So
 """
 RECENT_BYTES = 64 << 20
 """Bodies of the newest groups are kept in memory, since most are handed out soon."""
-
-
 SMALL_BYTES = 8 << 20
 """A file that holds less than this is rewritten without its free pages when the disk is full."""
+MAX_VARIABLES = 999
+"""In one statement. Every SQLite takes this many, even a version before 3.32."""
+
+
+class Statements:
+    """Changes tables within a transaction that the caller begins and ends.
+
+    Args:
+        connection: to the file.
+        unreadable: groups whose bodies cannot be deleted.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, unreadable: Collection[int]) -> None:
+        self._run = connection.execute
+        self._unreadable = unreadable
+
+    def apply(self, together: Sequence[Changes]) -> None:
+        """Apply several changes, in their order."""
+        run = self._run
+        added = [entry for changes in together for entry in changes.added]
+        if added:
+            rows = []
+            for group, _, place in added:
+                weights = orjson.dumps(group.weights).decode()
+                numbers = (group.seq, group.line, group.size, group.longest, group.n_bytes)
+                rows.append((*numbers, weights, group.stated, place, group.tokens, group.reference, group.uses))
+            self._insert("groups", rows)
+            self._insert("bodies", [(group.seq, zlib.crc32(body), body) for group, body, _ in added])
+        for seq, body in [entry for changes in together for entry in changes.referenced]:
+            run("UPDATE bodies SET crc = ?, body = ? WHERE seq = ?", (zlib.crc32(body), body, seq))
+            run("UPDATE groups SET n_bytes = ? WHERE seq = ?", (len(body), seq))
+        for seq, reference in [entry for changes in together for entry in changes.reference]:
+            run("UPDATE groups SET reference = ? WHERE seq = ?", (reference, seq))
+        uses = dict([entry for changes in together for entry in changes.uses])
+        for times in sorted(set(uses.values())):
+            self._for_all("UPDATE groups SET uses = ? WHERE seq", [seq for seq, n in uses.items() if n == times], times)
+        for changes in together:
+            self._place(changes)
+        removed = [seq for changes in together for seq in changes.removed]
+        if removed:
+            self._for_all("DELETE FROM groups WHERE seq", removed)
+            self._for_all("DELETE FROM bodies WHERE seq", [seq for seq in removed if seq not in self._unreadable])
+        environments = {record["env_id"]: record for changes in together for record in changes.environments}
+        for env_id, record in environments.items():
+            run("INSERT OR REPLACE INTO environments VALUES (?, ?)", (env_id, orjson.dumps(record)))
+        forgotten = [env_id for changes in together for env_id in changes.environments_removed]
+        self._for_all("DELETE FROM environments WHERE env_id", forgotten)
+        keys: dict[str, Receipt | None] = {}
+        for changes in together:
+            keys.update(changes.keys_added)
+            keys.update(dict.fromkeys(changes.keys_removed))
+        if keys:
+            self._for_all("DELETE FROM keys WHERE key", list(keys))
+            kept = [(key, r.status, r.buffer_size, r.reason) for key, r in keys.items() if r is not None]
+            self._insert("keys (key, status, buffer_size, reason)", kept)
+        results = [(result.id, orjson.dumps(result)) for changes in together for result in changes.evaluations]
+        if results:
+            self._insert("evaluations", results)
+        self._for_all("DELETE FROM evaluations WHERE id", [id for changes in together for id in changes.evaluations_removed])
+        state = next((changes.state for changes in reversed(together) if changes.state is not None), None)
+        if state is not None:
+            run("INSERT OR REPLACE INTO state VALUES (1, ?)", (orjson.dumps(state),))
+
+    def _insert(self, into: str, rows: Sequence[tuple[object, ...]]) -> None:
+        """Insert rows, many with one statement: each hands the interpreter to other threads and has to wait for it again,
+        so few statements matter more than short ones."""
+        for some in _chunks(rows, MAX_VARIABLES // len(rows[0]) if rows else 1):
+            row = f"({', '.join('?' * len(some[0]))})"
+            values = [value for entry in some for value in entry]
+            self._run(f"INSERT INTO {into} VALUES {', '.join([row] * len(some))}", values)
+
+    def _for_all(self, statement: str, values: Sequence[int | str], *first: int) -> None:
+        """Run a statement that ends before its `IN`, for many values at a time. `first` are what it needs before them."""
+        for some in _chunks(values, MAX_VARIABLES - len(first)):
+            self._run(f"{statement} IN ({', '.join('?' * len(some))})", [*first, *some])
+
+    def _place(self, changes: Changes) -> None:
+        run = self._run
+        place = "UPDATE groups SET place = ? WHERE seq"
+        moved = dict(changes.moved)
+        for to in sorted(set(moved.values())):
+            self._for_all(place, [seq for seq, last in moved.items() if last == to], to)
+        for batch_id, sent, returned, seqs in changes.leases:
+            run("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (batch_id, sent, returned))
+            self._for_all(place, seqs, batch_id)
+        for batch_id in changes.leases_removed:
+            run("DELETE FROM leases WHERE batch_id = ?", (batch_id,))
+
+    def wipe(self) -> None:
+        for table in ("state", "environments", "groups", "bodies", "leases", "keys", "evaluations"):
+            self._run(f"DELETE FROM {table}")
+
+
+def _chunks(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
 
 
 class SqliteStore(Store):
@@ -122,24 +235,30 @@ class SqliteStore(Store):
         return connection
 
     def _prepare(self, writer: sqlite3.Connection) -> None:
-        new = writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        (application,) = writer.execute("PRAGMA application_id").fetchone()
-        (version,) = writer.execute("PRAGMA user_version").fetchone()
-        if not new and (application != APPLICATION_ID or version not in (*UPGRADE, FORMAT)):
-            raise StoreError(
-                f"store {self.path} is not a rollout store of format {FORMAT} (application id {application:#x}, "
-                f"format {version}); pass another --store"
-            )
+        """Make the tables of a new file; refuse a file of another program or of another format."""
+        (tables,) = writer.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if tables:
+            self._require_format(writer)
         (mode,) = writer.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
             raise StoreError(f"store {self.path}: the file system cannot do write-ahead logging ({mode}); pass another --store")
-        if new:
+        if not tables:
             writer.executescript(
                 f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"
             )
-        elif version != FORMAT:
-            steps = "".join(UPGRADE[step] for step in range(version, FORMAT))
-            writer.executescript(f"BEGIN; {steps} PRAGMA user_version = {FORMAT}; COMMIT;")
+
+    def _require_format(self, writer: sqlite3.Connection) -> None:
+        (application,) = writer.execute("PRAGMA application_id").fetchone()
+        (version,) = writer.execute("PRAGMA user_version").fetchone()
+        if application != APPLICATION_ID:
+            raise StoreError(
+                f"store {self.path} is not a rollout store (its application id is {application:#x}); pass another --store"
+            )
+        if version != FORMAT:
+            raise StoreError(
+                f"store {self.path} has format {version}, and this service reads format {FORMAT} only: "
+                "finish the run with the version that wrote it, or move the file away to start with an empty one"
+            )
 
     # ---- reading ----
 

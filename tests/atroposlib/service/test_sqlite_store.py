@@ -16,9 +16,8 @@ import pytest
 
 from atroposlib.service.evaluations import MOST_BYTES, MOST_KEPT, Evaluations
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import GIVEN, Changes, Draft, Evaluation, Group, Limits, Registration
-from atroposlib.service.sqlite_statements import MOST_VARIABLES
-from atroposlib.service.sqlite_store import PAGE_SIZE, SqliteStore, set_aside
+from atroposlib.service.records import Changes, Draft, Group, Limits, Registration
+from atroposlib.service.sqlite_store import FORMAT, MAX_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
 from atroposlib.service.store import DamagedError, StoreError
 from tests.atroposlib.service.conftest import ROOT
 
@@ -275,7 +274,7 @@ def test_it_needs_nothing_that_an_old_sqlite_lacks(store: SqliteStore) -> None:
     store._writer.set_authorizer(authorize)
     queue = RolloutQueue(Limits(max_keys=2))
     queue.register(registration(4))
-    for number in range(MOST_VARIABLES // 8 + 5):  # more than one statement takes
+    for number in range(MAX_VARIABLES // 8 + 5):  # more than one statement takes
         queue.add(draft(b'{"n":%d}' % number, key=f"key {number}"), 0.0)
     store.commit([queue.take_changes()])
     before = state_of(queue)
@@ -336,39 +335,22 @@ def test_setting_a_store_aside(path: Path) -> None:
     moved.close()
 
 
-EARLIER = {
-    1: "version INTEGER NOT NULL, place INTEGER NOT NULL",
-    2: "version INTEGER NOT NULL, place INTEGER NOT NULL, stated INTEGER NOT NULL",
-    3: "weights TEXT NOT NULL, stated INTEGER NOT NULL, place INTEGER NOT NULL",
-    4: "weights TEXT NOT NULL, stated INTEGER NOT NULL, place INTEGER NOT NULL",
-}
-
-
-@pytest.mark.parametrize("version", EARLIER)
-def test_a_store_of_an_earlier_format_is_taken_over(path: Path, version: int) -> None:
+@pytest.mark.parametrize("version", [1, FORMAT - 1, FORMAT + 1])
+def test_a_store_of_another_format_is_refused_and_left_alone(path: Path, version: int) -> None:
     store = SqliteStore(path)
     store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, WEIGHTS), b"{}", False)])])
     store.close()
-    columns = f"seq INTEGER PRIMARY KEY, line INTEGER, size INTEGER, longest INTEGER, n_bytes INTEGER, {EARLIER[version]}"
-    row = (0, -1, 1, 1, 2, *{1: (7, 0), 2: (7, 0, 1), 3: ("[[0,7]]", 1, 0)}[min(version, 3)])
-    with closing(sqlite3.connect(path)) as old:
-        if version < 4:
-            old.execute("DROP TABLE evaluations")
-        old.executescript(f"DROP TABLE groups; CREATE TABLE groups ({columns}); INSERT INTO groups VALUES {row};")
-        if version == 2:
-            old.execute("CREATE TABLE clean_stop (id INTEGER PRIMARY KEY CHECK (id = 1))")
-        old.execute(f"PRAGMA user_version = {version}")
-    for _ in range(2):
-        store = SqliteStore(path)
-        assert store.load().queued == [Group(0, -1, 1, 1, 2, ((0, 7),), version > 1, tokens=1, reference=GIVEN)]
-        assert store.bodies([0]) == [b"{}"]
-        store.close()
-    store = SqliteStore(path)
-    store.commit([Changes(added=[(Group(1, -1, 1, 1, 2, ((5, 7), (6, 8)), True), b"{}", False)])])
-    assert store.load().queued[1] == Group(1, -1, 1, 1, 2, ((5, 7), (6, 8)), True)
-    store.commit([Changes(evaluations=[Evaluation(1, 0.5, 3, "task", 7, {"accuracy": 0.25}, "k", 99)])])
-    assert store.load().evaluations == [Evaluation(1, 0.5, 3, "task", 7, {"accuracy": 0.25}, "k", 99)]
-    store.close()
+    with closing(sqlite3.connect(path)) as other:
+        other.execute(f"PRAGMA user_version = {version}")
+    content = path.read_bytes()
+    for call in (SqliteStore, set_aside):
+        with pytest.raises(StoreError) as refusal:
+            call(path)
+        message = str(refusal.value)
+        assert "\n" not in message
+        assert f"{path} has format {version}, and this service reads format {FORMAT} only" in message
+        assert "move the file away" in message
+        assert path.read_bytes() == content
 
 
 def test_evaluations_are_kept_within_so_many_bytes() -> None:
