@@ -1,0 +1,236 @@
+"""Count the files of this project that a call passes through, by tracing real calls.
+
+    python bench/code_trips.py --output bench/results/code_trips.json
+
+Four trips are traced: a group posted to the rollout service, a batch handed out, an arithmetic item (worker, sample, grade,
+post), and a conversation whose tool runs a program in the sandbox. The services that a trip talks to are real processes, except
+the model: its stand-in gives fixed answers. A file counts once a Python function of it is called; `changes` counts how often a
+call goes from one file to another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import httpx
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.multi_turn import Conversation, Grade, MultiTurnConfig, MultiTurnEnv
+from atroposlib.sandbox import LocalSandbox, Program
+from atroposlib.service.app import make_app
+from atroposlib.service.service import RolloutService
+from atroposlib.service.sqlite_store import SqliteStore
+from bench.measured import measured
+from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
+from example_trainer.child_processes.ports import PortReservations
+from example_trainer.child_processes.processes import ManagedProcess, Supervisor
+from example_trainer.child_processes.readiness import http_probe, wait_until
+
+TRACED = ("atroposlib", "environments")
+SECONDS = 60.0
+ENVIRONMENT = {"max_token_length": 4096, "desired_name": "traced", "weight": 1.0, "group_size": 2}
+TOKENIZER = ROOT / "assets" / "starter_model"
+TRAINER = {
+    "wandb_group": "", "wandb_project": "", "batch_size": 2, "max_token_len": 4096, "checkpoint_dir": "", "num_steps": 10,
+    "save_checkpoint_interval": 0, "starting_step": 0,
+}  # fmt: skip
+
+
+class Trip:
+    """Files that calls enter, in all threads that start after it and in this one."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.changes = 0
+        self._last: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        """Record a call; for `sys.setprofile`."""
+        if event != "call" or frame.f_code.co_name in ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>"):
+            return
+        path = Path(frame.f_code.co_filename)
+        if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in TRACED:
+            return
+        name, thread = str(path.relative_to(ROOT)), threading.get_ident()
+        with self._lock:
+            self.files.add(name)
+            self.changes += self._last.get(thread, name) != name
+            self._last[thread] = name
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Trace calls within the block."""
+        threading.setprofile(self.note)
+        sys.setprofile(self.note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+
+    def row(self) -> dict[str, Any]:
+        """Return the figures of the trip."""
+        return {"files": len(self.files), "changes": self.changes, "names": sorted(self.files)}
+
+
+def group(sequences: int = 2, length: int = 8) -> dict[str, Any]:
+    """Return a valid group."""
+    tokens = [list(range(1, length + 1)) for _ in range(sequences)]
+    return {
+        "tokens": tokens,
+        "masks": [[-100, *row[1:]] for row in tokens],
+        "scores": [float(index) for index in range(sequences)],
+        "inference_logprobs": [[1.0] + [-0.5] * (length - 1) for _ in tokens],
+    }
+
+
+async def service_trips(folder: Path) -> dict[str, Trip]:
+    """Trace one group posted and one batch handed out, in a service of this process with its store on disk."""
+    service = RolloutService(SqliteStore(folder / "traced.db"))
+    app = make_app(service)
+    post, fetch = Trip(), Trip()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=SECONDS) as client:
+        session = (await client.post("/register", json=TRAINER)).raise_for_status().json()
+        (await client.get("/batch")).raise_for_status()
+        registered = await client.post("/register-env", json=ENVIRONMENT)
+        env_id = registered.raise_for_status().json()["env_id"]
+        with post.traced():
+            (await client.post("/scored_data", json=group() | {"env_id": env_id})).raise_for_status()
+        with fetch.traced():
+            answer = (await client.get("/batch", params={"uuid": session["uuid"]})).raise_for_status().json()
+        assert answer["batch"], answer
+    await service.close()
+    return {"post_group": post, "get_batch": fetch}
+
+
+async def run_program(program: str, talk: Conversation) -> str:
+    """Run a Python program.
+
+    Args:
+        program: Python source that defines `main()`; its result is returned.
+    """
+    verdict = await talk.state.run(Program(program, "main", [()]))
+    return str(verdict)
+
+
+class ProgramEnv(MultiTurnEnv):
+    """A conversation in which the model runs one program."""
+
+    name = "program"
+    tools = (run_program,)
+    box = LocalSandbox()
+
+    async def setup(self) -> None:
+        await self.box.start()
+
+    async def get_next_item(self) -> str:
+        return "Run a program."
+
+    def eval_problems(self) -> list[str]:
+        return []
+
+    async def reset(self, item: str) -> Conversation:
+        return Conversation([{"role": "user", "content": item}], state=self.box)
+
+    async def grade(self, talk: Conversation) -> Grade:
+        return Grade(float(len(talk.text) % 2), correct=True, answer=talk.text)
+
+
+async def one_item(kind: type[BaseEnv], config: BaseEnvConfig, servers: list[APIServerConfig]) -> Trip:
+    """Trace one item of an environment from its worker to the accepted post."""
+    env, trip = kind(config, servers), Trip()
+    await env.setup()
+    await env._serving.get_info()
+    await env._serving.register()
+    await env.get_status()
+    env.max_num_workers = 1
+    with trip.traced():
+        await env.add_train_workers()
+        posted = await asyncio.gather(*env.workers)
+    assert len(posted) == 1, "no item was begun"
+    assert all(posted), "the item was given up"
+    return trip
+
+
+class Surroundings:
+    """A rollout service with a registered trainer, and a stand-in for the model, as processes of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.supervisor, ports = folder, Supervisor(), PortReservations()
+        self.service_port, self.model_port = ports.pick(), ports.pick()
+        self.service = f"http://127.0.0.1:{self.service_port}"
+        self.model = f"http://127.0.0.1:{self.model_port}"
+
+    def __enter__(self) -> Surroundings:
+        port = ["--port", str(self.service_port)]
+        self._start("service", self.service, "-m", "atroposlib.cli.run_api", *port, "--store", "memory", "--no-ui")
+        stand_in = str(ROOT / "bench" / "their_environments" / "model_standin.py")
+        self._start("model", f"{self.model}/health", stand_in, "--port", str(self.model_port), "--tokenizer", str(TOKENIZER))
+        httpx.post(f"{self.service}/register", json=TRAINER, timeout=SECONDS).raise_for_status()
+        httpx.get(f"{self.service}/batch", timeout=SECONDS).raise_for_status()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.supervisor.stop_all()
+
+    def _start(self, name: str, url: str, *arguments: str) -> None:
+        command = [sys.executable, *arguments]
+        self.supervisor.add(ManagedProcess(name, command, self.folder / f"{name}.log", None, ROOT, 5.0, False))
+        wait_until(name, http_probe(url), SECONDS, check=self.supervisor.check)
+
+    def answer(self, rules: list[dict[str, Any]]) -> None:
+        """Set the stand-in's rules: regular expressions of prompts, and the answers to them in turn."""
+        httpx.post(f"{self.model}/control", json=rules, timeout=SECONDS).raise_for_status()
+
+    def settings(self, config: type[BaseEnvConfig]) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+        """Return the settings of an environment that talks to these processes."""
+        common = {
+            "rollout_server_url": self.service,
+            "tokenizer_name": str(TOKENIZER),
+            "group_size": 2,
+            "max_token_length": 512,
+        }
+        return config(**common), [APIServerConfig(base_url=f"{self.model}/v1", server_type="vllm", model_name="stand-in")]
+
+
+def environment_trips(around: Surroundings) -> dict[str, Trip]:
+    """Trace an arithmetic item, and a conversation that runs a program in the sandbox."""
+    around.answer([{"when": "", "answers": ["\\boxed{1}", "no answer"]}])
+    arithmetic = asyncio.run(one_item(ArithmeticEnv, *around.settings(ArithmeticConfig)))
+    call = json.dumps({"name": "run_program", "arguments": {"program": "def main():\n    return 6 * 7"}})
+    after = {"when": "42", "answers": ["even", "odd"]}
+    around.answer([after, {"when": "", "answers": [f"<tool_call>{call}</tool_call>"]}])
+    conversation = asyncio.run(one_item(ProgramEnv, *around.settings(MultiTurnConfig)))
+    return {"arithmetic_item": arithmetic, "tool_conversation": conversation}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="file for the figures, as JSON")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, Surroundings(Path(name)) as around:
+        trips = asyncio.run(service_trips(Path(name))) | environment_trips(around)
+    print(f"{'trip':24}{'files':>6}{'changes of file':>18}")
+    for name, trip in trips.items():
+        print(f"{name:24}{len(trip.files):>6}{trip.changes:>18}")
+    if arguments.output is not None:
+        rows = {name: trip.row() for name, trip in trips.items()}
+        arguments.output.write_text(json.dumps(measured() | rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""code_trips.py: calls in the service pass through few files, and their number may only fall."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from bench.code_trips import ROOT, Trip, service_trips
+
+MAX_FILES = {"post_group": 29, "get_batch": 27}
+
+
+async def test_a_group_passes_through_few_files_of_the_service(tmp_path: Path) -> None:
+    trips = await service_trips(tmp_path)
+    assert trips.keys() == MAX_FILES.keys()
+    for name, trip in trips.items():
+        assert "atroposlib/service/service.py" in trip.files
+        assert len(trip.files) <= MAX_FILES[name], f"{name}: {sorted(trip.files)}"
+
+
+def test_only_calls_into_the_traced_folders_count() -> None:
+    trip = Trip()
+    for file in ("atroposlib/a.py", "atroposlib/a.py", "bench/b.py", "environments/c.py", "atroposlib/a.py"):
+        code = compile("def called():\n    trip.note(sys._getframe(), 'call', None)", str(ROOT / file), "exec")
+        names = {"trip": trip, "sys": sys}
+        exec(code, names)
+        names["called"]()  # type: ignore[operator]
+    assert trip.row() == {"files": 2, "changes": 2, "names": ["atroposlib/a.py", "environments/c.py"]}
