@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from atroposlib.errors import NoRoom, UsageError
 from atroposlib.inference.client import describe
 from atroposlib.inference.managed_server import ManagedServer
+from atroposlib.web.refusal import openai_error
 
 # What a client may send that is about the form of the answer or its billing, not about what is sampled.
 FORM_ONLY = {"model", "stream", "stream_options", "logprobs", "top_logprobs", "return_token_ids", "user", "metadata", "store"}
@@ -70,8 +71,8 @@ class ManagedTransport(httpx.AsyncBaseTransport):
 
 
 def refusal(status: int, message: str) -> httpx.Response:
-    """An error in OpenAI's form."""
-    return httpx.Response(status, json={"error": {"message": message, "type": "invalid_request_error", "code": status}})
+    """Return an error in OpenAI's form."""
+    return httpx.Response(status, json=openai_error(status, message))
 
 
 def managed_client(managed: ManagedServer, transport: ManagedTransport | None = None) -> AsyncOpenAI:

@@ -1,40 +1,44 @@
-"""Managed servers for programs in other languages and processes: an OpenAI-compatible HTTP service with one session each.
+"""An OpenAI-compatible HTTP proxy: managed servers for programs in other languages and processes, one session for each.
 
     python -m atroposlib.inference.proxy --base-url http://localhost:9001/v1 --port 9100
 
-A session is made with POST /sessions/create; the program then uses `<proxy>/<session>/v1` as its OpenAI address, and the
+POST /sessions/create makes a session. The program then uses `<proxy>/<session>/v1` as its OpenAI address, and the
 environment reads the tokens at GET /<session>/nodes.
 """
 
 import argparse
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.client import describe
 from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.inference.proxy_limits import Door, ProxyLimits, error_body
-from atroposlib.inference.proxy_sessions import Sessions, TooManySessions, UnknownSession
-from atroposlib.inference.proxy_sessions import SessionState as SessionState
+from atroposlib.inference.proxy_sessions import Sessions, SessionState
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.utils.log_bound import log_to_stderr
-from atroposlib.web.access import READING, Access
+from atroposlib.web.access import READ_ONLY_PATHS, Access
 from atroposlib.web.addresses import argument, http_addresses, listening_host
 from atroposlib.web.bounded_protocol import bounded_protocol
 from atroposlib.web.keys import PROXY_KEY, VLLM_KEY, given_or_variable
+from atroposlib.web.middleware import RequestLimits, RequestLimitsMiddleware
 from atroposlib.web.open_files import connections_allowed
+from atroposlib.web.refusal import HTTPRefusal, openai_answer
 
 logger = logging.getLogger("atroposlib.inference.proxy")
 
-READING_PATHS = READING | {"/health", "/v1/models", "/servers", "/sessions"}
+PROXY_READ_ONLY_PATHS = READ_ONLY_PATHS | {"/health", "/v1/models", "/servers", "/sessions"}
 """Paths whose GET changes nothing."""
+MAX_BODIES = 256 << 20
+"""Bytes of all bodies of more than 1 MiB that a proxy works on at a time."""
 
 
 class ChatMessage(BaseModel):
@@ -49,7 +53,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionProxyRequest(BaseModel):
-    """The part of OpenAI's chat request that is passed on."""
+    """The fields of OpenAI's chat request that the proxy passes on."""
 
     messages: list[ChatMessage]
     max_tokens: int = Field(1024, ge=1)
@@ -59,6 +63,10 @@ class ChatCompletionProxyRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def plain_messages(self) -> list[dict[str, Any]]:
+        """Return the messages as ManagedServer takes them."""
+        return [message.model_dump(exclude_none=True) for message in self.messages]
 
 
 class SessionCreateRequest(BaseModel):
@@ -77,7 +85,7 @@ class SetupRequest(BaseModel):
 
 
 class SessionCreateResponse(BaseModel):
-    """What a client needs to use a session."""
+    """A new session, for its client."""
 
     uuid: str
     model_name: str
@@ -87,157 +95,213 @@ class SessionCreateResponse(BaseModel):
 
 
 class RenderResponse(BaseModel):
-    """A prompt as the model would get it."""
+    """A prompt as the model gets it."""
 
     prompt_text: str
     token_ids: list[int]
     num_tokens: int
 
 
-def openai_error(status_code: int, message: str, error_type: str = "invalid_request_error") -> JSONResponse:
-    """An error in OpenAI's shape."""
-    return JSONResponse(error_body(status_code, message, error_type), status_code)
+@dataclass(frozen=True, slots=True)
+class ProxyLimits:
+    """Limits of a proxy.
 
-
-def failed(error: Exception) -> JSONResponse:
-    """Return the answer to a request that failed.
-
-    Raises:
-        UnknownSession: the error is one; it has a handler of its own.
+    Attributes:
+        access: rules for callers.
+        max_sessions: sessions at once.
+        session_seconds: time for which a session without a request is kept.
+        max_body: bytes of a request.
+        body_seconds: time in which the body of a request must arrive.
     """
-    if isinstance(error, UnknownSession):
-        raise error
-    if isinstance(error, UsageError | RolloutFailure):
-        return openai_error(400, str(error))
-    if isinstance(error, EnvironmentFailure):
-        return openai_error(503, str(error), "server_error")
-    return openai_error(502, describe(error), "server_error")
+
+    access: Access = field(default_factory=Access)
+    max_sessions: int = 1024
+    session_seconds: float = 3600.0
+    max_body: int = 16 << 20
+    body_seconds: float = 60.0
+
+    def of_requests(self) -> RequestLimits:
+        """Return the limits of one request. A completion may take as long as the inference server needs."""
+        return RequestLimits(
+            self.max_body,
+            self.body_seconds,
+            self.access,
+            large_bodies=None,
+            bodies_budget=MAX_BODIES,
+            has_answer_deadline=False,
+            remedy="shorten the messages, or raise --max-body-bytes",
+        )
+
+
+@dataclass(slots=True)
+class Proxy:
+    """State of a proxy: its servers and its sessions."""
+
+    server_manager: ServerManager
+    tokenizer: Any
+    model_name: str
+    sessions: Sessions
+
+
+def proxy_of(request: Request) -> Proxy:
+    """Return the state of the application that answers a request."""
+    proxy: Proxy = request.app.state.proxy
+    return proxy
+
+
+TheProxy = Annotated[Proxy, Depends(proxy_of)]
+
+
+async def session_of(session_uuid: str, proxy: TheProxy) -> AsyncIterator[SessionState]:
+    """Keep the session in the path open while its request is answered."""
+    with proxy.sessions.used(session_uuid) as session:
+        yield session
+
+
+TheSession = Annotated[SessionState, Depends(session_of)]
+
+
+@contextmanager
+def failures_as_refusals() -> Iterator[None]:
+    """Refuse a request whose completion fails, with the status by which clients of OpenAI decide on another try."""
+    try:
+        yield
+    except (UsageError, RolloutFailure) as error:
+        raise HTTPRefusal(400, str(error)) from error
+    except EnvironmentFailure as error:
+        raise HTTPRefusal(503, str(error)) from error
+    except Exception as error:
+        raise HTTPRefusal(502, describe(error)) from error
+
+
+def url_of(server: Any) -> str | None:
+    """Return the address of an inference server; None if it has none."""
+    return getattr(getattr(server, "config", None), "base_url", None)
+
+
+router = APIRouter()
+
+
+@router.get("/")
+async def root() -> dict[str, str]:
+    """Report that the proxy is there. Needs no key."""
+    return {"message": "managed servers"}
+
+
+@router.get("/health")
+async def health(proxy: TheProxy) -> dict[str, Any]:
+    """Return the numbers of sessions and of servers."""
+    servers = proxy.server_manager.servers
+    return {
+        "status": "ok",
+        "model": proxy.model_name,
+        "sessions": len(proxy.sessions.all()),
+        "servers": len(servers),
+        "healthy_servers": sum(getattr(server, "server_healthy", True) for server in servers),
+    }
+
+
+@router.get("/v1/models")
+async def models(proxy: TheProxy) -> dict[str, Any]:
+    """Return the served model, in OpenAI's form."""
+    return {"object": "list", "data": [{"id": proxy.model_name, "object": "model", "owned_by": "local"}]}
+
+
+@router.post("/setup")
+async def setup(request: SetupRequest, proxy: TheProxy) -> dict[str, Any]:
+    """Replace the servers. Open sessions keep their server."""
+    if not request.servers:
+        raise HTTPRefusal(400, "servers must not be empty")
+    proxy.server_manager.servers = ServerManager(request.servers).servers
+    proxy.model_name = request.model_name or proxy.model_name
+    return {"status": "ok", "servers": len(proxy.server_manager.servers), "model_name": proxy.model_name}
+
+
+@router.get("/servers")
+async def servers(proxy: TheProxy) -> dict[str, Any]:
+    """Return the addresses of the servers."""
+    rows = [{"index": i, "base_url": url_of(server)} for i, server in enumerate(proxy.server_manager.servers)]
+    return {"servers": rows}
+
+
+@router.post("/sessions/create")
+async def create_session(request: SessionCreateRequest, proxy: TheProxy) -> SessionCreateResponse:
+    """Open a session."""
+    server = proxy.server_manager.pick()
+    if request.base_url is not None:
+        pinned = [entry for entry in proxy.server_manager.servers if url_of(entry) == request.base_url]
+        if not pinned:
+            raise HTTPRefusal(404, f"no server at {request.base_url}; GET /servers lists them")
+        server = pinned[0]
+    try:
+        managed = ManagedServer(server, proxy.tokenizer, request.track_tree, request.tool_parser)
+    except ValueError as error:
+        raise HTTPRefusal(400, str(error)) from error
+    session = proxy.sessions.create(managed, proxy.model_name, url_of(server))
+    return SessionCreateResponse(
+        uuid=session.uuid,
+        model_name=proxy.model_name,
+        tool_parser=request.tool_parser,
+        base_url=session.base_url,
+        created_at=session.created_at,
+    )
+
+
+@router.get("/sessions")
+async def list_sessions(proxy: TheProxy) -> dict[str, Any]:
+    """Return the open sessions."""
+    fields = ("uuid", "model_name", "base_url", "created_at", "last_accessed")
+    return {"sessions": [{name: getattr(session, name) for name in fields} for session in proxy.sessions.all()]}
+
+
+@router.post("/{session_uuid}/v1/chat/completions")
+async def chat_completions(request: ChatCompletionProxyRequest, session: TheSession) -> JSONResponse:
+    """Complete a chat, and keep its tokens in the session."""
+    if not request.messages:
+        raise HTTPRefusal(400, "messages must not be empty")
+    fields = request.model_dump(exclude_none=True, exclude={"messages"})
+    with failures_as_refusals():
+        answer = await session.managed_server.chat_completion(messages=request.plain_messages(), **fields)
+    return JSONResponse(answer.model_dump(mode="json", warnings=False))
+
+
+@router.post("/{session_uuid}/v1/chat/completions/render")
+async def render(request: ChatCompletionProxyRequest, session: TheSession) -> RenderResponse:
+    """Return the prompt of a chat, as text and as tokens."""
+    managed, messages, options = session.managed_server, request.plain_messages(), request.chat_template_kwargs
+    with failures_as_refusals():
+        text = managed.render(messages, request.tools, options)
+        ids = managed.prompt_tokens(messages, request.tools, options)
+    return RenderResponse(prompt_text=text, token_ids=ids, num_tokens=len(ids))
+
+
+@router.get("/{session_uuid}/nodes")
+async def nodes(session: TheSession) -> dict[str, Any]:
+    """Return the sequences of a session."""
+    return {"nodes": [node.model_dump() for node in session.managed_server.tracker.nodes]}
+
+
+@router.delete("/{session_uuid}")
+async def delete_session(session_uuid: str, proxy: TheProxy) -> dict[str, Any]:
+    """End a session."""
+    proxy.sessions.delete(session_uuid)
+    return {"status": "deleted", "uuid": session_uuid}
 
 
 def create_app(
     server_manager: ServerManager, tokenizer: Any, model_name: str = "unknown", limits: ProxyLimits | None = None
 ) -> FastAPI:
-    """The proxy over the given servers. Without `limits`, it answers programs that call it by an address of this machine."""
+    """Make the proxy over the given servers. Without `limits`, it answers programs on this machine."""
     limits = limits or ProxyLimits(Access(bound_to="127.0.0.1"))
     app = FastAPI(title="Managed servers")
-    app.add_middleware(Door, limits=limits)
-    sessions = Sessions(limits.max_sessions, limits.session_seconds)
-
-    @app.exception_handler(UnknownSession)
-    async def unknown_session(_: Request, error: UnknownSession) -> JSONResponse:
-        return openai_error(404, str(error))
-
-    @app.exception_handler(TooManySessions)
-    async def too_many_sessions(_: Request, error: TooManySessions) -> JSONResponse:
-        return openai_error(429, str(error), "rate_limit_error")
-
-    def url_of(server: Any) -> str | None:
-        return getattr(getattr(server, "config", None), "base_url", None)
-
-    def messages_of(request: ChatCompletionProxyRequest) -> list[dict[str, Any]]:
-        return [message.model_dump(exclude_none=True) for message in request.messages]
-
-    @app.get("/")
-    async def root() -> dict[str, str]:
-        """Says that the proxy is there; needs no key."""
-        return {"message": "managed servers"}
-
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        well = sum(getattr(server, "server_healthy", True) for server in server_manager.servers)
-        servers = len(server_manager.servers)
-        return {
-            "status": "ok",
-            "model": model_name,
-            "sessions": len(sessions.all()),
-            "servers": servers,
-            "healthy_servers": well,
-        }
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": model_name, "object": "model", "owned_by": "local"}]}
-
-    @app.post("/setup")
-    async def setup(request: SetupRequest) -> Any:
-        """Replace the servers. Sessions that exist keep the one that they have."""
-        nonlocal model_name
-        if not request.servers:
-            return openai_error(400, "servers must not be empty")
-        server_manager.servers = ServerManager(request.servers).servers
-        model_name = request.model_name or model_name
-        return {"status": "ok", "servers": len(server_manager.servers), "model_name": model_name}
-
-    @app.get("/servers")
-    async def servers() -> dict[str, Any]:
-        rows = [{"index": i, "base_url": url_of(server)} for i, server in enumerate(server_manager.servers)]
-        return {"servers": rows}
-
-    @app.post("/sessions/create", response_model=SessionCreateResponse)
-    async def create_session(request: SessionCreateRequest) -> Any:
-        server = server_manager.pick()
-        if request.base_url is not None:
-            pinned = [entry for entry in server_manager.servers if url_of(entry) == request.base_url]
-            if not pinned:
-                raise HTTPException(404, f"no server at {request.base_url}")
-            server = pinned[0]
-        try:
-            managed = ManagedServer(server, tokenizer, request.track_tree, request.tool_parser)
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
-        made = sessions.create(managed, model_name, url_of(server))
-        return SessionCreateResponse(
-            uuid=made.uuid,
-            model_name=model_name,
-            tool_parser=request.tool_parser,
-            base_url=made.base_url,
-            created_at=made.created_at,
-        )
-
-    @app.get("/sessions")
-    async def list_sessions() -> dict[str, Any]:
-        fields = ("uuid", "model_name", "base_url", "created_at", "last_accessed")
-        return {"sessions": [{name: getattr(session, name) for name in fields} for session in sessions.all()]}
-
-    @app.post("/{session_uuid}/v1/chat/completions")
-    async def chat_completions(session_uuid: str, request: ChatCompletionProxyRequest) -> Any:
-        if not request.messages:
-            return openai_error(400, "messages must not be empty")
-        fields = request.model_dump(exclude_none=True, exclude={"messages"})
-        try:
-            with sessions.used(session_uuid) as session:
-                answer = await session.managed_server.chat_completion(messages=messages_of(request), **fields)
-        except Exception as error:  # noqa: BLE001 (the client gets it, in OpenAI's shape)
-            return failed(error)
-        return JSONResponse(answer.model_dump(mode="json", warnings=False))
-
-    @app.post("/{session_uuid}/v1/chat/completions/render", response_model=RenderResponse)
-    async def render(session_uuid: str, request: ChatCompletionProxyRequest) -> Any:
-        try:
-            with sessions.used(session_uuid) as session:
-                managed = session.managed_server
-                options = request.chat_template_kwargs
-                text = managed.render(messages_of(request), request.tools, options)
-                ids = managed.prompt_tokens(messages_of(request), request.tools, options)
-        except Exception as error:  # noqa: BLE001 (the client gets it, in OpenAI's shape)
-            return failed(error)
-        return RenderResponse(prompt_text=text, token_ids=ids, num_tokens=len(ids))
-
-    @app.get("/{session_uuid}/nodes")
-    async def nodes(session_uuid: str) -> dict[str, Any]:
-        with sessions.used(session_uuid) as session:
-            return {"nodes": [node.model_dump() for node in session.managed_server.tracker.nodes]}
-
-    @app.delete("/{session_uuid}")
-    async def delete_session(session_uuid: str) -> dict[str, Any]:
-        sessions.delete(session_uuid)
-        return {"status": "deleted", "uuid": session_uuid}
-
+    app.state.proxy = Proxy(server_manager, tokenizer, model_name, Sessions(limits.max_sessions, limits.session_seconds))
+    app.add_middleware(RequestLimitsMiddleware, limits=limits.of_requests(), refuse=openai_answer)
+    app.include_router(router)
     return app
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     limits = ProxyLimits()
     parser = argparse.ArgumentParser(
         description="An OpenAI-compatible proxy that keeps tokens, masks and logprobs.",
@@ -278,7 +342,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """A type of argument: a finite number of 1 or more."""
+    """Return a type of argument: a finite number of 1 or more."""
 
     def read(text: str) -> float:
         try:
@@ -305,7 +369,7 @@ def main(argv: list[str] | None = None) -> None:
     api_key = given_or_variable(None, PROXY_KEY)
     host = arguments.host or ("0.0.0.0" if api_key else "127.0.0.1")
     limits = ProxyLimits(
-        access=Access(api_key, host, frozenset(name.lower() for name in arguments.allow_host), READING_PATHS),
+        access=Access(api_key, host, frozenset(name.lower() for name in arguments.allow_host), PROXY_READ_ONLY_PATHS),
         max_sessions=arguments.max_sessions,
         session_seconds=arguments.session_timeout,
         max_body=arguments.max_body_bytes,

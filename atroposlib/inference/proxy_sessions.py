@@ -1,4 +1,4 @@
-"""The sessions of a managed-server proxy: a bounded number of them, each forgotten when nobody has asked for it for long."""
+"""The sessions of a managed-server proxy. Their number is bounded, and a session without requests expires."""
 
 import time
 import uuid
@@ -7,12 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from atroposlib.inference.managed_server import ManagedServer
+from atroposlib.web.refusal import HTTPRefusal
 
 
 @dataclass
 class SessionState:
-    """One session. `created_at` and `last_accessed` are Unix times, for people. `used` is the time of the last use by the clock
-    of `Sessions`, `busy` counts the requests under way."""
+    """One session.
+
+    Attributes:
+        created_at: Unix time, for people.
+        last_accessed: Unix time of the end of the last request, for people.
+        used: time of the end of the last request by the clock of `Sessions`.
+        busy: requests under way.
+    """
 
     uuid: str
     managed_server: ManagedServer
@@ -24,12 +31,18 @@ class SessionState:
     busy: int = 0
 
 
-class TooManySessions(Exception):
-    """No further session can be opened now."""
+class TooManySessions(HTTPRefusal):
+    """No more sessions can be opened now."""
+
+    def __init__(self, detail: str):
+        super().__init__(429, detail)
 
 
-class UnknownSession(Exception):
-    """There is no such session (any more)."""
+class UnknownSession(HTTPRefusal):
+    """A session that was never made, or that has ended."""
+
+    def __init__(self, detail: str):
+        super().__init__(404, detail)
 
 
 class Sessions:
@@ -37,7 +50,7 @@ class Sessions:
 
     Args:
         most: sessions at once.
-        seconds: how long one is kept without a request; one whose request is under way is kept.
+        seconds: time for which a session without a request is kept.
         clock: seconds of a clock that does not jump.
     """
 
@@ -46,15 +59,15 @@ class Sessions:
         self._open: dict[str, SessionState] = {}
 
     def all(self) -> list[SessionState]:
-        """Those that are open now."""
+        """Return the open sessions."""
         self._forget()
         return list(self._open.values())
 
     def create(self, managed_server: ManagedServer, model_name: str, base_url: str | None) -> SessionState:
-        """Open one.
+        """Open a session.
 
         Raises:
-            TooManySessions: there are as many as may be.
+            TooManySessions: as many sessions as allowed are open.
         """
         self._forget()
         if len(self._open) >= self.most:
@@ -68,10 +81,10 @@ class Sessions:
 
     @contextmanager
     def used(self, session_uuid: str) -> Iterator[SessionState]:
-        """The session, which cannot expire meanwhile.
+        """Return a session, which cannot expire in the block.
 
         Raises:
-            UnknownSession: there is none.
+            UnknownSession: the session does not exist.
         """
         self._forget()
         session = self._open.get(session_uuid)
@@ -85,7 +98,11 @@ class Sessions:
             session.last_accessed, session.used = time.time(), self.clock()
 
     def delete(self, session_uuid: str) -> None:
-        """End one; raises `UnknownSession` where there is none."""
+        """End a session.
+
+        Raises:
+            UnknownSession: the session does not exist.
+        """
         self._forget()
         if self._open.pop(session_uuid, None) is None:
             raise self._unknown(session_uuid)

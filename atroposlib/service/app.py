@@ -29,7 +29,7 @@ from atroposlib.service.schemas import InvalidRequestError
 from atroposlib.service.service import RolloutService
 from atroposlib.service.store import StoreError
 from atroposlib.service.trainer_routes import add_trainer_routes
-from atroposlib.web.middleware import Gate, RequestLimits
+from atroposlib.web.middleware import RequestLimits, RequestLimitsMiddleware
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def make_app(service: RolloutService, limits: RequestLimits | None = None, page:
 
     app = FastAPI(title="Lockstep rollout service", version="0.1.0", lifespan=lifespan)
     service.require_key(limits.access.api_key is not None)
-    app.add_middleware(Gate, limits=limits, answered=service.metrics.answered)
+    app.add_middleware(RequestLimitsMiddleware, limits=limits, answered=service.metrics.answered)
     add_error_handlers(app)
     add_trainer_routes(app, service)
     add_environment_routes(app, service, reader)

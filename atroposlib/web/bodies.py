@@ -1,4 +1,4 @@
-"""Reads the bodies of requests: within a limit of bytes and of time, decompressed, and within the budgets of the service."""
+"""Reading and unpacking the bodies of requests, within limits of bytes and time and within the budgets of a server."""
 
 from __future__ import annotations
 
@@ -9,49 +9,46 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from atroposlib.web.memory_budget import SMALL_BODY, TINY_BODY, Budgets, Share
+from atroposlib.web.refusal import HTTPRefusal
 
 UNPACK_IN_A_THREAD_FROM = 1 << 12
-"""Bytes above which unpacking would hold up other requests: they can be a thousand times as many afterwards."""
+"""Bytes above which unpacking would delay other requests: gzip unpacks to as much as a thousand times its size."""
 COUNTED_AT_ONCE = 1 << 20
 """Bytes that are unpacked at a time in order to count them."""
 
 
-class RefusedError(Exception):
-    """A request that does not reach a route."""
-
-    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None, plain: bool = False) -> None:
-        super().__init__(detail)
-        self.status, self.detail, self.headers, self.plain = status, detail, headers or {}, plain
-
-
 class Bodies:
-    """Reads bodies.
+    """Reader of bodies.
 
     Args:
-        budgets: of the service.
-        seconds: in which a body must arrive.
+        budgets: of the server.
+        seconds: time in which a body must arrive.
+        remedy: advice to a client whose body is too large.
     """
 
-    def __init__(self, budgets: Budgets, seconds: float) -> None:
-        self.budgets, self.seconds = budgets, seconds
+    def __init__(self, budgets: Budgets, seconds: float, remedy: str = "send less at once") -> None:
+        self.budgets, self.seconds, self.remedy = budgets, seconds, remedy
 
     async def read(self, headers: Headers, receive: Receive, most: int, share: Share) -> bytes:
-        """Return the decompressed body of a request, which has at most so many bytes.
+        """Return the decompressed body of a request.
 
         Args:
-            share: takes from the budgets what the body needs for as long as the request is worked on.
+            headers: of the request.
+            receive: the ASGI `receive` of the request.
+            most: bytes that the body may have, before and after decompression.
+            share: of the budgets; it holds the space of the body until the request is answered.
 
         Raises:
-            RefusedError: it is too large, too slow, or not what it claims to be.
+            HTTPRefusal: the body is too large, too slow, or not what its headers promise.
             NoSpaceError: other bodies had the space for too long.
         """
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip", ""):
-            raise RefusedError(415, f"Content-Encoding {encoding[:64]!r} is not understood; send gzip or none")
+            raise HTTPRefusal(415, f"Content-Encoding {encoding[:64]!r} is not understood; send gzip or none")
         stated = headers.get("content-length", "")
         length = int(stated) if stated.isdigit() and len(stated) < 20 else None
         if length is not None and length > most:
-            raise too_large(most)
+            raise self._too_large(most)
         packed = encoding == "gzip"
         body = await self._arrived(receive, length, most, packed, share)
         if packed and body:
@@ -60,7 +57,7 @@ class Bodies:
         return body
 
     async def _arrived(self, receive: Receive, length: int | None, most: int, packed: bool, share: Share) -> bytes:
-        """The body as it was sent. Space for it is taken before it is read, so that what waits is with the client."""
+        """Return the body as it was sent. Space is taken before a byte is read, so that a body waits at the client."""
         budgets = self.budgets
         large = budgets.packed if packed else budgets.large
         expected = min(SMALL_BODY, most) if length is None else length
@@ -77,13 +74,13 @@ class Bodies:
                     message = await receive()
             except TimeoutError:
                 late = f"the body did not arrive within {self.seconds:g} s"
-                raise RefusedError(408, late, {"Connection": "close"}) from None
+                raise HTTPRefusal(408, late, {"Connection": "close"}) from None
             if message["type"] == "http.disconnect":
-                raise RefusedError(400, "the client went away in the middle of its body")
+                raise HTTPRefusal(400, "the client went away in the middle of its body")
             chunks.append(message.get("body", b""))
             arrived += len(chunks[-1])
             if arrived > most:  # before it is unpacked, too: gzip may hold nothing at any length
-                raise too_large(most)
+                raise self._too_large(most)
             if not message.get("more_body", False):
                 break
             if unknown and arrived > SMALL_BODY:
@@ -105,23 +102,21 @@ class Bodies:
                 del unpacked
                 size = await asyncio.to_thread(unpacked_size, body, most + 1)
                 if size > most:
-                    raise too_large(most)
+                    raise self._too_large(most)
                 await share.take(self.budgets.large, size, self.budgets.seconds)
                 unpacked = await asyncio.to_thread(_inflate, body, size + 1)
         except zlib.error:
-            raise RefusedError(400, "Invalid gzip payload", plain=True) from None
+            raise HTTPRefusal(400, "Invalid gzip payload", plain=True) from None
         if len(unpacked) > most:
-            raise too_large(most)
+            raise self._too_large(most)
         return unpacked
 
-
-def too_large(most: int) -> RefusedError:
-    """Return the refusal of a body with more bytes."""
-    return RefusedError(413, f"the body is larger than {most} bytes; post fewer groups at once", {"Connection": "close"})
+    def _too_large(self, most: int) -> HTTPRefusal:
+        return HTTPRefusal(413, f"the body is larger than {most} bytes; {self.remedy}", {"Connection": "close"})
 
 
 async def decompress(body: bytes, most: int) -> bytes:
-    """Unpack gzip, in a thread if it may take long. The result is cut off once there are `most` bytes.
+    """Unpack gzip, in a thread if that may take long. The result is cut off at `most` bytes.
 
     Raises:
         zlib.error: this is not gzip, or not all of it.
@@ -132,7 +127,7 @@ async def decompress(body: bytes, most: int) -> bytes:
 
 
 def _inflate(packed: bytes, most: int) -> bytes:
-    """A body may be several members, one after the other (RFC 1952), padded with zeros."""
+    """Unpack a body, which may be several gzip members in a row (RFC 1952), padded with zeros."""
     out: list[bytes] = []
     size = 0
     rest = packed

@@ -1,8 +1,8 @@
-"""Bounds on the bytes of bodies, and on the number of large answers, that a service works on at a time. Pure.
+"""Bounds on the bytes of bodies and on the number of large answers that a server works on at a time. Pure.
 
-A request waits in a queue, first in, first out, until there is space for it; after a time it is refused with 503. Three budgets
-keep small requests and large ones apart. A request that needs two takes them in one order, so that no two requests wait for
-each other:
+A request waits in a queue, first in, first out, until there is space for it. After WAIT_SECONDS it is refused with 503.
+Three budgets keep small requests and large ones apart. A request that needs two takes them in this order, so that no two
+requests wait for each other:
 
 1. packed: gzip bodies of more than SMALL_BODY bytes, as they arrive,
 2. large: bodies of more than SMALL_BODY bytes after decompression,
@@ -32,11 +32,11 @@ PAGE_ANSWERS_AT_ONCE = 32
 
 
 class NoSpaceError(Exception):
-    """A request has waited for too long. The message is meant for the client."""
+    """A request waited for space for too long. The message is for the client."""
 
 
 class Budget:
-    """A number of bytes, or of other units, that requests share.
+    """A number of bytes, or of other units, for all requests together.
 
     Args:
         most: units in all. A request that asks for more gets all of them.
@@ -124,23 +124,24 @@ class Share:
 
 
 class Budgets:
-    """The budgets of a service.
+    """The budgets of a server.
 
     Args:
         max_body: bytes of the largest body after decompression.
-        seconds: for which a request waits at most.
+        seconds: time for which a request waits at most.
+        large: bytes of all large bodies after decompression; None for twice the largest one.
     """
 
-    def __init__(self, max_body: int, seconds: float = WAIT_SECONDS) -> None:
+    def __init__(self, max_body: int, seconds: float = WAIT_SECONDS, large: int | None = None) -> None:
         self.seconds = min(seconds, WAIT_SECONDS)
         self.packed = Budget(max_body, "bytes of gzip bodies")
-        self.large = Budget(2 * max_body, "bytes of bodies")
+        self.large = Budget(2 * max_body if large is None else max(large, max_body), "bytes of bodies")
         self.small = Budget(SMALL_BUDGET, "bytes of small bodies")
         self._answers: dict[str, Budget] = {}
 
     @asynccontextmanager
     async def shared(self) -> AsyncIterator[Share]:
-        """Everything that the request takes in the block is given back at its end."""
+        """Give back, at the end of the block, everything that the request has taken in it."""
         share = Share()
         try:
             yield share
@@ -149,10 +150,10 @@ class Budgets:
 
     @asynccontextmanager
     async def answering(self, path: str, most: int = ANSWERS_AT_ONCE) -> AsyncIterator[None]:
-        """One of the large answers of a path is made and sent in the block, of so many at a time.
+        """Make and send one of at most so many large answers of a path in the block.
 
         Raises:
-            NoSpaceError: others took too long.
+            NoSpaceError: other answers took too long.
         """
         budget = self._answers.setdefault(path, Budget(most, f"answers to {path}"))
         held = await budget.take(1, self.seconds)

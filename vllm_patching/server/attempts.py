@@ -1,6 +1,6 @@
 """Limit on wrong keys in requests, by address. Pure, but for a clock that is passed in.
 
-The rollout service has the same limit (`atroposlib/web/key_attempts.py`), and may not be imported here. A test compares both.
+The rollout service has the same limit (`atroposlib/web/access.py`), and may not be imported here. A test compares both.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ follows there is not.
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -17,9 +16,7 @@ from starlette.requests import cookie_parser
 from starlette.types import Scope
 
 from atroposlib.dashboard.web.sessions import SESSION_SECONDS, Sessions
-from atroposlib.web.access import browser_headers
-from atroposlib.web.browser_headers import SAFE_METHODS
-from atroposlib.web.key_attempts import Attempts
+from atroposlib.web.access import SAFE_METHODS, Attempts, BrowserHeaders, host_name, is_loopback
 
 PREFIX = "/ui"
 SIGN_IN = "/ui/sign-in"
@@ -72,7 +69,7 @@ class Gatekeeper:
                     f"the Host {host[:200]!r} is no name of this machine alone; open the page at http://127.0.0.1:PORT/ui, or "
                     "start the service with --allow-host NAME or with a key"
                 )
-        return _foreign(scope, headers, host)
+        return _foreign(scope, headers)
 
 
 def forwarded(headers: Headers) -> list[str]:
@@ -81,27 +78,7 @@ def forwarded(headers: Headers) -> list[str]:
     return listed + headers.getlist("forwarded")
 
 
-def is_loopback(name: str) -> bool:
-    """Whether this is an address or the name of this machine that no other one can use."""
-    if name == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
-
-def host_name(host: str) -> str:
-    """The name in a Host header, without port and brackets, in lower case; empty if it is none."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
-    except ValueError:
-        return ""
-
-
-def _foreign(scope: Scope, headers: Headers, host: str) -> str:
+def _foreign(scope: Scope, headers: Headers) -> str:
     """Return why a browser may not send this; empty if it may. A link to a part of the page may be followed."""
     reads = scope["method"] in SAFE_METHODS
     if (
@@ -111,7 +88,7 @@ def _foreign(scope: Scope, headers: Headers, host: str) -> str:
         and not scope["path"].startswith(API)
     ):
         return ""
-    browser = browser_headers(headers, host)
+    browser = BrowserHeaders.of(headers)
     found = browser.foreign_page() if reads else browser.unproven_change(scope["method"], scope["path"])
     return f"{found}: only this page itself may send it; a proxy must hand on the Host" if found else ""
 

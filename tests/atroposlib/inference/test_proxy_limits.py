@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.errors import InferenceUnavailable
-from atroposlib.inference.proxy import create_app, parse_arguments
-from atroposlib.inference.proxy_limits import Door, ProxyLimits
+from atroposlib.inference.proxy import ProxyLimits, create_app, parse_arguments
 from atroposlib.inference.proxy_sessions import Sessions, TooManySessions, UnknownSession
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.web.access import Access
+from atroposlib.web.middleware import RequestLimitsMiddleware
+from atroposlib.web.refusal import openai_answer
 from tests.atroposlib.envs.env_stack import OFFLINE
 
 ASK: Any = [{"role": "user", "content": "What is 40 plus 2?"}]
@@ -149,7 +150,8 @@ def test_a_body_is_passed_on_whole_or_refused_for_its_size(chunks: list[bytes], 
     left = list(chunks)
     headers = [(b"host", b"localhost")] + ([(b"content-length", b"%d" % total)] if says_length else [])
     scope = {"type": "http", "method": "POST", "path": "/setup", "headers": headers}
-    asyncio.run(Door(app, ProxyLimits(Access(bound_to="127.0.0.1"), max_body=most))(scope, receive, send))
+    limits = ProxyLimits(Access(bound_to="127.0.0.1"), max_body=most).of_requests()
+    asyncio.run(RequestLimitsMiddleware(app, limits, refuse=openai_answer)(scope, receive, send))
     if total <= most:
         assert (seen, sent) == ([b"".join(chunks)], [])
     else:

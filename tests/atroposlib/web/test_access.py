@@ -16,7 +16,8 @@ import requests
 from starlette.datastructures import Headers
 
 from atroposlib.cli.run_api import parse_arguments
-from atroposlib.web.access import Access, NotAllowedError
+from atroposlib.web.access import Access
+from atroposlib.web.refusal import HTTPRefusal
 from tests.atroposlib.cli.test_run_api import run
 from tests.atroposlib.service.conftest import Service, group
 
@@ -33,7 +34,7 @@ def allowed(access: Access, path: str = "/reset_data", method: str = "GET", **he
     named = Headers({"host": "localhost:8000"} | {name.replace("_", "-"): value for name, value in headers.items() if value})
     try:
         access.check(method, path, named)
-    except NotAllowedError as error:
+    except HTTPRefusal as error:
         return error.status != 403
     return True
 
@@ -136,7 +137,7 @@ def test_with_a_key_only_the_key_counts() -> None:
     access = Access("s3cret", "127.0.0.1")
     access.check("GET", "/batch", Headers({"host": "x", "origin": ELSEWHERE, "authorization": "Bearer s3cret"}))
     access.check("GET", "/", Headers({"host": "x"}))
-    with pytest.raises(NotAllowedError, match="no bearer token") as caught:
+    with pytest.raises(HTTPRefusal, match="no bearer token") as caught:
         access.check("GET", "/reset_data", Headers({"host": "localhost"}))
     assert caught.value.status == 401
 

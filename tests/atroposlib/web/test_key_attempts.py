@@ -8,9 +8,9 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from atroposlib.web.access import Access, NotAllowedError
+from atroposlib.web.access import KNOWN_SECONDS, TRIES, TRY_SECONDS, Access, Attempts
 from atroposlib.web.addresses import network_of
-from atroposlib.web.key_attempts import KNOWN_SECONDS, TRIES, TRY_SECONDS, Attempts
+from atroposlib.web.refusal import HTTPRefusal
 from tests.atroposlib.service.conftest import Service
 
 KEY = "correct-horse-battery-staple"
@@ -37,7 +37,7 @@ class Keyed:
         refusal = None
         try:
             self.access.check("GET", path, headers, client)
-        except NotAllowedError as error:
+        except HTTPRefusal as error:
             refusal = error
         if refusal is None:
             return 200

@@ -18,8 +18,9 @@ from starlette.datastructures import Headers
 from starlette.types import Message
 
 from atroposlib.web import bodies as reading
-from atroposlib.web.bodies import Bodies, RefusedError, decompress, unpacked_size
+from atroposlib.web.bodies import Bodies, decompress, unpacked_size
 from atroposlib.web.memory_budget import ANSWERS_AT_ONCE, SMALL_BODY, Budget, Budgets, NoSpaceError
+from atroposlib.web.refusal import HTTPRefusal
 from tests.atroposlib.service.conftest import Service, group
 from tests.atroposlib.service.test_faults import until
 
@@ -142,7 +143,7 @@ def test_gzip_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(monkeypa
         budgets = Budgets(MOST)
         headers = Headers({"content-encoding": "gzip", "content-length": str(len(bomb))})
         async with budgets.shared() as share:
-            with pytest.raises(RefusedError) as refused:
+            with pytest.raises(HTTPRefusal) as refused:
                 await Bodies(budgets, 60).read(headers, asking(bomb), MOST, share)
         assert refused.value.status == 413
         assert budgets.large.taken == 0

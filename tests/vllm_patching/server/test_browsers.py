@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.web import browser_headers as of_service
+from atroposlib.web import access as of_service
 from vllm_patching.server import browsers as of_vllm
 
 HEADERS = st.fixed_dictionaries(

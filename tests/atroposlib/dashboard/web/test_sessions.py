@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.dashboard.web.gatekeeper import host_name, is_loopback, safe_next
+from atroposlib.dashboard.web.gatekeeper import safe_next
 from atroposlib.dashboard.web.sessions import Sessions
-from atroposlib.web.key_attempts import ALL_TRIES, TRIES, Attempts
+from atroposlib.web.access import ALL_TRIES, TRIES, Attempts, host_name, is_loopback
 
 
 class Clock:
