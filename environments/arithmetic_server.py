@@ -6,11 +6,6 @@ r"""Word problems with one addition or subtraction, made on the fly: an environm
 The reward is +1 when the last \boxed{} holds the right number, else -1.
 """
 
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository, never a sibling file
-
 from collections.abc import Iterator
 
 from pydantic import Field, field_validator

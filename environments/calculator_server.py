@@ -7,11 +7,6 @@ The reward is +1 when the last \boxed{} of the last answer holds the right numbe
 tells the model to.
 """
 
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository, never a sibling file
-
 from collections.abc import Iterator
 
 from pydantic import Field, field_validator

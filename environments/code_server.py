@@ -9,16 +9,12 @@ problems come with reference solutions. A row without `expected` is left out and
 exceeded memory or output, made a refused call, or left processes behind.
 """
 
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository, never a sibling file
-
 import asyncio
 import importlib
 import logging
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 from pydantic import Field, field_validator
 

@@ -7,11 +7,6 @@ r"""GSM8K: grade-school word problems, graded by the final \boxed{} answer. `mat
 The reward is +1 for a right answer, else -1. See `MathConfig` for partial credit and the length penalty.
 """
 
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository, never a sibling file
-
 from atroposlib.envs.base import APIServerConfig
 from environments.math_server import MathConfig, MathEnv
 

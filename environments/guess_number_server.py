@@ -1,10 +1,6 @@
 """Find a number by comparing. A whole environment with several turns and a tool, explained in docs/multi-turn.md."""
 
 import random
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository
 
 from atroposlib.envs.multi_turn import Conversation, Grade, MultiTurnEnv, Step
 

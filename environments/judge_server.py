@@ -8,11 +8,6 @@ The reward is the judge's number, between 0 and 1. A judge that is away or answe
 judge sees the answer between marks that its author cannot know. `--env.judge_samples 3` takes the mean of three judgements.
 """
 
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository, never a sibling file
-
 import asyncio
 import logging
 import math
@@ -21,6 +16,7 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 

@@ -9,14 +9,10 @@ penalty and the columns. `pass@k` is the unbiased estimate over the samples. If 
 the dataset's card, the log has a line.
 """
 
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository, never a sibling file
-
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 

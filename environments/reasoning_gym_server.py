@@ -11,11 +11,6 @@ Some tasks evaluate the answer as a formula, in a child process that is killed a
 If the scorer cannot read its own answer, nothing is scored.
 """
 
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository, never a sibling file
-
 import asyncio
 import json
 import logging

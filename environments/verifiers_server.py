@@ -11,11 +11,6 @@ evaluation set is held out. To test with the package, name its interpreter in LO
 tests/environments/test_verifiers_env.py and tests/e2e/test_verifiers_training.py (which needs `verifiers[rg]`).
 """
 
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository, never a sibling file
-
 import asyncio
 import contextlib
 import contextvars
@@ -25,8 +20,10 @@ import inspect
 import logging
 import random
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field

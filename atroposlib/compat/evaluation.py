@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.runner.reporting import write_json, write_json_lines
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
+from atroposlib.utils import metrics as statistics
 from atroposlib.utils.display import display_metrics_table
 from atroposlib.web.addresses import argument, http_address
 
@@ -20,10 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def pass_at_k(m: int, c: int, k: int) -> float:
-    """Unbiased chance that at least one of `k` samples is right, given `c` right ones of `m` (Chen et al., 2021, eq. 1)."""
-    if m - c < k:
-        return 1.0
-    return 1.0 - float(np.prod(1.0 - k / np.arange(m - c + 1, m + 1)))
+    """Return the unbiased chance that at least one of `k` samples is right, given `c` right ones of `m`.
+
+    Atropos accepts a `k` above the number of wrong samples, even above `m`: the chance is 1.
+    """
+    return 1.0 if m - c < k else statistics.pass_at_k(m, c, k)
 
 
 def evaluate_log(

@@ -1,71 +1,56 @@
 """A semaphore whose number of slots follows a weight between 0 and 1."""
 
-import asyncio
 import math
-from collections import deque
 from types import TracebackType
+
+from anyio import CapacityLimiter
 
 
 class AsyncSemWithAdaptiveWeight:
-    """At weight `w`, at most `max(1, floor(max_val * w))` holders at once; holders of before a change keep their slot.
+    """Slots: at weight `w`, at most `max(1, floor(max_val * w))` holders at once.
 
-    Waiters are served first come, first served.
+    Holders keep their slots when the weight falls. Waiters are served first come, first served.
     """
 
     def __init__(self, value: int):
         self.max_val = value
         self.weight = 1.0
-        self.in_use = 0
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._limiter = CapacityLimiter(self.limit)
+        # The limiter counts borrowers. A fresh object borrows each slot, so that one task can hold several.
+        self._slots: list[object] = []
 
     @property
     def limit(self) -> int:
         return max(1, math.floor(self.max_val * self.weight))
 
     @property
+    def in_use(self) -> int:
+        return self._limiter.borrowed_tokens
+
+    @property
     def free(self) -> int:
         """Slots that could be taken now."""
         return max(0, self.limit - self.in_use)
 
-    @property
-    def _value(self) -> int:
-        return self.max_val - self.in_use
-
     def min_val(self) -> float:
-        """Slots that the weight leaves unused."""
+        """Return the slots that the weight leaves unused."""
         return self.max_val * (1.0 - self.weight)
 
     def update_weight(self, weight: float) -> None:
         self.weight = min(1.0, max(0.0, weight))
-        self._wake()
+        self._limiter.total_tokens = self.limit
 
     def locked(self) -> bool:
-        return self.in_use >= self.limit or any(not waiter.done() for waiter in self._waiters)
+        return self.in_use >= self.limit or self._limiter.statistics().tasks_waiting > 0
 
     async def acquire(self) -> bool:
-        if not self.locked():
-            self.in_use += 1
-            return True
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter  # whoever wakes it has already taken the slot in its name
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                self.release()
-            raise
+        slot = object()
+        await self._limiter.acquire_on_behalf_of(slot)
+        self._slots.append(slot)
         return True
 
     def release(self) -> None:
-        self.in_use -= 1
-        self._wake()
-
-    def _wake(self) -> None:
-        while self._waiters and self.in_use < self.limit:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                self.in_use += 1
-                waiter.set_result(None)
+        self._limiter.release_on_behalf_of(self._slots.pop())
 
     async def __aenter__(self) -> None:
         await self.acquire()
