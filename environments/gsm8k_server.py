@@ -7,6 +7,12 @@ r"""GSM8K: grade-school word problems, graded by the final \boxed{} answer. `mat
 The reward is +1 for a right answer, else -1. See `MathConfig` for partial credit and the length penalty.
 """
 
+import sys
+from pathlib import Path
+
+# The guide installs example_trainer/requirements.txt and runs this file by path: the package itself need not be installed.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 from atroposlib.envs.base import APIServerConfig
 from environments.math_server import MathConfig, MathEnv
 

@@ -22,7 +22,7 @@ COMMANDS = {
 }
 """Package -> the command that installs it, for packages that are not in the trainer's requirements."""
 IN_REQUIREMENTS = {
-    "fastapi", "httptools", "httpx", "huggingface_hub", "jinja2", "matplotlib", "numpy", "openai", "orjson",
+    "anyio", "fastapi", "httptools", "httpx", "huggingface_hub", "jinja2", "matplotlib", "numpy", "openai", "orjson",
     "prometheus_client", "psutil", "pydantic", "rich", "safetensors", "tensorboard", "torchao", "transformers",
     "uvicorn", "yaml",
 }  # fmt: skip
