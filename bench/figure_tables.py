@@ -99,13 +99,13 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "above 4 MiB it is ended; what its functions return has 1 MiB": "likewise",
     },
     "docs/several-gpus.md": {
-        "gives vLLM 45 % of each GPU": "a flag of Stack in scripts/ops/stack.py",
+        "gives vLLM 45 % of each GPU": "a flag of Stack in example_trainer/launcher/stack.py",
     },
     "docs/timelines.md": {
         "A file grows to 64 MiB at most": "a limit of vllm_patching/protocol/timeline.py",
     },
     "docs/your-model.md": {
-        "which gets 45 % of the card": "a flag of Stack in scripts/ops/stack.py",
+        "which gets 45 % of the card": "a flag of Stack in example_trainer/launcher/stack.py",
     },
     "docs/trainer.md": {
         "packs of 16,384 tokens in sequences of the length that is named": "what bench/trainer_speed.py is asked for",

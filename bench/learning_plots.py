@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 
 from bench.learning_plan import CHAPTERS, Variant, shown_in
 from bench.learning_summary import band
-from scripts.quickstart.plot import INK, MUTED, style
+from example_trainer.launcher.quickstart.plot import INK, MUTED, style
 
 COLOURS = ("#1f2933", "#8a97a6", "#2463c9", "#c05621", "#2f855a", "#8b3fa0", "#b7950b")
 """What a chapter is compared with comes first."""

@@ -70,7 +70,7 @@ class PictureError(RuntimeError):
 @contextmanager
 def quickstart(folder: Path) -> Iterator[str]:
     """The address of the page of a quick start that has taken WATCHED_STEPS, and goes on."""
-    command = [sys.executable, "-m", "scripts.quickstart", "--cpu", "--keep-running", "--output", str(folder)]
+    command = [sys.executable, "-m", "example_trainer.launcher.quickstart", "--cpu", "--keep-running", "--output", str(folder)]
     folder.parent.mkdir(exist_ok=True)
     with Supervisor() as supervisor:
         process = supervisor.start("quick start", command, folder.with_suffix(".log"), {}, ROOT, 30.0)

@@ -30,7 +30,7 @@ from typing import Any
 
 from bench.gpu.machine import describe
 from bench.measured import measured, put_into
-from scripts.quickstart.options import MODELS, STEPS
+from example_trainer.launcher.quickstart.options import MODELS, STEPS
 
 FILES = {"arithmetic": "quick_starts", "calculator": "calculator"}
 """Results file of each environment."""
@@ -60,7 +60,7 @@ def run_name(text: str) -> str:
 def command(run: str, environment: str, steps: int, output: Path, model: Path) -> list[str]:
     """Return the command of one run."""
     seed, *how = run.split()
-    words = [sys.executable, "-m", "scripts.quickstart", "--cpu", "--environment", environment, "--seed", seed]
+    words = [sys.executable, "-m", "example_trainer.launcher.quickstart", "--cpu", "--environment", environment, "--seed", seed]
     words += ["--steps", str(steps), "--output", str(output), "--model", str(model)]
     return [*words, "--lr", "0"] if "flat" in how else words
 

@@ -30,7 +30,7 @@ from matplotlib.patches import Patch
 
 from bench.gpu.summary import table
 from bench.timeline_spans import Process, check_trace, chrome_trace, extent, lanes, merged, read_folder, shares, within
-from scripts.quickstart.plot import GRID, INK, MUTED, style
+from example_trainer.launcher.quickstart.plot import GRID, INK, MUTED, style
 
 COLOURS = {
     "generating": "#2463c9",

@@ -17,4 +17,4 @@ for word in "$@"; do
   PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m example_trainer.async_grpo "${words[@]}"
 done
 # Run by path, so that relative paths among the options keep counting from where the command was typed.
-exec "$python" "$root/scripts/ops/__main__.py" start "$@"
+exec "$python" "$root/example_trainer/launcher/__main__.py" start "$@"

@@ -68,9 +68,9 @@ WAITING = {
     "tests/example_trainer/weight_bridge/test_fleet_senders.py",
     "tests/example_trainer/weight_bridge/test_restart.py",
     "tests/example_trainer/weight_bridge/test_stream.py",
-    "tests/scripts/test_ops_control.py",
-    "tests/scripts/test_ops_rolling.py",
-    "tests/scripts/test_run.py",
+    "tests/example_trainer/launcher/test_control.py",
+    "tests/example_trainer/launcher/test_rolling.py",
+    "tests/example_trainer/launcher/quickstart/test_run.py",
 }
 """Files that take long, most of it in waiting: for a deadline to pass, for processes to come and go."""
 

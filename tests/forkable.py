@@ -19,7 +19,7 @@ COMMANDS = {
         "example_trainer/simple_rl.py": "example_trainer.simple_rl",
         "example_trainer.parameter_server": "example_trainer.parameter_server.__main__",
         "example_trainer.reference_worker": "example_trainer.reference_worker",
-        "scripts.quickstart": "scripts.quickstart.__main__",
+        "example_trainer.launcher.quickstart": "example_trainer.launcher.quickstart.__main__",
         "scripts/make_starter_model.py": "scripts.make_starter_model",
         "tests/atroposlib/envs/faulty_env.py": "tests.atroposlib.envs.faulty_env",
         "tests/atroposlib/envs/public_style_env.py": "tests.atroposlib.envs.public_style_env",
@@ -34,7 +34,7 @@ COMMANDS = {
         "tests.fleet_server": "tests.fleet_server",
         "tests.forked_ranks": "tests.forked_ranks",
         "tests.forked_torchrun": "tests.forked_torchrun",
-        "tests/scripts/small_stack.py": "tests.scripts.small_stack",
+        "tests/example_trainer/launcher/quickstart/small_plan.py": "tests.example_trainer.launcher.quickstart.small_plan",
         "bench/gpu/length_env.py": "bench.gpu.length_env",
         "bench.gpu.ceiling": "bench.gpu.ceiling",
         "bench.gpu.load": "bench.gpu.load",
@@ -48,7 +48,10 @@ COMMANDS = {
 }
 """By the process that forks them: modules (`python -m`) and scripts, and what is imported for each."""
 SERVING = ("httpcore", "encodings.idna", "uvicorn.protocols.websockets.websockets_sansio_impl", "anyio.streams.memory")
-LIGHT = ("scripts.quickstart.run", "scripts.quickstart.plot", "torch.utils.tensorboard", "numpy.ma")
+LIGHT = (
+    "example_trainer.launcher.quickstart.run", "example_trainer.launcher.quickstart.plot",
+    "torch.utils.tensorboard", "numpy.ma",
+)  # fmt: skip
 VLLM = (
     "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.launchers.cli_args", "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker", "vllm.v1.executor.uniproc_executor", "vllm.model_executor.models.qwen3", "uvloop",

@@ -16,20 +16,21 @@ PACKAGED = ("atroposlib", "environments", "example_trainer", "vllm_patching")
 """What a wheel holds."""
 PACKAGES = (*PACKAGED, "scripts")
 UNPACKAGED = ("scripts", "bench", "tests")
+BELOW_TRAINER = ("launcher", "child_processes")
 REST_OF_TRAINER = tuple(
     f"example_trainer.{path.stem}"
     for path in sorted((ROOT / "example_trainer").iterdir())
-    if path.stem not in ("__init__", "child_processes") and (path.suffix == ".py" or (path / "__init__.py").exists())
+    if path.stem not in ("__init__", *BELOW_TRAINER) and (path.suffix == ".py" or (path / "__init__.py").exists())
 )
-"""The trainer but for the folder that the scripts use too."""
+"""The trainer without the launcher and the folder from which the launcher may import."""
 
 NEVER = {
     "atroposlib": ("torch", "vllm", "example_trainer", "vllm_patching", "environments", *UNPACKAGED),
     "environments": ("torch", "vllm", "example_trainer", "vllm_patching", *UNPACKAGED),
     "vllm_patching": ("example_trainer", "atroposlib", "environments", *UNPACKAGED),
     "example_trainer": ("atroposlib.service", "atroposlib.cli", "environments", *UNPACKAGED),
-    "scripts.ops": ("torch", "vllm", *REST_OF_TRAINER, "vllm_patching"),
-    "scripts.quickstart": ("torch", "vllm", *REST_OF_TRAINER, "vllm_patching", "atroposlib"),
+    "example_trainer.launcher": ("torch", "vllm", *REST_OF_TRAINER, "vllm_patching"),
+    "example_trainer.launcher.quickstart": ("torch", "vllm", *REST_OF_TRAINER, "vllm_patching", "atroposlib"),
 }
 """Package -> what none of its modules may import, neither itself nor through another module of the project."""
 
@@ -59,6 +60,7 @@ ROOMS = (
     "out_of_memory",
     "prerequisites",
     "errors",
+    "launcher",
     "child_processes",
 )
 """The trainer's rooms, the uppermost first: doors open downwards only."""

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from scripts.ops import options as stack_options
-from scripts.quickstart import options as quickstart_options
+from example_trainer.launcher import options as stack_options
+from example_trainer.launcher.quickstart import options as quickstart_options
 from tests.language import GUIDES, ROOT, documents
 from tests.pages import section_of, sections, shell_lines
 

@@ -61,7 +61,7 @@ def test_log_lines_that_people_grep_for_are_written_somewhere(places: str, text:
 
 MAX_FUNCTION_LINES = 60
 MAX_COMPLEXITY = 12
-LONG_FUNCTIONS = {"atroposlib": 11, "example_trainer": 7, "vllm_patching": 2, "scripts": 1, "bench": 2, "tests": 13}
+LONG_FUNCTIONS = {"atroposlib": 11, "example_trainer": 7, "vllm_patching": 2, "bench": 2, "tests": 13}
 COMPLEX_FUNCTIONS = {"atroposlib": 12, "example_trainer": 3, "vllm_patching": 2, "bench": 2, "tests": 9}
 """Functions above a limit, per package. These counts may only fall."""
 
@@ -327,7 +327,7 @@ def test_guides_are_plain(page: Path) -> None:
 
 def test_scripts_run_by_path_find_the_repository(tmp_path: Path) -> None:
     """The quick start is run by path from any folder; its --help needs no installation."""
-    path = ROOT / "scripts" / "quickstart" / "__main__.py"
+    path = ROOT / "example_trainer" / "launcher" / "quickstart" / "__main__.py"
     done = subprocess.run([sys.executable, "-S", path, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--bridge" in done.stdout

@@ -33,6 +33,7 @@ from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore, set_aside
 from atroposlib.service.store import MemoryStore, Store, StoreError
 from atroposlib.utils.log_bound import log_to_stderr
+from atroposlib.utils.port_user import port_user
 from atroposlib.utils.private_files import use_private_files
 from atroposlib.web.access import Access
 from atroposlib.web.addresses import argument, listening_host, server_address
@@ -213,27 +214,6 @@ def listen(host: str, port: int) -> socket.socket:
             f"error: [Errno {error.errno}] cannot listen on {host}:{port}: {reason}; pass --host or --port"
         ) from None
     return sock
-
-
-def port_user(port: int, proc: Path = Path("/proc")) -> str:
-    """Who listens on a TCP port, as "python (pid 123)"; "another process" where that cannot be seen."""
-    inodes = set()
-    for table in ("net/tcp", "net/tcp6"):
-        try:
-            lines = (proc / table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-    for process in proc.glob("[0-9]*"):
-        try:
-            if any(os.readlink(link) in inodes for link in (process / "fd").iterdir()):
-                return f"{(process / 'comm').read_text().strip()} (pid {process.name})"
-        except OSError:  # another user's process, or one that has just ended
-            continue
-    return "another process"
 
 
 class Server(StoppingServer):

@@ -11,7 +11,7 @@ import pytest
 
 from bench import quick_start_figures, quick_starts
 from bench.results_book import Book, FigureError
-from scripts.quickstart.options import LEARNING_RATES, parse
+from example_trainer.launcher.quickstart.options import LEARNING_RATES, parse
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from scripts.quickstart.options import LEARNING_RATES, parse
 def test_a_run_is_named_by_its_seed(run: str, seed: int, lr: float | None, tmp_path: Path) -> None:
     model = quick_starts.MODELS["arithmetic"]
     words = quick_starts.command(quick_starts.run_name(run), "arithmetic", 7, tmp_path, model)
-    assert words[1:3] == ["-m", "scripts.quickstart"]
+    assert words[1:3] == ["-m", "example_trainer.launcher.quickstart"]
     options = parse(words[3:])
     assert (options.seed, options.steps, options.output, options.model) == (seed, 7, tmp_path, str(model))
     assert options.lr == (LEARNING_RATES["arithmetic"] if lr is None else lr)

@@ -64,8 +64,8 @@ class Running:
 def running(module_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Running:
     output = tmp_path_factory.mktemp("quickstart") / "run"
     command = [
-        *(sys.executable, "-m", "scripts.quickstart", "--cpu", "--steps", str(STEPS), "--bridge", "single-copy"),
-        *("--eval-size", str(EVAL_SIZE), "--output", output),
+        *(sys.executable, "-m", "example_trainer.launcher.quickstart", "--cpu", "--bridge", "single-copy"),
+        *("--steps", str(STEPS), "--eval-size", str(EVAL_SIZE), "--output", output),
     ]
     process = module_processes.start("quickstart", command, FORK_CHILDREN, may_finish=True)
     return Running(module_processes, process, output)

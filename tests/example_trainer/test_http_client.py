@@ -18,11 +18,11 @@ from example_trainer.batch.client import RolloutClient
 from example_trainer.batch.local_sampler import Sampler
 from example_trainer.batch.problems import Problem
 from example_trainer.http_client import direct_client
+from example_trainer.launcher.status import queue_size, served_version
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.lora import LoraServer
 from example_trainer.weight_bridge.owned_server import OwnedServer
 from example_trainer.weight_bridge.server import BridgeServer
-from scripts.ops.status import queue_size, served_version
 from tests.conftest import ROOT
 from tests.example_trainer.batch.registration import REGISTRATION
 

@@ -23,6 +23,8 @@ import torch
 from example_trainer import command_line
 from example_trainer.async_grpo.settings import check_trainer, read_settings
 from example_trainer.config import TrainerConfig
+from example_trainer.launcher import options as stack_options
+from example_trainer.launcher.stack import Stack
 from example_trainer.models.geometry import Geometry
 from example_trainer.training import memory_choice, server_share
 from example_trainer.training.memory_choice import MemoryChoice, choose_memory
@@ -31,8 +33,6 @@ from example_trainer.weight_bridge.base import NoBridge, WeightBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.server_gpus import ServerGpus
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
-from scripts.ops import options as stack_options
-from scripts.ops.stack import Stack
 from tests.example_trainer.training.model_configs import MODEL_CONFIGS
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards

@@ -13,7 +13,7 @@ import pytest
 
 from atroposlib.dashboard.run_folders.processes import RunProcess, read_processes
 from atroposlib.utils.process_identity import Identity, boot_id, identify
-from scripts.ops.records import Exit, Record, Records
+from example_trainer.launcher.records import Exit, Record, Records
 
 
 def write(folder: Path, part: str, keeper: Identity, port: int = 0, end: dict[str, Any] | None = None) -> None:

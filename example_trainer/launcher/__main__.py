@@ -1,0 +1,133 @@
+"""`scripts/start.sh` and its like (COMMANDS): run by path, from any folder, the command as first argument."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
+
+from example_trainer.child_processes.processes import ProcessError
+from example_trainer.child_processes.whole_files import disk_refusal
+from example_trainer.launcher import logs, status
+from example_trainer.launcher.control import Starter, stop_parts
+from example_trainer.launcher.keys import KEYS_FILE, SERVICE
+from example_trainer.launcher.options import add_run_option, parse
+from example_trainer.launcher.parts import PARTS, SERVERS, chosen
+from example_trainer.launcher.quickstart.options import OneLineParser, positive_int
+from example_trainer.launcher.records import Records
+from example_trainer.launcher.rolling import restart_servers
+from example_trainer.launcher.stack import Stack
+
+
+def say(text: str) -> None:
+    """One line, at once."""
+    print(text, flush=True)
+
+
+def interrupted(number: int, _: object) -> None:
+    """Signal handler: unwinds, so that a start that is interrupted stops what it started."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def parser(name: str, description: str) -> OneLineParser:
+    """A command line with --run and parts."""
+    made = OneLineParser(prog=f"scripts/{name}.sh", description=description, allow_abbrev=False)
+    made.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}, vllm-2, …, {SERVERS} (default: all)"
+    )
+    add_run_option(made)
+    return made
+
+
+def start(arguments: list[str]) -> int:
+    """Start the stack in the background."""
+    options = parse(arguments)
+    stack = Stack(options)
+    Starter(stack, say).run()
+    say(f"running in {options.run}: scripts/status.sh, scripts/logs.sh and scripts/stop.sh look at it, follow it and end it")
+    say(f"see the run at {stack.service_url}/ui; it asks for {SERVICE} of {options.run / KEYS_FILE}")
+    return 0
+
+
+def show_status(arguments: list[str]) -> int:
+    """Print the table; 0 if everything is up, else 1."""
+    made = OneLineParser(prog="scripts/status.sh", description="Show whether the stack is up and moves.", allow_abbrev=False)
+    add_run_option(made)
+    made.add_argument("--json", action="store_true", help="for scripts")
+    given = made.parse_args(arguments)
+    run = given.run.expanduser().absolute()
+    found = status.collect(run)
+    say(json.dumps(found.to_json(), indent=1) if given.json else status.table(found, run, time.time()))
+    return 0 if found.good else 1
+
+
+def stop(arguments: list[str]) -> int:
+    """Stop the stack: environment, trainer, vLLM, service."""
+    given = parser(
+        "stop", "Stop the stack, or some parts of it: environment, trainer, vLLM, service, in this order."
+    ).parse_args(arguments)
+    run = given.run.expanduser().absolute()
+    return 0 if stop_parts(run, chosen(given.parts, Records(run).parts()), say) else 1
+
+
+def restart(arguments: list[str]) -> int:
+    """Restart the vLLM servers one by one."""
+    made = parser(
+        "restart",
+        "Restart the vLLM servers one by one, or those that are named: each only when the one before it serves the trainer's "
+        "present weights again. Training goes on with the others. A server that does not come back ends it.",
+    )
+    made.add_argument("--wait", type=positive_int, help="seconds that each may take to be back (default: as for start.sh)")
+    given = made.parse_args(arguments)
+    restart_servers(given.run.expanduser().absolute(), given.parts, given.wait, say)
+    return 0
+
+
+def follow(arguments: list[str]) -> int:
+    """Follow the logs until Ctrl-C."""
+    made = parser("logs", "Follow the logs of the stack; Ctrl-C ends that, and nothing else.")
+    made.add_argument("--lines", type=positive_int, default=10, help="old lines of each log (default: %(default)s)")
+    made.add_argument("--no-follow", action="store_true", help="print those and end")
+    given = made.parse_args(arguments)
+    run = given.run.expanduser().absolute()
+    logs.show(run, chosen(given.parts, logs.parts_with_logs(run)), given.lines, not given.no_follow, say)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "start": start,
+    "status": show_status,
+    "stop": stop,
+    "restart": restart,
+    "logs": follow,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command; returns the exit status."""
+    name, *rest = arguments
+    signal.signal(signal.SIGTERM, interrupted)
+    try:
+        return COMMANDS[name](rest)
+    except ProcessError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 0  # whoever read has enough
+    except OSError as error:
+        if (line := disk_refusal(error)) is None:
+            raise
+        print(f"{name}: {line}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

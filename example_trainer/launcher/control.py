@@ -1,0 +1,357 @@
+"""Start parts of the stack in the background, and stop exactly those."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from atroposlib.utils.port_user import port_user
+from atroposlib.utils.process_identity import Identity, identify
+from example_trainer.child_processes.guard import descendants, send
+from example_trainer.child_processes.own_folder import private_files
+from example_trainer.child_processes.ports import is_free
+from example_trainer.child_processes.processes import ProcessError, describe_exit, first_error, tail
+from example_trainer.child_processes.readiness import http_probe, wait_until
+from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.launcher.fleet import join
+from example_trainer.launcher.keys import SERVICE, make_keys, variables_of
+from example_trainer.launcher.options import save
+from example_trainer.launcher.parts import kind_of, server_number, to_stop
+from example_trainer.launcher.quickstart.errors import QuickstartError
+from example_trainer.launcher.quickstart.options import ROOT
+from example_trainer.launcher.quickstart.plan import Command
+from example_trainer.launcher.records import Record, Records, owner_is_me
+from example_trainer.launcher.stack import Stack
+
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+SERVICE_SECONDS = 60.0
+SETTLE_SECONDS = 1.5
+"""How long a part without a port must live before its start counts as one."""
+KEEPER_MARGIN_SECONDS = 20.0
+"""What a keeper may need on top of the grace period to end what the command left behind."""
+BRIDGE_CONFIG, BRIDGE_CONFIGS = "vllm_bridge_config.json", "vllm_bridge_config*.json"
+"""What a vLLM server publishes in its LOGDIR, and the names that several of them have there."""
+LOCK = ".stack-lock"
+
+Say = Callable[[str], None]
+
+
+@contextmanager
+def claimed(run: Path) -> Iterator[None]:
+    """Hold a run's folder, so that a start and a stop do not meet half-way.
+
+    Raises:
+        QuickstartError: another one holds it, or it cannot be written.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = (run / LOCK).open("w")
+    except OSError as error:
+        raise QuickstartError(f"--run {run} cannot be written: {error.strerror}: give another folder") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise QuickstartError(f"--run {run}: another start.sh or stop.sh is at work there; wait for it") from None
+        yield
+
+
+class Starter:
+    """Starts one stack.
+
+    Args:
+        stack: the commands.
+        say: gets one line at a time.
+    """
+
+    def __init__(self, stack: Stack, say: Say) -> None:
+        self.stack, self.say, self.options = stack, say, stack.options
+        self.records = Records(stack.options.run)
+        self.started: list[Record] = []
+        self.keys: dict[str, str] = {}
+
+    def run(self) -> None:
+        """Start every part that was asked for, in order, and wait until those that listen answer.
+
+        Raises:
+            QuickstartError: it cannot be done; what this call started is stopped again.
+        """
+        with private_files(), claimed(self.options.run):
+            self.refuse_what_runs()
+            self.clear_leftovers()
+            self.refuse_ports()
+            self.keys = make_keys(self.options.run, os.environ, running=bool(self.running()))
+            write_whole(self.options.run / "commands.sh", self.stack.script().encode())
+            save(self.options)
+            try:
+                for part in self.options.parts:
+                    self.start(part)
+                self.finish()
+            except BaseException:
+                for record in reversed(self.started):
+                    stop(record, self.records, self.say)
+                raise
+            if self.options.links:
+                self.link_logs(Path.cwd())
+
+    def running(self) -> list[str]:
+        """Parts of this run that live."""
+        return [part for part in self.records.parts() if (record := self.records.read(part)) and record.keeper.is_alive()]
+
+    def refuse_what_runs(self) -> None:
+        for part in self.options.parts:
+            record = self.records.read(part)
+            if record and record.keeper.is_alive():
+                raise QuickstartError(
+                    f"{part} runs already in {self.options.run} (process {record.keeper.pid}, log {record.log}): "
+                    f"scripts/stop.sh {part} ends it"
+                )
+
+    def clear_leftovers(self) -> None:
+        """Remove what a run that was killed left behind."""
+        for part in self.records.parts():
+            record = self.records.read(part)
+            if record and not record.keeper.is_alive():
+                if self.records.exit_of(part) is None:
+                    self.say(f"{part}: the last one (process {record.keeper.pid}) was killed; its record is removed")
+                kill_leftovers(record, self.say)
+                self.records.remove(part)
+        # While a trainer lives, the file tells the next server that it must wait for that trainer's weights.
+        if self.records.read("trainer") is not None:
+            return
+        folders = {self.options.run: "vllm"} | {folder: folder.name for folder in self.options.run.glob("vllm-*/")}
+        for folder, part in sorted(folders.items()):
+            if server_number(part) is None or self.records.read(part) is not None:
+                continue
+            for config in sorted(folder.glob(BRIDGE_CONFIGS)):
+                if not is_locked(config):
+                    self.say(f"removed {config} of a vLLM server that was killed")
+                    config.unlink()
+
+    def refuse_ports(self) -> None:
+        taken = {number: flag for number, flag in self.stack.ports().items() if not is_free(number)}
+        if taken:
+            listed = ", ".join(f"{number} ({flag}) by {port_user(number)}" for number, flag in taken.items())
+            raise QuickstartError(f"ports are taken: {listed}; stop what listens there, or give other ports")
+
+    def start(self, part: str) -> None:
+        """Start one part; wait for it if others need it to answer."""
+        if part == "trainer":
+            self.wait_for_vllm()
+        command, log = self.stack.command(part), self.stack.log(part)
+        if log.exists():
+            log.replace(log.with_suffix(".previous.log"))
+        pid = spawn(command, log, self.records.exit_file(part), variables_of(part, os.environ, self.keys))
+        keeper = identify(pid)
+        if keeper is None:
+            raise QuickstartError(f"{part} could not be started; see {log}")
+        record = Record(part, keeper, time.time(), str(log), self.stack.port(part), command.grace, command.may_finish)
+        self.records.write(record)
+        self.started.append(record)
+        self.say(f"{part:<12} started (process {pid}), log {log}")
+        if part == "service":
+            self.wait_for(record, f"{self.stack.service_url}/", SERVICE_SECONDS)
+        elif kind_of(part) != "vllm":
+            settled = time.monotonic() + SETTLE_SECONDS
+            while time.monotonic() < settled:
+                self.check()
+                time.sleep(0.1)
+
+    def finish(self) -> None:
+        """Wait for what was not waited for yet."""
+        if "trainer" not in self.options.parts:
+            self.wait_for_vllm()
+        self.check()
+        for part in self.options.joining:
+            url = self.stack.vllm_url(server_number(part) or 0)
+            join(self.stack.service_url, self.keys[SERVICE], url)
+            self.say(
+                f"{part:<12} shall join the training: scripts/status.sh shows it as soon as the trainer has sent it weights"
+            )
+
+    def wait_for_vllm(self) -> None:
+        for record in self.started:
+            number = server_number(record.part)
+            if number is not None:
+                self.wait_for(record, f"{self.stack.vllm_url(number)}/health", self.options.wait)
+                # Healthy is not enough: it must have generated a token.
+                self.wait_for(record, f"{self.stack.vllm_url(number)}/health_generate", 60.0)
+
+    def wait_for(self, record: Record, url: str, seconds: float) -> None:
+        try:
+            waited = wait_until(record.part, http_probe(url, min(seconds, 60.0)), seconds, self.check)
+        except ProcessError as error:
+            raise QuickstartError(f"{error}; log: {record.log}") from None
+        self.say(f"{record.part:<12} answers {url} after {waited:.0f} s")
+
+    def check(self) -> None:
+        """Raise QuickstartError if something that was started has ended and should not have."""
+        for record in self.started:
+            if record.keeper.is_alive():
+                continue
+            ended = self.records.exit_of(record.part)
+            if ended is None or ended.code != 0 or not record.may_finish:
+                how = describe_exit(ended.code) if ended else "was killed"
+                lines = [f"{record.part} {how}; log: {record.log}"]
+                last = tail(Path(record.log), 6)
+                cause = first_error(Path(record.log), since_last="\n".join(last))
+                lines += [f"    first error: {cause}"] if cause else []
+                raise QuickstartError("\n".join([*lines, *(f"    {line}" for line in last)]))
+
+    def link_logs(self, here: Path) -> None:
+        """Let `tail -f trainer.log` work where start.sh was typed."""
+        names = [self.stack.log(part).name for part in self.options.parts]
+        names += ["vllm.log"] if self.options.bridge == "restart" else [BRIDGE_CONFIG]
+        kept = []
+        for name in names:
+            target, link = self.options.run / name, here / name
+            if name == "vllm.log" and self.options.bridge == "restart":
+                target = self.options.run / "trainer" / name
+            if link.is_symlink():
+                link.unlink()
+            if link.exists():
+                kept.append(name)
+            else:
+                link.symlink_to(target)
+        if kept and here != self.options.run:
+            self.say(f"{', '.join(kept)} in {here} are files of their own and stay; the run's logs are in {self.options.run}")
+
+
+def spawn(command: Command, log: Path, exit_file: Path, environment: Mapping[str, str]) -> int:
+    """Start a command under a keeper that outlives this process; returns the keeper's process id.
+
+    Args:
+        environment: variables beneath the command's own.
+
+    Raises:
+        QuickstartError: the log cannot be written.
+    """
+    words = [sys.executable, "-I", "-S", str(SUPERVISOR), str(exit_file), str(command.grace), *command.arguments]
+    exit_file.parent.mkdir(parents=True, exist_ok=True)
+    exit_file.unlink(missing_ok=True)
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**environment, **command.variables},
+                start_new_session=True,  # Ctrl-C in this terminal, and its closing, are not meant for it
+            )
+    except OSError as error:
+        raise QuickstartError(f"cannot start {command.name} with its log in {log}: {error}") from error
+    _children.append(process)
+    return process.pid
+
+
+_children: list[subprocess.Popen[bytes]] = []
+"""Kept so that no warning is given for processes that are meant to outlive this one."""
+
+
+def stop(record: Record, records: Records, say: Say) -> bool:
+    """End a part with all that it started, and forget it. Returns whether it is gone.
+
+    A vLLM server that stops takes its published configuration back. Where its trainer lives, that is put there again, as a
+    killed server would have left it: by it the next server of this port knows that it must wait for the trainer's weights
+    instead of serving the checkpoint's.
+    """
+    begun = time.monotonic()
+    left = published_by(record, records)
+    if record.keeper.is_alive():
+        if not owner_is_me(record.keeper):
+            say(f"{record.part}: process {record.keeper.pid} belongs to another user and is left alone")
+            return False
+        family = descendants(record.keeper.pid)
+        send(record.keeper.pid, signal.SIGTERM)
+        if not gone(record.keeper, record.grace + KEEPER_MARGIN_SECONDS):
+            for pid in [record.keeper.pid, *family, *descendants(record.keeper.pid)]:
+                send(pid, signal.SIGKILL)
+            if not gone(record.keeper, KEEPER_MARGIN_SECONDS):
+                say(f"{record.part}: process {record.keeper.pid} did not end, not even by SIGKILL")
+                return False
+        ended = records.exit_of(record.part)
+        if ended is None or ended.code == 128 + signal.SIGKILL:
+            how = "had to be killed"
+        else:
+            how = "ended on SIGTERM" if ended.code == 128 + signal.SIGTERM else describe_exit(ended.code)
+        say(f"{record.part:<12} {how} after {time.monotonic() - begun:.1f} s")
+    else:
+        ended = records.exit_of(record.part)
+        say(f"{record.part:<12} had ended before" + (f": {describe_exit(ended.code)}" if ended else ": it was killed"))
+    kill_leftovers(record, say)
+    for config, text in left.items():
+        if not config.exists():
+            write_whole(config, text.encode(), mode=0o600)
+    records.remove(record.part)
+    return True
+
+
+def published_by(record: Record, records: Records) -> dict[Path, str]:
+    """The configuration that a vLLM server has published, with its path, if a trainer of this run lives; else nothing."""
+    number, trainer = server_number(record.part), records.read("trainer")
+    if number is None or trainer is None or not trainer.keeper.is_alive():
+        return {}
+    run = records.folder.parent
+    found = {}
+    for config in (run if number == 0 else run / record.part).glob(BRIDGE_CONFIGS):
+        try:
+            text = config.read_text()
+            if json.loads(text).get("port") == record.port:
+                found[config] = text
+        except (OSError, ValueError, AttributeError):
+            continue  # being replaced at this moment, or torn: as if there were none
+    return found
+
+
+def is_locked(file: Path) -> bool:
+    """Whether a living process holds a lock on a file, as a vLLM server does on its own."""
+    with file.open() as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def gone(identity: Identity, seconds: float) -> bool:
+    """Wait for a process to end; False if it has not by then."""
+    deadline = time.monotonic() + seconds
+    while identity.is_alive():
+        for child in _children:
+            child.poll()
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def kill_leftovers(record: Record, say: Say) -> None:
+    """End what outlived a keeper that was killed: these very processes, known by more than their id."""
+    for member in record.leftovers():
+        if owner_is_me(member):
+            send(member.pid, signal.SIGKILL)
+            gone(member, KEEPER_MARGIN_SECONDS)  # its memory, on a GPU too, is free only then
+            say(f"{record.part}: killed process {member.pid}, which had outlived it")
+
+
+def stop_parts(run: Path, parts: Sequence[str], say: Say) -> bool:
+    """Stop parts of a run, those that feed others first. Returns whether all are gone."""
+    records = Records(run)
+    if not records.folder.is_dir():
+        say(f"nothing was started in {run}")
+        return True
+    with claimed(run):
+        found = [record for part in to_stop(parts) if (record := records.read(part))]
+        if not found:
+            say(f"nothing to stop in {run}")
+        return all([stop(record, records, say) for record in found])

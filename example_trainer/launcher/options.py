@@ -1,0 +1,387 @@
+"""What start.sh can be asked, from flags and from LOCKSTEP_* variables; flags win."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.launcher.gpus import choose_gpus, degrees
+from example_trainer.launcher.keys import refuse_keys
+from example_trainer.launcher.parts import PARTS, SERVERS, chosen, in_order, parts_of
+from example_trainer.launcher.quickstart.errors import QuickstartError
+from example_trainer.launcher.quickstart.options import (
+    ROOT,
+    STARTER_MODEL,
+    OneLineParser,
+    check_model,
+    learning_rate,
+    positive_int,
+    visible_gpus,
+)
+from example_trainer.launcher.records import Records
+
+BRIDGES = ("auto", "broadcast", "single-copy", "lora", "restart", "none")
+ENVIRONMENTS = ("arithmetic", "gsm8k")
+RUN = Path("runs") / "stack"
+OPTIONS_FILE = "options.json"
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """One start of the stack; see the help texts in `parser`."""
+
+    run: Path
+    parts: tuple[str, ...]
+    model: str
+    environment: str
+    bridge: str
+    vllm_gpus: tuple[int, ...]
+    trainer_gpus: tuple[int, ...]
+    service_port: int
+    vllm_ports: tuple[int, ...]
+    master_port: int
+    metrics_port: int
+    steps: int
+    lr: float | None
+    batch_size: int | None
+    restart_interval: int
+    service_args: tuple[str, ...]
+    vllm_args: tuple[str, ...]
+    environment_args: tuple[str, ...]
+    trainer_args: tuple[str, ...]
+    wait: float
+    links: bool
+    resume: bool = False
+    all_interfaces: bool = False
+    joining: tuple[str, ...] = ()
+
+    @property
+    def servers(self) -> int:
+        """How many vLLM servers the stack has."""
+        return len(self.vllm_ports)
+
+    @property
+    def vllm_port(self) -> int:
+        """Where the first vLLM server listens."""
+        return self.vllm_ports[0]
+
+    def gpus_of(self, server: int) -> tuple[int, ...]:
+        """The GPUs of a vLLM server, counted from 0; all have equally many."""
+        each = len(self.vllm_gpus) // self.servers
+        return self.vllm_gpus[server * each : (server + 1) * each]
+
+    @property
+    def host(self) -> str:
+        """The address on which the parts listen."""
+        return "0.0.0.0" if self.all_interfaces else "127.0.0.1"
+
+    @property
+    def small(self) -> bool:
+        """Whether this is the starter model, for which small sizes are right."""
+        return Path(self.model) == STARTER_MODEL
+
+
+def gpu_list(text: str) -> tuple[int, ...]:
+    """`0,1` -> (0, 1)."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of GPUs: give indices such as 0 or 0,1")
+    return tuple(int(part) for part in text.split(","))
+
+
+def port(text: str) -> int:
+    """A TCP port, or 0."""
+    value = int(text) if text.isdigit() else -1
+    if not 0 <= value < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is no TCP port")
+    return value
+
+
+def ports(text: str) -> tuple[int, ...]:
+    """`9001` or `9001,9005` -> the ports."""
+    return tuple(port(part) for part in text.split(","))
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Flags in quotes, as a shell would split them."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be split into words: {error}") from None
+
+
+def add_run_option(parser: argparse.ArgumentParser) -> None:
+    """--run, which all four commands have."""
+    default = os.environ.get("LOCKSTEP_RUN") or str(ROOT / RUN)
+    parser.add_argument("--run", type=Path, default=default, help=f"the run's folder (default: {RUN}, or $LOCKSTEP_RUN)")
+
+
+def add_training(option: Callable[..., None]) -> None:
+    """Add the trainer's options; `option` adds one."""
+    option("steps", "100", "optimizer steps", type=positive_int)
+    option("lr", None, "learning rate", type=learning_rate)
+    option("batch-size", None, "sequences in a micro-batch of the trainer", type=positive_int)
+    option("restart-interval", "3", "steps between restarts of vLLM, with --bridge restart", type=positive_int)
+
+
+def add_gpus(option: Callable[..., None]) -> None:
+    """Add the options of vLLM servers and GPUs; `option` adds one."""
+    option("vllm-servers", "1", "how many vLLM servers: parts vllm, vllm-2, vllm-3, …", type=positive_int)
+    option(
+        "vllm-gpus",
+        None,
+        "GPUs of vLLM, such as 0,1, dealt out evenly to its servers: a server's tensor-parallel degree is their number",
+        type=gpu_list,
+    )
+    option("trainer-gpus", None, "GPUs of the trainer, such as 2", type=gpu_list)
+
+
+def add_ports(option: Callable[..., None]) -> None:
+    """Add the options that name ports; `option` adds one."""
+    option("service-port", "8000", "rollout service", type=port)
+    option("vllm-port", "9001", "vLLM; further servers get the next ones, or name one for each: 9001,9011", type=ports)
+    option("master-port", os.environ.get("MASTER_PORT", "29500"), "where trainer and vLLM meet", type=port)
+    option("metrics-port", "0", "the trainer's figures for Prometheus; 0: none", type=port)
+
+
+def parser() -> OneLineParser:
+    """The command line of start.sh."""
+    made = OneLineParser(
+        prog="scripts/start.sh",
+        description="Start the stack, or some parts of it, in the background. Every option can also be given as a variable: "
+        "--vllm-port as LOCKSTEP_VLLM_PORT, and so on.",
+        allow_abbrev=False,
+    )
+
+    def option(name: str, default: object, help_text: str, **more: object) -> None:
+        variable = "LOCKSTEP_" + name.upper().replace("-", "_")
+        shown = "" if default is None else f" (default: {default})"
+        made.add_argument(f"--{name}", default=os.environ.get(variable, default), help=help_text + shown, **more)  # type: ignore[arg-type]
+
+    made.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"which to start: {', '.join(PARTS)}, vllm-2 and so on, {SERVERS} for every vLLM server (default: all)",
+    )
+    add_run_option(made)
+    option("model", None, "checkpoint folder or Hugging Face name (default: the starter model)")
+    option(
+        "environment",
+        None,
+        "arithmetic, gsm8k, or an environment's file (default: arithmetic for the starter model, else gsm8k)",
+    )
+    option("bridge", "auto", f"how weights reach vLLM: {', '.join(BRIDGES)}; restart: the trainer starts vLLM itself")
+    add_gpus(option)
+    made.add_argument("--cpu", action="store_true", help="use no GPU (default where nvidia-smi finds none)")
+    add_ports(option)
+    made.add_argument(
+        "--all-interfaces",
+        action="store_true",
+        default=os.environ.get("LOCKSTEP_ALL_INTERFACES") == "1",
+        help="service, vLLM and the trainer's figures can be reached from other machines, with the keys in the run's keys.env "
+        "(default: from this one alone)",
+    )
+    add_training(option)
+    for part in PARTS:
+        option(f"{part}-args", "", f'further flags for the {part}, in quotes: --{part}-args="--flag value"', type=words)
+    option("wait", "600", "seconds that vLLM may take to load", type=positive_int)
+    made.add_argument(
+        "--resume",
+        action="store_true",
+        help="start again what of this run does not run, with the options of its last start; the trainer goes on from its "
+        "newest checkpoint. With a larger --vllm-servers: further servers join the training that runs",
+    )
+    made.add_argument(
+        "--ray",
+        action="store_true",
+        help="an asynchronous run on Ray in the foreground instead, by --config FILE (default: the starter model on this "
+        "machine's cores); --folder and --steps are the only other flags then (docs/async.md)",
+    )
+    made.add_argument("--no-links", action="store_true", help="put no links to the logs into the folder where this is typed")
+    return made
+
+
+def parse(arguments: Sequence[str]) -> StackOptions:
+    """Read and check the command line.
+
+    Raises:
+        QuickstartError: something cannot work.
+        SystemExit: `--help`, or a line that does not parse (status 2).
+    """
+    given = parser().parse_args(arguments)
+    if given.resume:
+        return resumed(given, arguments)
+    parts = chosen(given.parts, parts_of(given.vllm_servers))
+    if given.bridge not in BRIDGES:
+        raise QuickstartError(f"--bridge {given.bridge}: give one of {', '.join(BRIDGES)}")
+    model = check_model(given.model or str(STARTER_MODEL))
+    environment = given.environment or ("arithmetic" if Path(model) == STARTER_MODEL else "gsm8k")
+    if environment not in ENVIRONMENTS and not Path(environment).is_file():
+        raise QuickstartError(
+            f"--environment {environment}: give {' or '.join(ENVIRONMENTS)}, or the path of an environment's file"
+        )
+    for part in PARTS:
+        refuse_keys(part, getattr(given, f"{part}_args"))
+    check_servers(given.vllm_servers, given.bridge)
+    vllm_gpus, trainer_gpus = choose_gpus(
+        given.vllm_gpus,
+        given.trainer_gpus,
+        () if given.cpu else visible_gpus(),
+        given.cpu,
+        given.vllm_servers,
+        degrees(given.vllm_args),
+        "trainer" in parts,
+    )
+    if given.bridge == "restart":
+        if {"vllm", SERVERS} & set(given.parts):
+            raise QuickstartError("--bridge restart: the trainer starts vLLM itself, so leave vllm out of the parts")
+        parts = tuple(part for part in parts if part != "vllm")
+    return StackOptions(
+        run=given.run.expanduser().absolute(),
+        parts=parts,
+        model=model,
+        environment=environment if environment in ENVIRONMENTS else str(Path(environment).resolve()),
+        bridge=given.bridge,
+        vllm_gpus=vllm_gpus,
+        trainer_gpus=trainer_gpus,
+        service_port=given.service_port,
+        vllm_ports=server_ports(given.vllm_port, given.vllm_servers),
+        master_port=given.master_port,
+        metrics_port=given.metrics_port,
+        steps=given.steps,
+        lr=given.lr,
+        batch_size=given.batch_size,
+        restart_interval=given.restart_interval,
+        service_args=given.service_args,
+        vllm_args=given.vllm_args,
+        environment_args=given.environment_args,
+        trainer_args=given.trainer_args,
+        wait=float(given.wait),
+        links=not given.no_links,
+        all_interfaces=given.all_interfaces,
+    )
+
+
+def check_servers(servers: int, bridge: str) -> None:
+    """Refuse several servers where weights can reach one alone.
+
+    Raises:
+        QuickstartError: they cannot.
+    """
+    if servers > 1 and bridge not in ("auto", "broadcast", "lora"):
+        raise QuickstartError(f"--vllm-servers {servers} excludes --bridge {bridge}: several are reached by broadcast or lora")
+
+
+def server_ports(given: tuple[int, ...], servers: int) -> tuple[int, ...]:
+    """A port for each server: those that were given, or those that follow the one that was given.
+
+    Raises:
+        QuickstartError: another number of ports than of servers, one twice, or none left.
+    """
+    found = tuple(range(given[0], given[0] + servers)) if len(given) == 1 else given
+    if len(found) != servers:
+        raise QuickstartError(f"--vllm-port names {len(found)} ports for {servers} servers: give one, or one for each")
+    if len(set(found)) != servers:
+        raise QuickstartError(f"--vllm-port {','.join(map(str, found))} names a port twice")
+    if max(found) > 65535:
+        raise QuickstartError(f"--vllm-port {given[0]}: {servers} servers need as many ports, and the last one is 65535")
+    return found
+
+
+def save(options: StackOptions) -> None:
+    """Keep the options in the run's folder, for --resume; parts that were started before count as this start's."""
+    records = Records(options.run)
+    parts = in_order((*options.parts, *(part for part in records.parts() if part in parts_of(options.servers))))
+    if options.resume:  # of parts of one stack
+        parts = in_order((*parts, *last_start(options.run).parts))
+    values = asdict(options) | {"run": str(options.run), "parts": parts, "resume": False, "joining": ()}
+    write_whole(options.run / OPTIONS_FILE, json.dumps(values, indent=1).encode())
+
+
+def last_start(run: Path) -> StackOptions:
+    """The options of the run's last start.
+
+    Raises:
+        QuickstartError: there was no start, or one by another version of start.sh.
+    """
+    try:
+        values: dict[str, Any] = json.loads((run / OPTIONS_FILE).read_text())
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return StackOptions(**{**values, "run": run})
+    except TypeError as error:
+        raise QuickstartError(f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start anew") from None
+    except (OSError, ValueError) as error:
+        raise QuickstartError(f"nothing that could go on was started in {run} ({error})") from None
+
+
+def grown(before: StackOptions, servers: int, visible: tuple[int, ...]) -> StackOptions:
+    """The same stack with more vLLM servers, of which the running trainer and environments shall learn.
+
+    Args:
+        before: the stack.
+        servers: how many it shall have.
+        visible: the GPUs that there are.
+
+    Raises:
+        QuickstartError: it has as many, its trainer reaches one alone, or there are too few ports or GPUs.
+    """
+    more = servers - before.servers
+    if more < 1:
+        raise QuickstartError(
+            f"--resume --vllm-servers {servers}: this run has {before.servers}: give more, or end one with scripts/stop.sh"
+        )
+    if before.servers == 1:
+        raise QuickstartError(
+            f"--resume --vllm-servers {servers}: this run was started for one server alone: stop it, and start it with "
+            f"--vllm-servers {servers}"
+        )
+    each = len(before.vllm_gpus) // before.servers
+    free = [gpu for gpu in visible if gpu not in (*before.vllm_gpus, *before.trainer_gpus)]
+    if len(free) < more * each:
+        raise QuickstartError(
+            f"--resume --vllm-servers {servers}: {more * each} more GPUs are needed, {each} for each server, and "
+            f"{len(free)} are free"
+        )
+    last, names = before.vllm_ports[-1], parts_of(servers)
+    added = tuple(part for part in names if part not in parts_of(before.servers))
+    return replace(
+        before,
+        parts=in_order((*before.parts, *added)),
+        vllm_ports=(*before.vllm_ports, *server_ports((last + 1,), more)),
+        vllm_gpus=(*before.vllm_gpus, *free[: more * each]),
+        joining=added,
+    )
+
+
+def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions:
+    """The options of the run's last start, for the parts that are named now, or for all that do not run.
+
+    Raises:
+        QuickstartError: there was no start, everything runs, or other options are given as well.
+    """
+    flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
+    extra = [flag for flag in flags if flag not in ("--resume", "--run", "--no-links", "--vllm-servers")]
+    if extra:
+        raise QuickstartError(f"--resume takes the options of the last start: leave {extra[0]} out, or leave --resume out")
+    run = given.run.expanduser().absolute()
+    before = last_start(run)
+    if "--vllm-servers" in flags:
+        before = grown(before, given.vllm_servers, () if not before.vllm_gpus else visible_gpus())
+    named = chosen(given.parts, before.parts) if given.parts else ()
+    absent = [part for part in named if part not in before.parts]
+    if absent:
+        raise QuickstartError(f"--resume: {absent[0]!r} was no part of the last start, which had {', '.join(before.parts)}")
+    records = Records(run)
+    running = {part for part in before.parts if (record := records.read(part)) and record.keeper.is_alive()}
+    parts = named or tuple(part for part in before.parts if part not in running)
+    if not parts:
+        raise QuickstartError(f"--resume: everything of {run} runs already")
+    return replace(before, parts=parts, resume=True, links=not given.no_links)

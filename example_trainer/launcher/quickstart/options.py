@@ -1,0 +1,252 @@
+"""What a person can ask of the quick start, checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from example_trainer.launcher.quickstart.errors import QuickstartError
+
+ROOT = Path(__file__).resolve().parents[3]
+STARTER_MODEL = ROOT / "assets" / "starter_model"
+MOST_EVAL_PROBLEMS = 1000
+BRIDGES = ("broadcast", "single-copy")
+CALCULATOR_MODEL = ROOT / "assets" / "calculator_model"
+MODELS = {"arithmetic": STARTER_MODEL, "calculator": CALCULATOR_MODEL}
+"""What learns in each environment where no other model is named."""
+LEVELS = {"arithmetic": 3, "calculator": 4}
+"""The environments that there are, and the highest level of difficulty of each; the lowest is 1."""
+STEPS = {"arithmetic": 50, "calculator": 40}
+"""Optimizer steps in each environment where no other number is given."""
+LEARNING_RATES = {"arithmetic": 3e-4, "calculator": 5e-4}
+"""Peak learning rate in each environment unless --lr is given."""
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run of the quick start.
+
+    Attributes:
+        bridge: how the weights travel: `broadcast` or `single-copy`.
+        steps: optimizer steps.
+        model: folder of a Hugging Face checkpoint, or a model's name on the Hugging Face hub.
+        gpus: indices of the GPUs to use; empty for CPU.
+        lr: peak learning rate.
+        seed: seed of the problems, of the sampling and of the trainer.
+        difficulty: levels of the generated problems; empty for the environment's own choice.
+        eval_size: held-out problems per evaluation.
+        output: folder that gets the summary, the plot and all logs.
+        keep_running: leave service and vLLM up after the summary until Ctrl-C.
+        seconds_setup: how long scripts/setup.sh took before.
+        environment: one of `LEVELS`.
+    """
+
+    bridge: str
+    steps: int
+    model: str
+    gpus: tuple[int, ...]
+    lr: float
+    seed: int
+    difficulty: tuple[int, ...]
+    eval_size: int
+    output: Path
+    keep_running: bool
+    seconds_setup: float
+    environment: str
+
+    @property
+    def device(self) -> str:
+        """`gpu` or `cpu`."""
+        return "gpu" if self.gpus else "cpu"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{Path(self.prog).stem}: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def positive_int(text: str) -> int:
+    """An integer of at least 1."""
+    value = int(text) if re.fullmatch(r"[+-]?\d+", text) else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def eval_number(text: str) -> int:
+    """An integer from 1 to MOST_EVAL_PROBLEMS."""
+    value = positive_int(text)
+    if value > MOST_EVAL_PROBLEMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than the {MOST_EVAL_PROBLEMS} held-out problems that there are")
+    return value
+
+
+def seed_number(text: str) -> int:
+    """An integer from 0 to 2**31 - 1, which every random generator of the stack takes."""
+    if not re.fullmatch(r"\d+", text) or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**31 - 1}")
+    return int(text)
+
+
+def learning_rate(text: str) -> float:
+    """A finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def levels(text: str) -> tuple[int, ...]:
+    """Difficulty levels such as `2` or `1,2,3`."""
+    if not re.fullmatch(r"[1-9](,[1-9])*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} names no levels: give 1, 2, 3, or several such as 1,2,3")
+    return tuple(sorted({int(part) for part in text.split(",")}))
+
+
+def per_environment(defaults: Mapping[str, float]) -> str:
+    """Return the default of each environment as text for --help: `50 for arithmetic, 40 for calculator`."""
+    return ", ".join(f"{value:g} for {environment}" for environment, value in defaults.items())
+
+
+def parser() -> OneLineParser:
+    """The command line. Relative paths count from the folder in which the command was typed."""
+    made = OneLineParser(
+        prog="scripts/quickstart.sh",
+        description="Set up, start rollout service, vLLM, environment and trainer on this machine, train, show the gain.",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--environment",
+        choices=tuple(LEVELS),
+        default="arithmetic",
+        help="what to learn: short sums, or longer ones and a calculator to ask (default: %(default)s)",
+    )
+    made.add_argument("--bridge", choices=BRIDGES, help="how weights reach vLLM (default: broadcast; single-copy on one GPU)")
+    steps = per_environment(STEPS)
+    made.add_argument("--steps", type=positive_int, default=None, help=f"optimizer steps (default: {steps})")
+    made.add_argument("--model", default=None, help="checkpoint folder or Hugging Face name (default: one of two in assets/)")
+    device = made.add_mutually_exclusive_group()
+    device.add_argument("--gpu", action="store_true", help="train and sample on NVIDIA GPUs")
+    device.add_argument(
+        "--cpu", action="store_true", help="train and sample on the CPU (default where nvidia-smi finds no GPU)"
+    )
+    made.add_argument(
+        "--lr",
+        type=learning_rate,
+        default=None,
+        help=f"peak learning rate; with 0 the model does not learn (default: {per_environment(LEARNING_RATES)})",
+    )
+    made.add_argument(
+        "--seed", type=seed_number, default=0, help="seed of problems, sampling and trainer (default: %(default)s)"
+    )
+    made.add_argument(
+        "--difficulty",
+        type=levels,
+        default=(),
+        help="levels of the problems, such as 1 or 1,2,3 (default: the environment's own)",
+    )
+    made.add_argument(
+        "--eval-size", type=eval_number, default=256, help="held-out problems per evaluation (default: %(default)s)"
+    )
+    made.add_argument(
+        "--output",
+        type=Path,
+        default=None,
+        help="folder for summary, plot and logs (default: runs/quickstart, or runs/calculator)",
+    )
+    made.add_argument("--keep-running", action="store_true", help="leave service and vLLM running at the end, until Ctrl-C")
+    return made
+
+
+def visible_gpus() -> tuple[int, ...]:
+    """Indices of this machine's NVIDIA GPUs, CUDA_VISIBLE_DEVICES respected where it lists indices; empty if there are none."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = tuple(int(number) for number in re.findall(r"^GPU (\d+):", listed, re.MULTILINE))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return found
+    return tuple(int(part) for part in chosen.split(",") if part.strip().isdigit() and int(part) in found)
+
+
+def choose_bridge(asked: str | None, gpus: tuple[int, ...]) -> str:
+    """The bridge to use: what was asked for if these GPUs can do it.
+
+    Raises:
+        QuickstartError: they cannot.
+    """
+    if len(gpus) == 1 and asked == "broadcast":
+        raise QuickstartError(
+            "--bridge broadcast needs two GPUs and this machine shows one: use --bridge single-copy, or --cpu"
+        )
+    return asked or ("single-copy" if len(gpus) == 1 else "broadcast")
+
+
+def check_model(model: str) -> str:
+    """The model as the processes shall get it: an absolute folder, or a hub name unchanged.
+
+    Raises:
+        QuickstartError: a folder without a checkpoint, or neither a folder nor a name.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise QuickstartError(f"--model {model}: this folder has no config.json, so it is no Hugging Face checkpoint")
+        return str(folder.resolve())
+    if HUB_ID.fullmatch(model):
+        return model
+    raise QuickstartError(f"--model {model}: no such folder, and no Hugging Face name (owner/name) either: check the path")
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Read and check the command line.
+
+    Raises:
+        QuickstartError: something cannot work.
+        SystemExit: `--help`, or a line that does not parse (status 2).
+    """
+    given = parser().parse_args(arguments)
+    gpus = () if given.cpu else visible_gpus()
+    if given.gpu and not gpus:
+        raise QuickstartError(
+            "--gpu: nvidia-smi lists no GPU that may be used (see CUDA_VISIBLE_DEVICES): leave it out, or use --cpu"
+        )
+    highest = LEVELS[given.environment]
+    if given.difficulty and max(given.difficulty) > highest:
+        raise QuickstartError(
+            f"--difficulty {','.join(map(str, given.difficulty))}: the levels of --environment {given.environment} "
+            f"are 1 to {highest}"
+        )
+    default = ROOT / "runs" / ("quickstart" if given.environment == "arithmetic" else given.environment)
+    output = (given.output or default).expanduser().absolute()
+    return Options(
+        bridge=choose_bridge(given.bridge, gpus),
+        steps=given.steps or STEPS[given.environment],
+        model=check_model(given.model or str(MODELS[given.environment])),
+        gpus=gpus,
+        lr=LEARNING_RATES[given.environment] if given.lr is None else given.lr,
+        seed=given.seed,
+        difficulty=given.difficulty,
+        eval_size=given.eval_size,
+        output=output,
+        keep_running=given.keep_running,
+        seconds_setup=float(os.environ.get("LOCKSTEP_SECONDS_SETUP", "0")),
+        environment=given.environment,
+    )

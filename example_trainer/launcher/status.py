@@ -1,0 +1,206 @@
+"""One table that says whether the stack is up and whether it moves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from example_trainer.child_processes.processes import ERROR_LINE, describe_exit, tail
+from example_trainer.child_processes.readiness import get_json, http_probe, opener
+from example_trainer.launcher.fleet import Fleet, look
+from example_trainer.launcher.keys import KEYS_FILE, SERVICE, read_keys
+from example_trainer.launcher.parts import kind_of
+from example_trainer.launcher.records import Record, Records
+
+PROBE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class PartStatus:
+    """One row.
+
+    Attributes:
+        part: its name.
+        state: `up`, `finished` (ended well, which this part may), `down`.
+        detail: health while it is up, else how it ended.
+        good: nothing is wrong with it.
+        pid: of the keeper; 0 if it is gone.
+        since: Unix time of the start, or of the end when that is known.
+        port: see Record.
+        last_error: last line of its log that names an error; empty if none.
+    """
+
+    part: str
+    state: str
+    detail: str
+    good: bool
+    pid: int
+    since: float
+    port: int
+    log: str
+    last_error: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """The whole stack.
+
+    Attributes:
+        rows: one a part that was started.
+        served: weight version that the first living vLLM server serves; None if it cannot be asked.
+        step: the trainer's last step; None before the first.
+        queue: groups that wait in the rollout service; None if it cannot be asked.
+        fleet: what every vLLM server serves.
+        page: address on which a person sees the run; empty while the rollout service is down.
+    """
+
+    rows: list[PartStatus] = field(default_factory=list)
+    served: int | None = None
+    step: int | None = None
+    queue: int | None = None
+    fleet: Fleet = field(default_factory=Fleet)
+    page: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Something was started, nothing is down or unwell, and no vLLM server is kept out."""
+        return bool(self.rows) and all(row.good for row in self.rows) and self.fleet.good
+
+    def to_json(self) -> dict[str, Any]:
+        """For scripts."""
+        return {**asdict(self), "good": self.good}
+
+
+def collect(run: Path) -> Status:
+    """Ask processes, ports and logs.
+
+    Raises:
+        QuickstartError: a record, or the file with the keys, cannot be read.
+    """
+    records = Records(run)
+    found = [record for part in records.parts() if (record := records.read(part))]
+    ports = {record.part: record.port for record in found if record.keeper.is_alive()}
+    rows = [look_at(record, records) for record in found]
+    servers = [port for part, port in ports.items() if kind_of(part) == "vllm"]
+    vllm = servers[0] if servers else ports.get("trainer")
+    key = read_keys(run).get(SERVICE, "")
+    service = f"http://localhost:{ports['service']}" if "service" in ports else ""
+    return Status(
+        rows=rows,
+        served=served_version(vllm) if vllm else None,
+        step=last_step(run / "trainer" / "metrics.jsonl"),
+        queue=queue_size(ports["service"], key) if "service" in ports else None,
+        fleet=look(service, key, [f"http://localhost:{port}" for port in servers]),
+        page=f"{service}/ui" if service else "",
+    )
+
+
+def look_at(record: Record, records: Records) -> PartStatus:
+    """The row of one part."""
+    log, since = Path(record.log), record.since
+    alive, ended = record.keeper.is_alive(), records.exit_of(record.part)
+    if alive:
+        state, detail = "up", health(record)
+        good = detail in ("", "healthy")
+    elif ended is None:
+        state, detail, good = "down", "was killed, or the machine was restarted", False
+    else:
+        good = record.may_finish and ended.code == 0
+        state, detail, since = "finished" if good else "down", describe_exit(ended.code), ended.at
+    pid = record.keeper.pid if alive else 0
+    return PartStatus(record.part, state, detail, good, pid, since, record.port, record.log, last_error(log))
+
+
+def health(record: Record) -> str:
+    """`healthy`, or what is wrong; empty for a part that cannot be asked."""
+    paths = {"service": "/", "vllm": "/health"}
+    if (kind := kind_of(record.part)) not in paths:
+        return ""
+    return http_probe(f"http://localhost:{record.port}{paths[kind]}", PROBE_SECONDS)() or "healthy"
+
+
+def served_version(port: int) -> int | None:
+    """The weight version on vLLM's metrics page."""
+    try:
+        with opener.open(f"http://localhost:{port}/metrics", timeout=PROBE_SECONDS) as answer:
+            lines = answer.read().decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    found = [line.rpartition(" ")[2] for line in lines if line.startswith("lockstep_weight_version")]
+    return int(float(found[0])) if found else None
+
+
+def queue_size(port: int, key: str) -> int | None:
+    """Groups that wait in the rollout service."""
+    try:
+        return int(get_json(f"http://localhost:{port}/status", PROBE_SECONDS, key)["queue_size"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def last_step(metrics: Path) -> int | None:
+    """The trainer's last step, from its metrics."""
+    for line in reversed(tail(metrics, lines=2, columns=100_000)):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue  # being written at this moment
+    return None
+
+
+def last_error(log: Path) -> str:
+    """The last line of a log that names an error, within its last megabyte."""
+    lines = [line for line in tail(log, lines=100_000, columns=160, size=1 << 20) if ERROR_LINE.search(line)]
+    lines = [line for line in lines if "ulimit -n" not in line]  # vLLM's advice at every start
+    return lines[-1].strip() if lines else ""
+
+
+def clock(at: float, now: float) -> str:
+    """`14:03:11 (5 min)`."""
+    minutes = (now - at) / 60
+    ago = f"{now - at:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+    return f"{time.strftime('%H:%M:%S' if minutes < 12 * 60 else '%m-%d %H:%M', time.localtime(at))} ({ago})"
+
+
+def table(status: Status, run: Path, now: float) -> str:
+    """What a person reads."""
+    if not status.rows:
+        return f"nothing is started in {run}"
+    head = ("part", "state", "since", "process", "port", "health")
+    rows = [head]
+    for row in status.rows:
+        rows.append((row.part, row.state, clock(row.since, now), str(row.pid or "-"), str(row.port or "-"), row.detail or "-"))
+    lines = columns(rows)
+    served = "unknown" if status.served is None else str(status.served)
+    step = "none yet" if status.step is None else str(status.step)
+    queue = "unknown" if status.queue is None else f"{status.queue} groups"
+    lines += fleet_table(status.fleet, now)
+    lines += ["", f"weight version served {served}, trainer's last step {step}, queue {queue}", f"logs in {run}"]
+    if status.page:
+        lines.append(f"see the run at {status.page} (its key is {SERVICE} in {run / KEYS_FILE})")
+    lines += [f"last error of {row.part}: {row.last_error}" for row in status.rows if row.last_error]
+    return "\n".join(lines)
+
+
+def fleet_table(fleet: Fleet, now: float) -> list[str]:
+    """What a person reads of the servers; nothing if there are none."""
+    if not fleet.rows:
+        return []
+    said = "the servers say" if fleet.published is None else f"the trainer said at {clock(fleet.published, now)}"
+    rows = [("server", "standing", "version", "epoch", "since", "reason")]
+    for row in fleet.rows:
+        numbers = ("-" if number is None else str(number) for number in (row.weight_version, row.weight_epoch))
+        version, epoch = numbers
+        since = "-" if row.since is None else clock(row.since, now)
+        rows.append((row.url, row.standing, version, epoch, since, row.reason or "-"))
+    return ["", f"the fleet, as {said}:", *columns(rows), *(f"{url} is wanted and has not joined yet" for url in fleet.wanted)]
+
+
+def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines whose cells stand below each other."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,1 +1,0 @@
-"""Start, watch and stop the whole stack on this machine: what scripts/start.sh, status.sh, stop.sh and logs.sh run."""
