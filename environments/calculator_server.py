@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.graded import Grade
 from atroposlib.envs.multi_turn import Conversation, MultiTurnConfig, MultiTurnEnv
-from atroposlib.envs.tool_formats import TaggedFormat
+from atroposlib.inference.tool_calls import TaggedFormat
 from atroposlib.utils.boxed import last_boxed
 from atroposlib.utils.math_scoring import number_in
 from environments.arithmetic_problems import MAX_HELD_OUT, read_levels

@@ -16,12 +16,14 @@ OLD_PATHS = {
     "atroposlib.envs.server_handling.managed_server_proxy": "atroposlib.inference.proxy",
     "atroposlib.envs.server_handling.openai_server": "atroposlib.inference.openai_client",
     "atroposlib.envs.server_handling.server_baseline": "atroposlib.inference.client",
+    "atroposlib.envs.server_handling.tool_call_translator": "atroposlib.inference.tool_calls",
     "atroposlib.envs.server_handling": "atroposlib.inference",
     "atroposlib.frontend": "atroposlib.compat",
     "atroposlib.utils.advantages": "atroposlib.compat.advantages",
     "atroposlib.utils.best_of_n_selection": "atroposlib.compat.best_of_n_selection",
     "atroposlib.utils.io": "atroposlib.compat.io",
     "atroposlib.utils.message_history_utils": "atroposlib.compat.message_history_utils",
+    "atroposlib.utils.tool_call_parser": "atroposlib.inference.tool_calls",
 }
 """Path in the public SDK -> ours. What lies below the one is looked for below the other. The first entry that fits counts."""
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from atroposlib.envs.tool_formats import Call
+from atroposlib.inference.tool_calls import Call
 from atroposlib.utils.thinking import known_calls, read_reasoning
 from atroposlib.wire.scores import plain_score
 

@@ -15,12 +15,12 @@ from pydantic import Field
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.conversation import Conversation, Step, Turn, as_openai
 from atroposlib.envs.graded import Attempt, Grade, GradedEnv
-from atroposlib.envs.tool_formats import HermesFormat, ToolFormat
 from atroposlib.envs.tools import Toolbox
 from atroposlib.envs.turn_rewards import sampled_runs, spread_over_tokens, turn_advantages
 from atroposlib.errors import NoRoom
 from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.inference.sequence_tracker import SequenceNode, sequence_fields
+from atroposlib.inference.tool_calls import HermesFormat, ToolFormat
 from atroposlib.type_definitions import Item
 from atroposlib.utils.thinking import whole_response
 from atroposlib.utils.waiting import gather_or_cancel

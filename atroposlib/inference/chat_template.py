@@ -18,10 +18,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from atroposlib.errors import EnvironmentFailure
-from atroposlib.inference.tool_call_translator import ToolCallTranslator, as_dict, decoded
+from atroposlib.inference.tool_calls import CallFormat, ToolCallTranslator, as_dict, decoded
 from atroposlib.utils.control_tokens import ControlTokens
 from atroposlib.utils.thinking import HARMONY_CHANNEL, TAGS, CallSpans, read_reasoning
-from atroposlib.utils.tool_call_parser import CallReader
 
 logger = logging.getLogger(__name__)
 
@@ -329,7 +328,7 @@ def _with_arguments(message: dict[str, Any], write: Callable[[Any], Any]) -> dic
     return message | {"tool_calls": calls}
 
 
-def completed(message: dict[str, Any], opened: str | None, reader: CallReader) -> dict[str, Any]:
+def completed(message: dict[str, Any], opened: str | None, reader: CallFormat) -> dict[str, Any]:
     """Return an answer as one whole message: with the tags that its prompt had opened.
 
     Args:

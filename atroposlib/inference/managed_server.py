@@ -24,7 +24,7 @@ from atroposlib.inference.messages import checked_messages
 from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.inference.sequence_tracker import Prompt, SequenceNode, SequenceTracker, node_of
 from atroposlib.inference.tokenizers import load_tokenizer
-from atroposlib.inference.tool_call_translator import ToolCallTranslator
+from atroposlib.inference.tool_calls import ToolCallTranslator
 from atroposlib.utils.thinking import opened_by
 
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]

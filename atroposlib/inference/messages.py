@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atroposlib.errors import UsageError
-from atroposlib.inference.tool_call_translator import as_dict
+from atroposlib.inference.tool_calls import as_dict
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of OpenAI's parts of a content that are text -> the field that holds it."""

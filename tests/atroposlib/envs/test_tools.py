@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.envs import tools
-from atroposlib.envs.tool_formats import Call, HermesFormat, NamedFormat, TaggedFormat
 from atroposlib.envs.tools import Toolbox
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
-from atroposlib.inference.tool_call_formats import FORMATS
+from atroposlib.inference.tool_calls import FORMATS, Call, HermesFormat, NamedFormat, TaggedFormat
 
 
 class Talk:
@@ -280,10 +279,10 @@ def test_whatever_a_model_writes_is_read(text: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_other_families_write_calls_in_their_own_way(name: str) -> None:
-    written = FORMATS[name].write("look_up", {"word": "ab"})
+    written = FORMATS[name].render("look_up", {"word": "ab"})
     (call,) = NamedFormat(name).read(written)
     assert (call.name, call.arguments, call.problem) == ("look_up", {"word": "ab"}, None)
-    assert FORMATS[name].write("name", {"argument": "value"}) in NamedFormat(name).describe([])
+    assert FORMATS[name].render("name", {"argument": "value"}) in NamedFormat(name).describe([])
 
 
 def test_a_format_that_nobody_knows_is_refused() -> None:

@@ -12,7 +12,7 @@ from atroposlib.inference.generation import Weights
 from atroposlib.inference.managed_client import ManagedTransport, managed_client
 from atroposlib.inference.managed_server import ManagedServerAdapter
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
-from atroposlib.inference.tool_call_translator import ToolCallTranslator
+from atroposlib.inference.tool_calls import ToolCallTranslator
 from tests.atroposlib.inference.conftest import control, last_request
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]

@@ -18,8 +18,7 @@ from atroposlib.errors import UsageError
 from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.inference.messages import checked_messages
 from atroposlib.inference.proxy import create_app
-from atroposlib.inference.tool_call_formats import FORMATS
-from atroposlib.inference.tool_call_translator import ToolCallTranslator
+from atroposlib.inference.tool_calls import FORMATS, ToolCallTranslator
 from tests.atroposlib.inference.template_shapes import STARTER, Sampler, Shape
 
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -149,7 +148,7 @@ def test_whatever_a_program_sends_is_taken_or_refused_in_one_line(messages: Any)
 
 
 def test_the_model_reads_why_its_calls_cannot_be_read(sampler: Sampler) -> None:
-    good, bad = FORMATS["hermes"].write("f", {}), '<tool_call>{"name": "f"'
+    good, bad = FORMATS["hermes"].render("f", {}), '<tool_call>{"name": "f"'
     encode = sampler.tokenizer.encode
     rows = [encode(f"{text}<|im_end|>", add_special_tokens=False) for text in (f"{good}{bad}", bad, "done")]
     sampler.next = [(row, "stop") for row in rows]
@@ -186,7 +185,7 @@ def test_half_of_a_surrogate_pair_harms_neither_prompt_nor_answer(sampler: Sampl
 
 def test_a_closing_tag_in_an_argument_does_not_open_reasoning_in_the_history(sampler: Sampler) -> None:
     managed = ManagedServer(sampler, sampler.tokenizer)
-    said = FORMATS["hermes"].write("f", {"a": "</think>"})
+    said = FORMATS["hermes"].render("f", {"a": "</think>"})
     assert "<think>" not in managed.render([asked("q"), {"role": "assistant", "content": said}, asked("?")])
     thought = managed.render([asked("q"), {"role": "assistant", "content": f"hm</think>{said}"}, asked("?")])
     assert thought.count("<think>") == 1

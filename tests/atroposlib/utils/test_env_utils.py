@@ -18,9 +18,9 @@ from atroposlib.compat.advantages import (
 from atroposlib.compat.best_of_n_selection import select_best_index
 from atroposlib.compat.evaluation import pass_at_k
 from atroposlib.compat.message_history_utils import ensure_trajectory_token_limit, strip_thinking, truncate_thinking
+from atroposlib.inference.tool_calls import parse_tool_call
 from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
-from atroposlib.utils.tool_call_parser import parse_tool_call
 from tests.atroposlib.inference.template_shapes import STARTER
 
 rewards = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=5), min_size=1, max_size=5)

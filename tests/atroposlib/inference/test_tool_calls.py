@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.inference.tool_call_formats import FORMATS, content_before
-from atroposlib.inference.tool_call_translator import ToolCall, ToolCallTranslator
+from atroposlib.inference.tool_calls import FORMATS, ToolCall, ToolCallTranslator, content_before
 
 TOOLS = [
     {
@@ -28,8 +27,8 @@ WORDS = st.text("abc 123äñ'.,:?!", min_size=1, max_size=12).map(str.strip).fil
 @settings(max_examples=15)
 @given(calls=st.lists(st.fixed_dictionaries({"word": WORDS, "count": st.integers(-99, 99)}), min_size=1, max_size=3))
 def test_what_is_written_is_read_again(name: str, calls: list[dict[str, Any]]) -> None:
-    text = FORMATS[name].write_all(("look_up", arguments) for arguments in calls)
-    found = FORMATS[name].read(
+    text = FORMATS[name].render_all(("look_up", arguments) for arguments in calls)
+    found = FORMATS[name].parse(
         f"Let me see.\n{text}" if name not in ("llama3_json", "llama4_json", "pythonic") else text, TOOLS
     )
     assert [(call.name, call.arguments) for call in found] == [("look_up", arguments) for arguments in calls]
@@ -53,7 +52,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_models_write_is_read(name: str) -> None:
-    calls = FORMATS[name].read(WRITTEN[name], TOOLS)
+    calls = FORMATS[name].parse(WRITTEN[name], TOOLS)
     assert [(call.name, call.arguments) for call in calls] == [("look_up", {"word": "x"}), ("look_up", {"word": "y"})]
     assert content_before(WRITTEN[name], calls) is None
 
@@ -72,7 +71,7 @@ HALF = {
 
 @pytest.mark.parametrize("name", HALF)
 def test_half_a_call_stays_text(name: str) -> None:
-    (call,) = FORMATS[name].read(HALF[name], TOOLS)
+    (call,) = FORMATS[name].parse(HALF[name], TOOLS)
     assert (call.name, call.arguments) == ("", None)
     assert call.problem
     assert ToolCallTranslator(None, name).parse_model_output(HALF[name], tools=TOOLS) == (HALF[name], None, "stop")
@@ -80,7 +79,7 @@ def test_half_a_call_stays_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_without_calls_has_none(name: str) -> None:
-    assert FORMATS[name].read("It is four: {x | x = 4} [1, 2] in all.", TOOLS) == []
+    assert FORMATS[name].parse("It is four: {x | x = 4} [1, 2] in all.", TOOLS) == []
 
 
 def test_a_call_is_a_table_and_an_object() -> None:

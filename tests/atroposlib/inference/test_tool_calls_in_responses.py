@@ -10,11 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.envs.tool_formats import HermesFormat, NamedFormat, TaggedFormat
-from atroposlib.inference.tool_call_formats import FORMATS
-from atroposlib.inference.tool_call_translator import ToolCallTranslator
+from atroposlib.inference.tool_calls import (
+    FORMATS,
+    MAX_UNREADABLE,
+    HermesFormat,
+    NamedFormat,
+    TaggedFormat,
+    ToolCallTranslator,
+    parse_tool_call,
+)
 from atroposlib.utils.thinking import opened_by, whole_response
-from atroposlib.utils.tool_call_parser import MOST_UNREADABLE, extract_tool_call, parse_tool_call
 
 MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<function=x>", "</parameter>", "[TOOL_CALLS]", "<|end|>"]
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("w", "v", "bad")]
@@ -38,7 +43,7 @@ def call(name: str, **arguments: Any) -> str:
 @st.composite
 def responses(draw: st.DrawFn, name: str) -> tuple[str, str, list[tuple[str, Any]]]:
     """Return what the prompt opened, a response, and the calls that count."""
-    write, text, counted = FORMATS[name].write, "", []
+    write, text, counted = FORMATS[name].render, "", []
     opened = draw(st.sampled_from(["", "<think>\n"]))
     if opened:
         text = f"hm {draw(PROSE)}{write('bad', draw(ARGUMENTS))} no</think>"
@@ -58,7 +63,7 @@ def responses(draw: st.DrawFn, name: str) -> tuple[str, str, list[tuple[str, Any
 @given(data=st.data())
 def test_calls_outside_of_reasoning_count_whatever_their_strings_hold(name: str, data: st.DataObject) -> None:
     opened, text, counted = data.draw(responses(name))
-    found = FORMATS[name].read(text, opened=opened)
+    found = FORMATS[name].parse(text, opened=opened)
     assert [(one.name, one.arguments, one.problem) for one in found] == [(*pair, "") for pair in counted]
     assert [(one.name, one.arguments) for one in NamedFormat(name).read(whole_response(text, opened))] == counted
     translator = ToolCallTranslator(None, name)
@@ -70,7 +75,7 @@ def test_calls_outside_of_reasoning_count_whatever_their_strings_hold(name: str,
 @settings(max_examples=60)
 @given(pair=CALLS, share=st.floats(0, 1), opened=st.sampled_from(["", "<think>\n"]))
 def test_a_call_that_was_cut_off_is_answered_with_the_reason(pair: tuple[str, Any], share: float, opened: str) -> None:
-    whole = FORMATS["hermes"].write(*pair)
+    whole = FORMATS["hermes"].render(*pair)
     begin = len("<tool_call>")
     cut = whole[: begin + round(share * (len(whole) - 1 - begin))]
     text = ("hm</think>" if opened else "") + call("w") + cut
@@ -81,25 +86,25 @@ def test_a_call_that_was_cut_off_is_answered_with_the_reason(pair: tuple[str, An
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_in_reasoning_never_runs(name: str) -> None:
-    thought, real = FORMATS[name].write("bad", {"a": "b"}), FORMATS[name].write("w", {"a": "c"})
+    thought, real = FORMATS[name].render("bad", {"a": "b"}), FORMATS[name].render("w", {"a": "c"})
     for text, opened in [
         (f"<think>{thought}</think>{real}", ""),
         (f"{thought}</think>{real}", "<think>\n"),
         (f"{thought}</think>{real}", ""),
         (f"[THINK]{thought}[/THINK]{real}", ""),
     ]:
-        assert [(one.name, one.arguments) for one in FORMATS[name].read(text, opened=opened)] == [("w", {"a": "c"})]
+        assert [(one.name, one.arguments) for one in FORMATS[name].parse(text, opened=opened)] == [("w", {"a": "c"})]
         assert [one.name for one in NamedFormat(name).read(whole_response(text, opened))] == ["w"]
     for text, opened in [(f"<think>{thought}", ""), (thought, "<think>\n"), (f"<think>{thought}</think>4", "")]:
-        assert FORMATS[name].read(text, opened=opened) == []
+        assert FORMATS[name].parse(text, opened=opened) == []
         assert ToolCallTranslator(None, name).parse_model_output(text, None, TOOLS, opened) == (text, None, "stop")
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2", "glm45"])
 def test_tags_in_plain_values_are_text(name: str) -> None:
     text = "a </think> <think> </tool_call> <tool_call> b"
-    written = f"<think>or not</think>{FORMATS[name].write('w', {'t': text})}<think>y</think>{FORMATS[name].write('v', {})}"
-    assert [(one.name, one.arguments) for one in FORMATS[name].read(written)] == [("w", {"t": text}), ("v", {})]
+    written = f"<think>or not</think>{FORMATS[name].render('w', {'t': text})}<think>y</think>{FORMATS[name].render('v', {})}"
+    assert [(one.name, one.arguments) for one in FORMATS[name].parse(written)] == [("w", {"t": text}), ("v", {})]
 
 
 WRITTEN: dict[str, tuple[str, list[tuple[str, Any]]]] = {
@@ -139,13 +144,13 @@ WRITTEN: dict[str, tuple[str, list[tuple[str, Any]]]] = {
 @pytest.mark.parametrize("case", WRITTEN)
 def test_hermes_calls_in_unusual_forms(case: str) -> None:
     text, expected = WRITTEN[case]
-    found = FORMATS["hermes"].read(text)
+    found = FORMATS["hermes"].parse(text)
     assert [(one.name, one.arguments) for one in found] == expected
     assert all(bool(one.problem) == (one.arguments is None) for one in found)
 
 
 def test_an_answer_in_json_is_not_a_call_of_llamas_format() -> None:
-    read = FORMATS["llama3_json"].read
+    read = FORMATS["llama3_json"].parse
     assert read('{"answer": 5}') == []
     assert read('It is {"name": "w"}') == []
     assert [(one.name, one.arguments) for one in read('{"name": "w", "parameters": {"t": "}; {"}}\n{"name": "v"}')] == [
@@ -180,24 +185,22 @@ def test_text_of_opening_tags_is_read_in_one_pass(piece: str) -> None:
     """Every tag is looked at once. With a pass over the text for each tag, megabytes would take hours."""
     text = piece * (250_000 // len(piece))
     for name in ("hermes", "qwen3_coder", "glm45", "llama3_json", "mistral", "pythonic", "deepseek_v31"):
-        found = FORMATS[name].read(text)
-        assert len(found) <= MOST_UNREADABLE + 1
+        found = FORMATS[name].parse(text)
+        assert len(found) <= MAX_UNREADABLE + 1
         assert not any(one.arguments is not None for one in found)
-    assert len(TaggedFormat("calc", "expression", "<calc>", "</calc>").read(text)) <= MOST_UNREADABLE + 1
+    assert len(TaggedFormat("calc", "expression", "<calc>", "</calc>").read(text)) <= MAX_UNREADABLE + 1
 
 
 def test_more_unreadable_calls_than_are_read() -> None:
-    found = FORMATS["hermes"].read("<tool_call>x " * 500 + call("w"))
-    assert found[-1].problem == f"{MOST_UNREADABLE} calls cannot be read: the text behind them is not read"
-    assert len(found) == MOST_UNREADABLE + 1
+    found = FORMATS["hermes"].parse("<tool_call>x " * 500 + call("w"))
+    assert found[-1].problem == f"{MAX_UNREADABLE} calls cannot be read: the text behind them is not read"
+    assert len(found) == MAX_UNREADABLE + 1
 
 
 def test_the_functions_of_atropos_use_the_same_reader() -> None:
     text = "<think>" + call("bad") + "</think>" + call("w", t="</tool_call>")
     assert parse_tool_call(text) == ("w", {"t": "</tool_call>"}, False)
-    assert extract_tool_call(text) == '{"name": "w", "arguments": {"t": "</tool_call>"}}'
-    assert extract_tool_call("<a>x</a> <tool_call> y</tool_call>", ["b", "tool_call", "a"]) == "y"
-    assert extract_tool_call("<tool_call> y") is None
+    assert parse_tool_call('<a>{"name": "w"}</a>', preferred_tags=["b", "a"]) == ("w", {}, False)
 
 
 def test_a_tag_in_an_argument_belongs_to_the_answer() -> None:
