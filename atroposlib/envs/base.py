@@ -27,6 +27,7 @@ from atroposlib.envs.runner.reporting import Reports
 from atroposlib.envs.runner.rollout import Rollouts
 from atroposlib.envs.runner.serve import Serving
 from atroposlib.envs.runner.servers import served_model_blocking, tokenizer_name, wait_for_servers
+from atroposlib.envs.runner.workers import RunningItem
 from atroposlib.errors import UsageError
 from atroposlib.inference.client import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.inference.reasoning import ReasoningConfig
@@ -96,7 +97,7 @@ class BaseEnv(ABC):
         self.workers: set[asyncio.Task[Any]] = set()
         self.eval_workers: set[asyncio.Task[Any]] = set()
         self.eval_runner: asyncio.Task[Any] | None = None
-        self.running_items: dict[str, dict[str, Any]] = {}
+        self.running_items: dict[str, RunningItem] = {}
         self.backlog: list[Item] = []
         self.last_completed_item: Item = None
         at_once = config.max_num_workers_per_node * len(self.server.servers)

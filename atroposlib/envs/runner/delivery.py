@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs.runner.exact_resume import exact_place
+from atroposlib.envs.runner.exact_resume import current_item
 from atroposlib.envs.runner.teacher_scoring import Teaching
 from atroposlib.errors import EnvironmentFailure
 from atroposlib.inference.teacher_client import TeacherRefused
@@ -40,8 +40,8 @@ class Delivery:
             group = with_plain_numbers(without_empty_fields(group))
             if reason := self.reason_to_drop(group, abort_when_too_long):
                 self.env.drops.add(reason)
-                if (place := exact_place.get()) is not None:
-                    place.window.give_none(place.number, group.get("weight_versions") or ())
+                if (position := current_item.get()) is not None:
+                    position.window.mark_without_group(position.number, group.get("weight_versions") or ())
                 continue
             try:
                 await self.teaching.teach(group)
@@ -99,16 +99,19 @@ class Delivery:
     async def post(self, scored_data: Any) -> None:
         """Post one group or a list of groups; waits and retries while the service is away or full."""
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
-        place = exact_place.get()
-        if place is not None and len(groups) > 1:
+        position = current_item.get()
+        if position is not None and len(groups) > 1:
             raise EnvironmentFailure(
                 f"{type(self.env).__name__} gives {len(groups)} groups for one item: run it without --env.exact_resume, "
                 "or one each"
             )
         for group in groups:
             group["env_id"] = self.env.env_id
-            if place is not None:
-                group["stream"], (group["stream_item"], group["stream_life"]) = place.stream, (place.number, place.life)
+            if position is not None:
+                group["stream"], (group["stream_item"], group["stream_life"]) = (
+                    position.stream,
+                    (position.number, position.life),
+                )
             # The same key on every retry: a post whose answer was lost is not counted twice.
             group.setdefault("idempotency_key", uuid.uuid4().hex)
         path = "/scored_data_list" if isinstance(scored_data, list) else "/scored_data"
@@ -120,8 +123,8 @@ class Delivery:
             return
         dropped = 1 if answer.get("status") == "dropped" else int(answer.get("dropped") or 0)
         if dropped:
-            if place is not None:
-                place.window.refuse(place.number)
+            if position is not None:
+                position.window.refuse(position.number)
             self.env.drops.add("dropped_by_service", dropped)
             logger.warning("the rollout service dropped %d of %d group(s): %s", dropped, len(groups), answer.get("reason"))
         self.env.items_sent_this_step += len(groups) - dropped

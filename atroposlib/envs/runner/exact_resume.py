@@ -1,9 +1,10 @@
-"""Exact resume, the environment's half: which item comes next. Pure.
+"""Exact resume, the environment's half: which item comes next. Without I/O.
 
-Items are numbered in the order of `get_next_item`. With weights, seeds and rewards that repeat, whether an item gives a group
-is a function of its number and the weights. The rule is that of all items from `begin` on that are not settled, the lowest
-comes next, and that no more are in work than groups are missing. Then a batch is made of the first items of the stream that
-give a group, whichever was ready first and however often somebody was killed: an item behind those is never begun.
+- Items are numbered in the order of `get_next_item`. With weights, seeds and rewards that repeat, item number and weights
+  decide whether an item gives a group.
+- Of all unsettled items from `begin` on, the lowest comes next. No more items are in work than groups are missing.
+- So a batch holds the first items of the stream that give a group. Neither the order in which they finish nor a killed
+  process changes this, and no item behind them is ever begun.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class ItemWindow:
+class ResumeWindow:
     """The items of the batch that is being sampled.
 
     Example:
-        window = ItemWindow()
-        window.heed({"life": "a", "begin": 4, "settled": [5], "version": 2})
+        window = ResumeWindow()
+        window.update({"life": "a", "begin": 4, "settled": [5], "version": 2})
         window.next_number()  # 4, and after window.begin(4): 6
     """
 
@@ -30,51 +31,54 @@ class ItemWindow:
         self._in_work: set[int] = set()
         self._refused: set[int] = set()
 
-    def heed(self, told: Mapping[str, Any]) -> bool:
-        """Take over where the service stands.
+    def update(self, position: Mapping[str, Any]) -> bool:
+        """Take over the service's position in the stream of items.
 
         Args:
-            told: its `life`, which changes when the trainer begins anew somewhere; `begin`, the first item that is in no batch
-                yet; `settled`, those from there on whose groups it holds; and `version`, of the trainer's weights.
+            position: `life`, which changes when the trainer starts again at another step; `begin`, the first item
+                that is in no batch yet; `settled`, later items whose groups the service holds; `version`, the
+                version of the trainer's weights.
 
         Returns:
-            Whether this is another window: then what is in work is to be stopped, and nothing of it counts. What gave no group
-            with the weights of one window may give one with those of the next.
+            True if the window has changed. The caller then stops all items in work, and nothing of them counts: an
+            item without a group under the old weights may give one under the new weights.
         """
-        anew = (told["life"], told["begin"]) != (self.life, self.first)
-        self.life, self.first, self._settled = told["life"], told["begin"], frozenset(told["settled"])
-        self.version = told["version"]
-        if anew:
+        changed = (position["life"], position["begin"]) != (self.life, self.first)
+        self.life, self.first, self._settled = position["life"], position["begin"], frozenset(position["settled"])
+        self.version = position["version"]
+        if changed:
             self._done, self._in_work, self._refused = set(), set(), set()
-        return anew
+        return changed
 
     def next_number(self) -> int:
-        """The lowest item that is neither settled nor in work."""
+        """Return the lowest item that is neither settled nor in work."""
         number = self.first
         while number in self._settled or number in self._done or number in self._in_work:
             number += 1
         return number
 
     def begin(self, number: int) -> None:
-        """An item is in work."""
+        """Record that an item is in work."""
         self._in_work.add(number)
 
     def refuse(self, number: int) -> None:
-        """The service has dropped the item's group, so that the item is not settled when its work ends."""
+        """Record that the service dropped the item's group. The item is then not settled when its work ends."""
         self._refused.add(number)
 
-    def give_none(self, number: int, versions: Iterable[int]) -> None:
-        """The item gives no group with the weights of these versions. That settles it unless they are older than the trainer's:
-        a server that was restarted samples with such until it has those, and no service is asked that would refuse the group.
+    def mark_without_group(self, number: int, versions: Iterable[int]) -> None:
+        """Record that an item gives no group, sampled with weights of these versions.
+
+        This settles the item, except if a version is older than the trainer's. A restarted server samples with old
+        weights until it has received the present ones, and without a group the service cannot refuse the item.
         """
         if any(version < self.version for version in versions):
             self.refuse(number)
 
     def finish(self, number: int, done: bool) -> None:
-        """An item is in work no longer.
+        """Record that an item is no longer in work.
 
         Args:
-            done: it came to its end: its group was posted, or it gives none. If not, it is worked on again.
+            done: True if its group was posted, or if it gives none. False: it will be worked on again.
         """
         self._in_work.discard(number)
         if done and number not in self._refused:
@@ -83,21 +87,21 @@ class ItemWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where in the order of items the one stands that a task works on.
+class ItemPosition:
+    """The position of one item in the order of items.
 
     Attributes:
-        stream: what the service calls the order.
-        number: the item's, counted from 0.
-        life: of the window in which it was begun.
-        window: knows what becomes of it.
+        stream: the service's name of the order.
+        number: the item's number, from 0.
+        life: `ResumeWindow.life` at the moment when the item was begun.
+        window: the window that records the outcome.
     """
 
     stream: str
     number: int
     life: str | None
-    window: ItemWindow
+    window: ResumeWindow
 
 
-exact_place: ContextVar[Place | None] = ContextVar("exact_place", default=None)
-"""With `exact_resume`: the place of the item that the present task works on."""
+current_item: ContextVar[ItemPosition | None] = ContextVar("current_item", default=None)
+"""With `exact_resume`: the position of the item that the present task works on."""

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from atroposlib.envs.runner.exact_resume import exact_place
+from atroposlib.envs.runner.exact_resume import current_item
 from atroposlib.errors import EnvironmentFailure, NoRoom, RolloutFailure
 from atroposlib.inference.client import APIServer
 from atroposlib.inference.generation import VersionRecord, current_versions, weight_fields
@@ -90,12 +90,12 @@ class Rollouts:
         """
         record = VersionRecord()
         token = current_versions.set(record)
-        known = exact_place.get()
-        numbered = _item_number.set(self.begun if known is None else known.number)
+        position = current_item.get()
+        numbered = _item_number.set(self.begun if position is None else position.number)
         self.begun += 1
         try:
             groups, backlog = await self.retried("collect_trajectories", lambda: self.env.collect_trajectories(item))
-            if backlog and known is not None:
+            if backlog and position is not None:
                 raise EnvironmentFailure(
                     f"{type(self.env).__name__} gives items for the backlog, which have no place in the order of its items: "
                     "run it without --env.exact_resume"

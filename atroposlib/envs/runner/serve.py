@@ -259,7 +259,7 @@ class Serving:
         self.env.eval_runner.add_done_callback(self._evaluation_done)
         if self.env.config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
             for item_id, running in list(self.env.running_items.items()):
-                if not running["collected"]:  # what is sampled already asks nothing more of the servers
+                if not running.collected:  # what is sampled already asks nothing more of the servers
                     self.workers.put_back(item_id)
 
     def _evaluation_done(self, task: asyncio.Task[Any]) -> None:

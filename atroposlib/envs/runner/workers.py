@@ -5,9 +5,10 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs.runner.exact_resume import ItemWindow, Place, exact_place
+from atroposlib.envs.runner.exact_resume import ItemPosition, ResumeWindow, current_item
 from atroposlib.envs.runner.worker_policy import QueueState, WorkerLimits, allowed_workers, workers_during_eval
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.inference.client import APIServer
@@ -17,6 +18,27 @@ if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RunningItem:
+    """An item in work.
+
+    Attributes:
+        item: what `get_next_item` returned.
+        worker: the task that works on it.
+        position: its position in the order of items, with `exact_resume`.
+        collected: True once all its responses are sampled, so that it needs no inference server any more.
+    """
+
+    item: Item
+    worker: asyncio.Task[Any]
+    position: ItemPosition | None
+    collected: bool = False
+
+    def mark_collected(self) -> None:
+        """Record that all responses are sampled."""
+        self.collected = True
 
 
 class Workers:
@@ -29,7 +51,7 @@ class Workers:
         self.fatal: EnvironmentFailure | None = None
         self.failures_in_a_row = 0
         self.busy_when_asked = 0
-        self.window = ItemWindow() if env.config.exact_resume else None
+        self.window = ResumeWindow() if env.config.exact_resume else None
         """With `exact_resume`, the items from which the next batch is made."""
         self._items: dict[int, Item] = {}
         self._items_made = 0
@@ -80,14 +102,12 @@ class Workers:
             if item is None:
                 return
             item_id = str(uuid.uuid4())
-            place = None
+            position = None
             if self.window is not None:
                 self.window.begin(number)
-                place = Place(self.stream, number, self.window.life, self.window)
+                position = ItemPosition(self.stream, number, self.window.life, self.window)
             worker = asyncio.create_task(self.env.handle_env(item_id), name=f"rollout {item_id}")
-            self.env.running_items[item_id] = {
-                **{"item": item, "worker": worker, "start_time": time.monotonic(), "collected": False, "place": place}
-            }
+            self.env.running_items[item_id] = RunningItem(item, worker, position)
             self.env.workers.add(worker)
             worker.add_done_callback(self._worker_done(item))
 
@@ -107,19 +127,19 @@ class Workers:
     async def work(self, item_id: str) -> Any:
         """See `BaseEnv.handle_env`."""
         running = self.env.running_items[item_id]
-        item, started = running["item"], time.monotonic()
+        started = time.monotonic()
         groups, done = None, False
-        exact_place.set(running.get("place"))
+        current_item.set(running.position)
         try:
-            groups, _ = await self.env._rollouts.work_on(item, collected=lambda: running.update(collected=True))
+            groups, _ = await self.env._rollouts.work_on(running.item, collected=running.mark_collected)
             self.failures_in_a_row, done = 0, True
         except RolloutFailure as failure:
             self.failures_in_a_row += 1
             logger.error("an item was given up: %s (%d in a row)", failure, self.failures_in_a_row)
         finally:
-            # One that was put back is no longer its item's worker.
-            if self.env.running_items.pop(item_id, None) is not None and self.window is not None:
-                self.window.finish(running["place"].number, done)
+            # An item that was put back is no longer listed, and another worker may have it.
+            if self.env.running_items.pop(item_id, None) is not None and running.position is not None:
+                running.position.window.finish(running.position.number, done)
         duration = time.monotonic() - started
         self.env.task_duration.append(duration)
         self.env.task_successful.append(int(groups is not None))
@@ -127,14 +147,14 @@ class Workers:
         return groups
 
     def put_back(self, item_id: str) -> None:
-        """Stop an item's worker; the item is worked on anew later."""
+        """Stop an item's worker. The item is worked on again later."""
         running = self.env.running_items.pop(item_id)
-        running["worker"].cancel()
-        self.env.workers.discard(running["worker"])
-        if self.window is None:
-            self.env.backlog.append(running["item"])
+        running.worker.cancel()
+        self.env.workers.discard(running.worker)
+        if running.position is None:
+            self.env.backlog.append(running.item)
         else:
-            self.window.finish(running["place"].number, done=False)
+            running.position.window.finish(running.position.number, done=False)
 
     def check_health(self) -> None:
         """End on what a retry cannot mend."""
@@ -200,7 +220,7 @@ class Workers:
             )
         if reason := status["stream"].get("inexact"):
             raise EnvironmentFailure(f"--env.exact_resume: {reason}, or leave the flag out")
-        if window.heed(status["stream"]):
+        if window.update(status["stream"]):
             for item_id in list(self.env.running_items):
                 self.put_back(item_id)
             logger.debug("the stream of items stands at item %d, %d settled", window.first, len(status["stream"]["settled"]))

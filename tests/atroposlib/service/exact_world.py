@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atroposlib.envs.runner.exact_resume import ItemWindow
+from atroposlib.envs.runner.exact_resume import ResumeWindow
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Draft, QueueError, Registration
 from atroposlib.service.sqlite_store import SqliteStore
@@ -174,7 +174,7 @@ class World:
     # ---- the environment ----
 
     def kill_environment(self, posts_arrive: bool) -> None:
-        self.window, self.env_id = ItemWindow(), None
+        self.window, self.env_id = ResumeWindow(), None
         self.workers: list[Worker] = []
         self.asked: tuple[dict[str, object], int] | None = None
         self.posts = [(draft, None) for draft, _ in self.posts] if posts_arrive else []
@@ -194,7 +194,7 @@ class World:
         """As Serving.one_round does behind the answer of the service."""
         assert self.asked is not None
         (status, busy), self.asked = self.asked, None
-        if self.window.heed(status["stream"]):  # type: ignore[arg-type]
+        if self.window.update(status["stream"]):  # type: ignore[arg-type]
             self.posts = [(draft, None) for draft, _ in self.posts]
             self.workers = []
         for _ in range(status["groups_wanted"] - max(len(self.workers), busy)):  # type: ignore[operator]
@@ -210,7 +210,7 @@ class World:
         worker.content = mixed("sampled", value, worker.number)
         if not gives_a_group(worker.content):
             self.workers.remove(worker)
-            self.window.give_none(worker.number, (worker.weights.version,))
+            self.window.mark_without_group(worker.number, (worker.weights.version,))
             self.window.finish(worker.number, done=True)
             return
         self.posted += 1

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atroposlib.envs.runner.exact_resume import ItemWindow
+from atroposlib.envs.runner.exact_resume import ResumeWindow
 from atroposlib.service.group_schema import read_groups
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Draft, Group, Registration
@@ -81,15 +81,15 @@ def test_an_item_is_answered_once_and_never_behind_its_batch() -> None:
 
 
 def test_what_is_lost_before_it_was_in_a_batch_is_done_again() -> None:
-    streams, window = Streams(), ItemWindow()
+    streams, window = Streams(), ResumeWindow()
     streams.open(STREAM, None)
-    assert window.heed((streams.told(STREAM) or {}) | {"version": 0})
+    assert window.update((streams.told(STREAM) or {}) | {"version": 0})
     window.begin(0)
     streams.add(Draft(b"{}", 4, 9, stream=STREAM, item=0), 0)
     window.finish(0, done=True)
     assert window.next_number() == 1
     streams.forget([group(0)])
-    assert window.heed((streams.told(STREAM) or {}) | {"version": 0}), "something was lost"
+    assert window.update((streams.told(STREAM) or {}) | {"version": 0}), "something was lost"
     assert window.next_number() == 0
     assert Streams(streams.stored()).told(STREAM) == streams.told(STREAM)
 
@@ -139,11 +139,11 @@ def test_a_group_says_its_item_and_a_field_of_a_clients_own_says_nothing() -> No
 
 
 def test_what_gives_no_group_with_other_weights_than_the_trainers_is_done_again() -> None:
-    window = ItemWindow()
-    window.heed({"life": "a", "begin": 3, "settled": [], "version": 2})
+    window = ResumeWindow()
+    window.update({"life": "a", "begin": 3, "settled": [], "version": 2})
     for number, versions in ((3, [2, 2]), (4, [2, 0]), (5, [])):
         window.begin(number)
-        window.give_none(number, versions)
+        window.mark_without_group(number, versions)
         window.finish(number, done=True)
     assert window.next_number() == 4
     window.begin(4)
