@@ -21,11 +21,11 @@ from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ProcessError, describe_exit, first_error, tail
 from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.fleet import join
 from example_trainer.launcher.keys import SERVICE, make_keys, variables_of
 from example_trainer.launcher.options import save
 from example_trainer.launcher.parts import kind_of, server_number, to_stop
-from example_trainer.launcher.quickstart.errors import QuickstartError
 from example_trainer.launcher.quickstart.options import ROOT
 from example_trainer.launcher.quickstart.plan import Command
 from example_trainer.launcher.records import Record, Records, owner_is_me
@@ -49,18 +49,18 @@ def claimed(run: Path) -> Iterator[None]:
     """Hold a run's folder, so that a start and a stop do not meet half-way.
 
     Raises:
-        QuickstartError: another one holds it, or it cannot be written.
+        LauncherError: another one holds it, or it cannot be written.
     """
     try:
         run.mkdir(parents=True, exist_ok=True)
         lock = (run / LOCK).open("w")
     except OSError as error:
-        raise QuickstartError(f"--run {run} cannot be written: {error.strerror}: give another folder") from error
+        raise LauncherError(f"--run {run} cannot be written: {error.strerror}: give another folder") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise QuickstartError(f"--run {run}: another start.sh or stop.sh is at work there; wait for it") from None
+            raise LauncherError(f"--run {run}: another start.sh or stop.sh is at work there; wait for it") from None
         yield
 
 
@@ -82,7 +82,7 @@ class Starter:
         """Start every part that was asked for, in order, and wait until those that listen answer.
 
         Raises:
-            QuickstartError: it cannot be done; what this call started is stopped again.
+            LauncherError: it cannot be done; what this call started is stopped again.
         """
         with private_files(), claimed(self.options.run):
             self.refuse_what_runs()
@@ -110,7 +110,7 @@ class Starter:
         for part in self.options.parts:
             record = self.records.read(part)
             if record and record.keeper.is_alive():
-                raise QuickstartError(
+                raise LauncherError(
                     f"{part} runs already in {self.options.run} (process {record.keeper.pid}, log {record.log}): "
                     f"scripts/stop.sh {part} ends it"
                 )
@@ -140,7 +140,7 @@ class Starter:
         taken = {number: flag for number, flag in self.stack.ports().items() if not is_free(number)}
         if taken:
             listed = ", ".join(f"{number} ({flag}) by {port_user(number)}" for number, flag in taken.items())
-            raise QuickstartError(f"ports are taken: {listed}; stop what listens there, or give other ports")
+            raise LauncherError(f"ports are taken: {listed}; stop what listens there, or give other ports")
 
     def start(self, part: str) -> None:
         """Start one part; wait for it if others need it to answer."""
@@ -152,7 +152,7 @@ class Starter:
         pid = spawn(command, log, self.records.exit_file(part), variables_of(part, os.environ, self.keys))
         keeper = identify(pid)
         if keeper is None:
-            raise QuickstartError(f"{part} could not be started; see {log}")
+            raise LauncherError(f"{part} could not be started; see {log}")
         record = Record(part, keeper, time.time(), str(log), self.stack.port(part), command.grace, command.may_finish)
         self.records.write(record)
         self.started.append(record)
@@ -189,11 +189,11 @@ class Starter:
         try:
             waited = wait_until(record.part, http_probe(url, min(seconds, 60.0)), seconds, self.check)
         except ProcessError as error:
-            raise QuickstartError(f"{error}; log: {record.log}") from None
+            raise LauncherError(f"{error}; log: {record.log}") from None
         self.say(f"{record.part:<12} answers {url} after {waited:.0f} s")
 
     def check(self) -> None:
-        """Raise QuickstartError if something that was started has ended and should not have."""
+        """Raise LauncherError if something that was started has ended and should not have."""
         for record in self.started:
             if record.keeper.is_alive():
                 continue
@@ -204,7 +204,7 @@ class Starter:
                 last = tail(Path(record.log), 6)
                 cause = first_error(Path(record.log), since_last="\n".join(last))
                 lines += [f"    first error: {cause}"] if cause else []
-                raise QuickstartError("\n".join([*lines, *(f"    {line}" for line in last)]))
+                raise LauncherError("\n".join([*lines, *(f"    {line}" for line in last)]))
 
     def link_logs(self, here: Path) -> None:
         """Let `tail -f trainer.log` work where start.sh was typed."""
@@ -232,7 +232,7 @@ def spawn(command: Command, log: Path, exit_file: Path, environment: Mapping[str
         environment: variables beneath the command's own.
 
     Raises:
-        QuickstartError: the log cannot be written.
+        LauncherError: the log cannot be written.
     """
     words = [sys.executable, "-I", "-S", str(SUPERVISOR), str(exit_file), str(command.grace), *command.arguments]
     exit_file.parent.mkdir(parents=True, exist_ok=True)
@@ -249,7 +249,7 @@ def spawn(command: Command, log: Path, exit_file: Path, environment: Mapping[str
                 start_new_session=True,  # Ctrl-C in this terminal, and its closing, are not meant for it
             )
     except OSError as error:
-        raise QuickstartError(f"cannot start {command.name} with its log in {log}: {error}") from error
+        raise LauncherError(f"cannot start {command.name} with its log in {log}: {error}") from error
     _children.append(process)
     return process.pid
 

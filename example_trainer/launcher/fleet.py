@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from example_trainer.child_processes.readiness import get_json, post_json
-from example_trainer.launcher.quickstart.errors import QuickstartError
+from example_trainer.launcher.errors import LauncherError
 
 PROBE_SECONDS = 5.0
 STALE_SECONDS = 30.0
@@ -134,15 +134,15 @@ def join(service_url: str, key: str, url: str, seconds: float = PROBE_SECONDS) -
     """Let a server join the training (POST /fleet/join); the trainer sends it its weights soon after.
 
     Raises:
-        QuickstartError: the rollout service does not answer, or refuses.
+        LauncherError: the rollout service does not answer, or refuses.
     """
     try:
         post_json(f"{service_url}/fleet/join", {"url": url}, seconds, key)
     except urllib.error.HTTPError as error:
         said = error.read(500).decode(errors="replace")
-        raise QuickstartError(f"the rollout service lets {url} not join: {error.code} {said}") from None
+        raise LauncherError(f"the rollout service lets {url} not join: {error.code} {said}") from None
     except OSError as error:
-        raise QuickstartError(f"{url} cannot join: POST {service_url}/fleet/join: {error}") from None
+        raise LauncherError(f"{url} cannot join: POST {service_url}/fleet/join: {error}") from None
 
 
 def look(service_url: str, key: str, urls: Iterable[str]) -> Fleet:

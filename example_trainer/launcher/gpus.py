@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from example_trainer.child_processes import vllm_flags
 from example_trainer.child_processes.vllm_flags import Degrees
-from example_trainer.launcher.quickstart.errors import QuickstartError
+from example_trainer.launcher.errors import LauncherError
 
 Gpus = tuple[int, ...]
 
@@ -15,12 +15,12 @@ def degrees(vllm_args: Sequence[str]) -> Degrees:
     """Read the degrees among vLLM's further flags, as vLLM itself would.
 
     Raises:
-        QuickstartError: a degree is not a number above 0.
+        LauncherError: a degree is not a number above 0.
     """
     try:
         return vllm_flags.degrees(vllm_args)
     except ValueError as error:
-        raise QuickstartError(f"--vllm-args: {error}") from error
+        raise LauncherError(f"--vllm-args: {error}") from error
 
 
 def choose_gpus(
@@ -47,13 +47,13 @@ def choose_gpus(
         trains: the trainer is started here, and needs one.
 
     Raises:
-        QuickstartError: a GPU was asked for that is not there, or they cannot be dealt out evenly.
+        LauncherError: a GPU was asked for that is not there, or they cannot be dealt out evenly.
     """
     if cpu and (vllm or trainer):
-        raise QuickstartError("--cpu excludes --vllm-gpus and --trainer-gpus: leave one or the other out")
+        raise LauncherError("--cpu excludes --vllm-gpus and --trainer-gpus: leave one or the other out")
     missing = sorted({*(vllm or ()), *(trainer or ())} - set(visible))
     if missing:
-        raise QuickstartError(f"GPU {missing[0]} is not there: nvidia-smi and CUDA_VISIBLE_DEVICES leave {_listed(visible)}")
+        raise LauncherError(f"GPU {missing[0]} is not there: nvidia-smi and CUDA_VISIBLE_DEVICES leave {_listed(visible)}")
     if not visible:
         return (), ()
     each = (size or Degrees()).gpus
@@ -64,7 +64,7 @@ def choose_gpus(
     default = {1: (visible[:1], visible[:1]), 2: (visible[:1], visible[1:2])}.get(len(visible), (visible[:2], visible[2:3]))
     if each is not None and vllm is None:
         if each > len(visible):
-            raise QuickstartError(f"a server of {each} GPUs (--vllm-args) has only {_listed(visible)} here")
+            raise LauncherError(f"a server of {each} GPUs (--vllm-args) has only {_listed(visible)} here")
         default = visible[:each], visible[each : each + 1] or visible[-1:]
     return vllm or default[0], trainer or default[1]
 
@@ -79,7 +79,7 @@ def _for_several(
         count = each or (1 << (room.bit_length() - 1) if room > 0 else 1)
         if count > room:
             beside = " beside the trainer's" if trains else ""
-            raise QuickstartError(
+            raise LauncherError(
                 f"--vllm-servers {servers} of {count} GPUs need {servers * count}{beside}, and {len(left) - reserved} of "
                 f"{_listed(visible)} are left: give fewer servers, smaller ones, or --cpu"
             )
@@ -89,21 +89,21 @@ def _for_several(
     shared = sorted(set(vllm) & set(trainer))
     if trains and (shared or not trainer):
         what = f"GPU {shared[0]} is both a server's and the trainer's" if shared else "no GPU is left for the trainer"
-        raise QuickstartError(f"--vllm-servers {servers}: {what}: weights reach several servers from GPUs of the trainer's own")
+        raise LauncherError(f"--vllm-servers {servers}: {what}: weights reach several servers from GPUs of the trainer's own")
     return vllm, trainer
 
 
 def _check_even(vllm: Gpus, servers: int, each: int | None, size: Degrees) -> None:
     if len(set(vllm)) != len(vllm):
-        raise QuickstartError(f"--vllm-gpus {_listed(vllm)} names a GPU twice")
+        raise LauncherError(f"--vllm-gpus {_listed(vllm)} names a GPU twice")
     if each is not None and len(vllm) != servers * each:
         degree = f"tensor-parallel size {size.tensor}" + (f" and data-parallel size {size.data}" if size.data > 1 else "")
-        raise QuickstartError(
+        raise LauncherError(
             f"--vllm-gpus {_listed(vllm)}: {len(vllm)} GPUs, and {servers} server{'s' * (servers > 1)} of {degree} need "
             f"{servers * each}"
         )
     if len(vllm) % (servers * size.data):
-        raise QuickstartError(
+        raise LauncherError(
             f"--vllm-gpus {_listed(vllm)}: {len(vllm)} GPUs cannot be dealt out evenly to {servers * size.data} "
             f"{'servers' if size.data == 1 else 'replicas'}: give a multiple of that"
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from example_trainer.child_processes.run_keys import KEYS_FILE, SERVICE, VLLM, make_keys, read_keys
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.parts import kind_of
-from example_trainer.launcher.quickstart.errors import QuickstartError
 
 __all__ = ["KEYS_FILE", "NEEDED_BY", "SERVICE", "VLLM", "make_keys", "read_keys", "refuse_keys", "variables_of"]
 BOTH = (SERVICE, VLLM)
@@ -24,11 +24,11 @@ def refuse_keys(part: str, words: tuple[str, ...]) -> None:
     """Refuse a key among the further flags of a part.
 
     Raises:
-        QuickstartError: there is one; it would stand in `ps` and in the run's folder, for everybody to read.
+        LauncherError: there is one; it would stand in `ps` and in the run's folder, for everybody to read.
     """
     found = [flag for word in words if "api-key" in (flag := word.split("=")[0]).replace("_", "-")]
     if found:
-        raise QuickstartError(
+        raise LauncherError(
             f"--{part}-args holds {found[0]}, which everybody could read in `ps`: leave it out; start.sh takes keys from "
             f"{SERVICE} and {VLLM}, or makes them"
         )

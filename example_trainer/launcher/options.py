@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.gpus import choose_gpus, degrees
 from example_trainer.launcher.keys import refuse_keys
 from example_trainer.launcher.parts import PARTS, SERVERS, chosen, in_order, parts_of
-from example_trainer.launcher.quickstart.errors import QuickstartError
 from example_trainer.launcher.quickstart.options import (
     ROOT,
     STARTER_MODEL,
@@ -213,7 +213,7 @@ def parse(arguments: Sequence[str]) -> StackOptions:
     """Read and check the command line.
 
     Raises:
-        QuickstartError: something cannot work.
+        LauncherError: something cannot work.
         SystemExit: `--help`, or a line that does not parse (status 2).
     """
     given = parser().parse_args(arguments)
@@ -221,11 +221,11 @@ def parse(arguments: Sequence[str]) -> StackOptions:
         return resumed(given, arguments)
     parts = chosen(given.parts, parts_of(given.vllm_servers))
     if given.bridge not in BRIDGES:
-        raise QuickstartError(f"--bridge {given.bridge}: give one of {', '.join(BRIDGES)}")
+        raise LauncherError(f"--bridge {given.bridge}: give one of {', '.join(BRIDGES)}")
     model = check_model(given.model or str(STARTER_MODEL))
     environment = given.environment or ("arithmetic" if Path(model) == STARTER_MODEL else "gsm8k")
     if environment not in ENVIRONMENTS and not Path(environment).is_file():
-        raise QuickstartError(
+        raise LauncherError(
             f"--environment {environment}: give {' or '.join(ENVIRONMENTS)}, or the path of an environment's file"
         )
     for part in PARTS:
@@ -242,7 +242,7 @@ def parse(arguments: Sequence[str]) -> StackOptions:
     )
     if given.bridge == "restart":
         if {"vllm", SERVERS} & set(given.parts):
-            raise QuickstartError("--bridge restart: the trainer starts vLLM itself, so leave vllm out of the parts")
+            raise LauncherError("--bridge restart: the trainer starts vLLM itself, so leave vllm out of the parts")
         parts = tuple(part for part in parts if part != "vllm")
     return StackOptions(
         run=given.run.expanduser().absolute(),
@@ -274,25 +274,25 @@ def check_servers(servers: int, bridge: str) -> None:
     """Refuse several servers where weights can reach one alone.
 
     Raises:
-        QuickstartError: they cannot.
+        LauncherError: they cannot.
     """
     if servers > 1 and bridge not in ("auto", "broadcast", "lora"):
-        raise QuickstartError(f"--vllm-servers {servers} excludes --bridge {bridge}: several are reached by broadcast or lora")
+        raise LauncherError(f"--vllm-servers {servers} excludes --bridge {bridge}: several are reached by broadcast or lora")
 
 
 def server_ports(given: tuple[int, ...], servers: int) -> tuple[int, ...]:
     """A port for each server: those that were given, or those that follow the one that was given.
 
     Raises:
-        QuickstartError: another number of ports than of servers, one twice, or none left.
+        LauncherError: another number of ports than of servers, one twice, or none left.
     """
     found = tuple(range(given[0], given[0] + servers)) if len(given) == 1 else given
     if len(found) != servers:
-        raise QuickstartError(f"--vllm-port names {len(found)} ports for {servers} servers: give one, or one for each")
+        raise LauncherError(f"--vllm-port names {len(found)} ports for {servers} servers: give one, or one for each")
     if len(set(found)) != servers:
-        raise QuickstartError(f"--vllm-port {','.join(map(str, found))} names a port twice")
+        raise LauncherError(f"--vllm-port {','.join(map(str, found))} names a port twice")
     if max(found) > 65535:
-        raise QuickstartError(f"--vllm-port {given[0]}: {servers} servers need as many ports, and the last one is 65535")
+        raise LauncherError(f"--vllm-port {given[0]}: {servers} servers need as many ports, and the last one is 65535")
     return found
 
 
@@ -310,16 +310,16 @@ def last_start(run: Path) -> StackOptions:
     """The options of the run's last start.
 
     Raises:
-        QuickstartError: there was no start, or one by another version of start.sh.
+        LauncherError: there was no start, or one by another version of start.sh.
     """
     try:
         values: dict[str, Any] = json.loads((run / OPTIONS_FILE).read_text())
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return StackOptions(**{**values, "run": run})
     except TypeError as error:
-        raise QuickstartError(f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start anew") from None
+        raise LauncherError(f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start anew") from None
     except (OSError, ValueError) as error:
-        raise QuickstartError(f"nothing that could go on was started in {run} ({error})") from None
+        raise LauncherError(f"nothing that could go on was started in {run} ({error})") from None
 
 
 def grown(before: StackOptions, servers: int, visible: tuple[int, ...]) -> StackOptions:
@@ -331,22 +331,22 @@ def grown(before: StackOptions, servers: int, visible: tuple[int, ...]) -> Stack
         visible: the GPUs that there are.
 
     Raises:
-        QuickstartError: it has as many, its trainer reaches one alone, or there are too few ports or GPUs.
+        LauncherError: it has as many, its trainer reaches one alone, or there are too few ports or GPUs.
     """
     more = servers - before.servers
     if more < 1:
-        raise QuickstartError(
+        raise LauncherError(
             f"--resume --vllm-servers {servers}: this run has {before.servers}: give more, or end one with scripts/stop.sh"
         )
     if before.servers == 1:
-        raise QuickstartError(
+        raise LauncherError(
             f"--resume --vllm-servers {servers}: this run was started for one server alone: stop it, and start it with "
             f"--vllm-servers {servers}"
         )
     each = len(before.vllm_gpus) // before.servers
     free = [gpu for gpu in visible if gpu not in (*before.vllm_gpus, *before.trainer_gpus)]
     if len(free) < more * each:
-        raise QuickstartError(
+        raise LauncherError(
             f"--resume --vllm-servers {servers}: {more * each} more GPUs are needed, {each} for each server, and "
             f"{len(free)} are free"
         )
@@ -365,12 +365,12 @@ def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions
     """The options of the run's last start, for the parts that are named now, or for all that do not run.
 
     Raises:
-        QuickstartError: there was no start, everything runs, or other options are given as well.
+        LauncherError: there was no start, everything runs, or other options are given as well.
     """
     flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
     extra = [flag for flag in flags if flag not in ("--resume", "--run", "--no-links", "--vllm-servers")]
     if extra:
-        raise QuickstartError(f"--resume takes the options of the last start: leave {extra[0]} out, or leave --resume out")
+        raise LauncherError(f"--resume takes the options of the last start: leave {extra[0]} out, or leave --resume out")
     run = given.run.expanduser().absolute()
     before = last_start(run)
     if "--vllm-servers" in flags:
@@ -378,10 +378,10 @@ def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions
     named = chosen(given.parts, before.parts) if given.parts else ()
     absent = [part for part in named if part not in before.parts]
     if absent:
-        raise QuickstartError(f"--resume: {absent[0]!r} was no part of the last start, which had {', '.join(before.parts)}")
+        raise LauncherError(f"--resume: {absent[0]!r} was no part of the last start, which had {', '.join(before.parts)}")
     records = Records(run)
     running = {part for part in before.parts if (record := records.read(part)) and record.keeper.is_alive()}
     parts = named or tuple(part for part in before.parts if part not in running)
     if not parts:
-        raise QuickstartError(f"--resume: everything of {run} runs already")
+        raise LauncherError(f"--resume: everything of {run} runs already")
     return replace(before, parts=parts, resume=True, links=not given.no_links)

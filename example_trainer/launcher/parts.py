@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from example_trainer.launcher.quickstart.errors import QuickstartError
+from example_trainer.launcher.errors import LauncherError
 
 PARTS = ("service", "vllm", "environment", "trainer")
 """The kinds of part, in the order in which they are started. There can be several vLLM servers, one of each of the others."""
@@ -57,7 +57,7 @@ def chosen(named: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
         there: the parts that there are.
 
     Raises:
-        QuickstartError: a name is no part's, or there is no such server.
+        LauncherError: a name is no part's, or there is no such server.
     """
     found: set[str] = set()
     for name in named:
@@ -65,12 +65,10 @@ def chosen(named: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
             found |= {part for part in there if kind_of(part) == "vllm"}
         elif kind_of(name) == "vllm" and name not in there and name != "vllm":
             servers = ", ".join(part for part in there if kind_of(part) == "vllm") or "no vLLM server"
-            raise QuickstartError(f"{name!r} is not there: this stack has {servers}; --vllm-servers says how many")
+            raise LauncherError(f"{name!r} is not there: this stack has {servers}; --vllm-servers says how many")
         elif not kind_of(name):
             known = ", ".join((*PARTS, SERVERS))
-            raise QuickstartError(
-                f"{name!r} is no part of the stack: give some of {known} or vllm-2 and so on, or none for all"
-            )
+            raise LauncherError(f"{name!r} is no part of the stack: give some of {known} or vllm-2 and so on, or none for all")
         else:
             found.add(name)
     return in_order(found) if named else in_order(there)

@@ -10,8 +10,8 @@ from typing import Any
 
 from atroposlib.utils.process_identity import Identity, boot_id, identify
 from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.parts import in_order, kind_of
-from example_trainer.launcher.quickstart.errors import QuickstartError
 
 FOLDER = "processes"
 OWNED_LOG = "trainer/vllm.log"
@@ -89,7 +89,7 @@ class Records:
         """The record of a part; None if it was not started, or was stopped.
 
         Raises:
-            QuickstartError: the file cannot be read.
+            LauncherError: the file cannot be read.
         """
         path = self.folder / f"{part}.json"
         try:
@@ -98,7 +98,7 @@ class Records:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise QuickstartError(
+            raise LauncherError(
                 f"{path} is no record of a process ({error}): remove it if nothing of this run is left"
             ) from None
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from example_trainer.child_processes.own_folder import private_files
 from example_trainer.launcher.control import Say, Starter, claimed, stop
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.fleet import GOOD, SERVING, Fleet, FleetRow, ask_server, published_fleet
 from example_trainer.launcher.keys import SERVICE, make_keys
 from example_trainer.launcher.options import last_start
 from example_trainer.launcher.parts import chosen, kind_of, server_number
-from example_trainer.launcher.quickstart.errors import QuickstartError
 from example_trainer.launcher.stack import Stack
 
 LINE_SECONDS = 10.0
@@ -40,7 +40,7 @@ class Roller:
         """Restart the servers that are named, or all.
 
         Raises:
-            QuickstartError: a server did not come back, or another one is not well; the rest is not touched.
+            LauncherError: a server did not come back, or another one is not well; the rest is not touched.
         """
         parts = self.chosen(named)
         with private_files(), claimed(self.stack.options.run):
@@ -58,8 +58,8 @@ class Roller:
                     rest = ", ".join(parts[done + 1 :]) or "none"
                     before = ", ".join(parts[:done]) or "none"
                     where = f"stopped at {part}; restarted before: {before}; not touched: {rest}"
-                    if isinstance(error, QuickstartError):
-                        raise QuickstartError(f"{where}\n    {error}") from None
+                    if isinstance(error, LauncherError):
+                        raise LauncherError(f"{where}\n    {error}") from None
                     self.say(f"{where}; scripts/status.sh shows what runs")
                     raise
                 self.say(f"{part:<12} is back ({done + 1} of {len(parts)})")
@@ -68,7 +68,7 @@ class Roller:
         others = [part for part in named if kind_of(part) not in ("vllm", "") or (part == "vllm" and part not in self.servers)]
         if others or not self.servers:
             what = others[0] if others else "this run"
-            raise QuickstartError(
+            raise LauncherError(
                 f"{what} is no vLLM server that start.sh has started: for other parts, scripts/stop.sh and "
                 "scripts/start.sh --resume"
             )
@@ -90,7 +90,7 @@ class Roller:
                 if other != part:
                     self.wait(other, f"before {part} is stopped, {other} must serve")
         if record is not None and not stop(record, self.records, self.say):
-            raise QuickstartError(f"{part} did not end, so it is not started again")
+            raise LauncherError(f"{part} did not end, so it is not started again")
         # A server that was restarted and has come back is no concern of what this one's start watches.
         self.starter.started.clear()
         self.starter.start(part)
@@ -100,7 +100,7 @@ class Roller:
         """Wait until a server serves the present weights, and the trainer's table, made after that, calls it good.
 
         Raises:
-            QuickstartError: it does not by the deadline, or what is needed for it has ended.
+            LauncherError: it does not by the deadline, or what is needed for it has ended.
         """
         begun = time.monotonic()
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.seconds))
@@ -112,7 +112,7 @@ class Roller:
                 return
             now = time.monotonic()
             if now - begun > self.seconds:
-                raise QuickstartError(f"{why} within {self.seconds:.0f} s (--wait), and does not: {missing}")
+                raise LauncherError(f"{why} within {self.seconds:.0f} s (--wait), and does not: {missing}")
             if now >= line_at:
                 self.say(f"{part:<12} waiting: {why}: {missing}; until {until}")
                 line_at = now + LINE_SECONDS
@@ -153,11 +153,11 @@ class Roller:
         """Refuse to wait for weights that nobody will send.
 
         Raises:
-            QuickstartError: the trainer that this run had has ended.
+            LauncherError: the trainer that this run had has ended.
         """
         trainer = self.records.read("trainer")
         if trainer is not None and not trainer.keeper.is_alive():
-            raise QuickstartError(
+            raise LauncherError(
                 f"the trainer has ended, so nobody sends {part} the present weights: scripts/start.sh --resume trainer"
             )
 
@@ -172,7 +172,7 @@ def restart_servers(run: Path, named: Sequence[str], seconds: float | None, say:
         say: gets one line at a time.
 
     Raises:
-        QuickstartError: see Roller.run.
+        LauncherError: see Roller.run.
     """
     options = last_start(run)
     Roller(Stack(options), say, options.wait if seconds is None else seconds).run(named)

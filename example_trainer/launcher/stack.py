@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.gpus import degrees
 from example_trainer.launcher.keys import KEYS_FILE
 from example_trainer.launcher.options import StackOptions
 from example_trainer.launcher.parts import server_name, server_number
-from example_trainer.launcher.quickstart.errors import QuickstartError
 from example_trainer.launcher.quickstart.options import LEARNING_RATES, ROOT
 from example_trainer.launcher.quickstart.plan import (
     BATCHES,
@@ -71,7 +71,7 @@ class Stack:
         """Every port that will be needed, and what for.
 
         Raises:
-            QuickstartError: one is needed twice.
+            LauncherError: one is needed twice.
         """
         options = self.options
         needed: list[tuple[int, str]] = []
@@ -89,7 +89,7 @@ class Stack:
         found: dict[int, str] = {}
         for number, flag in needed:
             if number in found:
-                raise QuickstartError(f"port {number} is both {found[number]} and {flag}: give another one of them")
+                raise LauncherError(f"port {number} is both {found[number]} and {flag}: give another one of them")
             found[number] = flag
         return found
 

@@ -79,7 +79,7 @@ def collect(run: Path) -> Status:
     """Ask processes, ports and logs.
 
     Raises:
-        QuickstartError: a record, or the file with the keys, cannot be read.
+        LauncherError: a record, or the file with the keys, cannot be read.
     """
     records = Records(run)
     found = [record for part in records.parts() if (record := records.read(part))]

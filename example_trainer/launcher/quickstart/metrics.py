@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from example_trainer.launcher.quickstart.errors import QuickstartError
+from example_trainer.launcher.errors import LauncherError
 
 Step = dict[str, Any]
 """One line of the trainer's metrics.jsonl."""
@@ -35,7 +35,7 @@ class MetricsFile:
         """The lines that were added since the last call.
 
         Raises:
-            QuickstartError: a line is no JSON object.
+            LauncherError: a line is no JSON object.
         """
         try:
             with self.path.open("rb") as file:
@@ -52,7 +52,7 @@ class MetricsFile:
             except ValueError:
                 step = None
             if not isinstance(step, dict):
-                raise QuickstartError(f"{self.path}: line {len(self.steps) + len(new) + 1} is no JSON object: {line[:80]!r}")
+                raise LauncherError(f"{self.path}: line {len(self.steps) + len(new) + 1} is no JSON object: {line[:80]!r}")
             new.append(step)
         self.steps += new
         return new

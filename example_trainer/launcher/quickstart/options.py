@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from example_trainer.launcher.quickstart.errors import QuickstartError
+from example_trainer.launcher.errors import LauncherError
 
 ROOT = Path(__file__).resolve().parents[3]
 STARTER_MODEL = ROOT / "assets" / "starter_model"
@@ -190,12 +190,10 @@ def choose_bridge(asked: str | None, gpus: tuple[int, ...]) -> str:
     """The bridge to use: what was asked for if these GPUs can do it.
 
     Raises:
-        QuickstartError: they cannot.
+        LauncherError: they cannot.
     """
     if len(gpus) == 1 and asked == "broadcast":
-        raise QuickstartError(
-            "--bridge broadcast needs two GPUs and this machine shows one: use --bridge single-copy, or --cpu"
-        )
+        raise LauncherError("--bridge broadcast needs two GPUs and this machine shows one: use --bridge single-copy, or --cpu")
     return asked or ("single-copy" if len(gpus) == 1 else "broadcast")
 
 
@@ -203,34 +201,34 @@ def check_model(model: str) -> str:
     """The model as the processes shall get it: an absolute folder, or a hub name unchanged.
 
     Raises:
-        QuickstartError: a folder without a checkpoint, or neither a folder nor a name.
+        LauncherError: a folder without a checkpoint, or neither a folder nor a name.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise QuickstartError(f"--model {model}: this folder has no config.json, so it is no Hugging Face checkpoint")
+            raise LauncherError(f"--model {model}: this folder has no config.json, so it is no Hugging Face checkpoint")
         return str(folder.resolve())
     if HUB_ID.fullmatch(model):
         return model
-    raise QuickstartError(f"--model {model}: no such folder, and no Hugging Face name (owner/name) either: check the path")
+    raise LauncherError(f"--model {model}: no such folder, and no Hugging Face name (owner/name) either: check the path")
 
 
 def parse(arguments: Sequence[str]) -> Options:
     """Read and check the command line.
 
     Raises:
-        QuickstartError: something cannot work.
+        LauncherError: something cannot work.
         SystemExit: `--help`, or a line that does not parse (status 2).
     """
     given = parser().parse_args(arguments)
     gpus = () if given.cpu else visible_gpus()
     if given.gpu and not gpus:
-        raise QuickstartError(
+        raise LauncherError(
             "--gpu: nvidia-smi lists no GPU that may be used (see CUDA_VISIBLE_DEVICES): leave it out, or use --cpu"
         )
     highest = LEVELS[given.environment]
     if given.difficulty and max(given.difficulty) > highest:
-        raise QuickstartError(
+        raise LauncherError(
             f"--difficulty {','.join(map(str, given.difficulty))}: the levels of --environment {given.environment} "
             f"are 1 to {highest}"
         )

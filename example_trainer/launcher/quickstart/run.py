@@ -21,7 +21,7 @@ from example_trainer.child_processes.processes import ManagedProcess, ProcessDie
 from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.child_processes.run_keys import SERVICE, VLLM
 from example_trainer.child_processes.whole_files import cannot_write, write_whole
-from example_trainer.launcher.quickstart.errors import QuickstartError
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart.metrics import SHARE, TOOL_USE, MetricsFile, sampled
 from example_trainer.launcher.quickstart.options import ROOT, Options
 from example_trainer.launcher.quickstart.plan import Command, Plan, Ports
@@ -72,23 +72,23 @@ def open_output(folder: Path) -> IO[str]:
         The open lock file: the folder is claimed for as long as it stays open.
 
     Raises:
-        QuickstartError: the folder cannot be written, is in use, or holds somebody's own files.
+        LauncherError: the folder cannot be written, is in use, or holds somebody's own files.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in (*MADE_HERE, LOCK))
         if foreign and not (folder / LOCK).exists():
-            raise QuickstartError(f"--output {folder} holds other files ({foreign[0]}): give an empty or a new folder")
+            raise LauncherError(f"--output {folder} holds other files ({foreign[0]}): give an empty or a new folder")
         lock = (folder / LOCK).open("a+")
     except OSError as error:
-        raise QuickstartError(f"--output {folder} cannot be written: {error.strerror}: give another folder") from error
+        raise LauncherError(f"--output {folder} cannot be written: {error.strerror}: give another folder") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
         owner = lock.read().strip()
         lock.close()
-        raise QuickstartError(
+        raise LauncherError(
             f"--output {folder} is in use by another quick start (process {owner}): give another folder, or wait"
         ) from None
     for name in MADE_HERE:  # which makes room, too
@@ -102,7 +102,7 @@ def open_output(folder: Path) -> IO[str]:
         os.write(lock.fileno(), f"{os.getpid()}\n".encode())
     except OSError as error:
         lock.close()
-        raise QuickstartError(f"{cannot_write(folder / LOCK, error)}; make room there, or give another --output") from error
+        raise LauncherError(f"{cannot_write(folder / LOCK, error)}; make room there, or give another --output") from error
     return lock
 
 
@@ -137,7 +137,7 @@ class Quickstart:
         """Do it all; returns the summary.
 
         Raises:
-            QuickstartError: something went wrong; every process has been stopped.
+            LauncherError: something went wrong; every process has been stopped.
             Interrupted: Ctrl-C, SIGTERM or SIGHUP; likewise.
         """
         with ExitStack() as stack:
@@ -174,11 +174,11 @@ class Quickstart:
             self.train()
         if fingerprint(self.options.model) != model:
             # The evaluation would read another tokenizer than the one that the served model was trained with.
-            raise QuickstartError(f"the files in {self.options.model} changed while the run used them: start it again")
+            raise LauncherError(f"the files in {self.options.model} changed while the run used them: start it again")
         after = self.evaluate("after")
         if after.weight_version != self.options.steps:
             # Weights that never arrived would look like a model that learned nothing.
-            raise QuickstartError(
+            raise LauncherError(
                 f"the evaluation after training was answered by weight version {after.weight_version}, and the trainer is at "
                 f"{self.options.steps}: see {self.plan.logs / 'vllm.log'} and {self.plan.logs / 'trainer.log'}"
             )
@@ -205,7 +205,7 @@ class Quickstart:
 
         Raises:
             ProcessDied: it, or another process, died meanwhile.
-            QuickstartError: the deadline passed; the message ends with the last lines of the server's log.
+            LauncherError: the deadline passed; the message ends with the last lines of the server's log.
         """
         try:
             return wait_until(process.name, http_probe(url, min(seconds, 60.0)), seconds, self.supervisor.check)
@@ -213,7 +213,7 @@ class Quickstart:
             raise
         except ProcessError as error:
             lines = [f"{error}; log: {process.log_path}", *(f"    {line}" for line in process.tail())]
-            raise QuickstartError("\n".join(lines)) from None
+            raise LauncherError("\n".join(lines)) from None
 
     def evaluate(self, which: str) -> Evaluation:
         """Let the environment evaluate the model as vLLM serves it now."""
@@ -256,14 +256,14 @@ class Quickstart:
         self.supervisor.stop(environment)
         done = len(self.metrics.steps)
         if done != self.options.steps:
-            raise QuickstartError(f"the trainer ended after {done} of {self.options.steps} steps; log: {trainer.log_path}")
+            raise LauncherError(f"the trainer ended after {done} of {self.options.steps} steps; log: {trainer.log_path}")
 
-    def stalled(self, seconds: float, processes: list[ManagedProcess]) -> QuickstartError:
+    def stalled(self, seconds: float, processes: list[ManagedProcess]) -> LauncherError:
         """The error for a training that no longer moves, with the last words of whom it may be waiting for."""
         lines = [f"no news from the trainer for {seconds:.0f} s after step {len(self.metrics.steps)}; logs in {self.plan.logs}"]
         for process in processes:
             lines += [f"  {process.name}:", *(f"    {line}" for line in process.tail(4))]
-        return QuickstartError("\n".join(lines))
+        return LauncherError("\n".join(lines))
 
     def report(self, summary: dict[str, Any]) -> None:
         """Write summary and plot, print the closing table."""
@@ -315,7 +315,7 @@ def read_evaluation(path: Path) -> Evaluation:
     """The result file of an evaluation.
 
     Raises:
-        QuickstartError: the file is missing or lacks what is needed.
+        LauncherError: the file is missing or lacks what is needed.
     """
     try:
         result = json.loads(path.read_text())
@@ -327,4 +327,4 @@ def read_evaluation(path: Path) -> Evaluation:
             tool_use=result.get("tool_use"),
         )
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise QuickstartError(f"the evaluation's result {path} cannot be used: {type(error).__name__}: {error}") from error
+        raise LauncherError(f"the evaluation's result {path} cannot be used: {type(error).__name__}: {error}") from error

@@ -19,9 +19,9 @@ from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
 from example_trainer.launcher import control
 from example_trainer.launcher.control import Starter, claimed, stop, stop_parts
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.options import parse
 from example_trainer.launcher.parts import PARTS, parts_of
-from example_trainer.launcher.quickstart.errors import QuickstartError
 from example_trainer.launcher.records import Record, Records
 from example_trainer.launcher.status import collect, table
 from tests.example_trainer.launcher.small_stack import FAILS, FINISHES, STUBBORN, SmallStack, small_options
@@ -105,7 +105,7 @@ def test_the_whole_stack_starts_shows_its_state_and_stops_in_order(run: Run) -> 
 def test_what_runs_is_not_started_twice_and_other_parts_are(run: Run) -> None:
     run.start("service")
     (keeper, *_) = run.pids()["service"]
-    with pytest.raises(QuickstartError, match=rf"service runs already in .* \(process {keeper}, .*scripts/stop.sh service"):
+    with pytest.raises(LauncherError, match=rf"service runs already in .* \(process {keeper}, .*scripts/stop.sh service"):
         run.start()
     assert list(run.pids()) == ["service"]
     run.start("trainer")
@@ -115,13 +115,13 @@ def test_what_runs_is_not_started_twice_and_other_parts_are(run: Run) -> None:
 
 
 def test_two_starts_at_once_do_not_meet(run: Run) -> None:
-    with claimed(run.folder), pytest.raises(QuickstartError, match=r"another start\.sh or stop\.sh is at work"):
+    with claimed(run.folder), pytest.raises(LauncherError, match=r"another start\.sh or stop\.sh is at work"):
         run.start()
 
 
 def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "SETTLE_SECONDS", 60.0)  # of which it takes what Python takes to start and fail
-    with pytest.raises(QuickstartError, match=r"trainer exited with code 1; log: .*trainer\.log\n(.|\n)*no rollouts for me"):
+    with pytest.raises(LauncherError, match=r"trainer exited with code 1; log: .*trainer\.log\n(.|\n)*no rollouts for me"):
         run.start("service", "vllm", "trainer", trainer_code=FAILS)
     assert run.pids() == {}
     assert run.states() == {}
@@ -147,7 +147,7 @@ def test_ports_that_are_taken_are_all_named(run: Run) -> None:
     other = Run(run.folder.with_name("other"), (run.ports[0], run.ports[1], run.ports[2]))
     other.start("service", "vllm")
     try:
-        with pytest.raises(QuickstartError) as caught:
+        with pytest.raises(LauncherError) as caught:
             run.start()
     finally:
         other.stop()
@@ -229,7 +229,7 @@ def test_a_zombie_is_not_alive() -> None:
 def test_a_record_that_cannot_be_read_is_named(run: Run) -> None:
     run.records.folder.mkdir(parents=True)
     (run.records.folder / "vllm.json").write_text("{")
-    with pytest.raises(QuickstartError, match=r"vllm\.json is no record of a process"):
+    with pytest.raises(LauncherError, match=r"vllm\.json is no record of a process"):
         collect(run.folder)
     (run.records.folder / "vllm.json").unlink()
 
@@ -267,7 +267,7 @@ def test_resume_starts_what_does_not_run(run: Run) -> None:
     assert again.parts == ("environment", "trainer")
     Starter(SmallStack(again), run.said.append).run()
     assert run.states() == dict.fromkeys(("service", "environment", "trainer"), "up")
-    with pytest.raises(QuickstartError, match="runs already"):
+    with pytest.raises(LauncherError, match="runs already"):
         parse(["--resume", "--run", str(run.folder)])
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from example_trainer.child_processes.vllm_flags import Degrees
 from example_trainer.command_line import parse_config
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.gpus import choose_gpus, degrees
 from example_trainer.launcher.options import parse, save, server_ports
 from example_trainer.launcher.parts import PARTS, chosen, in_order, kind_of, parts_of, server_name, server_number, to_stop
-from example_trainer.launcher.quickstart.errors import QuickstartError
 from example_trainer.launcher.records import Records
 from example_trainer.launcher.stack import Stack
 
@@ -53,7 +53,7 @@ def test_parts_start_and_stop_in_their_order_however_they_are_named(servers: int
     [("vllm-4", "'vllm-4' is not there: this stack has vllm, vllm-2"), ("vllm-1", "is no part of the stack")],
 )
 def test_a_server_that_is_not_there_is_named(name: str, message: str) -> None:
-    with pytest.raises(QuickstartError, match=message):
+    with pytest.raises(LauncherError, match=message):
         chosen([name], parts_of(2))
 
 
@@ -70,7 +70,7 @@ def test_servers_get_equally_many_gpus_each_of_their_own(
     vllm, trainer = data.draw(asked), data.draw(asked)
     try:
         got, learns = choose_gpus(vllm, trainer, visible, False, servers, size, trains)
-    except QuickstartError:
+    except LauncherError:
         return  # that none is raised without need is the next test's
     if not visible:
         assert (got, learns) == ((), ())
@@ -93,7 +93,7 @@ def test_a_machine_that_has_enough_gpus_is_never_refused(servers: int, each: int
     visible = tuple(range(servers * each + 1))
     assert choose_gpus(None, None, visible, False, servers, Degrees(each)) == (visible[:-1], visible[-1:])
     assert choose_gpus(None, None, visible[:-1], False, servers, Degrees(each), trains=False)[0] == visible[:-1]
-    with pytest.raises(QuickstartError, match=rf"--vllm-servers {servers} of {each} GPUs need"):
+    with pytest.raises(LauncherError, match=rf"--vllm-servers {servers} of {each} GPUs need"):
         choose_gpus(None, None, visible[:-1], False, servers, Degrees(each))
 
 
@@ -119,7 +119,7 @@ def test_a_machine_that_has_enough_gpus_is_never_refused(servers: int, each: int
 )
 def test_a_fleet_that_cannot_be_is_one_line(monkeypatch: pytest.MonkeyPatch, arguments: str, message: str) -> None:
     monkeypatch.setattr("example_trainer.launcher.options.visible_gpus", lambda: tuple(range(6)))
-    with pytest.raises(QuickstartError) as caught:
+    with pytest.raises(LauncherError) as caught:
         parse(["--model", "owner/name", "--vllm-servers", "2", *arguments.split()])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -128,7 +128,7 @@ def test_a_fleet_that_cannot_be_is_one_line(monkeypatch: pytest.MonkeyPatch, arg
 @given(st.integers(1, 65535), several)
 def test_ports_follow_the_first_one(first: int, servers: int) -> None:
     if first + servers > 65536:
-        with pytest.raises(QuickstartError):
+        with pytest.raises(LauncherError):
             server_ports((first,), servers)
     else:
         assert server_ports((first,), servers) == tuple(range(first, first + servers))
@@ -166,7 +166,7 @@ def test_every_server_is_told_of_and_has_its_own_of_everything(monkeypatch: pyte
 
 
 def test_a_port_that_two_parts_want_is_refused() -> None:
-    with pytest.raises(QuickstartError, match="port 9002 is both --vllm-port of vllm-2 and --metrics-port"):
+    with pytest.raises(LauncherError, match="port 9002 is both --vllm-port of vllm-2 and --metrics-port"):
         Stack(parse(["--cpu", "--vllm-servers", "2", "--metrics-port", "9002"])).ports()
 
 
@@ -175,7 +175,7 @@ def test_resume_takes_single_servers(tmp_path: Path) -> None:
     save(parse([*run, "--cpu", "--vllm-servers", "3"]))
     assert parse([*run, "--resume", "vllm-2"]).parts == ("vllm-2",)
     assert parse([*run, "--resume", "servers"]).parts == ("vllm", "vllm-2", "vllm-3")
-    with pytest.raises(QuickstartError, match="'vllm-4' is not there"):
+    with pytest.raises(LauncherError, match="'vllm-4' is not there"):
         parse([*run, "--resume", "vllm-4"])
     assert Records(tmp_path).parts() == ()
 
@@ -192,8 +192,8 @@ def test_a_fleet_grows_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     again = parse([*run, "--resume"])
     assert (again.parts, again.joining) == (parts_of(4), ())
     for servers, message in (("4", "this run has 4"), ("6", "2 more GPUs are needed, 1 for each server, and 1 are free")):
-        with pytest.raises(QuickstartError, match=message):
+        with pytest.raises(LauncherError, match=message):
             parse([*run, "--resume", "--vllm-servers", servers])
     save(parse([*run, "--cpu"]))
-    with pytest.raises(QuickstartError, match="was started for one server alone"):
+    with pytest.raises(LauncherError, match="was started for one server alone"):
         parse([*run, "--resume", "--vllm-servers", "2"])

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from example_trainer.child_processes.readiness import post_json
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.fleet import FleetRow, join, look, published_fleet
-from example_trainer.launcher.quickstart.errors import QuickstartError
 from tests.conftest import Processes
 
 KEY = "the-key-of-the-run"
@@ -44,7 +44,7 @@ def test_the_table_that_is_published_is_the_table_that_is_read(
     join(service, KEY, "http://localhost:9003")
     assert look(service, KEY, []).wanted == ("http://localhost:9003",)
     assert published_fleet(service, "another-key") is None
-    with pytest.raises(QuickstartError, match="lets http://localhost:9003 not join: 401"):
+    with pytest.raises(LauncherError, match="lets http://localhost:9003 not join: 401"):
         join(service, "another-key", "http://localhost:9003")
-    with pytest.raises(QuickstartError, match="lets nowhere not join: 422"):
+    with pytest.raises(LauncherError, match="lets nowhere not join: 422"):
         join(service, KEY, "nowhere")

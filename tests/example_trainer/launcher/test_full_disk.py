@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.utils.process_identity import identify
-from example_trainer.launcher.quickstart.errors import QuickstartError
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart.report import write_summary
 from example_trainer.launcher.quickstart.run import open_output
 from example_trainer.launcher.records import Record, Records
@@ -56,7 +56,7 @@ def test_the_record_of_a_part_stays(full_disk: FullDisk) -> None:
 
 
 def test_a_quick_start_claims_no_folder_that_it_cannot_write(full_disk: FullDisk) -> None:
-    with full_disk.full(), pytest.raises(QuickstartError, match=r"cannot write .*make room there, or give another --output"):
+    with full_disk.full(), pytest.raises(LauncherError, match=r"cannot write .*make room there, or give another --output"):
         open_output(full_disk.path / "quick")
     open_output(full_disk.path / "quick").close()
 

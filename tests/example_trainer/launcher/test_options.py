@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from example_trainer.command_line import parse_config
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.gpus import choose_gpus
 from example_trainer.launcher.options import parse, save
-from example_trainer.launcher.quickstart.errors import QuickstartError
 from example_trainer.launcher.quickstart.options import LEARNING_RATES, STARTER_MODEL
 from example_trainer.launcher.quickstart.plan import BATCHES
 from example_trainer.launcher.stack import Stack
@@ -44,7 +44,7 @@ def test_gpus_are_dealt_out(asked: tuple[object, object], visible: tuple[int, ..
     ],
 )
 def test_what_cannot_work_is_one_line(arguments: list[str], message: str) -> None:
-    with pytest.raises(QuickstartError, match=message) as caught:
+    with pytest.raises(LauncherError, match=message) as caught:
         parse(arguments)
     assert "\n" not in str(caught.value)
 
@@ -155,11 +155,11 @@ def test_resume_takes_the_options_of_the_last_start(tmp_path: Path) -> None:
     ],
 )
 def test_resume_says_what_is_in_its_way(tmp_path: Path, arguments: list[str], message: str) -> None:
-    with pytest.raises(QuickstartError, match=message):
+    with pytest.raises(LauncherError, match=message):
         parse(["--run", str(tmp_path), *arguments])
 
 
 def test_resume_knows_the_parts_that_there_were(tmp_path: Path) -> None:
     save(parse(["service", "trainer", "--cpu", "--run", str(tmp_path)]))
-    with pytest.raises(QuickstartError, match="'vllm' was no part of the last start, which had service, trainer"):
+    with pytest.raises(LauncherError, match="'vllm' was no part of the last start, which had service, trainer"):
         parse(["vllm", "--resume", "--run", str(tmp_path)])

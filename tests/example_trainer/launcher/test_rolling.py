@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from example_trainer.launcher import rolling
 from example_trainer.launcher.control import Starter, stop_parts
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.fleet import Fleet, FleetRow
 from example_trainer.launcher.options import last_start
 from example_trainer.launcher.parts import parts_of
-from example_trainer.launcher.quickstart.errors import QuickstartError
 from example_trainer.launcher.records import Records
 from example_trainer.launcher.rolling import Roller
 from example_trainer.launcher.status import collect, fleet_table, table
@@ -102,7 +102,7 @@ def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(fleet: Fleet
     # What ends the others' rest: one that the trainer keeps out holds up the restart of a good one, and comes first itself.
     (fleet.folder / f"quarantine-{fleet.ports[2]}").touch()
     fleet.until(lambda: not collect(fleet.folder).good, "the quarantine does not show")
-    with pytest.raises(QuickstartError) as caught:
+    with pytest.raises(LauncherError) as caught:
         fleet.roll("vllm", seconds=5.0)  # the others must show within that, too
     assert "stopped at vllm; restarted before: none; not touched: none" in str(caught.value)
     assert "before vllm is stopped, vllm-3 must serve within" in str(caught.value)
@@ -112,7 +112,7 @@ def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(fleet: Fleet
 def test_a_server_that_does_not_come_back_stops_the_roll(fleet: FleetRun) -> None:
     before = fleet.pids()
     (fleet.folder / f"broken-{fleet.ports[1]}").touch()
-    with pytest.raises(QuickstartError) as caught:
+    with pytest.raises(LauncherError) as caught:
         fleet.roll()
     lines = str(caught.value).splitlines()
     assert lines[0] == "stopped at vllm-2; restarted before: vllm; not touched: vllm-3"
@@ -132,10 +132,10 @@ def test_a_server_that_does_not_come_back_stops_the_roll(fleet: FleetRun) -> Non
     os.kill(fleet.pids()["trainer"], signal.SIGKILL)
     fleet.until(lambda: "trainer" not in fleet.pids(), "the trainer is still up")
     rest = fleet.pids()
-    with pytest.raises(QuickstartError, match="the trainer has ended, so nobody sends vllm the present weights"):
+    with pytest.raises(LauncherError, match="the trainer has ended, so nobody sends vllm the present weights"):
         fleet.roll()
     assert fleet.pids() == rest
-    with pytest.raises(QuickstartError, match=r"trainer is no vLLM server that start\.sh has started"):
+    with pytest.raises(LauncherError, match=r"trainer is no vLLM server that start\.sh has started"):
         fleet.roll("trainer")
 
 

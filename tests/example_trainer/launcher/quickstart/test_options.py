@@ -11,8 +11,8 @@ import pytest
 
 from environments.arithmetic_problems import MAX_HELD_OUT, OPERAND_DIGITS
 from environments.calculator_problems import LEVELS as CALCULATOR_LEVELS
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart import options
-from example_trainer.launcher.quickstart.errors import QuickstartError
 from example_trainer.launcher.quickstart.options import choose_bridge, parse
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -85,12 +85,12 @@ def test_bad_values_are_named_in_one_line(arguments: list[str], words: list[str]
 
 @pytest.mark.parametrize("given", ["/no/such/folder", "./nowhere", "no-such-model", "a/b/c"])
 def test_a_model_that_cannot_exist_is_refused(given: str) -> None:
-    with pytest.raises(QuickstartError, match=f"--model {given}: no such folder"):
+    with pytest.raises(LauncherError, match=f"--model {given}: no such folder"):
         parse(["--cpu", "--model", given])
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(QuickstartError, match=r"has no config\.json"):
+    with pytest.raises(LauncherError, match=r"has no config\.json"):
         parse(["--cpu", "--model", str(tmp_path)])
 
 
@@ -105,7 +105,7 @@ def test_each_environment_has_levels_and_a_folder_of_its_own(model: str) -> None
     assert (parsed.output, parsed.steps) == (ROOT / "runs" / "calculator", options.STEPS["calculator"])
     taught = parse(["--cpu", "--environment", "calculator"])
     assert (taught.model, parse(["--cpu"]).model) == (str(options.CALCULATOR_MODEL), str(options.STARTER_MODEL))
-    with pytest.raises(QuickstartError, match="--difficulty 1,4: the levels of --environment arithmetic are 1 to 3"):
+    with pytest.raises(LauncherError, match="--difficulty 1,4: the levels of --environment arithmetic are 1 to 3"):
         parse(["--cpu", "--model", model, "--difficulty", "1,4"])
 
 
@@ -129,7 +129,7 @@ def test_the_bridge_follows_the_gpus(asked: str | None, gpus: tuple[int, ...], c
 
 
 def test_broadcast_on_one_gpu_is_refused_with_the_remedy() -> None:
-    with pytest.raises(QuickstartError, match="use --bridge single-copy"):
+    with pytest.raises(LauncherError, match="use --bridge single-copy"):
         choose_bridge("broadcast", (0,))
 
 

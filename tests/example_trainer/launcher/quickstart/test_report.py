@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from example_trainer.launcher.quickstart.errors import QuickstartError
+from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart.metrics import MetricsFile, sampled
 from example_trainer.launcher.quickstart.options import LEVELS, Options
 from example_trainer.launcher.quickstart.plan import BATCHES, Command, Plan, Ports, cores
@@ -80,7 +80,7 @@ def test_a_file_read_while_it_is_written_gives_every_line_once(cuts: list[int]) 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.path.write_text('{"step": 1}\n[1]\n')
-    with pytest.raises(QuickstartError, match=r"metrics\.jsonl: line 2 is no JSON object"):
+    with pytest.raises(LauncherError, match=r"metrics\.jsonl: line 2 is no JSON object"):
         metrics.read_new()
 
 
@@ -202,7 +202,7 @@ def test_spans_of_time(seconds: float, text: str) -> None:
 def test_a_useless_evaluation_result_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "evaluation.json"
     path.write_text(text)
-    with pytest.raises(QuickstartError, match=r"evaluation\.json cannot be used"):
+    with pytest.raises(LauncherError, match=r"evaluation\.json cannot be used"):
         read_evaluation(path)
 
 
@@ -213,7 +213,7 @@ def test_a_second_run_clears_its_own_files_only(tmp_path: Path) -> None:
         (folder / "logs" / "vllm.log").write_text("old")
         (folder / "summary.json").write_text("{}")
         (folder / "notes.txt").write_text("mine")
-        with pytest.raises(QuickstartError, match="in use by another quick start"):
+        with pytest.raises(LauncherError, match="in use by another quick start"):
             open_output(folder)
         assert (folder / "summary.json").exists()
     with open_output(folder):
@@ -231,13 +231,13 @@ def test_a_checkpoint_that_changes_is_noticed(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(QuickstartError, match=r"holds other files \(thesis\.tex\)"):
+    with pytest.raises(LauncherError, match=r"holds other files \(thesis\.tex\)"):
         open_output(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_an_output_that_cannot_be_written_is_named() -> None:
-    with pytest.raises(QuickstartError, match="--output /proc/nowhere cannot be written"):
+    with pytest.raises(LauncherError, match="--output /proc/nowhere cannot be written"):
         open_output(Path("/proc/nowhere"))
 
 
