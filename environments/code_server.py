@@ -25,7 +25,8 @@ from atroposlib.sandbox import ISOLATIONS, Limits, LocalSandbox, Program, Sandbo
 from atroposlib.sandbox.verdict import Verdict, verdict
 from atroposlib.type_definitions import Message
 from atroposlib.utils.code_blocks import program_in
-from environments.code_problems import MAX_HELD_OUT, CodeProblem, calls_of, held_out_problems, read_rows, training_problems
+from atroposlib.utils.data_files import train_and_test
+from environments.code_problems import MAX_HELD_OUT, CodeProblem, calls_of, held_out_problems, read_problem, training_problems
 
 logger = logging.getLogger(__name__)
 
@@ -113,22 +114,12 @@ class CodeEnv(SingleTurnEnv):
         self.made: Iterator[CodeProblem] = training_problems(self.config.seed)
 
     def load(self, path: Path) -> tuple[list[CodeProblem], list[CodeProblem]]:
-        """Problems to train on and to evaluate with; lines that are none are counted and left out.
+        """Return problems to train on and to evaluate with. Other rows are counted and left out.
 
         Raises:
             UsageError: a file cannot be read, or has no problem.
         """
-        found = []
-        for file in (path / "train.jsonl", path / "test.jsonl") if path.is_dir() else (path,):
-            problems, wrong = read_rows(file)
-            if not problems:
-                raise UsageError(f"--env.dataset_path: {file} has no problems{f'; {wrong[0]}' if wrong else ''}")
-            if wrong:
-                self.drops.add("bad_rows", len(wrong))
-                total = len(wrong) + len(problems)
-                logger.warning("%d of %d rows are left out, mend or remove them; the first: %s", len(wrong), total, wrong[0])
-            found.append(problems)
-        return found[0], list(found[-1])
+        return train_and_test(path, read_problem, "problems", self.drops.add)
 
     async def get_next_item(self) -> CodeProblem:
         if not self.train:

@@ -31,7 +31,7 @@ from atroposlib.inference.client import MODEL_NOT_NAMED, describe, status_of
 from atroposlib.inference.openai_client import OpenAIServer
 from atroposlib.type_definitions import Message
 from atroposlib.utils.control_tokens import ControlTokens, harmless
-from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
+from atroposlib.utils.data_files import BadRow, train_and_test
 from atroposlib.utils.thinking import answer_part
 from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.keys import given_or_variable
@@ -169,25 +169,12 @@ class JudgeEnv(SingleTurnEnv):
             self.server.beside.append(self.judge)
 
     def load(self, path: Path) -> tuple[list[Prompt], list[Prompt]]:
-        """Prompts to train on and to evaluate with; lines that are none are counted and left out.
+        """Return prompts to train on and to evaluate with. Other rows are counted and left out.
 
         Raises:
             UsageError: a file cannot be read, or has no prompt.
         """
-        found = []
-        for file in (path / "train.jsonl", path / "test.jsonl") if path.is_dir() else (path,):
-            rows = usable_rows(rows_of_file(file), read_prompt)
-            if not rows.good:
-                first = f"; {rows.faults[0]}" if rows.faults else ""
-                raise UsageError(f"--env.dataset_path: {file} has no prompts{first}")
-            if rows.faults:
-                self.drops.add("bad_rows", len(rows.faults))
-                total = len(rows.faults) + len(rows.good)
-                logger.warning(
-                    "%d of %d rows are left out, mend or remove them; the first: %s", len(rows.faults), total, rows.faults[0]
-                )
-            found.append(rows.good)
-        return found[0], found[-1]
+        return train_and_test(path, read_prompt, "prompts", self.drops.add)
 
     async def get_next_item(self) -> Prompt:
         self.position += 1

@@ -14,7 +14,8 @@ import numpy as np
 
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.utils.boxed import boxed_contents, last_boxed
-from atroposlib.utils.data_files import ENDINGS, BadRow, Row, rows_of_file, usable_rows
+from atroposlib.utils.data_files import ENDINGS, BadRow, rows_of_file, usable_rows
+from atroposlib.utils.jsonl import Row
 from atroposlib.utils.math_scoring import as_number
 
 QUESTION_COLUMNS = ("question", "problem", "prompt", "query")

@@ -10,7 +10,6 @@ no longer is. One that was never sampled counts as p = ½ and is always taken.
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import EnvironmentFailure
-from atroposlib.utils.jsonl import encode_repaired, open_kept_lines
+from atroposlib.utils.jsonl import Row, encode_repaired, open_kept_lines, rows_of_lines
 from atroposlib.utils.whole_files import KeptLines
 
 logger = logging.getLogger(__name__)
@@ -92,18 +91,17 @@ class Curriculum:
         self.known: dict[str, Difficulty] = {}
         self._writer: KeptLines | None = None
         if path is not None:
-            unread = sum(not self._read(line) for line in lines_of(path))
+            unread = sum(not self._read(row.value) for row in rows_of(path))
             if self.known or unread:
                 logger.info(
                     "curriculum: %d items are known from %s (%d lines could not be read)", len(self.known), path, unread
                 )
             self._writer = open_kept_lines(path)
 
-    def _read(self, line: str) -> bool:
+    def _read(self, group: Any) -> bool:
         try:
-            told = json.loads(line)
-            key, right, answers = str(told["item"]), int(told["right"]), int(told["answers"])
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            key, right, answers = str(group["item"]), int(group["right"]), int(group["answers"])
+        except (ValueError, TypeError, KeyError, OverflowError):
             return False
         if not 0 <= right <= answers:
             return False
@@ -139,16 +137,15 @@ class Curriculum:
         }
 
 
-def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a file; none if there is none.
+def rows_of(path: Path) -> Iterator[Row]:
+    """Return the rows of a file; none if it does not exist.
 
     Raises:
         EnvironmentFailure: it cannot be read.
     """
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            yield from file
+        return rows_of_lines(path.read_bytes(), path)
     except FileNotFoundError:
-        return
+        return iter(())
     except OSError as error:
         raise EnvironmentFailure(f"cannot read {path}: {error.strerror}; name another path as --env.curriculum_path") from error

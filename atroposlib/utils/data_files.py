@@ -1,44 +1,29 @@
 """Rows of data files: JSON lines, JSON and Parquet. The one reader for every task and report.
 
-- Only a line feed ends a line of JSON lines. Other characters that Python's `splitlines` knows, such as U+2028,
-  are legal inside JSON strings.
-- A byte order mark is skipped, at the start of each line too: files that were joined have several.
-- A row that cannot be read is returned with its fault, so that the caller can count it. A file is refused only
-  if none of it can be read.
+A row that cannot be read is returned with its fault, so that the caller can count it. A file is refused only
+if none of it can be read.
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from atroposlib.errors import UsageError
+from atroposlib.utils.jsonl import BYTE_ORDER_MARK, Row, rows_of_lines
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 ENDINGS = (".jsonl", ".json", ".parquet")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class BadRow(ValueError):
     """A row that a task cannot use. The message says what is wrong with it."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a file.
-
-    Attributes:
-        where: file and line, for messages.
-        value: the row as JSON gives it; None if it has a fault.
-        fault: what is wrong with it; "" if it was read.
-    """
-
-    where: str
-    value: Any
-    fault: str = ""
 
 
 @dataclass
@@ -69,6 +54,34 @@ def usable_rows(rows: Iterable[Row], read: Callable[[Any], T]) -> Rows[T]:
     return result
 
 
+def train_and_test(
+    path: Path, read: Callable[[Any], T], items: str, count: Callable[[str, int], None]
+) -> tuple[list[T], list[T]]:
+    """Return the items of train.jsonl and test.jsonl in a folder, or those of one file twice.
+
+    Args:
+        path: a folder or a file.
+        read: returns the item of a row, or raises BadRow.
+        items: their name in messages, such as "problems".
+        count: adds a number of rows that were left out to a counter, given by its name.
+
+    Raises:
+        UsageError: a file cannot be read, or has no item.
+    """
+    both = []
+    for file in (path / "train.jsonl", path / "test.jsonl") if path.is_dir() else (path,):
+        rows = usable_rows(rows_of_file(file), read)
+        first = rows.faults[0] if rows.faults else ""
+        if not rows.good:
+            raise UsageError(f"--env.dataset_path: {file} has no {items}{f'; {first}' if first else ''}")
+        if rows.faults:
+            count("bad_rows", len(rows.faults))
+            total = len(rows.faults) + len(rows.good)
+            logger.warning("%d of %d rows are left out, mend or remove them; the first: %s", len(rows.faults), total, first)
+        both.append(rows.good)
+    return both[0], list(both[-1])
+
+
 def rows_of_file(path: Path) -> Iterator[Row]:
     """Return the rows of a `.parquet`, `.json` (a list) or JSON lines file (any other name). Empty lines are skipped.
 
@@ -78,7 +91,7 @@ def rows_of_file(path: Path) -> Iterator[Row]:
     if path.suffix == ".parquet":
         return _parquet_rows(path)
     try:
-        content = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
+        content = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     if content.startswith(_UTF16_MARKS):
@@ -113,20 +126,7 @@ def _json_rows(path: Path, content: bytes) -> Iterator[Row]:
 def _line_rows(path: Path, content: bytes) -> Iterator[Row]:
     if content.lstrip().startswith(b"[") and _is_list_of_objects(content):
         raise UsageError(f"{path}: it holds one JSON list and not one row in each line: call it .json instead")
-    return (
-        _line_row(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip()
-    )
-
-
-def _line_row(where: str, line: bytes) -> Row:
-    try:
-        return Row(where, json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode()))
-    except json.JSONDecodeError as error:
-        return Row(where, None, f"not JSON ({error.msg} at column {error.colno})")
-    except UnicodeDecodeError as error:
-        return Row(where, None, f"not UTF-8 (byte {error.start})")
-    except (ValueError, RecursionError) as error:
-        return Row(where, None, f"not JSON that Python reads ({error})")
+    return rows_of_lines(content, path)
 
 
 def _is_list_of_objects(content: bytes) -> bool:

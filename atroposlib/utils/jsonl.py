@@ -1,10 +1,24 @@
-"""JSON for what environments make; and JSON lines: one object per line, written at once, so that a killed process leaves
-whole lines."""
+"""JSON and JSON lines: encode values, write lines, read a file of lines, and follow one that grows.
 
+The writer appends each line at once, so that a killed process leaves whole lines. The readers count a line that they
+cannot read, and go on.
+
+- Only a line feed ends a line. Other characters that Python's `splitlines` knows, such as U+2028, are legal inside
+  JSON strings.
+- A byte order mark is skipped at the start of each line: files that were joined have several.
+- NaN and infinities, which JSON does not have, are read.
+"""
+
+from __future__ import annotations
+
+import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from stat import S_ISREG
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -13,6 +27,14 @@ from atroposlib.utils.whole_files import KeptLines, cannot_write, write_whole
 from atroposlib.wire.number_bounds import unstorable
 
 logger = logging.getLogger(__name__)
+
+PIECE = 4 << 20
+"""Bytes that a follower reads at once."""
+MAX_LINE = 16 << 20
+"""Bytes of a line that a follower reads, unless it has another limit. A file without line ends must not fill the memory."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_MARK = 256
+"""Bytes before the offset that a follower compares, to distinguish a file that grew from one that was rewritten in place."""
 
 
 def as_plain(value: Any) -> Any:
@@ -150,3 +172,233 @@ def unused_path(path: Path) -> Path:
     if counter:
         logger.info("%s exists: writing to %s", path, candidate)
     return candidate
+
+
+class UnreadableLine(ValueError):
+    """A line that is not JSON. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a file.
+
+    Attributes:
+        where: file and line, for messages.
+        value: the row as JSON gives it; None if it has a fault.
+        fault: the reason why it cannot be read; "" if it can.
+    """
+
+    where: str
+    value: Any
+    fault: str = ""
+
+
+def parse_line(line: bytes) -> Any:
+    """Return the value of a line.
+
+    Raises:
+        UnreadableLine: it is not JSON in UTF-8.
+    """
+    try:
+        return json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
+    except json.JSONDecodeError as error:
+        raise UnreadableLine(f"not JSON ({error.msg} at column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise UnreadableLine(f"not UTF-8 (byte {error.start})") from error
+    except (ValueError, RecursionError) as error:  # thousands of digits, or too many brackets
+        raise UnreadableLine(f"not JSON that Python reads ({error})") from error
+
+
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """Return the object in a line; None if it holds something else."""
+    try:
+        value = orjson.loads(line)
+    except ValueError:
+        try:
+            value = parse_line(line)
+        except UnreadableLine:
+            return None
+    return value if isinstance(value, dict) else None
+
+
+def rows_of_lines(content: bytes, path: Path) -> Iterator[Row]:
+    """Return the rows of a file's content, each with its fault. Empty lines are skipped."""
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield Row(where, parse_line(line))
+            except UnreadableLine as error:
+                yield Row(where, None, str(error))
+
+
+@dataclass(slots=True)
+class NewLines:
+    """The result of one reading of a file that is followed.
+
+    Attributes:
+        lines: new lines without their ends, oldest first.
+        rewritten: the file was replaced, cut or removed since the last reading: `lines` begin with its first.
+        more: the file holds more than one reading returns; read again.
+    """
+
+    lines: list[bytes] = field(default_factory=list)
+    rewritten: bool = False
+    more: bool = False
+
+
+class LineFollower:
+    """One file, which may not exist yet, may grow, and may be cut, replaced or removed.
+
+    A line without its end is being written: it is returned when it has one. Not safe for several threads at a time.
+
+    Args:
+        path: of the file.
+        last_bytes: start with the first line that lies wholly in the last bytes of the file; None for its beginning.
+        max_line: bytes of a line. A longer one is counted and skipped.
+    """
+
+    def __init__(self, path: Path, last_bytes: int | None = None, max_line: int | None = None) -> None:
+        self.path = path
+        self.too_long = 0
+        """Lines of the present file that were skipped."""
+        self.changed = 0.0
+        """Unix time of the file's last change; 0 while it does not exist."""
+        self.tail = b""
+        """Bytes behind the last line that has an end."""
+        self._last_bytes, self._max_line = last_bytes, max_line or MAX_LINE
+        self._identity: tuple[int, int] | None = None
+        self._offset = 0
+        self._mark = b""
+        self._skipping = False
+
+    def read_new(self) -> NewLines:
+        """Return the lines since the last reading, of at most PIECE bytes (or one line, if that is longer).
+
+        Raises:
+            OSError: the file exists and cannot be read.
+        """
+        try:
+            file = _opened(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            is_gone = self._identity is not None
+            self._forget()
+            return NewLines(rewritten=is_gone)
+        with file:
+            stat = os.fstat(file.fileno())
+            identity, self.changed = (stat.st_dev, stat.st_ino), stat.st_mtime
+            rewritten = False
+            if identity != self._identity or stat.st_size < self._offset or not self._is_unchanged(file.fileno()):
+                rewritten = self._identity is not None
+                self._forget()
+                self._identity, self.changed = identity, stat.st_mtime
+                self._skip_to_last_bytes(file.fileno(), stat.st_size)
+            if stat.st_size <= self._offset:
+                return NewLines(rewritten=rewritten)
+            lines = self._whole_lines(file.fileno(), stat.st_size)
+            return NewLines(lines, rewritten, more=stat.st_size - self._offset > len(self.tail))
+
+    def take_tail(self) -> None:
+        """Count the bytes behind the last whole line as a line that was read."""
+        self._advance(self.tail)
+        self.tail = b""
+
+    def _forget(self) -> None:
+        self._identity, self._offset, self._mark, self.tail = None, 0, b"", b""
+        self._skipping, self.too_long, self.changed = False, 0, 0.0
+
+    def _skip_to_last_bytes(self, file: int, size: int) -> None:
+        if self._last_bytes is not None and size > self._last_bytes:
+            # The byte in front decides: behind a line's end, the first line of the last bytes is whole.
+            self._offset = size - self._last_bytes - 1
+            self._skipping = True
+
+    def _is_unchanged(self, file: int) -> bool:
+        return os.pread(file, len(self._mark), self._offset - len(self._mark)) == self._mark
+
+    def _advance(self, data: bytes) -> None:
+        self._offset += len(data)
+        self._mark = (self._mark + data[-_MARK:])[-_MARK:]
+
+    def _whole_lines(self, file: int, size: int) -> list[bytes]:
+        """Return the next lines that have their ends. The bytes behind the last end are read again next time."""
+        for length in (PIECE, self._max_line):
+            data = os.pread(file, min(length, size - self._offset), self._offset)
+            end = data.rfind(b"\n") + 1
+            if end or len(data) < length:
+                break
+        if not end and len(data) == self._max_line:  # skip a line that is too long, up to its end
+            self.too_long += not self._skipping
+            self._skipping = True
+            end = len(data)
+            lines: list[bytes] = []
+        else:
+            lines = data[:end].split(b"\n")[:-1]
+            if self._skipping and lines:
+                self._skipping = False
+                del lines[0]
+        self.tail = data[end:]
+        self._advance(data[:end])
+        return lines
+
+
+@dataclass(slots=True)
+class NewRows:
+    """The objects of new lines; see `NewLines`."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    rewritten: bool = False
+    more: bool = False
+
+
+class JsonLinesFollower(LineFollower):
+    """A followed file with one object in each line. Another line is counted and skipped."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._no_objects = 0
+
+    @property
+    def unreadable(self) -> int:
+        """Lines of the present file that were skipped."""
+        return self.too_long + self._no_objects
+
+    def read_rows(self) -> NewRows:
+        """Return the objects since the last reading; see `read_new`.
+
+        Raises:
+            OSError: the file exists and cannot be read.
+        """
+        new = self.read_new()
+        rows = [parse_object(line) for line in new.lines if line.strip()]
+        self._no_objects += sum(row is None for row in rows)
+        return NewRows([row for row in rows if row is not None], new.rewritten, new.more)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._no_objects = 0
+
+
+def last_rows(path: Path, max_bytes: int = 1 << 16) -> list[dict[str, Any]]:
+    """Return the objects of the last lines of a file, oldest first, as far as they lie within its last bytes.
+
+    A file that does not exist or cannot be read has none.
+    """
+    try:
+        with _opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            begin = max(0, size - max_bytes)
+            lines = os.pread(file.fileno(), max_bytes, begin).split(b"\n")
+    except OSError:
+        return []
+    whole = lines[1 if begin else 0 : -1]
+    return [row for line in whole if line.strip() and (row := parse_object(line)) is not None]
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a regular file. Anything else is refused: a pipe would block until a process writes to it."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is no file, but a folder, a pipe or a device")
+    return os.fdopen(file, "rb")

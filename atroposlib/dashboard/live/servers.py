@@ -17,7 +17,7 @@ import httpx
 import orjson
 
 from atroposlib.dashboard.run_folders.events import number, whole
-from atroposlib.dashboard.run_folders.json_lines import last_rows
+from atroposlib.utils.jsonl import last_rows
 from atroposlib.web.connections import LIMITS
 from atroposlib.web.keys import bearer
 

@@ -13,17 +13,15 @@ from typing import Protocol
 from atroposlib.dashboard.rollouts.archive import ARCHIVE, Archive, PostedGroup, newest_archive
 from atroposlib.dashboard.rollouts.archive_reader import NoSuchError, RolloutSource
 from atroposlib.dashboard.rollouts.text import TextOfTokens, tokenizer_content
-from atroposlib.dashboard.run_folders.folder import RunFiles
+from atroposlib.dashboard.run_folders.folder import MAX_GROUP_BYTES, RunFiles
+from atroposlib.utils.jsonl import LineFollower
 
 logger = logging.getLogger(__name__)
 
-MOST_OPEN = 4
+MAX_OPEN = 4
 """Archives."""
-MOST_BYTES_READ = 128 << 20
+MAX_BYTES_READ = 128 << 20
 """Of the files of groups of a run, when they are first read: the end of each."""
-_AT_ONCE = 500
-"""Groups in a transaction."""
-
 _Stamp = tuple[tuple[Path, int], ...]
 """Path and inode of each file: another run may have written others of the same names."""
 
@@ -83,7 +81,7 @@ class OpenArchives:
             if known is None:
                 known = self._open[stamp] = make()
             self._open.move_to_end(stamp)
-            while len(self._open) > MOST_OPEN:
+            while len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)[1].close()
             return known
 
@@ -111,40 +109,42 @@ class KeptArchive:
 
 
 class GroupFiles:
-    """An archive of files of groups (JSON lines), made of their ends when it is first asked for, and added to as they grow.
+    """An archive of files of groups (JSON lines), made of their ends when it is first used, and extended as they grow.
 
     Args:
         files: oldest first.
         tokenizer: see OpenArchives.
-        most_bytes: of all files, that are read the first time.
+        max_bytes: of all files, that are read the first time.
     """
 
-    def __init__(self, files: Sequence[Path], tokenizer: str | None = None, most_bytes: int = MOST_BYTES_READ) -> None:
-        self._files, self._tokenizer, self._most_bytes = files, tokenizer, most_bytes
+    def __init__(self, files: Sequence[Path], tokenizer: str | None = None, max_bytes: int = MAX_BYTES_READ) -> None:
+        self._files, self._tokenizer, self._max_bytes = files, tokenizer, max_bytes
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-rollouts-")
         self._archive: Archive | None = None
         self._source: RolloutSource | None = None
-        self._read_to: dict[Path, int] = {}
+        self._followers: list[LineFollower] = []
         self._groups = 0
 
     def source(self) -> RolloutSource:
-        """The rollouts, with those that were written since.
+        """Return the rollouts, with those that were written since the last call.
 
         Raises:
             ArchiveError: the temporary folder cannot be written.
         """
         with self._lock:
-            if self._archive is None or any(_size(file) < read for file, read in self._read_to.items()):
-                self._begin()
-            for file in self._files:
-                self._add_new(file)
+            archive = self._archive or self._begin()
+            if not all([self._add_new(archive, follower) for follower in self._followers]):
+                # A file was rewritten: its groups in the archive are not its groups any more.
+                archive = self._begin()
+                for follower in self._followers:
+                    self._add_new(archive, follower)
             if self._source is None:
                 self._source = RolloutSource(Path(self._folder.name) / ARCHIVE)
             return self._source
 
     def close(self) -> None:
-        """Forget it all."""
+        """Close and remove the archive."""
         with self._lock:
             self._let_go()
             self._folder.cleanup()
@@ -155,43 +155,51 @@ class GroupFiles:
                 part.close()
         self._source = self._archive = None
 
-    def _begin(self) -> None:
+    def _begin(self) -> Archive:
         self._let_go()
         path = Path(self._folder.name) / ARCHIVE
         for file in path.parent.glob(f"{ARCHIVE}*"):
             file.unlink()
-        self._archive, self._groups = Archive(path), 0
-        self._read_to = {file: _line_before(file, _size(file) - self._most_bytes // len(self._files)) for file in self._files}
+        archive = self._archive = Archive(path)
+        self._groups = 0
+        share = self._max_bytes // len(self._files)
+        self._followers = [LineFollower(file, last_bytes=share, max_line=MAX_GROUP_BYTES) for file in self._files]
         content = None if self._tokenizer is None else tokenizer_content(self._tokenizer)
         if content is not None:
-            self._archive.begin()
-            self._archive.text = TextOfTokens.of_file(content)
-            self._archive.keep_tokenizer(content)
-            self._archive.commit()
+            archive.begin()
+            archive.text = TextOfTokens.of_file(content)
+            archive.keep_tokenizer(content)
+            archive.commit()
+        return archive
 
-    def _add_new(self, file: Path) -> None:
-        archive = self._archive
-        if archive is None or _size(file) <= self._read_to[file]:
-            return
-        passed_over, came = 0, file.stat().st_mtime
-        archive.begin()
-        with file.open("rb") as lines:
-            lines.seek(self._read_to[file])
-            for line in lines:
-                try:
-                    archive.add(PostedGroup(self._groups, came, file.stem, line))
-                    self._groups += 1
-                    if self._groups % _AT_ONCE == 0:
-                        archive.commit()
-                        archive.begin()
-                except (ValueError, TypeError, LookupError, OverflowError):
-                    if not line.endswith(b"\n"):  # it is being written
-                        break
-                    passed_over += bool(line.strip())
-                self._read_to[file] += len(line)
-        archive.commit()
-        if passed_over:
-            logger.warning("%d lines of %s are no groups, and are passed over", passed_over, file)
+    def _add_new(self, archive: Archive, follower: LineFollower) -> bool:
+        """Add the groups that were written since the last call, and return False if the file was rewritten."""
+        skipped, too_long, more = 0, follower.too_long, True
+        while more:
+            new = follower.read_new()
+            if new.rewritten:
+                return False
+            more = new.more
+            if not new.lines and not follower.tail:
+                continue
+            archive.begin()
+            skipped += sum(bool(line.strip()) and not self._add(archive, follower, line) for line in new.lines)
+            # A group at the end may lack nothing but the line's end. Otherwise, it is still being written.
+            if not more and follower.tail and self._add(archive, follower, follower.tail):
+                follower.take_tail()
+            archive.commit()
+        skipped += follower.too_long - too_long
+        if skipped:
+            logger.warning("%d lines of %s are no groups, and are passed over", skipped, follower.path)
+        return True
+
+    def _add(self, archive: Archive, follower: LineFollower, line: bytes) -> bool:
+        try:
+            archive.add(PostedGroup(self._groups, follower.changed, follower.path.stem, line))
+        except (ValueError, TypeError, LookupError, OverflowError):
+            return False
+        self._groups += 1
+        return True
 
 
 def _inode(file: Path) -> int | None:
@@ -199,20 +207,3 @@ def _inode(file: Path) -> int | None:
         return file.stat().st_ino
     except OSError:  # it is not there, or not any more
         return None
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
-
-
-def _line_before(file: Path, place: int) -> int:
-    """Where the first line begins that lies wholly behind a place of a file."""
-    if place <= 0:
-        return 0
-    with file.open("rb") as lines:
-        lines.seek(place - 1)
-        lines.readline()
-        return lines.tell()

@@ -12,8 +12,8 @@ from typing import Any
 
 from atroposlib.dashboard.run_folders.columns import MOST_CELLS, Columns
 from atroposlib.dashboard.run_folders.folder import RunFiles, changed, find_runs
-from atroposlib.dashboard.run_folders.json_lines import JsonLinesFile
 from atroposlib.dashboard.run_folders.run import Change, Run, glance
+from atroposlib.utils.jsonl import JsonLinesFollower
 
 LIVE = "live"
 """Names the run of the service that serves the page."""
@@ -191,7 +191,7 @@ class _Rewards:
     """The rewards of one run, of which all rows have to be read once. Not for several threads at a time."""
 
     def __init__(self, metrics: Path) -> None:
-        self._file, self._columns = JsonLinesFile(metrics), Columns()
+        self._file, self._columns = JsonLinesFollower(metrics), Columns()
         self._is_read = False
 
     def best(self, until: float) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class _Rewards:
         more = True
         while more and time.monotonic() < until:
             try:
-                news = self._file.read_new()
+                news = self._file.read_rows()
             except OSError:  # said where the run is opened
                 self._is_read = True
                 break

@@ -22,7 +22,7 @@ DEPTH = 3
 MOST_RUNS = 500
 _MOST_LOOKED_INTO = 20_000
 _MOST_OF_OBJECT = 1 << 22
-_LONGEST_GROUP = 64 << 20
+MAX_GROUP_BYTES = 64 << 20
 _NO_GROUPS = frozenset({"metrics.jsonl", "evaluations.jsonl", "events.jsonl", "servers.jsonl"})
 _PASSED_OVER = frozenset({"checkpoints", "tensorboard", "wandb", "logs", "node_modules", "__pycache__", "env_checkpoints"})
 
@@ -97,7 +97,7 @@ def holds_groups(path: Path) -> bool:
 def _begins_with_group(path: Path, inode: int) -> bool:
     with path.open("rb") as file:
         try:
-            group = orjson.loads(file.readline(_LONGEST_GROUP))
+            group = orjson.loads(file.readline(MAX_GROUP_BYTES))
         except ValueError:
             return False
     return isinstance(group, dict) and bool(group.get("scores")) and bool(group.get("tokens") or group.get("messages"))

@@ -22,7 +22,7 @@ from atroposlib.dashboard.run_folders.events import (
     whole,
 )
 from atroposlib.dashboard.run_folders.folder import RunFiles, changed, read_object
-from atroposlib.dashboard.run_folders.json_lines import JsonLinesFile, last_rows
+from atroposlib.utils.jsonl import JsonLinesFollower, last_rows
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ class Run:
         self.generation = next(_generations)
         """Another one whenever what was read no longer stands; no two runs have the same."""
         self._lock = threading.Lock()
-        self._metrics = JsonLinesFile(files.metrics)
-        self._evaluations_file = JsonLinesFile(files.evaluations)
-        self._events_file = JsonLinesFile(files.observed / "events.jsonl") if files.observed else None
-        self._environment = JsonLinesFile(files.environment) if files.environment else None
+        self._metrics = JsonLinesFollower(files.metrics)
+        self._evaluations_file = JsonLinesFollower(files.evaluations)
+        self._events_file = JsonLinesFollower(files.observed / "events.jsonl") if files.observed else None
+        self._environment = JsonLinesFollower(files.environment) if files.environment else None
         self._columns, self._sampled = Columns(), Columns()
         # Apart from the others: a table of so few columns keeps every row of millions, and a sum wants them all.
         self._counts = Columns()
@@ -112,11 +112,11 @@ class Run:
                 self.generation = next(_generations)
             return change
 
-    def _read(self, file: JsonLinesFile, change: Change, take: Any) -> None:
+    def _read(self, file: JsonLinesFollower, change: Change, take: Any) -> None:
         more = True
         while more:
             try:
-                news = file.read_new()
+                news = file.read_rows()
             except OSError as error:
                 if str(file.path) not in self._complained:
                     self._complained.add(str(file.path))

@@ -171,7 +171,7 @@ def test_files_of_groups_become_an_archive_of_their_newest_that_grows_with_them(
     assert scores_of(groups.source()) == [3.0], "the file was begun anew"
     groups.close()
     file.write_bytes(b"\n".join(lines) + b"\n")
-    newest = GroupFiles([file], most_bytes=len(lines[-1]) * 2 + len(lines[-1]) // 2)
+    newest = GroupFiles([file], max_bytes=len(lines[-1]) * 2 + len(lines[-1]) // 2)
     assert scores_of(newest.source()) == [19.0, 18.0]
     newest.close()
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.dashboard.run_folders import json_lines
-from atroposlib.dashboard.run_folders.json_lines import JsonLinesFile, last_rows
+from atroposlib.utils import jsonl
+from atroposlib.utils.jsonl import JsonLinesFollower, LineFollower, last_rows
 
 
 def lines_of(*rows: Any) -> bytes:
@@ -25,12 +25,12 @@ def append(path: Path, content: bytes) -> None:
         out.write(content)
 
 
-def read_all(file: JsonLinesFile) -> tuple[list[dict[str, Any]], bool]:
+def read_all(file: JsonLinesFollower) -> tuple[list[dict[str, Any]], bool]:
     rows: list[dict[str, Any]] = []
     rewritten, more = False, True
     while more:
-        news = file.read_new()
-        rows, rewritten, more = rows + news.rows, rewritten or news.rewritten, news.more
+        new = file.read_rows()
+        rows, rewritten, more = rows + new.rows, rewritten or new.rewritten, new.more
     return rows, rewritten
 
 
@@ -42,9 +42,9 @@ ROWS = st.lists(st.dictionaries(st.text(max_size=8), VALUES, max_size=4), max_si
 def test_a_file_that_grows_is_read_once_wherever_it_is_torn(rows: list[Any], steps: list[int], piece: int) -> None:
     written, at = lines_of(*rows), 0
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_lines, "PIECE", piece)
+        patch.setattr(jsonl, "PIECE", piece)
         path = Path(folder, "rows.jsonl")
-        file, found = JsonLinesFile(path), []
+        file, found = JsonLinesFollower(path), []
         for step in [*steps, len(written)]:
             append(path, written[at : at + step])
             at += step
@@ -63,7 +63,7 @@ def test_a_file_that_was_written_anew_is_read_from_its_beginning(old: list[Any],
     with TemporaryDirectory() as folder:
         path = Path(folder, "rows.jsonl")
         path.write_bytes(lines_of(*old))
-        file = JsonLinesFile(path)
+        file = JsonLinesFollower(path)
         read_all(file)
         if in_place:
             path.write_bytes(lines_of(*new))
@@ -77,10 +77,10 @@ def test_a_file_that_was_written_anew_is_read_from_its_beginning(old: list[Any],
 
 
 def test_what_is_no_row_is_counted_and_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lines, "PIECE", 64)
-    monkeypatch.setattr(json_lines, "LONGEST_LINE", 256)
+    monkeypatch.setattr(jsonl, "PIECE", 64)
+    monkeypatch.setattr(jsonl, "MAX_LINE", 256)
     path = tmp_path / "rows.jsonl"
-    file = JsonLinesFile(path)
+    file = JsonLinesFollower(path)
     assert read_all(file) == ([], False), "it is not there yet"
     append(path, b'{"step": 1}\nnonsense\n[1]\n\n\xff\xfe\n' + b"x" * 1000)
     assert read_all(file)[0] == [{"step": 1}]
@@ -97,5 +97,25 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     pipe = tmp_path / "metrics.jsonl"
     os.mkfifo(pipe)
     with pytest.raises(OSError, match="is no file"):
-        JsonLinesFile(pipe).read_new()  # would wait for whoever writes
+        JsonLinesFollower(pipe).read_rows()  # would wait for whoever writes
     assert last_rows(pipe) == []
+
+
+@given(
+    st.lists(st.binary(max_size=9).map(lambda line: line.replace(b"\n", b"")), max_size=9),
+    st.binary(max_size=5),
+    st.integers(0, 60),
+)
+def test_the_last_bytes_begin_with_a_whole_line(lines: list[bytes], tail: bytes, last_bytes: int) -> None:
+    tail = tail.replace(b"\n", b"")
+    written = b"".join(line + b"\n" for line in lines) + tail
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "rows.jsonl")
+        path.write_bytes(written)
+        follower = LineFollower(path, last_bytes=last_bytes)
+        starts = [len(b"".join(line + b"\n" for line in lines[:number])) for number in range(len(lines))]
+        expected = [line for line, start in zip(lines, starts, strict=True) if start >= len(written) - last_bytes]
+        assert follower.read_new().lines == expected
+        follower.take_tail()
+        append(path, b"\nnext\n")
+        assert follower.read_new().lines[-1] == b"next"
