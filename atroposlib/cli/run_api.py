@@ -25,8 +25,7 @@ from atroposlib.dashboard.page import RunPage
 from atroposlib.dashboard.rollouts.archive import MOST_BYTES
 from atroposlib.dashboard.rollouts.recorder import RolloutRecorder
 from atroposlib.dashboard.run_folders.catalogue import LIVE
-from atroposlib.dashboard.web.gatekeeper import Gatekeeper
-from atroposlib.dashboard.web.sessions import SESSION_SECONDS, STATE_FILE
+from atroposlib.dashboard.web.auth import SESSION_SECONDS, STATE_FILE, PageAuth
 from atroposlib.service.app import make_app
 from atroposlib.service.records import Limits
 from atroposlib.service.service import RolloutService
@@ -289,7 +288,7 @@ def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
 
 def make_page(
     service: RolloutService,
-    keeper: Gatekeeper,
+    auth: PageAuth,
     port: int,
     run_folder: Path | None,
     keep_rollouts: int = MOST_BYTES,
@@ -300,8 +299,8 @@ def make_page(
     hub = Hub()
     store = service.store.path if isinstance(service.store, SqliteStore) else None
     observed = observed_folder(run_folder, store)
-    if keeper.sessions is not None and observed.is_kept:
-        keeper.sessions.keep_in(observed.path / STATE_FILE)
+    if auth.sessions is not None and observed.is_kept:
+        auth.sessions.keep_in(observed.path / STATE_FILE)
     if keep_rollouts:
         service.recorder = RolloutRecorder(
             observed.path,
@@ -313,7 +312,7 @@ def make_page(
     watch = ServerWatch(os.environ.get(VLLM_KEY) or None, frozenset(vllm_servers))
     live = LiveSource(service, observed, hub, place, watch)
     beside = run_folder.absolute().parent if run_folder is not None else store.parent if store is not None else None
-    return RunPage([beside] if beside is not None else [], keeper, hub, live)
+    return RunPage([beside] if beside is not None else [], auth, hub, live)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -337,9 +336,9 @@ def main(argv: list[str] | None = None) -> None:
     names = frozenset(name.lower() for name in arguments.allow_host)
     page = None
     if not arguments.no_ui:
-        keeper = Gatekeeper.of_key(api_key, names, arguments.ui_session_seconds)
+        auth = PageAuth.of_key(api_key, names, arguments.ui_session_seconds)
         port, keep = sock.getsockname()[1], arguments.keep_rollouts
-        page = make_page(service, keeper, port, arguments.run_folder, keep, arguments.tokenizer, arguments.vllm_server)
+        page = make_page(service, auth, port, arguments.run_folder, keep, arguments.tokenizer, arguments.vllm_server)
     limits = RequestLimits(arguments.max_body_bytes, arguments.request_timeout, Access(api_key, host, names))
     config = uvicorn.Config(
         make_app(service, limits, PageRoute(page) if page is not None else None),

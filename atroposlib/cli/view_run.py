@@ -18,7 +18,7 @@ from atroposlib.dashboard.app import make_offline_app
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.page import RunPage
 from atroposlib.dashboard.run_folders.folder import find_runs
-from atroposlib.dashboard.web.gatekeeper import Gatekeeper
+from atroposlib.dashboard.web.auth import PageAuth
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.web.addresses import argument, http_address
 from atroposlib.web.bounded_protocol import bounded_protocol
@@ -75,7 +75,7 @@ def check_paths(paths: list[Path]) -> None:
 def serve(paths: list[Path], port: int, tokenizer: str | None = None) -> None:
     """Serve the page of these folders and files until the process is stopped."""
     hub = Hub()
-    page = RunPage([path.absolute() for path in paths], Gatekeeper(), hub, tokenizer=tokenizer)
+    page = RunPage([path.absolute() for path in paths], PageAuth(), hub, tokenizer=tokenizer)
     sock = listen(HOST, port)
     print(f"see the run at http://{HOST}:{sock.getsockname()[1]}/ui (Ctrl-C ends this)", flush=True)
     app = make_offline_app(page)

@@ -12,29 +12,48 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.dashboard.page import RunPage
+from atroposlib.dashboard.page import RunPage, page_of
 from atroposlib.dashboard.rollouts.routes import rollout_routes
-from atroposlib.dashboard.web.data_routes import data_routes
-from atroposlib.dashboard.web.gatekeeper import PREFIX
-from atroposlib.dashboard.web.guard import Guard
-from atroposlib.dashboard.web.page_routes import page_routes
+from atroposlib.dashboard.run_folders.catalogue import UnknownRunError
+from atroposlib.dashboard.web.auth import PREFIX, PageAuthMiddleware
+from atroposlib.dashboard.web.data_routes import DATA_ROUTES
+from atroposlib.dashboard.web.page_routes import PAGE_ROUTES
+from atroposlib.web.refusal import HTTPRefusal
+
+
+async def refuse_http_error(request: Request, error: Exception) -> Response:
+    """Answer an error of the router, such as an unknown address."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    text = "there is nothing at this address" if status == 404 else f"the page cannot do that ({status})"
+    answer = page_of(request).refuse(request.scope, status, text)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def refuse_unknown_run(request: Request, error: Exception) -> Response:
+    """Answer a request for a run that does not exist."""
+    return page_of(request).refuse(request.scope, 404, str(error))
+
+
+async def refuse(request: Request, error: Exception) -> Response:
+    """Answer a request that a handler refused."""
+    assert isinstance(error, HTTPRefusal)
+    return page_of(request).refuse(request.scope, error.status, error.detail)
 
 
 def make_ui(page: RunPage) -> Starlette:
-    """The application; all its paths begin with /ui."""
-
-    async def not_found(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        text = "there is nothing at this address" if status == 404 else f"the page cannot do that ({status})"
-        answer = page.refuse(request.scope, status, text)
-        answer.headers.update(getattr(error, "headers", None) or {})
-        return answer
-
+    """Make the application. All its paths begin with /ui."""
     app = Starlette(
-        routes=[*page_routes(page), *data_routes(page), *rollout_routes(page)],
-        middleware=[Middleware(Guard, page=page)],
-        exception_handlers={HTTPException: not_found},
+        routes=[*PAGE_ROUTES, *DATA_ROUTES, *rollout_routes(page)],
+        middleware=[Middleware(PageAuthMiddleware, auth=page.auth, refuse=page.refuse)],
+        exception_handlers={
+            HTTPException: refuse_http_error,
+            UnknownRunError: refuse_unknown_run,
+            HTTPRefusal: refuse,
+        },
     )
+    app.state.page = page
     app.router.redirect_slashes = False
     return app
 

@@ -25,7 +25,7 @@ from atroposlib.dashboard.live.monitor import LiveSource
 from atroposlib.dashboard.rollouts.files import OpenArchives
 from atroposlib.dashboard.run_folders.catalogue import RunCatalogue, UnknownRunError
 from atroposlib.dashboard.run_folders.run import Change, Run
-from atroposlib.dashboard.web.gatekeeper import API, Gatekeeper
+from atroposlib.dashboard.web.auth import API, PageAuth
 from atroposlib.web.middleware import accepts_gzip
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class RunPage:
 
     Args:
         roots: folders of runs.
-        keeper: who may see it.
+        auth: access rules.
         hub: of the pages that are open.
         live: the service that serves it, which tells the same hub; None for a page of files.
         tokenizer: folder or name of the tokenizer of rollouts that are read from files of groups.
@@ -55,12 +55,12 @@ class RunPage:
     def __init__(
         self,
         roots: Sequence[Path],
-        keeper: Gatekeeper,
+        auth: PageAuth,
         hub: Hub,
         live: LiveSource | None = None,
         tokenizer: str | None = None,
     ) -> None:
-        self.keeper, self.hub, self.live = keeper, hub, live
+        self.auth, self.hub, self.live = auth, hub, live
         self.archives = OpenArchives(tokenizer)
         self.runs = RunCatalogue(roots, live.files if live is not None else lambda: None, self._tell)
         self._threads = ThreadPoolExecutor(THREADS, "page")
@@ -147,6 +147,12 @@ class RunPage:
         if scope["path"].startswith(API):
             return json_answer({"error": text} | more, status)
         return self.render(scope, "error.html", status, status=status, text=text, run="")
+
+
+def page_of(request: Request) -> RunPage:
+    """Return the page whose application answers a request."""
+    page: RunPage = request.app.state.page
+    return page
 
 
 def json_answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

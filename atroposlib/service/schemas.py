@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from atroposlib.service.records import MOST_SERVERS, MOST_STREAMS, Policy
-from atroposlib.web.addresses import LONGEST, server_address
+from atroposlib.web.addresses import MAX_ADDRESS_LENGTH, server_address
 from atroposlib.wire.number_bounds import LARGEST_FLOAT32
 from atroposlib.wire.strict_numbers import refuse_boolean
 from atroposlib.wire.weight_lineage import MOST_LIVES
@@ -49,7 +49,7 @@ ShortName = Annotated[str, Field(max_length=64)]
 Key = Annotated[str, Field(min_length=1, max_length=256)]
 WorkerName = Annotated[str, Field(min_length=1, max_length=256)]
 MetricName = Annotated[str, Field(min_length=1, max_length=256)]
-ServerUrl = Annotated[str, Field(max_length=LONGEST), AfterValidator(server_address)]
+ServerUrl = Annotated[str, Field(max_length=MAX_ADDRESS_LENGTH), AfterValidator(server_address)]
 """http://host:port, or https."""
 
 # The first wrong value ends the reading: a million wrong values would otherwise become a million error records.

@@ -17,11 +17,11 @@ from urllib.request import getproxies_environment, proxy_bypass_environment  # t
 import httpx
 from pydantic import AfterValidator
 
-LONGEST = 300
+MAX_ADDRESS_LENGTH = 300
 """Characters of the address of a server."""
-LONGEST_HOST = 253
+MAX_HOST_LENGTH = 253
 """Characters of a host's name."""
-LONGEST_URL = 2000
+MAX_URL_LENGTH = 2000
 """Characters of an address with a path."""
 NEEDS_BRACKETS = "an IPv6 address with a port needs brackets: write [::1]:9001"
 HOST_NAME = re.compile(r"(?!-)[\w-]{1,63}(\.[\w-]{1,63})*\.?")
@@ -34,7 +34,7 @@ def server_address(text: str) -> str:
     Raises:
         ValueError: the text is not such an address; the message names the fault and an example.
     """
-    parts = _read_url(text, EXAMPLE, LONGEST)
+    parts = _read_url(text, EXAMPLE, MAX_ADDRESS_LENGTH)
     if not parts.port:
         raise ValueError(f"{text!r} names no port; {EXAMPLE}")
     if parts.path.strip("/"):
@@ -49,7 +49,7 @@ def http_address(text: str) -> str:
         ValueError: see server_address.
     """
     text = text.strip(" ")
-    _read_url(text, EXAMPLE, LONGEST_URL)
+    _read_url(text, EXAMPLE, MAX_URL_LENGTH)
     return text.rstrip("/")
 
 
@@ -79,7 +79,7 @@ def host_and_port(text: str) -> tuple[str, int]:
     if text.lower().startswith("https://"):
         raise ValueError(f"{text!r} is an https address, and these servers speak http; {example}")
     address = text if "://" in text else f"http://{text}"
-    parts = _read_url(address, example, LONGEST, shown=text)
+    parts = _read_url(address, example, MAX_ADDRESS_LENGTH, shown=text)
     if not parts.port:
         raise ValueError(f"{text!r} is no address, for it has no port; {example}")
     if parts.path.strip("/"):
@@ -95,18 +95,18 @@ def host_name(text: str) -> str:
     """
     example = "give the host alone, such as localhost, 10.0.0.5 or ::1"
     if "://" in text or "/" in text:
-        raise ValueError(f"{text[:LONGEST]!r} is a URL or a path; {example}")
+        raise ValueError(f"{text[:MAX_ADDRESS_LENGTH]!r} is a URL or a path; {example}")
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if ":" in bare:
         try:
             ip_address(bare)
         except ValueError:
             reason = "is neither a host nor an IPv6 address; leave the port out"
-            raise ValueError(f"{text[:LONGEST]!r} {reason}; {example}") from None
-    elif bare != text or not HOST_NAME.fullmatch(bare) or len(bare) > LONGEST_HOST:
-        raise ValueError(f"{text[:LONGEST]!r} is not a host; {example}")
+            raise ValueError(f"{text[:MAX_ADDRESS_LENGTH]!r} {reason}; {example}") from None
+    elif bare != text or not HOST_NAME.fullmatch(bare) or len(bare) > MAX_HOST_LENGTH:
+        raise ValueError(f"{text[:MAX_ADDRESS_LENGTH]!r} is not a host; {example}")
     address = f"http://{url_host(bare)}:80"
-    _read_url(address, example, LONGEST, shown=text)
+    _read_url(address, example, MAX_ADDRESS_LENGTH, shown=text)
     return url_host(bare)
 
 
@@ -132,7 +132,7 @@ def authority(host: str, port: int) -> str:
 
 def _read_url(text: str, example: str, longest: int, shown: str | None = None) -> SplitResult:
     """Split an address after every check that all kinds of addresses share."""
-    quoted = f"{(text if shown is None else shown)[:LONGEST]!r}"
+    quoted = f"{(text if shown is None else shown)[:MAX_ADDRESS_LENGTH]!r}"
     if len(text) > longest:
         raise ValueError(f"{quoted}… is longer than {longest} characters; {example}")
     if any(character.isspace() or not character.isprintable() for character in text):
@@ -163,8 +163,8 @@ def _read_url(text: str, example: str, longest: int, shown: str | None = None) -
     except (httpx.InvalidURL, ValueError) as error:
         raise ValueError(f"{quoted} is no address ({error}); {example}") from None
     # Clients raise UnicodeError, which is not an HTTP error, for a label of more than 63 characters.
-    if ":" not in host and not (HOST_NAME.fullmatch(resolved) and len(resolved) <= LONGEST_HOST):
-        reason = f"a host's name has letters, digits, - and _, at most 63 between dots and {LONGEST_HOST} in all"
+    if ":" not in host and not (HOST_NAME.fullmatch(resolved) and len(resolved) <= MAX_HOST_LENGTH):
+        reason = f"a host's name has letters, digits, - and _, at most 63 between dots and {MAX_HOST_LENGTH} in all"
         raise ValueError(f"{quoted} is no address ({reason}); {example}")
     return parts
 
@@ -207,8 +207,9 @@ def proxy_trouble() -> str | None:
     faulty = next((proxy for kind, proxy in proxies.items() if kind in ("http", "https", "all") and not _is_proxy(proxy)), None)
     if faulty is None and (value := proxies.get("no")):
         return (
-            f"the variable NO_PROXY={value[:LONGEST]!r} cannot be read ({reason}): give names, addresses and domains with "
-            "commas between, such as localhost,127.0.0.1,::1,.example.org; no brackets, no IPv6 networks, no line ends"
+            f"the variable NO_PROXY={value[:MAX_ADDRESS_LENGTH]!r} cannot be read ({reason}): give names, addresses "
+            "and domains with commas between, such as localhost,127.0.0.1,::1,.example.org; "
+            "no brackets, no IPv6 networks, no line ends"
         )
     names = sorted(name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
     return f"the variable {' or '.join(names)} cannot be used ({reason}): give http://HOST:PORT, or unset it"

@@ -24,11 +24,11 @@ from atroposlib.web.connection_table import ConnectionTable
 
 logger = logging.getLogger(__name__)
 
-MOST_HEAD_BYTES = 1 << 16
+MAX_HEAD_BYTES = 1 << 16
 """First line and headers of a request."""
-MOST_HEADERS = 256
+MAX_HEADERS = 256
 """Lines in the head of a request."""
-MOST_PIPELINED = 16
+MAX_PIPELINED = 16
 """Requests of one connection that wait for the answers to earlier ones."""
 BODY_GRACE_SECONDS = 30.0
 """A service that bounds the time of bodies itself, and lets some wait, answers before the connection is closed under it."""
@@ -223,7 +223,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._late_head.is_running:
             self._head_bytes += len(data)
-            if self._head_bytes > MOST_HEAD_BYTES:
+            if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse("431 Request Header Fields Too Large")
         if self._has_open_body:
             self._late_body.start(self.seconds + BODY_GRACE_SECONDS, self._end_body)
@@ -237,7 +237,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take one line of the head."""
         super().on_header(name, value)
-        if len(self.headers) > MOST_HEADERS:
+        if len(self.headers) > MAX_HEADERS:
             self._refuse("431 Request Header Fields Too Large")
 
     def on_headers_complete(self) -> None:
@@ -250,7 +250,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.table.serve(self, True)
         self._has_open_body, self._body_bytes = True, 0
         super().on_headers_complete()
-        if len(self.pipeline) > MOST_PIPELINED:
+        if len(self.pipeline) > MAX_PIPELINED:
             self.log.info("closing a connection that sent %d requests before the first was answered", len(self.pipeline))
             self.transport.abort()
 

@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 
 C = TypeVar("C", bound=Hashable)
 
-MOST_SPEAKING = 256
+MAX_SPEAKING = 256
 """Connections with unread bytes that the search for one to close passes over, before it gives up on an address."""
 
 
@@ -124,7 +124,7 @@ class ConnectionTable(Generic[C]):
             largest = crowd.largest()
             victim = None if largest is None else self._first_of(crowd, largest, connection)
             if victim is None:  # all of them are speaking, or the new connection is the only one
-                others = islice(crowd.by_address, MOST_SPEAKING)
+                others = islice(crowd.by_address, MAX_SPEAKING)
                 victim = next((found for other in others if (found := self._first_of(crowd, other, connection))), None)
             if victim is not None:
                 return victim
@@ -132,7 +132,7 @@ class ConnectionTable(Generic[C]):
 
     def _first_of(self, crowd: Crowd[C], address: str, but: C) -> C | None:
         for looked_at, connection in enumerate(crowd.oldest(address)):
-            if looked_at > MOST_SPEAKING:
+            if looked_at > MAX_SPEAKING:
                 return None
             if connection != but and not self._is_speaking(connection):
                 return connection

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from atroposlib.web.connections import ACCEPT_AT_ONCE
 
-MOST_FILES = 65_536
+MAX_FILES = 65_536
 """The soft limit is raised up to the hard one, but not above this: some programs loop over all numbers below it."""
-MOST_CONNECTIONS = 8192
+MAX_CONNECTIONS = 8192
 """Connections of one server, however many files may be open. Each takes memory before it has sent a request."""
-KEPT_SHARE, KEPT_LEAST = 0.25, 4 * ACCEPT_AT_ONCE + 64
+KEPT_SHARE, MIN_KEPT = 0.25, 4 * ACCEPT_AT_ONCE + 64
 """Files that connections may not take, as a share of the limit and as a number. Stores, child processes, requests to other
 servers, and connections that are accepted but not yet counted need them."""
 
@@ -20,7 +20,7 @@ def raise_file_limit(report: Callable[[str], object]) -> int:
     """Raise the soft limit on open files to the hard one, and return the limit that now holds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    wanted = MOST_FILES if hard == unlimited else min(hard, MOST_FILES)
+    wanted = MAX_FILES if hard == unlimited else min(hard, MAX_FILES)
     if soft != unlimited and soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -28,12 +28,12 @@ def raise_file_limit(report: Callable[[str], object]) -> int:
             report(f"the limit on open files stays at {soft}: raising it to {wanted} failed ({error})")
             return soft
         soft = wanted
-    return MOST_FILES if soft == unlimited else soft
+    return MAX_FILES if soft == unlimited else soft
 
 
 def connections_under(files: int) -> int:
     """Return the number of connections that a server may hold with this limit on open files."""
-    return max(16, min(MOST_CONNECTIONS, files - max(int(files * KEPT_SHARE), KEPT_LEAST)))
+    return max(16, min(MAX_CONNECTIONS, files - max(int(files * KEPT_SHARE), MIN_KEPT)))
 
 
 def connections_allowed(report: Callable[[str], object]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 
-SLOWEST_RATE = 16 << 10
+MIN_RATE = 16 << 10
 """Bytes a second. Beyond the timeout, an answer must arrive at least so fast."""
 GAPS = 10
 """A gap between two pieces counts as at most a tenth of the timeout: this process itself may have been stopped or busy."""
@@ -36,7 +36,7 @@ class _Pace:
         self._seconds += min(now - self._last, self._timeout / GAPS)
         self._bytes += len(piece)
         self._last = now
-        if self._seconds > self._timeout + self._bytes / SLOWEST_RATE:
+        if self._seconds > self._timeout + self._bytes / MIN_RATE:
             reason = f"the answer is too slow: {self._bytes} bytes in {self._seconds:.0f} s, and it has not ended"
             raise httpx.ReadTimeout(reason, request=self._request)
 

@@ -16,7 +16,7 @@ from atroposlib.dashboard.rollouts.archive_reader import ORDERS, KeptGroup, NoSu
 from atroposlib.dashboard.rollouts.rollout_stats import told_of_each
 from atroposlib.dashboard.rollouts.transcript import described, transcript
 from atroposlib.dashboard.run_folders.catalogue import LIVE, UnknownRunError
-from atroposlib.dashboard.web.gatekeeper import API, PREFIX
+from atroposlib.dashboard.web.auth import API, PREFIX
 
 MOST_TOKENS = 10_000
 """Of one answer."""

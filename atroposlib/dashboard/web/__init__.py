@@ -1,1 +1,1 @@
-"""Who may open the page, and how it is answered: sign-in, headers, JSON, server-sent events."""
+"""The HTTP side of the page: sign-in, pages, data and server-sent events."""

@@ -1,4 +1,4 @@
-"""GET /ui/api/…: what the page's scripts ask. Files are read in the page's own threads, never on the event loop."""
+"""GET /ui/api/…: data for the scripts of the page. The page's own threads read files, never the event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from functools import wraps
 from typing import Any
 
 from starlette.requests import Request
@@ -18,157 +17,165 @@ from starlette.routing import Route
 from atroposlib.dashboard.live.hub import TooManyPagesError
 from atroposlib.dashboard.live.servers import read_versions
 from atroposlib.dashboard.live.signs import Known, signs_of
-from atroposlib.dashboard.page import RunPage, json_answer
+from atroposlib.dashboard.page import RunPage, json_answer, page_of
 from atroposlib.dashboard.rollouts.archive import ArchiveError
-from atroposlib.dashboard.run_folders.catalogue import LIVE, UnknownRunError
+from atroposlib.dashboard.run_folders.catalogue import LIVE
 from atroposlib.dashboard.run_folders.columns import FEWEST_POINTS, MOST_POINTS, Series
 from atroposlib.dashboard.run_folders.events import number
 from atroposlib.dashboard.run_folders.folder import RunFiles, modified, read_object
 from atroposlib.dashboard.run_folders.processes import read_processes
 from atroposlib.dashboard.run_folders.run import Run
-from atroposlib.dashboard.web.gatekeeper import API
+from atroposlib.dashboard.web.auth import API
 from atroposlib.dashboard.web.stream import EventStream
+from atroposlib.web.refusal import HTTPRefusal
 
 logger = logging.getLogger(__name__)
 
-MOST_NAMES = 200
+MAX_NAMES = 200
 """Figures of one request."""
 BEST_SECONDS = 0.5
-"""For one answer to read the rewards of all runs, of which the page asks for more until all are read."""
+"""Time for one answer to read the rewards of all runs. The page repeats the request until all are read."""
 CLOCK_SECONDS = 5.0
-"""By which the clocks of two machines may differ without notice."""
-MOST_VERSIONS = 10_000
-"""Of all servers of a run, that are told at once."""
+"""Difference between the clocks of two machines that is ignored."""
+MAX_VERSIONS = 10_000
+"""Versions in one answer, of all servers of a run."""
 
 
-class BadRequestError(ValueError):
-    """The address asks for something that cannot be given; says what, and what could."""
+async def run_json(request: Request, read: Callable[[Run], Any]) -> Response:
+    """Return what `read` returns for the run in the query."""
+    page, run_id = page_of(request), run_id_of(request)
+    return await page.answer(request, lambda: read(page.runs.get(run_id)))
 
 
-def data_routes(page: RunPage) -> list[Route]:
-    """The routes."""
+def run_id_of(request: Request) -> str:
+    """Return the run in the query; empty for the default one."""
+    return request.query_params.get("run", "")
 
-    def route(path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
-        @wraps(answer)
-        async def refusing(request: Request) -> Response:
-            try:
-                return await answer(request)
-            except UnknownRunError as error:
-                return page.refuse(request.scope, 404, str(error))
-            except BadRequestError as error:
-                return page.refuse(request.scope, 400, str(error))
 
-        return Route(f"{API}{path}", refusing, methods=["GET"])
+async def about(request: Request) -> Response:
+    """GET /ui/api/page: the page itself."""
+    page = page_of(request)
+    return json_answer(await page.in_thread(describe, page))
 
-    async def of_run(request: Request, ask: Callable[[Run], Any]) -> Response:
-        run_id = request.query_params.get("run", "")
-        return await page.answer(request, lambda: ask(page.runs.get(run_id)))
 
-    async def about(request: Request) -> Response:
-        return json_answer(await page.in_thread(describe, page))
+async def runs(request: Request) -> Response:
+    """GET /ui/api/runs: a summary of each run."""
+    page = page_of(request)
+    return await page.answer(request, lambda: {"runs": page.runs.summaries(), "current": page.runs.default()})
 
-    async def runs(request: Request) -> Response:
-        return await page.answer(request, lambda: {"runs": page.runs.summaries(), "current": page.runs.default()})
 
-    async def best(request: Request) -> Response:
-        return await page.answer(request, lambda: {"best": page.runs.best_rewards(BEST_SECONDS)})
+async def best(request: Request) -> Response:
+    """GET /ui/api/best: the best reward of each run."""
+    page = page_of(request)
+    return await page.answer(request, lambda: {"best": page.runs.best_rewards(BEST_SECONDS)})
 
-    async def names(request: Request) -> Response:
-        return await of_run(request, lambda run: {"names": run.names()})
 
-    async def series(request: Request) -> Response:
-        wanted, points = names_of(request), whole_number(request, "points", 2000)
-        if not FEWEST_POINTS <= points <= MOST_POINTS:
-            raise BadRequestError(f"points={points} is not between {FEWEST_POINTS} and {MOST_POINTS}")
-        first, last = (whole_number(request, name) for name in ("first", "last"))
+async def names(request: Request) -> Response:
+    """GET /ui/api/names: the figures of a run."""
+    return await run_json(request, lambda run: {"names": run.names()})
 
-        def found(run: Run) -> dict[str, Any]:
-            rows, last_step = run.extent()
-            told = {"run": run.files.id, "generation": run.generation, "rows": rows, "last_step": last_step}
-            return told | {"newest": run.newest(wanted)} | series_json(run.series(wanted, points, first, last))
 
-        return await of_run(request, found)
+async def series(request: Request) -> Response:
+    """GET /ui/api/series: figures of a run by step, thinned out to a number of points."""
+    chosen, points = names_of(request), whole_number(request, "points", 2000)
+    if not FEWEST_POINTS <= points <= MOST_POINTS:
+        raise HTTPRefusal(400, f"points={points} is not between {FEWEST_POINTS} and {MOST_POINTS}")
+    first, last = (whole_number(request, name) for name in ("first", "last"))
 
-    async def table(request: Request) -> Response:
-        wanted, run_id = names_of(request), request.query_params.get("run", "")
+    def read(run: Run) -> dict[str, Any]:
+        rows, last_step = run.extent()
+        state = {"run": run.files.id, "generation": run.generation, "rows": rows, "last_step": last_step}
+        return state | {"newest": run.newest(chosen)} | series_json(run.series(chosen, points, first, last))
 
-        def written() -> Response:
-            run = page.runs.get(run_id)
-            text = csv_of(run.series(wanted or run.names(), MOST_POINTS))
-            told = {"Content-Disposition": f'attachment; filename="{run.files.id}.csv"'}
-            return Response(text, headers=told, media_type="text/csv")
+    return await run_json(request, read)
 
-        return await page.in_thread(written)
 
-    async def events(request: Request) -> Response:
-        def found(run: Run) -> dict[str, Any]:
-            listed, left_out = run.events()
-            return {"events": [event.to_json() for event in listed], "left_out": left_out}
+async def table(request: Request) -> Response:
+    """GET /ui/api/series.csv: figures of a run as a file."""
+    page, chosen, run_id = page_of(request), names_of(request), run_id_of(request)
 
-        return await of_run(request, found)
+    def write() -> Response:
+        run = page.runs.get(run_id)
+        text = csv_of(run.series(chosen or run.names(), MOST_POINTS))
+        headers = {"Content-Disposition": f'attachment; filename="{run.files.id}.csv"'}
+        return Response(text, headers=headers, media_type="text/csv")
 
-    async def evaluations(request: Request) -> Response:
-        return await of_run(request, lambda run: {"evaluations": run.evaluations()})
+    return await page.in_thread(write)
 
-    async def stack(request: Request) -> Response:
-        run = request.query_params.get("run", "")
-        if page.live is not None and run in ("", LIVE):
-            return json_answer(page.live.stack or {"live": True, "time": None})
 
-        def kept() -> dict[str, Any]:
-            return kept_stack(page.runs.files(run), time.time())
+async def events(request: Request) -> Response:
+    """GET /ui/api/events: the events of a run."""
 
-        return await page.answer(request, kept)
+    def read(run: Run) -> dict[str, Any]:
+        listed, left_out = run.events()
+        return {"events": [event.to_json() for event in listed], "left_out": left_out}
 
-    async def weights(request: Request) -> Response:
-        run_id = request.query_params.get("run", "")
-        servers = None
-        if page.live is not None and run_id in ("", LIVE):
-            servers = newest_history([server.weights() for server in page.live.watch.servers.values()])
+    return await run_json(request, read)
 
-        def found() -> dict[str, Any]:
-            run = page.runs.get(run_id)
-            return weights_json(run, servers, kept_parity(page, run))
 
-        return await page.answer(request, found, of_rollouts=True)
+async def evaluations(request: Request) -> Response:
+    """GET /ui/api/evaluations: the evaluations of a run."""
+    return await run_json(request, lambda run: {"evaluations": run.evaluations()})
 
-    async def stream(request: Request) -> Response:
-        run_id = request.query_params.get("run", "") or await page.in_thread(page.runs.default)
 
-        def hello() -> dict[str, Any]:
-            run = page.runs.get(run_id)
-            rows, last_step = run.extent()
-            return describe(page) | {"run": run.files.id, "generation": run.generation, "rows": rows, "last_step": last_step}
+async def stack(request: Request) -> Response:
+    """GET /ui/api/stack: the processes and queues of a run."""
+    page, run_id = page_of(request), run_id_of(request)
+    if page.live is not None and run_id in ("", LIVE):
+        return json_answer(page.live.stack or {"live": True, "time": None})
+    return await page.answer(request, lambda: kept_stack(page.runs.files(run_id), time.time()))
 
-        told = await page.in_thread(hello)
-        headers = request.headers
 
-        def session_ends() -> float | None:
-            return math.inf if page.keeper.sessions is None else page.keeper.session_ends(headers)
+async def weights(request: Request) -> Response:
+    """GET /ui/api/weights: the weight versions of each server, and the updates."""
+    page, run_id = page_of(request), run_id_of(request)
+    servers = None
+    if page.live is not None and run_id in ("", LIVE):
+        servers = newest_history([server.weights() for server in page.live.watch.servers.values()])
 
-        try:
-            page.hub.require_room()
-        except TooManyPagesError as error:
-            return page.refuse(request.scope, 503, str(error))
-        return EventStream(page.hub, told["run"], told, session_ends)
+    def read() -> dict[str, Any]:
+        run = page.runs.get(run_id)
+        return weights_json(run, servers, kept_parity(page, run))
 
-    return [
-        route("page", about),
-        route("runs", runs),
-        route("best", best),
-        route("names", names),
-        route("series", series),
-        route("series.csv", table),
-        route("events", events),
-        route("evaluations", evaluations),
-        route("stack", stack),
-        route("weights", weights),
-        route("stream", stream),
-    ]
+    return await page.answer(request, read, of_rollouts=True)
+
+
+async def stream(request: Request) -> Response:
+    """GET /ui/api/stream: server-sent events about a run."""
+    page, headers = page_of(request), request.headers
+    run_id = run_id_of(request) or await page.in_thread(page.runs.default)
+
+    def read() -> dict[str, Any]:
+        run = page.runs.get(run_id)
+        rows, last_step = run.extent()
+        return describe(page) | {"run": run.files.id, "generation": run.generation, "rows": rows, "last_step": last_step}
+
+    hello = await page.in_thread(read)
+    try:
+        page.hub.require_room()
+    except TooManyPagesError as error:
+        raise HTTPRefusal(503, str(error)) from error
+    return EventStream(page.hub, hello["run"], hello, lambda: page.auth.session_ends(headers))
+
+
+HANDLERS: dict[str, Callable[[Request], Awaitable[Response]]] = {
+    "page": about,
+    "runs": runs,
+    "best": best,
+    "names": names,
+    "series": series,
+    "series.csv": table,
+    "events": events,
+    "evaluations": evaluations,
+    "stack": stack,
+    "weights": weights,
+    "stream": stream,
+}
+DATA_ROUTES = [Route(f"{API}{path}", handler, methods=["GET"]) for path, handler in HANDLERS.items()]
 
 
 def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
-    """Return the stack of a run as its service wrote it, with the present state of its processes.
+    """Return the stack of a run from its service's files, with the present state of its processes.
 
     Args:
         files: of the run.
@@ -189,14 +196,14 @@ def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
 
 
 def describe(page: RunPage) -> dict[str, Any]:
-    """What the page is of."""
+    """Return the service or the folder that the page shows."""
     place = page.live.place if page.live is not None else None
     return {
         "live": page.live is not None,
         "run": page.runs.default() or None,
         "name": page.live.files().name if page.live is not None else None,
         "now": time.time(),
-        "key": page.keeper.sessions is not None,
+        "key": page.auth.sessions is not None,
         "full": page.hub.full or None,
         "service": None if place is None else {"name": place.name, "port": place.port},
         "folder": str(page.runs.roots[0]) if page.runs.roots else None,
@@ -204,29 +211,29 @@ def describe(page: RunPage) -> dict[str, Any]:
 
 
 def names_of(request: Request) -> list[str]:
-    """The figures that are asked for."""
+    """Return the figures in the query."""
     names = [name for name in request.query_params.get("names", "").split(",") if name]
-    if len(names) > MOST_NAMES:
-        raise BadRequestError(f"{len(names)} names are more than {MOST_NAMES}: ask for them in several requests")
+    if len(names) > MAX_NAMES:
+        raise HTTPRefusal(400, f"{len(names)} names are more than {MAX_NAMES}: send several requests")
     return list(dict.fromkeys(names))
 
 
 def whole_number(request: Request, name: str, default: int | None = None) -> Any:
-    """A whole number of the query."""
+    """Return a whole number in the query."""
     text = request.query_params.get(name)
     if not text:
         return default
     try:
         value = int(text[:20])
     except ValueError:
-        raise BadRequestError(f"{name}={text[:50]!r} is no whole number") from None
+        raise HTTPRefusal(400, f"{name}={text[:50]!r} is not a whole number") from None
     if abs(value) >= 2**53:
-        raise BadRequestError(f"{name}={value} is too large")
+        raise HTTPRefusal(400, f"{name}={value} is too large")
     return value
 
 
 def series_json(series: Series) -> dict[str, Any]:
-    """Points as the charts take them."""
+    """Return points as the charts take them."""
     listed = {
         name: {
             "mean": series.mean[name],
@@ -239,7 +246,7 @@ def series_json(series: Series) -> dict[str, Any]:
 
 
 def csv_of(series: Series) -> str:
-    """A table: a row for each point."""
+    """Return a table with a row for each point."""
     text = io.StringIO()
     rows = csv.writer(text)
     # A name that a spreadsheet would take for a formula is made text.
@@ -252,17 +259,18 @@ def csv_of(series: Series) -> str:
 
 
 def newest_history(servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Servers with their newest versions, MOST_VERSIONS of all of them: a fleet's history is long."""
-    each = max(20, MOST_VERSIONS // max(1, len(servers)))
+    """Return the servers with their newest versions, at most MAX_VERSIONS in all: the history of a fleet is long."""
+    each = max(20, MAX_VERSIONS // max(1, len(servers)))
     return [server | {"history": server["history"][-each:]} for server in servers]
 
 
 def weights_json(run: Run, servers: list[dict[str, Any]] | None, parity: dict[str, Any] | None) -> dict[str, Any]:
-    """GET /ui/api/weights.
+    """Return weight versions, updates and token comparisons of a run.
 
     Args:
-        servers: as they are now; None to take what was written down of them.
-        parity: as `kept_parity` gives it.
+        run: to report.
+        servers: their present state; None for the state in the run's files.
+        parity: from `kept_parity`.
     """
     if servers is None:
         servers = newest_history(past_servers(run))
@@ -270,8 +278,11 @@ def weights_json(run: Run, servers: list[dict[str, Any]] | None, parity: dict[st
 
 
 def deterministic_json(run: Run, parity: dict[str, Any]) -> dict[str, Any]:
-    """How many tokens were compared and how many differ, from the trainer's rows, or from what it told the service where the
-    rows say nothing, or are too many to be added up; and the first that differed."""
+    """Return the numbers of compared and of different tokens, and the first difference.
+
+    They come from the trainer's rows. If the rows hold none, or are too many to add up, they come from the trainer's
+    reports to the service.
+    """
     counts = run.counts()
     compared, mismatched = counts or (parity.get("compared", 0), parity.get("mismatched", 0))
     on = counts is not None or bool(parity)
@@ -279,7 +290,7 @@ def deterministic_json(run: Run, parity: dict[str, Any]) -> dict[str, Any]:
 
 
 def kept_parity(page: RunPage, run: Run) -> dict[str, Any] | None:
-    """What the trainer told the service of tokens that differ; None if it told nothing, or that cannot be read."""
+    """Return the trainer's report of different tokens; None if there is none, or it cannot be read."""
     try:
         source = page.archives.kept(run.files)
         return None if source is None else source.parity()
@@ -289,7 +300,7 @@ def kept_parity(page: RunPage, run: Run) -> dict[str, Any] | None:
 
 
 def past_servers(run: Run) -> list[dict[str, Any]]:
-    """The servers of a run as they were written down."""
+    """Return the servers of a run from its files."""
     if run.files.observed is None:
         return []
     servers = []

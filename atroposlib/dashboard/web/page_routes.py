@@ -1,107 +1,120 @@
-"""The pages themselves, what they are made of, and how one signs in and out."""
+"""The pages, their static files, and the sign-in."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from atroposlib.dashboard.page import STATIC, RunPage
-from atroposlib.dashboard.web.gatekeeper import PREFIX, SIGN_IN, safe_next
+from atroposlib.dashboard.page import STATIC, page_of
+from atroposlib.dashboard.web.auth import PREFIX, SIGN_IN, safe_next
 
-MOST_OF_FORM = 8192
-"""Bytes."""
+MAX_FORM_BYTES = 8192
 TYPES = {
     ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml", ".png": "image/png",
     ".txt": "text/plain; charset=utf-8", ".woff2": "font/woff2", ".ico": "image/x-icon", ".json": "application/json",
 }  # fmt: skip
-"""What may be served; anything else in the folder is not."""
+"""Types of the files that are served; other files in the folder are not."""
 REVALIDATED = "no-cache"
-"""Modules name each other without a version, so each is asked for again; its ETag spares sending it."""
+"""Modules name each other without a version, so the browser asks for each again. The ETag saves sending it."""
 
 
 @cache
 def static_files() -> dict[str, Path]:
-    """What may be served, by its address below /ui/static/: looked up, so that no address leads elsewhere."""
-    found = [path for path in STATIC.rglob("*") if path.is_file() and path.suffix in TYPES]
-    return {path.relative_to(STATIC).as_posix(): path for path in found}
+    """Return the served files by their address below /ui/static/. A lookup, so that no address leads elsewhere."""
+    files = [path for path in STATIC.rglob("*") if path.is_file() and path.suffix in TYPES]
+    return {path.relative_to(STATIC).as_posix(): path for path in files}
 
 
-def page_routes(page: RunPage) -> list[Route]:
-    """The routes."""
+def template_page(template: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler of a page that is one template."""
 
-    def shown(template: str) -> Any:
-        async def answer(request: Request) -> Response:
-            return page.render(request.scope, template)
+    async def handler(request: Request) -> Response:
+        return page_of(request).render(request.scope, template)
 
+    return handler
+
+
+async def to_page(request: Request) -> Response:
+    """Redirect to the overview."""
+    return RedirectResponse(PREFIX, 307)
+
+
+async def static(request: Request) -> Response:
+    """Send a static file, unless the browser has it."""
+    path = static_files().get(request.path_params["path"])
+    if path is None:
+        return page_of(request).refuse(request.scope, 404, "there is no such file")
+    headers = {"Cache-Control": REVALIDATED}
+    answer = FileResponse(path, media_type=TYPES[path.suffix], headers=headers, stat_result=path.stat())
+    tag = answer.headers["etag"]
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers | {"ETag": tag})
+    return answer
+
+
+def sign_in_form(request: Request, target: str, status: int = 200, error: str = "") -> Response:
+    """Return the sign-in page."""
+    return page_of(request).render(request.scope, "sign_in.html", status, error=error, next=target, run="")
+
+
+async def show_sign_in(request: Request) -> Response:
+    """Show the sign-in page to a browser that is not signed in."""
+    target = safe_next(request.query_params.get("next", PREFIX))
+    is_signed_in = page_of(request).auth.session_ends(request.headers) is not None
+    return RedirectResponse(target, 303) if is_signed_in else sign_in_form(request, target)
+
+
+async def sign_in(request: Request) -> Response:
+    """Check the key in the form, and begin a session."""
+    sessions, attempts = page_of(request).auth.sessions, page_of(request).auth.attempts
+    if sessions is None:
+        return RedirectResponse(PREFIX, 303)
+    body = await request.body()
+    form = parse_qs(body.decode(errors="replace")) if len(body) <= MAX_FORM_BYTES else {}
+    target = safe_next(form.get("next", [PREFIX])[0])
+    address = request.client.host if request.client else ""
+    wait = attempts.wait(address)
+    if wait > 0:
+        again = int(wait) + 1
+        answer = sign_in_form(request, target, 429, f"Too many wrong keys were tried. Try again in {again} seconds.")
+        answer.headers["Retry-After"] = str(again)
         return answer
+    if not sessions.is_key(form.get("key", [""])[0].strip()):
+        attempts.failed(address)
+        text = "That is not the service's key. It is ROLLOUT_API_KEY where the service was started, or in its key file."
+        return sign_in_form(request, target, 401, text)
+    answer = RedirectResponse(target, 303)
+    secure = request.scope.get("scheme") == "https"
+    answer.set_cookie(
+        sessions.cookie, sessions.begin(), int(sessions.seconds), path=PREFIX, secure=secure, httponly=True, samesite="lax"
+    )
+    return answer
 
-    async def to_page(request: Request) -> Response:
-        return RedirectResponse(PREFIX, 307)
 
-    async def static(request: Request) -> Response:
-        path = static_files().get(request.path_params["path"])
-        if path is None:
-            return page.refuse(request.scope, 404, "there is no such file")
-        told = {"Cache-Control": REVALIDATED}
-        answer = FileResponse(path, media_type=TYPES[path.suffix], headers=told, stat_result=path.stat())
-        tag = answer.headers["etag"]
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=told | {"ETag": tag})
-        return answer
+async def sign_out(request: Request) -> Response:
+    """End the session, and the streams of its pages."""
+    page = page_of(request)
+    answer = RedirectResponse(SIGN_IN, 303)
+    if page.auth.sessions is not None:
+        page.auth.sessions.end(page.auth.cookie(request.headers))
+        page.hub.wake()
+        answer.delete_cookie(page.auth.sessions.cookie, path=PREFIX, httponly=True, samesite="lax")
+    return answer
 
-    def ask(request: Request, status: int, error: str, following: str, headers: dict[str, str] | None = None) -> Response:
-        answer = page.render(request.scope, "sign_in.html", status, error=error, next=following, run="")
-        answer.headers.update(headers or {})
-        return answer
 
-    async def sign_in(request: Request) -> Response:
-        sessions, attempts = page.keeper.sessions, page.keeper.attempts
-        if request.method != "POST":
-            following = safe_next(request.query_params.get("next", PREFIX))
-            signed_in = sessions is None or page.keeper.session_ends(request.headers) is not None
-            return RedirectResponse(following, 303) if signed_in else ask(request, 200, "", following)
-        if sessions is None:
-            return RedirectResponse(PREFIX, 303)
-        body = await request.body()
-        form = parse_qs(body.decode(errors="replace")) if len(body) <= MOST_OF_FORM else {}
-        following = safe_next(form.get("next", [PREFIX])[0])
-        address = request.client.host if request.client else ""
-        wait = attempts.wait(address)
-        if wait > 0:
-            again = int(wait) + 1
-            text = f"Too many wrong keys were tried. Try again in {again} seconds."
-            return ask(request, 429, text, following, {"Retry-After": str(again)})
-        if not sessions.is_key(form.get("key", [""])[0].strip()):
-            attempts.failed(address)
-            text = "That is not the service's key. It is ROLLOUT_API_KEY where the service was started, or in its key file."
-            return ask(request, 401, text, following)
-        answer = RedirectResponse(following, 303)
-        secure = request.scope.get("scheme") == "https"
-        answer.set_cookie(
-            sessions.cookie, sessions.begin(), int(sessions.seconds), path=PREFIX, secure=secure, httponly=True, samesite="lax"
-        )
-        return answer
-
-    async def sign_out(request: Request) -> Response:
-        answer = RedirectResponse(SIGN_IN, 303)
-        if page.keeper.sessions is not None:
-            page.keeper.sessions.end(page.keeper.cookie(request.headers))
-            page.hub.wake()
-            answer.delete_cookie(page.keeper.sessions.cookie, path=PREFIX, httponly=True, samesite="lax")
-        return answer
-
-    return [
-        Route(PREFIX, shown("overview.html"), methods=["GET"]),
-        Route(f"{PREFIX}/", to_page, methods=["GET"]),
-        Route(f"{PREFIX}/weights", shown("weights.html"), methods=["GET"]),
-        Route(f"{PREFIX}/history", shown("history.html"), methods=["GET"]),
-        Route(SIGN_IN, sign_in, methods=["GET", "POST"]),
-        Route(f"{PREFIX}/sign-out", sign_out, methods=["POST"]),
-        Route(PREFIX + "/static/{path:path}", static, methods=["GET"]),
-    ]
+PAGE_ROUTES = [
+    Route(PREFIX, template_page("overview.html"), methods=["GET"]),
+    Route(f"{PREFIX}/", to_page, methods=["GET"]),
+    Route(f"{PREFIX}/weights", template_page("weights.html"), methods=["GET"]),
+    Route(f"{PREFIX}/history", template_page("history.html"), methods=["GET"]),
+    Route(SIGN_IN, show_sign_in, methods=["GET"]),
+    Route(SIGN_IN, sign_in, methods=["POST"]),
+    Route(f"{PREFIX}/sign-out", sign_out, methods=["POST"]),
+    Route(PREFIX + "/static/{path:path}", static, methods=["GET"]),
+]

@@ -1,8 +1,11 @@
-"""Server-sent events: what is new, to one page that is open.
+"""Server-sent events for one open page, in the format of the HTML standard.
 
-The format is the one of the HTML standard. A page that goes away is forgotten. One that takes nothing is let go of: after
-SEND_SECONDS if there is more to send than the connection holds, when too much waits for it (live/hub.py), and in any case after
-STREAM_SECONDS, when every page asks anew, because of one that has read nothing nobody knows as long as there is little to send.
+A page whose browser disconnects is forgotten. A page that does not read is closed in three cases:
+
+* SEND_SECONDS have passed and the connection holds no more bytes,
+* too many messages wait for it (live/hub.py),
+* STREAM_SECONDS have passed. Every page then opens a new stream, because little data fits into the connection's
+  buffers, so that a page which reads nothing is not noticed before.
 """
 
 from __future__ import annotations
@@ -25,18 +28,18 @@ SEND_SECONDS = 20.0
 STREAM_SECONDS = 600.0
 RETRY = b"retry: 2000\n\n"
 HEARTBEAT = b"event: heartbeat\ndata: {}\n\n"
-"""An event and no comment: a page must hear that its connection is there, which no script is told of a comment."""
+"""An event, because scripts do not get comments, and a page must notice that its connection still works."""
 
 
 class EventStream(Response):
     """The answer of GET /ui/api/stream.
 
     Args:
-        hub: that tells what is new.
-        run: that is shown.
+        hub: source of the events.
+        run: to show.
         hello: data of the first event.
-        session_ends: Unix time at which the page's sign-in ends, asked again and again, because a person may sign out on
-            another page; None if it has ended.
+        session_ends: returns the Unix time at which the page's sign-in ends, or None if it has ended. It is called again
+            for each message, because a person may sign out on another page.
     """
 
     def __init__(self, hub: Hub, run: str, hello: dict[str, object], session_ends: Callable[[], float | None]) -> None:
@@ -54,7 +57,7 @@ class EventStream(Response):
                 await self._tell(page, send)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             except TimeoutError:
-                logger.info("a page took nothing for %g s and is let go of", SEND_SECONDS)
+                logger.info("closed the stream of a page that read nothing for %g s", SEND_SECONDS)
                 abort_connection(scope)
             finally:
                 gone.cancel()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from atroposlib.web.connection_table import ConnectionTable
-from atroposlib.web.open_files import MOST_CONNECTIONS, connections_under
+from atroposlib.web.open_files import MAX_CONNECTIONS, connections_under
 
 MOST = 6
 
@@ -123,4 +123,4 @@ TestTables = Tables.TestCase
 
 
 def test_connections_leave_a_quarter_of_the_files() -> None:
-    assert [connections_under(files) for files in (1, 256, 1024, 4096, 65_536)] == [16, 64, 768, 3072, MOST_CONNECTIONS]
+    assert [connections_under(files) for files in (1, 256, 1024, 4096, 65_536)] == [16, 64, 768, 3072, MAX_CONNECTIONS]

@@ -13,7 +13,7 @@ import uvicorn
 from atroposlib.dashboard.app import make_offline_app
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.page import RunPage
-from atroposlib.dashboard.web.gatekeeper import Gatekeeper
+from atroposlib.dashboard.web.auth import PageAuth
 from tests.headless_browser import Visit
 
 STEPS = 4000
@@ -27,7 +27,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("runs")
     for name, steps in (("short", 20), ("long", STEPS)):
         write_run(folder / name / "trainer", steps)
-    page = RunPage([folder], Gatekeeper(), Hub())
+    page = RunPage([folder], PageAuth(), Hub())
     server = uvicorn.Server(uvicorn.Config(make_offline_app(page), log_level="warning"))
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))

@@ -15,7 +15,7 @@ import pytest
 from atroposlib.dashboard.app import make_offline_app
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.page import RunPage
-from atroposlib.dashboard.web.gatekeeper import Gatekeeper
+from atroposlib.dashboard.web.auth import PageAuth
 from tests.atroposlib.dashboard.inference_server import BRIDGE, answering
 from tests.atroposlib.service.conftest import Service, group, trainer
 
@@ -285,7 +285,7 @@ def test_a_post_is_seen_on_the_stack(keyless: Service) -> None:
 
 
 async def test_a_page_that_fails_says_so_and_keeps_its_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = RunPage([tmp_path], Gatekeeper(), Hub())
+    page = RunPage([tmp_path], PageAuth(), Hub())
 
     def fail(run: str) -> Any:
         raise RuntimeError("a mistake of ours")
