@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from example_trainer.async_grpo.launch import PYTHON, Launch, environment_file
+from example_trainer.async_grpo.launch import PYTHON, Launch
 from example_trainer.child_processes.guard import send
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess, ProcessError, describe_exit, first_error, tail
 from example_trainer.child_processes.readiness import http_probe
 from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.launcher.roles import environment_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT_SECONDS = 30.0

@@ -54,8 +54,3 @@ class Launch:
     variables: Mapping[str, str | None] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
-
-
-def environment_file(name: str) -> str:
-    """`arithmetic` → its file; a path as it is."""
-    return name if name.endswith(".py") else f"environments/{name}_server.py"

@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
-from example_trainer.async_grpo.launch import PYTHON, Address, Launch, environment_file
+from example_trainer.async_grpo.launch import PYTHON, Address, Launch
 from example_trainer.async_grpo.placement import Demand
 from example_trainer.async_grpo.settings import Settings
+from example_trainer.launcher import roles as commands
 
 NEEDED_KEYS = {
     "service": ("ROLLOUT_API_KEY", "VLLM_API_KEY"),  # its page asks the servers how their weights are
@@ -183,73 +184,91 @@ class Commands:
 
     def _service(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         here = places[role.name]
-        words = [PYTHON, "-u", "-m", "atroposlib.cli.run_api", "--host", here.listen, "--port", str(here.ports[0])]
-        words += ["--store", str(self._settings.folder / STORE_FILE)]
-        for server in servers_in(places):
-            words += ["--vllm-server", f"http://{server}"]
-        if self._settings.orchestration.buffer_groups:
-            words += ["--max-queue-groups", str(self._settings.orchestration.buffer_groups)]
+        words = commands.service(
+            here.listen,
+            here.ports[0],
+            store=self._settings.folder / STORE_FILE,
+            vllm_server=[f"http://{server}" for server in servers_in(places)],
+            max_queue_groups=self._settings.orchestration.buffer_groups or None,
+            python=PYTHON,
+        )
         return {"arguments": words}
 
     def _generator(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         here, asked, training = places[role.name], self._settings.inference, self._settings.trainer_values
-        words = [PYTHON, "-u", "example_trainer/vllm_api_server.py", "--model", self._settings.model]
-        words += ["--host", here.listen, "--port", str(here.ports[0])]
         on_cpu = self._settings.orchestration.device == "cpu"
-        words += ["--dtype", self._dtype]
-        words += ["--enforce-eager"] if on_cpu else []
-        words += ["--tensor-parallel-size", str(asked.tensor_parallel_size)] if asked.tensor_parallel_size > 1 else []
-        words += ["--max-model-len", str(asked.max_model_length)] if asked.max_model_length else []
         one_by_one = on_cpu and self._settings.orchestration.exact_resume  # as there is no deterministic mode on CPUs
-        sequences = 1 if one_by_one else asked.max_sequences
-        words += ["--max-num-seqs", str(sequences)] if sequences else []
-        words += ["--no-enable-prefix-caching"] if one_by_one else []
-        words += ["--seed", str(asked.seed + number_of(role))] if asked.seed is not None else []
-        words += ["--colocate"] if training.get("colocate") else []
-        words += ["--deterministic"] if training.get("deterministic") else []
         lora = training.get("weight_bridge_mode") == "lora_only"
-        words += ["--enable-lora"] if lora else []
+        server_flags = commands.vllm_flags(
+            here.listen,
+            not on_cpu,
+            self._dtype,
+            tensor_parallel_size=asked.tensor_parallel_size if asked.tensor_parallel_size > 1 else None,
+            max_model_len=asked.max_model_length or None,
+            max_num_seqs=(1 if one_by_one else asked.max_sequences) or None,
+            no_enable_prefix_caching=one_by_one,
+            seed=None if asked.seed is None else asked.seed + number_of(role),
+            colocate=bool(training.get("colocate")),
+            deterministic=bool(training.get("deterministic")),
+            enable_lora=lora,
+        )
+        words = commands.vllm_server(self._settings.model, here.ports[0], server_flags, python=PYTHON)
         variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "0" if lora else "1", "LOGDIR": str(self._settings.folder / role.name)}
         return {"arguments": [*words, *asked.server_args], "variables": variables}
 
     def _environment(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         asked, server = self._settings.inference, role.bound[1]
-        words = [PYTHON, "-u", environment_file(asked.environment), "serve"]
-        words += ["--env.rollout_server_url", places["service"].url]
-        words += ["--openai.base_url", places[server].url, "--openai.server_type", "vllm"]
-        words += ["--env.group_size", str(asked.group_size)]
-        words += ["--env.max_token_length", str(asked.max_response_tokens)] if asked.max_response_tokens else []
-        words += ["--env.max_batches_offpolicy", str(asked.max_batches_ahead)] if asked.max_batches_ahead is not None else []
-        words += ["--env.dataset_path", asked.dataset_path] if asked.dataset_path else []
-        words += ["--env.seed", str(asked.seed + 1000 * role.bundle + number_of(role))] if asked.seed is not None else []
-        words += ["--env.exact_resume", "true"] if self._settings.orchestration.exact_resume else []
+        seed = None if asked.seed is None else asked.seed + 1000 * role.bundle + number_of(role)
+        words = commands.environment(
+            asked.environment,
+            places["service"].url,
+            [places[server].url],
+            settings={
+                "group_size": asked.group_size,
+                "max_token_length": asked.max_response_tokens or None,
+                "max_batches_offpolicy": asked.max_batches_ahead,
+                "dataset_path": asked.dataset_path or None,
+                "seed": seed,
+                "exact_resume": True if self._settings.orchestration.exact_resume else None,
+            },
+            python=PYTHON,
+        )
         return {"arguments": [*words, *asked.environment_args]}
 
     def _reference(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         training = self._settings.trainer_values
         model = str(training.get("reference_model") or self._settings.model)
-        words = [PYTHON, "-u", "-m", "example_trainer.reference_worker", "--model-name", model]
-        words += ["--atropos-url", places["service"].url, "--name", role.name]
-        words += ["--deterministic"] if training.get("deterministic") else []
+        words = commands.reference_worker(
+            model,
+            places["service"].url,
+            name=role.name,
+            deterministic=bool(training.get("deterministic")),
+            python=PYTHON,
+        )
         return {"arguments": words}
 
     @property
     def _dtype(self) -> str:
-        """Of the weights that generators serve."""
-        on_cpu = self._settings.orchestration.device == "cpu"
-        return self._settings.inference.dtype or ("float32" if on_cpu else "bfloat16")
+        """The type of the weights that generators serve."""
+        on_gpu = self._settings.orchestration.device != "cpu"
+        return self._settings.inference.dtype or commands.weights_dtype(on_gpu)
 
     def _parameter_server(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         here = places[role.name]
-        words = [PYTHON, "-u", "-m", "example_trainer.parameter_server", "--model-name", self._settings.model]
-        words += ["--host", here.listen, "--port", str(here.ports[0]), "--atropos-url", places["service"].url]
-        words += ["--part", f"{number_of(role)}/{self._settings.orchestration.parameter_servers}"]
-        if self._settings.inference.weight_sync_every:
-            words += ["--pull-every", str(self._settings.inference.weight_sync_every)]
-        words += ["--device", "cuda" if here.gpus else "cpu"]
-        words += ["--dtype", self._dtype]
-        words += ["--log-dir", str(self._settings.folder / role.name)]
-        return {"arguments": [*words, "--vllm-servers", *servers_in(places)]}
+        words = commands.parameter_server(
+            self._settings.model,
+            places["service"].url,
+            servers_in(places),
+            host=here.listen,
+            port=here.ports[0],
+            part=f"{number_of(role)}/{self._settings.orchestration.parameter_servers}",
+            pull_every=self._settings.inference.weight_sync_every or None,
+            device="cuda" if here.gpus else "cpu",
+            dtype=self._dtype,
+            log_dir=self._settings.folder / role.name,
+            python=PYTHON,
+        )
+        return {"arguments": words}
 
     def _trainer(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         settings = self._settings
@@ -259,12 +278,11 @@ class Commands:
             values["parameter_servers"] = servers_in(places, "parameter-server-")
         else:
             values["vllm_servers"] = servers_in(places)
-        file = str(settings.folder / TRAINER_FILE)
         variables = {"MASTER_ADDR": None, "MASTER_PORT": str(places[role.name].ports[0]), "NUM_INFERENCE_NODES": "0"}
         variables["LOGDIR"] = str(settings.folder / "generator-1")
         text = "# Written by the driver at each start of the trainer.\n" + yaml.safe_dump(plain(values), sort_keys=True)
         return {
-            "arguments": [PYTHON, "-u", "example_trainer/grpo.py", "--config", file],
+            "arguments": commands.trainer_with_file(settings.folder / TRAINER_FILE, python=PYTHON),
             "variables": variables,
             "files": {TRAINER_FILE: text},
         }

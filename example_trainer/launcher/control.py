@@ -27,8 +27,8 @@ from example_trainer.launcher.keys import SERVICE, make_keys, variables_of
 from example_trainer.launcher.options import save
 from example_trainer.launcher.parts import kind_of, server_number, to_stop
 from example_trainer.launcher.quickstart.options import ROOT
-from example_trainer.launcher.quickstart.plan import Command
 from example_trainer.launcher.records import Record, Records, owner_is_me
+from example_trainer.launcher.roles import Command
 from example_trainer.launcher.stack import Stack
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from example_trainer.launcher import roles
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.gpus import degrees
 from example_trainer.launcher.keys import KEYS_FILE
@@ -19,22 +19,19 @@ from example_trainer.launcher.quickstart.plan import (
     MAX_RESPONSE_TOKENS,
     MAX_SEQUENCES,
     MICRO_BATCH,
-    Command,
-    cores,
 )
+from example_trainer.launcher.roles import Command
 
 LOGS = {"service": "api.log", "vllm": "vllm.log", "trainer": "trainer.log"}
 """As the launch sequence names them; the environment's is gsm8k.log or env.log, a further server's vllm-2.log and so on."""
 SMALL_BATCH = BATCHES["arithmetic"]
 """Shape of a batch if the starter model is trained."""
-BRIDGE_FLAGS = {
-    "auto": ("--weight-bridge-mode", "shared_vllm"),
-    "broadcast": ("--weight-bridge-mode", "shared_vllm", "--use-shared-memory"),
-    "single-copy": ("--weight-bridge-mode", "shared_vllm", "--single-copy"),
-    "lora": ("--weight-bridge-mode", "lora_only"),
-    "restart": ("--weight-bridge-mode", "none"),
-    "none": ("--weight-bridge-mode", "none", "--vllm-restart-interval", "0"),
+SMALL_SETTINGS = {
+    "group_size": SMALL_BATCH.group_size,
+    "max_num_workers_per_node": SMALL_BATCH.groups_in_work,
+    "max_token_length": MAX_RESPONSE_TOKENS,
 }
+"""Settings of the environment if the starter model is trained."""
 
 
 @dataclass(frozen=True)
@@ -106,97 +103,106 @@ class Stack:
         return "gsm8k.log" if Path(self.options.environment).name.startswith("gsm8k") else "env.log"
 
     def _variables(self, gpus: tuple[int, ...], folder: Path) -> dict[str, str]:
+        """Return the variables of a process that computes."""
         shared = self.options.bridge not in ("none", "restart", "lora")
-        variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else "0", "NUM_INFERENCE_NODES": "0"}
-        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.options.master_port), "LOGDIR": str(folder)}
-        if gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        else:
-            # Trainer and sampler take turns on the same cores: a thread that waits must sleep, not spin.
-            variables |= {"OMP_NUM_THREADS": str(cores()), "OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": ""}
-        return variables
+        found = roles.bridge_variables(self.options.master_port, folder, shared)
+        return found | roles.device_variables(gpus, roles.cores())
 
     def service(self) -> Command:
         """The rollout service."""
-        arguments = [sys.executable, "-u", "-m", "atroposlib.cli.run_api", "--port", str(self.options.service_port)]
-        arguments += ["--host", self.options.host, "--store", str(self.options.run / "rollouts.db")]
-        arguments += ["--run-folder", str(self.options.run)]
-        for server in range(self.options.servers):
-            arguments += ["--vllm-server", self.vllm_url(server)]
-        arguments += self.options.service_args
-        return Command("service", tuple(arguments), {}, LOGS["service"])
+        options = self.options
+        words = roles.service(
+            options.host,
+            options.service_port,
+            store=options.run / "rollouts.db",
+            run_folder=options.run,
+            vllm_server=[self.vllm_url(server) for server in range(options.servers)],
+        )
+        return Command("service", (*words, *options.service_args), {}, LOGS["service"])
 
     def _vllm_flags(self) -> list[str]:
         options, size = self.options, degrees(self.options.vllm_args)
-        flags = ["--host", options.host]
         gpus = len(options.gpus_of(0)) // size.data
-        if gpus > 1 and size.tensor is None:
-            flags += ["--tensor-parallel-size", str(gpus)]
-        if options.vllm_gpus:
-            flags += ["--dtype", "bfloat16"]
-            if options.bridge != "restart" and set(options.vllm_gpus) & set(options.trainer_gpus):
-                flags += ["--gpu-memory-utilization", "0.45"]  # room for the trainer beside it
-        else:
-            flags += ["--dtype", "float32", "--enforce-eager"]
-        if options.bridge == "lora":
-            flags.append("--enable-lora")
-        if options.small:
-            flags += ["--max-model-len", str(MAX_MODEL_LENGTH), "--max-num-seqs", str(MAX_SEQUENCES)]
-        return [*flags, *options.vllm_args]
+        beside_trainer = options.bridge != "restart" and bool(set(options.vllm_gpus) & set(options.trainer_gpus))
+        found = roles.vllm_flags(
+            options.host,
+            bool(options.vllm_gpus),
+            tensor_parallel_size=gpus if gpus > 1 and size.tensor is None else None,
+            gpu_memory_utilization=roles.GPU_SHARE_BESIDE_TRAINER if beside_trainer else None,
+            enable_lora=options.bridge == "lora",
+            max_model_len=MAX_MODEL_LENGTH if options.small else None,
+            max_num_seqs=MAX_SEQUENCES if options.small else None,
+        )
+        return [*found, *options.vllm_args]
 
     def vllm(self, server: int = 0) -> Command:
         """An inference server, counted from 0."""
         name = server_name(server)
-        arguments = [sys.executable, "-u", "example_trainer/vllm_api_server.py", "--model", self.options.model]
-        arguments += ["--port", str(self.options.vllm_ports[server]), *self._vllm_flags()]
+        words = roles.vllm_server(self.options.model, self.options.vllm_ports[server], self._vllm_flags())
         variables = self._variables(self.options.gpus_of(server), self.folder(server))
-        return Command(name, tuple(arguments), variables, self.log(name).name, grace=30.0)
+        return Command(name, tuple(words), variables, self.log(name).name, grace=30.0)
 
     def environment(self) -> Command:
         """The environment, which waits for the others by itself."""
-        name = self.options.environment
-        file = name if name.endswith(".py") else f"environments/{name}_server.py"
-        arguments = [sys.executable, "-u", file, "serve", "--env.rollout_server_url", self.service_url]
-        urls = ",".join(self.vllm_url(server) for server in range(self.options.servers))
-        arguments += ["--openai.base_url", urls, "--openai.server_type", "vllm"]
-        arguments += ["--follow_fleet"] if self.options.servers > 1 else []  # one that joins later gets requests too
-        if self.options.small:
-            arguments += ["--env.group_size", str(SMALL_BATCH.group_size)]
-            arguments += ["--env.max_num_workers_per_node", str(SMALL_BATCH.groups_in_work)]
-            arguments += ["--env.max_token_length", str(MAX_RESPONSE_TOKENS)]
-        arguments += self.options.environment_args
-        return Command("environment", tuple(arguments), {"OMP_NUM_THREADS": "1"}, self._environment_log(), may_finish=True)
+        options = self.options
+        words = roles.environment(
+            options.environment,
+            self.service_url,
+            [self.vllm_url(server) for server in range(options.servers)],
+            follow_fleet=options.servers > 1,  # A server that joins later gets requests too.
+            settings=SMALL_SETTINGS if options.small else {},
+        )
+        words += options.environment_args
+        return Command("environment", tuple(words), {"OMP_NUM_THREADS": "1"}, self._environment_log(), may_finish=True)
+
+    def _owned_server(self) -> dict[str, roles.Value]:
+        """Return the trainer's options for the vLLM server that it owns with --bridge restart."""
+        options = self.options
+        if options.bridge != "restart":
+            return {}
+        return {
+            "vllm_restart_interval": options.restart_interval,
+            "vllm_args": " ".join(self._vllm_flags()),
+            "vllm_gpus": ",".join(map(str, options.vllm_gpus)) or None,
+        }
+
+    def _sizes(self) -> dict[str, roles.Value]:
+        """Return learning rate and shape of a batch: as given, or those that suit the starter model."""
+        lr, batch_size = self.options.lr, self.options.batch_size
+        if not self.options.small:
+            return {"lr": lr, "batch_size": batch_size}
+        batch_size = batch_size or MICRO_BATCH
+        return {
+            "lr": LEARNING_RATES["arithmetic"] if lr is None else lr,
+            "lr_schedule": "cosine",
+            "batch_size": batch_size,
+            "gradient_accumulation_steps": max(1, SMALL_BATCH.rollouts // batch_size),
+            "seq_len": MAX_MODEL_LENGTH,
+        }
 
     def trainer(self) -> Command:
         """The trainer, which starts one process for each of its GPUs."""
         options = self.options
-        arguments = [sys.executable, "-u", "example_trainer/grpo.py", "--model-name", options.model]
-        arguments += BRIDGE_FLAGS[options.bridge]
-        if options.servers > 1:
-            arguments += ["--vllm-servers", ",".join(f"localhost:{port}" for port in options.vllm_ports)]
-        else:
-            arguments += ["--vllm-port", str(options.vllm_port)]
-        arguments += ["--atropos-url", self.service_url]
-        arguments += ["--training-steps", str(options.steps), "--log-dir", str(options.run / "trainer")]
-        arguments += ["--save-path", str(options.run / "checkpoints")]
-        arguments += ["--resume", "auto"] if options.resume else []
-        if options.metrics_port:
-            arguments += ["--metrics-port", str(options.metrics_port), "--metrics-host", options.host]
-        if options.bridge == "restart":
-            arguments += ["--vllm-restart-interval", str(options.restart_interval)]
-            arguments += [f"--vllm-args={' '.join(self._vllm_flags())}"]
-            if options.vllm_gpus:
-                arguments += ["--vllm-gpus", ",".join(map(str, options.vllm_gpus))]
-        lr, batch_size = options.lr, options.batch_size
-        if options.small:
-            lr, batch_size = LEARNING_RATES["arithmetic"] if lr is None else lr, batch_size or MICRO_BATCH
-            accumulation = max(1, SMALL_BATCH.rollouts // batch_size)
-            arguments += ["--lr-schedule", "cosine"]
-            arguments += ["--gradient-accumulation-steps", str(accumulation), "--seq-len", str(MAX_MODEL_LENGTH)]
-        arguments += ["--lr", repr(lr)] if lr is not None else []
-        arguments += ["--batch-size", str(batch_size)] if batch_size is not None else []
+        several = ",".join(f"localhost:{port}" for port in options.vllm_ports) if options.servers > 1 else None
+        words = roles.trainer(
+            options.model,
+            options.bridge,
+            self.service_url,
+            {
+                "vllm_servers": several,
+                "vllm_port": None if several else options.vllm_port,
+                "training_steps": options.steps,
+                "log_dir": options.run / "trainer",
+                "save_path": options.run / "checkpoints",
+                "resume": "auto" if options.resume else None,
+                "metrics_port": options.metrics_port or None,
+                "metrics_host": options.host if options.metrics_port else None,
+                **self._owned_server(),
+                **self._sizes(),
+            },
+        )
         variables = self._variables(options.trainer_gpus, options.run)
-        return Command("trainer", (*arguments, *options.trainer_args), variables, LOGS["trainer"], grace=120.0, may_finish=True)
+        return Command("trainer", (*words, *options.trainer_args), variables, LOGS["trainer"], grace=120.0, may_finish=True)
 
     def script(self) -> str:
         """The commands as a person could type them, for a file in the run's folder."""

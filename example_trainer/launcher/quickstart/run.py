@@ -24,7 +24,7 @@ from example_trainer.child_processes.whole_files import cannot_write, write_whol
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart.metrics import SHARE, TOOL_USE, MetricsFile, sampled
 from example_trainer.launcher.quickstart.options import ROOT, Options
-from example_trainer.launcher.quickstart.plan import Command, Plan, Ports
+from example_trainer.launcher.quickstart.plan import Plan, Ports
 from example_trainer.launcher.quickstart.progress import TrainingDisplay
 from example_trainer.launcher.quickstart.report import (
     Evaluation,
@@ -37,6 +37,7 @@ from example_trainer.launcher.quickstart.report import (
     summarise,
     write_summary,
 )
+from example_trainer.launcher.roles import Command
 
 SERVICE_SECONDS = 60.0
 VLLM_SECONDS = 600.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from example_trainer.launcher.options import StackOptions
 from example_trainer.launcher.parts import server_name
-from example_trainer.launcher.quickstart.plan import Command
+from example_trainer.launcher.roles import Command
 from example_trainer.launcher.stack import Stack
 
 SERVER = """

@@ -12,8 +12,8 @@ import httpx
 from example_trainer.launcher.control import Starter, stop_parts
 from example_trainer.launcher.fleet import published_fleet
 from example_trainer.launcher.keys import SERVICE, read_keys
-from example_trainer.launcher.quickstart.plan import Command
 from example_trainer.launcher.records import Records
+from example_trainer.launcher.roles import Command
 from example_trainer.launcher.rolling import Roller
 from example_trainer.launcher.stack import Stack
 from tests.example_trainer.launcher.small_stack import SmallStack, small_options

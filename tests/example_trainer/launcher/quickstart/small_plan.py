@@ -21,7 +21,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[4])
 
 from example_trainer.launcher.quickstart.options import Options
-from example_trainer.launcher.quickstart.plan import Command, Plan
+from example_trainer.launcher.quickstart.plan import Plan
+from example_trainer.launcher.roles import Command
 
 
 @dataclass(frozen=True)

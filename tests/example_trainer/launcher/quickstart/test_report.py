@@ -17,7 +17,7 @@ from rich.console import Console
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart.metrics import MetricsFile, sampled
 from example_trainer.launcher.quickstart.options import LEVELS, Options
-from example_trainer.launcher.quickstart.plan import BATCHES, Command, Plan, Ports, cores
+from example_trainer.launcher.quickstart.plan import BATCHES, Plan, Ports
 from example_trainer.launcher.quickstart.plot import draw, smooth
 from example_trainer.launcher.quickstart.progress import TrainingDisplay, plain_line
 from example_trainer.launcher.quickstart.report import (
@@ -32,6 +32,7 @@ from example_trainer.launcher.quickstart.report import (
     write_summary,
 )
 from example_trainer.launcher.quickstart.run import LOCK, fingerprint, open_output, read_evaluation
+from example_trainer.launcher.roles import Command, cores
 
 OPTIONS = Options(
     bridge="broadcast",

@@ -1,0 +1,161 @@
+"""The command of each process of a run, in one place: service, vLLM server, environment, trainer and the workers beside it.
+
+* The quick start, the stack of `start.sh` and the driver on Ray fill in addresses, folders and options.
+* Values have the names of the program's own options. A value of None or False leaves its flag out.
+* `python` is the interpreter. The driver on Ray passes a placeholder, which each node replaces by its own interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Value = str | int | float | bool | Path | Sequence[str] | None
+
+BRIDGE_FLAGS = {
+    "auto": ("--weight-bridge-mode", "shared_vllm"),
+    "broadcast": ("--weight-bridge-mode", "shared_vllm", "--use-shared-memory"),
+    "single-copy": ("--weight-bridge-mode", "shared_vllm", "--single-copy"),
+    "lora": ("--weight-bridge-mode", "lora_only"),
+    "restart": ("--weight-bridge-mode", "none"),
+    "none": ("--weight-bridge-mode", "none", "--vllm-restart-interval", "0"),
+}
+"""How weights reach vLLM -> the trainer's flags."""
+GPU_SHARE_BESIDE_TRAINER = 0.45
+"""Part of a GPU's memory that vLLM takes where the trainer runs on the same GPU."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process: its name, its words, and the variables that it gets on top of the launcher's own."""
+
+    name: str
+    arguments: tuple[str, ...]
+    variables: dict[str, str]
+    log: str
+    grace: float = 10.0
+    may_finish: bool = False
+
+    def typed(self) -> str:
+        """Return the command as a line for a shell."""
+        variables = [f"{key}={shlex.quote(value)}" for key, value in self.variables.items()]
+        return " ".join([*variables, shlex.join(self.arguments)])
+
+
+def flags(**values: Value) -> list[str]:
+    """Write values as flags: `seq_len=512` as `--seq-len 512`, True as the flag alone, each entry of a sequence with the flag.
+
+    A value that begins with a dash is joined to its flag by `=`: the program would take it for a flag.
+    """
+    found: list[str] = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            found.append(flag)
+        elif value is not None and value is not False:
+            entries = [str(value)] if isinstance(value, str | int | float | Path) else value
+            for entry in entries:
+                found += [f"{flag}={entry}"] if entry.startswith("-") else [flag, entry]
+    return found
+
+
+def service(host: str, port: int, *, python: str = sys.executable, **options: Value) -> list[str]:
+    """Return the command of the rollout service."""
+    return [python, "-u", "-m", "atroposlib.cli.run_api", *flags(host=host, port=port, **options)]
+
+
+def weights_dtype(on_gpu: bool) -> str:
+    """Return the type in which a server keeps weights if its options do not name one."""
+    return "bfloat16" if on_gpu else "float32"
+
+
+def vllm_flags(host: str, on_gpu: bool, dtype: str | None = None, **options: Value) -> list[str]:
+    """Return the flags of a vLLM server, without the model and the port, which a trainer that owns the server adds itself."""
+    return flags(host=host, **options, dtype=dtype or weights_dtype(on_gpu), enforce_eager=not on_gpu)
+
+
+def vllm_server(model: str, port: int, server_flags: Sequence[str], *, python: str = sys.executable) -> list[str]:
+    """Return the command of a vLLM server; `server_flags` come from `vllm_flags`."""
+    return [python, "-u", "example_trainer/vllm_api_server.py", *flags(model=model, port=port), *server_flags]
+
+
+def environment_file(name: str) -> str:
+    """Return the file of an environment: `arithmetic` names one of the project's, and a path stands for itself."""
+    return name if name.endswith(".py") else f"environments/{name}_server.py"
+
+
+def environment(
+    name: str,
+    service_url: str,
+    vllm_urls: Sequence[str],
+    *,
+    action: str = "serve",
+    follow_fleet: bool = False,
+    settings: Mapping[str, Value],
+    python: str = sys.executable,
+) -> list[str]:
+    """Return the command of an environment; `settings` are fields of its configuration (`--env.…`)."""
+    words = [python, "-u", environment_file(name), action, "--env.rollout_server_url", service_url]
+    words += ["--openai.base_url", ",".join(vllm_urls), "--openai.server_type", "vllm"]
+    words += ["--follow_fleet"] if follow_fleet else []
+    for field, value in settings.items():
+        if value is not None:
+            words += [f"--env.{field}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
+def trainer(
+    model: str, bridge: str, service_url: str, options: Mapping[str, Value], *, python: str = sys.executable
+) -> list[str]:
+    """Return the command of the trainer; `bridge` is one of BRIDGE_FLAGS."""
+    words = [python, "-u", "example_trainer/grpo.py", "--model-name", model, *BRIDGE_FLAGS[bridge]]
+    return [*words, *flags(atropos_url=service_url, **options)]
+
+
+def trainer_with_file(config: Path, *, python: str = sys.executable) -> list[str]:
+    """Return the command of a trainer that reads all its options from a file."""
+    return [python, "-u", "example_trainer/grpo.py", *flags(config=config)]
+
+
+def reference_worker(model: str, service_url: str, *, python: str = sys.executable, **options: Value) -> list[str]:
+    """Return the command of a reference worker, which computes the logprobs of the reference model."""
+    words = [python, "-u", "-m", "example_trainer.reference_worker"]
+    return [*words, *flags(model_name=model, atropos_url=service_url, **options)]
+
+
+def parameter_server(
+    model: str, service_url: str, vllm_servers: Sequence[str], *, python: str = sys.executable, **options: Value
+) -> list[str]:
+    """Return the command of a parameter server, which hands the trainer's weights on to vLLM servers."""
+    words = [python, "-u", "-m", "example_trainer.parameter_server"]
+    words += flags(model_name=model, atropos_url=service_url, **options)
+    return [*words, "--vllm-servers", *vllm_servers]
+
+
+def bridge_variables(rendezvous_port: int, folder: Path, shared: bool) -> dict[str, str]:
+    """Return the variables by which trainer and vLLM servers on one machine find each other.
+
+    Args:
+        rendezvous_port: the port on which they meet.
+        folder: the server writes its part of the bridge's configuration there.
+        shared: the trainer sends weights into the server's memory.
+    """
+    variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else "0", "NUM_INFERENCE_NODES": "0", "LOGDIR": str(folder)}
+    return variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(rendezvous_port)}
+
+
+def device_variables(gpus: Sequence[int], threads: int) -> dict[str, str]:
+    """Return the variables that give a process its GPUs, or without GPUs its number of threads."""
+    if gpus:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    # Trainer and sampler take turns on the same cores: a thread that waits must sleep, not spin.
+    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+
+
+def cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
