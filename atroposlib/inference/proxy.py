@@ -306,7 +306,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="An OpenAI-compatible proxy that keeps tokens, masks and logprobs.",
         epilog=f"Keys come from the environment: {PROXY_KEY} is what callers of this proxy must send as their OpenAI key, "
-        f"{VLLM_KEY} what the vLLM server wants from this proxy.",
+        f"{VLLM_KEY} is the key that this proxy sends to the vLLM server.",
     )
     parser.add_argument(
         "--base-url",

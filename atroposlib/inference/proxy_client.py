@@ -1,4 +1,4 @@
-"""The environment's side of a managed server that runs behind a proxy; see `managed_server_proxy`."""
+"""The environment's client of a managed server behind a proxy (`atroposlib/inference/proxy.py`)."""
 
 from types import TracebackType
 from typing import Any
@@ -17,9 +17,9 @@ PASSED_ON = ("messages", "max_tokens", "temperature", "n", "stop", "tools", "too
 
 
 class ProxyManagedServer:
-    """One session. `get_url` is the OpenAI address to give to another program; `fetch_state` reads what it made.
+    """One session. `get_url` returns the OpenAI address for another program, and `fetch_state` reads that program's sequences.
 
-    A proxy that has a key wants it from the other program too, as its OpenAI key: `$ATROPOS_PROXY_API_KEY`.
+    If the proxy has a key, the other program sends it as its OpenAI key: `$ATROPOS_PROXY_API_KEY`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ProxyManagedServer:
         return f"{self.proxy_url}/{self.session_uuid}/v1"
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        """As `ManagedServer.chat_completion`.
+        """Complete a chat, as `ManagedServer.chat_completion` does.
 
         Raises:
             UsageError: a message has a form that no prompt can hold, such as an image.
@@ -63,15 +63,15 @@ class ProxyManagedServer:
         raise NotImplementedError("the proxy speaks chat only: use chat_completion")
 
     def get_state(self) -> dict[str, Any]:
-        """The sequences as of the last completion made here, or the last `fetch_state`."""
+        """Return the sequences at the last completion of this client, or at the last `fetch_state`."""
         return {"nodes": list(self.nodes)}
 
     def node_of(self, answer: ChatCompletion, index: int = 0) -> SequenceNode:
-        """The sequence that ends with an answer's choice; as `get_state` for what another program made."""
+        """Return the sequence that ends with a choice of an answer. Call `fetch_state` first for another program's answers."""
         return node_of(self.nodes, answer.id, index)
 
     async def fetch_state(self) -> dict[str, Any]:
-        """Ask the proxy for the sequences, those that another program made included."""
+        """Fetch all sequences of the session from the proxy, another program's too."""
         response = await self._http.get("/nodes")
         response.raise_for_status()
         self.nodes = [SequenceNode(**node) for node in response.json()["nodes"]]
@@ -115,7 +115,7 @@ async def create_proxy_session(
     """Open a session at a proxy.
 
     Raises:
-        httpx.HTTPError: the proxy is not there, or refuses.
+        httpx.HTTPError: the proxy does not answer, or refuses.
     """
     api_key = given_or_variable(None, PROXY_KEY)
     async with httpx.AsyncClient(timeout=30.0, headers=bearer(api_key), trust_env=False) as http:

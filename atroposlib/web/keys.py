@@ -1,7 +1,7 @@
-"""Keys of the services that an environment calls: where they come from, and that nobody reads them who should not.
+"""Keys of the services that an environment calls: their sources, and the places that must not show them.
 
-A key is best given by an environment variable, which only its owner can see: a flag stands in the list of processes. However
-it was given, it is in no `--help`, no log, no W&B configuration and no dump of a configuration.
+An environment variable is the best source, because only its owner can see it: the list of processes shows flags. From
+every source, a key stays out of `--help`, logs, the W&B configuration and dumps of settings.
 """
 
 import os
@@ -24,14 +24,14 @@ PROXY_KEY = "ATROPOS_PROXY_API_KEY"
 """The managed-server proxy's."""
 
 PLACEHOLDERS = ("", "x", "EMPTY")
-"""Given where a client insists on a key and there is none."""
+"""Values that users give if a client insists on a key and there is none."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 SECRET_NAME = re.compile(r"(api_?key|access_?key|secret(_?key)?|password|(auth|access|hf)_token|credentials)$", re.IGNORECASE)
 
 
 def given_or_variable(given: str | SecretStr | None, variable: str | None) -> str | None:
-    """The key that was given, else the variable's; None where there is none."""
+    """Return the given key, or else the variable's; None if there is neither."""
     if isinstance(given, SecretStr):
         given = given.get_secret_value()
     if given is not None and given not in PLACEHOLDERS:
@@ -40,23 +40,23 @@ def given_or_variable(given: str | SecretStr | None, variable: str | None) -> st
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """The header that carries a key."""
+    """Return the header that carries a key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def host_of(url: str | None) -> str:
-    """The host in an address; empty where there is none."""
+    """Return the host in an address; empty if there is none."""
     return urlsplit(url or "").hostname or ""
 
 
 def is_secret(name: str, info: FieldInfo | None = None) -> bool:
-    """Whether a setting holds what nobody else may read: it is kept out of dumps, is a `SecretStr`, or is named like a key."""
+    """Return whether a setting is secret: it is excluded from dumps, is a `SecretStr`, or has the name of a key."""
     kept_out = info is not None and (info.exclude is True or SecretStr in (info.annotation, *get_args(info.annotation)))
     return kept_out or SECRET_NAME.search(name) is not None
 
 
 def open_settings(model: BaseModel) -> dict[str, Any]:
-    """The settings as JSON, for W&B and other readers: without keys, those of a subclass included."""
+    """Return the settings as JSON without keys, for W&B and other readers. Fields of subclasses count too."""
     return {
         name: value
         for name, value in model.model_dump(mode="json").items()
@@ -65,12 +65,12 @@ def open_settings(model: BaseModel) -> dict[str, Any]:
 
 
 def all_settings(model: BaseModel) -> dict[str, Any]:
-    """The settings as they are, keys included, to make another model of them. Not for readers."""
+    """Return the settings with their keys, to make another model of them. Never show them."""
     return {name: getattr(model, name) for name in type(model).model_fields} | (model.model_extra or {})
 
 
 def shown(name: str, value: Any, info: Mapping[str, FieldInfo]) -> str:
-    """A setting's value for `--help` and messages."""
+    """Return a setting's value for `--help` and messages."""
     if value in (None, ""):
         return "none"
     return "hidden" if is_secret(name, info.get(name)) else str(getattr(value, "value", value))

@@ -67,6 +67,11 @@ def test_the_host_must_be_a_name_of_this_service(host: str, bound_to: str, is_al
     assert allowed(Access(bound_to=bound_to, hosts=frozenset({"rollouts"})), host=host) == is_allowed
 
 
+def test_a_host_that_cannot_be_read_is_refused_even_if_the_own_address_is_not_known() -> None:
+    assert not allowed(Access(), host="[")
+    assert allowed(Access(), host="127.0.0.1")
+
+
 def test_a_client_of_http_1_0_names_no_host() -> None:
     Access(bound_to="127.0.0.1").check("GET", "/status", Headers({}))
 

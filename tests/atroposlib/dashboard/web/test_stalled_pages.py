@@ -81,7 +81,7 @@ async def test_one_that_reads_nothing_is_let_go_of(monkeypatch: pytest.MonkeyPat
 
 
 def rest_of(client: socket.socket) -> int:
-    """How many bytes still come until the connection ends."""
+    """Return the number of bytes that still come until the connection ends."""
     count = 0
     with contextlib.suppress(ConnectionResetError):
         while part := client.recv(1 << 20):
