@@ -357,7 +357,7 @@ def main(argv: list[str] | None = None) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every question to a vLLM server
     server = Server(config)
     server.has_page = page is not None
-    server.when_stopping = [service.moves.count, *([page.hub.close] if page is not None else [])]
+    server.when_stopping = [service.trainer_activity.count, *([page.hub.close] if page is not None else [])]
 
     def stop(*_: object) -> None:
         # uvicorn handles the signals while it serves, and raises them once more when all is answered and closed.

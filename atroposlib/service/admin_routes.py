@@ -86,10 +86,10 @@ def add_fleet_routes(app: FastAPI, service: RolloutService) -> None:
     @app.get("/fleet")
     async def fleet() -> Response:
         """The inference servers: what the trainer says of each, and which are wanted or shall leave."""
-        wishes = await service.run(lambda queue: queue.fleet.answered(service.keyed))
-        table = service.fleet_table
+        requests = await service.run(lambda queue: queue.fleet.answered(service.keyed))
+        table = service.fleet_status
         age = table.age(service.clock())
-        return answer({"servers": table.servers, **wishes, "published": table.published, "published_ago": age})
+        return answer({"servers": table.servers, **requests, "published": table.published, "published_ago": age})
 
     @app.post("/fleet", **takes(PublishedFleet))
     async def publish(request: Request) -> Response:
@@ -100,9 +100,9 @@ def add_fleet_routes(app: FastAPI, service: RolloutService) -> None:
         if not told.by:
             service.heard_trainer(publishes=True)
         rows = [server.model_dump() for server in told.servers]
-        service.fleet_table = service.fleet_table.told(told.by, rows, service.clock(), time.time())
-        wishes = await service.run(lambda queue: queue.fleet.answered(service.keyed))
-        return answer({"status": "success", **wishes})
+        service.fleet_status = service.fleet_status.updated(told.by, rows, service.clock(), time.time())
+        requests = await service.run(lambda queue: queue.fleet.answered(service.keyed))
+        return answer({"status": "success", **requests})
 
     @app.post("/fleet/join", **takes(ServerAddress))
     async def join(request: Request) -> Response:
@@ -116,6 +116,6 @@ def add_fleet_routes(app: FastAPI, service: RolloutService) -> None:
     async def leave(request: Request) -> Response:
         """A server shall leave: the trainer and the environments let go of it."""
         url = read(ServerAddress, await request.body()).url
-        await service.run(lambda queue: queue.fleet.leave(url, service.fleet_table.urls()))
+        await service.run(lambda queue: queue.fleet.leave(url, service.fleet_status.urls()))
         logger.info("%s is to leave the fleet", url)
         return answer({"status": "success", **service.queue.fleet.answered(service.keyed)})

@@ -15,11 +15,11 @@ from starlette.routing import BaseRoute
 from atroposlib.service.admin_routes import add_fleet_routes, add_status_routes
 from atroposlib.service.answers import describe, refuse
 from atroposlib.service.environment_routes import add_environment_routes, add_evaluation_routes
-from atroposlib.service.forgetting import RegistryFullError
 from atroposlib.service.group_reader import GroupReader, ReaderError, TooComplexError
 from atroposlib.service.records import (
     NotRegisteredError,
     QueueFullError,
+    RegistryFullError,
     SupersededError,
     UnknownBatchError,
     UnknownEnvironmentError,

@@ -100,8 +100,8 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
             asked = read(EnvStatus, await request.body())
             env_id, process = asked.env_id, asked.process
             if asked.moves is not None:
-                await service.moves.beyond(asked.moves, asked.wait)
-        now, moves = service.clock(), service.moves.number
+                await service.trainer_activity.wait_for_change(asked.moves, asked.wait)
+        now, moves = service.clock(), service.trainer_activity.number
         return answer(await service.run(lambda queue: queue.status_env(env_id, now, process)) | {"moves": moves})
 
     @app.post("/scored_data", **takes(ScoredData))
@@ -177,4 +177,4 @@ def add_evaluation_routes(app: FastAPI, service: RolloutService) -> None:
         """The results that came after the one with the id `after` (default 0, all that are kept), oldest first."""
         after = query_int(request, "after") or 0
         found = await service.run(lambda queue: queue.evaluations.after(after))
-        return answer({"evaluations": [evaluation.told() for evaluation in found]})
+        return answer({"evaluations": [evaluation.to_json() for evaluation in found]})

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from atroposlib.service.records import NOBODY, Environment, Limits, UnknownEnvironmentError, record
-from atroposlib.service.scheduling import LEAST_WEIGHT
+from atroposlib.service.scheduling import MIN_WEIGHT
 
-MOST_NAMES = 1024
+MAX_NAMES = 1024
 """Names of environments whose numbers are remembered; those used last, and those of registered environments, are kept."""
 
 
@@ -81,10 +81,10 @@ class Registry:
         return environment
 
     def _forget_names(self) -> None:
-        if len(self.name_counts) > MOST_NAMES:
+        if len(self.name_counts) > MAX_NAMES:
             used = {one.desired_name for one in self.by_id.values()}
             unused = [name for name in self.name_counts if name not in used]
-            for name in unused[: len(self.name_counts) - MOST_NAMES]:
+            for name in unused[: len(self.name_counts) - MAX_NAMES]:
                 del self.name_counts[name]
 
     def forget(self, env_id: int) -> None:
@@ -201,7 +201,7 @@ class Registry:
         for line, sequences in served.items():
             environment = self.by_id[line]
             self.clock = max(self.clock, environment.clock)
-            environment.clock += sequences / max(environment.weight, LEAST_WEIGHT)
+            environment.clock += sequences / max(environment.weight, MIN_WEIGHT)
             self._dirty.add(line)
 
     def shares(self, env_id: int, now: float) -> dict[str, float]:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from atroposlib.service.records import Evaluation
 
-MOST_KEPT = 1024
+MAX_KEPT = 1024
 """Evaluations; the oldest are forgotten first."""
-MOST_BYTES = 8 << 20
+MAX_BYTES = 8 << 20
 """Of JSON that all of them are together, for all may be asked for at once. The newest is kept whatever its size."""
 
 
@@ -59,7 +59,7 @@ class Evaluations:
         """Keep it, and forget the oldest beyond the bounds."""
         self._kept.append(evaluation)
         self._bytes += evaluation.size
-        while len(self._kept) > MOST_KEPT or (self._bytes > MOST_BYTES and len(self._kept) > 1):
+        while len(self._kept) > MAX_KEPT or (self._bytes > MAX_BYTES and len(self._kept) > 1):
             oldest = self._kept.popleft()
             self._bytes -= oldest.size
             self._removed.append(oldest.id)

@@ -11,13 +11,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from atroposlib.service.records import MOST_SERVERS
+from atroposlib.service.records import MAX_SERVERS
 
 FORGET_SECONDS = 60.0
 """After which what one has said is not shown beside what another says; everybody says it anew every few seconds."""
 
 
-MOST_PUBLISHERS = 64
+MAX_PUBLISHERS = 64
 """Parties that publish tables within FORGET_SECONDS."""
 
 
@@ -34,7 +34,7 @@ class FleetFullError(Exception):
 
     def __init__(self, url: str) -> None:
         super().__init__(
-            f"{url} is one server too many: {MOST_SERVERS} are listed already; POST /fleet/leave those that are gone"
+            f"{url} is one server too many: {MAX_SERVERS} are listed already; POST /fleet/leave those that are gone"
         )
 
 
@@ -43,7 +43,7 @@ class TooManyPublishersError(Exception):
 
 
 @dataclass(slots=True)
-class Wishes:
+class FleetRequests:
     """What was asked for with POST /fleet/join and /fleet/leave. No address is in both lists."""
 
     wanted: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Wishes:
                 self.unkeyed.remove(url)
                 self._changed = True
             return
-        if len(self.wanted) >= MOST_SERVERS:
+        if len(self.wanted) >= MAX_SERVERS:
             raise FleetFullError(url)
         self.left = [other for other in self.left if other != url]
         self.wanted.append(url)
@@ -98,7 +98,7 @@ class Wishes:
             raise UnknownServerError(url, known)
         self.wanted = [other for other in self.wanted if other != url]
         self.unkeyed = [other for other in self.unkeyed if other != url]
-        self.left = [*self.left, url][-MOST_SERVERS:]  # whoever left longest ago is long gone
+        self.left = [*self.left, url][-MAX_SERVERS:]  # whoever left longest ago is long gone
         self._changed = True
 
     def stored(self) -> dict[str, list[str]]:
@@ -116,7 +116,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class FleetStatus:
     """What was said last of the servers, by the trainer or by parameter servers of which each has some."""
 
     servers: list[dict[str, Any]] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Table:
     """When, in seconds of a clock that does not jump."""
     _parts: dict[str, tuple[float, list[dict[str, Any]]]] = field(default_factory=dict)
 
-    def told(self, by: str, servers: list[dict[str, Any]], now: float, unix: float) -> Table:
+    def updated(self, by: str, servers: list[dict[str, Any]], now: float, unix: float) -> FleetStatus:
         """The table after somebody has said something: it takes the place of what the same one said before. Of others counts
         what is no older than FORGET_SECONDS, and of two who name the same server the later one.
 
@@ -143,16 +143,16 @@ class Table:
         parts = {who: part for who, part in self._parts.items() if who != by and now - part[0] < FORGET_SECONDS}
         parts[by] = (now, servers)
         count = sum(len(part) for _, part in parts.values())
-        if len(parts) > MOST_PUBLISHERS or count > MOST_SERVERS:
+        if len(parts) > MAX_PUBLISHERS or count > MAX_SERVERS:
             raise TooManyPublishersError(
                 f"with this table {len(parts)} parties would have published {count} servers within {FORGET_SECONDS:g} s; at "
-                f"most {MOST_PUBLISHERS} may, and {MOST_SERVERS} servers: use one name in `by` for each parameter server"
+                f"most {MAX_PUBLISHERS} may, and {MAX_SERVERS} servers: use one name in `by` for each parameter server"
             )
         rows = {row["url"]: row for _, part in sorted(parts.values(), key=lambda part: part[0]) for row in part}
-        return Table(list(rows.values()), unix, now, parts)
+        return FleetStatus(list(rows.values()), unix, now, parts)
 
     def age(self, now: float) -> float | None:
-        """Seconds since the last publication; None if there was none. `now` is as in `told`."""
+        """Seconds since the last publication; None if there was none. `now` is as in `updated`."""
         return None if self.published is None else now - self.heard
 
     def urls(self) -> list[str] | None:

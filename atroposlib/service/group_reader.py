@@ -27,7 +27,7 @@ from typing import Any
 import orjson
 
 from atroposlib.service.group_schema import read_groups
-from atroposlib.service.records import Draft
+from atroposlib.service.records import ValidatedGroup
 from atroposlib.service.schemas import InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class GroupReader:
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
-    async def read(self, body: bytes, many: bool) -> list[Draft]:
+    async def read(self, body: bytes, many: bool) -> list[ValidatedGroup]:
         """The groups in a body.
 
         Raises:
@@ -82,7 +82,7 @@ class GroupReader:
             return read_groups(body, many)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, body, many)
 
-    def _ask(self, body: bytes, many: bool) -> list[Draft]:
+    def _ask(self, body: bytes, many: bool) -> list[ValidatedGroup]:
         try:
             sock = self._start()
             sock.sendall(HEAD.pack(many, len(body)))
@@ -166,9 +166,9 @@ def resident_bytes(pid: int) -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _draft(fields: dict[str, Any], body: bytes) -> Draft:
+def _draft(fields: dict[str, Any], body: bytes) -> ValidatedGroup:
     weights = tuple((epoch, version) for epoch, version in fields.pop("weights"))
-    return Draft(body=body, weights=weights, **fields)
+    return ValidatedGroup(body=body, weights=weights, **fields)
 
 
 def _take(sock: socket.socket, count: int) -> bytes:
@@ -203,7 +203,7 @@ def serve(sock: socket.socket) -> None:
             head = orjson.dumps({"errors": error.errors}, default=str)
         else:
             bodies = [draft.body for draft in drafts]
-            names = [field.name for field in dataclasses.fields(Draft) if field.name != "body"]
+            names = [field.name for field in dataclasses.fields(ValidatedGroup) if field.name != "body"]
             groups = [{**{name: getattr(draft, name) for name in names}, "n_bytes": len(draft.body)} for draft in drafts]
             head = orjson.dumps({"groups": groups})
         sock.sendall(LENGTH.pack(len(head)) + head)

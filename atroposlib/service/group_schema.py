@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from atroposlib.service.records import Draft
+from atroposlib.service.records import ValidatedGroup
 from atroposlib.service.schemas import (
     FloatRows,
     Floats,
@@ -46,7 +46,7 @@ NOT_TRAINED = -100
 """In masks: nothing is learned from this token."""
 DEEPEST = 100
 """Levels of lists and objects within a field of free form. The JSON readers of clients stop between 200 and 1,024."""
-LONGEST_REASON = 64
+MAX_FINISH_REASON = 64
 """Characters of a finish reason."""
 PARAMETERS = ("temperature", *NEUTRAL, CONSTRAINED, "max_tokens", "tokens")
 """What is read of an entry of sampling_params."""
@@ -131,7 +131,7 @@ _one = TypeAdapter(ScoredData)
 _many = TypeAdapter(list[ScoredData])
 
 
-def read_groups(body: bytes, many: bool) -> list[Draft]:
+def read_groups(body: bytes, many: bool) -> list[ValidatedGroup]:
     """Read one posted group, or a list of them, and check all that can be checked without the queue.
 
     Raises:
@@ -178,7 +178,7 @@ def _dump(group: ScoredData) -> bytes:
     return group.model_dump_json(exclude_unset=True, exclude=absent).encode()
 
 
-def _draft(group: ScoredData, body: bytes) -> Draft:
+def _draft(group: ScoredData, body: bytes) -> ValidatedGroup:
     missing = [name for name in RETURNED if name not in group.model_fields_set and name != "ref_logprobs"]
     referenced = group.ref_logprobs is not None
     if missing or not referenced:
@@ -186,7 +186,7 @@ def _draft(group: ScoredData, body: bytes) -> Draft:
         body = body[:-1] + "".join(f',"{name}":null' for name in missing).encode() + ends
     lengths = [len(row) for row in group.tokens]
     versions = group.weight_versions or []
-    return Draft(
+    return ValidatedGroup(
         body=body,
         size=len(lengths),
         longest=max(lengths),
@@ -212,8 +212,10 @@ def with_reference(body: bytes, ref_logprobs: bytes = b"null") -> bytes:
 
 
 def place_in_stream(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Which item a posted group answers, as fields of a `Draft`; nothing if it does not say, or has fields of its client's own
-    by these names."""
+    """Return the item that a posted group answers, as fields of a `ValidatedGroup`.
+
+    The result is empty if the group names no item, or if its client uses these names for something else.
+    """
     stream, item, life = extra.get("stream"), extra.get("stream_item"), extra.get("stream_life")
     if isinstance(stream, str) and type(item) is int and 0 <= item < 2**53 and isinstance(life, str):
         return {"stream": stream, "item": item, "life": life}
@@ -377,8 +379,8 @@ def _wrong_id(row: list[int], where: list[str | int], rule: str, besides: int = 
 
 def check_finish_reason(reason: Any, where: list[str | int]) -> None:
     """Check why the sampling of a sequence ended: a word of the inference server, or None if unknown."""
-    if reason is not None and not (isinstance(reason, str) and len(reason) <= LONGEST_REASON):
-        rule = f"it must be a string of at most {LONGEST_REASON} characters, or null"
+    if reason is not None and not (isinstance(reason, str) and len(reason) <= MAX_FINISH_REASON):
+        rule = f"it must be a string of at most {MAX_FINISH_REASON} characters, or null"
         raise invalid(where, short(reason), f"{path(where)} is {short(reason)!r}: {rule}")
 
 

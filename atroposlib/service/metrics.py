@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from atroposlib.service.post_space import PostSpace
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import NOBODY, Draft, Lease, Receipt
+from atroposlib.service.records import NOBODY, Lease, Receipt, ValidatedGroup
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -54,7 +54,7 @@ class Metrics:
         self.requests.labels(method if method in METHODS else "other", route, str(status)).inc()
         self.request_seconds.labels(route).observe(seconds)
 
-    def posted(self, draft: Draft, receipt: Receipt) -> None:
+    def posted(self, draft: ValidatedGroup, receipt: Receipt) -> None:
         """Count one posted group."""
         self.groups.labels(receipt.status).inc()
         self.sequences.inc(draft.size)

@@ -17,17 +17,17 @@ from atroposlib.service.records import NOBODY, Group
 IDLE_SECONDS = 30.0
 """A worker that has not called for this long is named as silent. If no worker has asked for groups that wait for this long, the
 trainer learns what to start."""
-MOST_NAMED = 3
+MAX_NAMED = 3
 """Workers that the text for the trainer names."""
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 """Names that are remembered; who was silent for longest is forgotten first."""
 FORGET_SECONDS = 86_400.0
 """Silence after which a worker is forgotten."""
-MOST_ANSWERED = 65_536
+MAX_ANSWERED = 65_536
 """Groups of which it is remembered that they were answered, for workers that have not heard so."""
 
 
-class Lines:
+class PendingGroups:
     """Waiting groups. Adding and removing costs the same however many wait."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Loan:
     """Tokens of each sequence, once the body was read."""
 
 
-class ReferenceStage:
+class ReferenceQueue:
     """Groups between acceptance and queue."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class ReferenceStage:
 
     def lend(self, name: str, model: str, max_tokens: int, seconds: float, now: float) -> list[Group]:
         """Groups for a worker: the oldest that nobody has, as many as hold `max_tokens` tokens together, but one at least."""
-        self.heard_of(name, now).model = model
+        self.note_call(name, now).model = model
         self.idle_since = now if self.waiting else None
         chosen: list[Group] = []
         for seq, group in self.waiting.items():
@@ -198,23 +198,23 @@ class ReferenceStage:
     def answer(self, name: str, group: Group, computed: bool, now: float) -> None:
         """A worker's answer for a group is taken; `computed` says whether it has a reference."""
         self.remove(group)
-        self.heard_of(name, now).answered += 1
+        self.note_call(name, now).answered += 1
         self.answered += computed
         self.unusable += not computed
         self._recently[group.seq] = None
-        if len(self._recently) > MOST_ANSWERED:
+        if len(self._recently) > MAX_ANSWERED:
             self._recently.popitem(last=False)
 
     def was_answered(self, seq: int) -> bool:
         """Whether somebody's answer for this group was taken, as far as is remembered."""
         return seq in self._recently
 
-    def heard_of(self, name: str, now: float) -> Worker:
+    def note_call(self, name: str, now: float) -> Worker:
         """Note that a worker has called."""
         worker = self.workers.setdefault(name, Worker(name))
         worker.seen = now
         self.workers.move_to_end(name)
-        while len(self.workers) > MOST_WORKERS or now - next(iter(self.workers.values())).seen > FORGET_SECONDS:
+        while len(self.workers) > MAX_WORKERS or now - next(iter(self.workers.values())).seen > FORGET_SECONDS:
             self.workers.popitem(last=False)
         return worker
 
@@ -231,8 +231,8 @@ class ReferenceStage:
         text = f"{len(self.waiting)} groups wait for ref_logprobs"
         idle = now - self.idle_since
         if lent := self._holders(now):
-            more = "" if len(lent) <= MOST_NAMED else f", and at {len(lent) - MOST_NAMED} more workers"
-            return f"{text}; {', '.join(lent[:MOST_NAMED])}{more}"
+            more = "" if len(lent) <= MAX_NAMED else f", and at {len(lent) - MAX_NAMED} more workers"
+            return f"{text}; {', '.join(lent[:MAX_NAMED])}{more}"
         if idle < IDLE_SECONDS:
             return text
         last = f" ({next(reversed(self.workers))} was the last one)" if self.workers else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import orjson
@@ -17,9 +17,9 @@ MISSING, GIVEN, COMPUTED = 0, 1, 2
 put them in."""
 
 
-MOST_STREAMS = 4096
-"""Of a trainer's positions."""
-MOST_SERVERS = 4096
+MAX_POSITIONS = 4096
+"""Streams whose positions a trainer may name."""
+MAX_SERVERS = 4096
 """In each list of a fleet: its addresses are asked for all at once."""
 Policy = Literal["fifo", "recent", "uniform"]
 """In which order the groups of a line are used; see `scheduling.Replay`."""
@@ -41,7 +41,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class ValidatedGroup:
     """A validated group that has not been accepted yet."""
 
     body: bytes
@@ -210,7 +210,7 @@ class Evaluation:
     weight_epoch: int | None = None
     """Of those weights: which life of the trainer made them. One that resumes counts versions again from its checkpoint's."""
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """What GET /evaluations says of it."""
         names = ("id", "time", "env_id", "name", "weight_version", "weight_epoch", "metrics")
         return {name: getattr(self, name) for name in names}
@@ -218,7 +218,7 @@ class Evaluation:
     @property
     def size(self) -> int:
         """Bytes of JSON."""
-        return len(orjson.dumps(self.told()))
+        return len(orjson.dumps(self.to_json()))
 
 
 @dataclass(slots=True)
@@ -252,26 +252,7 @@ class Changes:
     state: dict[str, Any] | None = None
 
     def __bool__(self) -> bool:
-        return any(
-            (
-                self.wipe,
-                self.added,
-                self.referenced,
-                self.reference,
-                self.uses,
-                self.moved,
-                self.leases,
-                self.removed,
-                self.leases_removed,
-                self.environments,
-                self.environments_removed,
-                self.keys_added,
-                self.keys_removed,
-                self.evaluations,
-                self.evaluations_removed,
-                self.state,
-            )
-        )
+        return any(getattr(self, each.name) for each in fields(self))
 
 
 @dataclass(slots=True)
@@ -308,6 +289,10 @@ class QueueError(Exception):
 
 class QueueFullError(QueueError):
     """The queue is at its bound."""
+
+
+class RegistryFullError(QueueError):
+    """As many environments are registered, or streams are open, as may be."""
 
 
 class BatchTooSmallError(QueueError):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from atroposlib.service.records import Draft, Group, Receipt
+from atroposlib.service.records import Group, Receipt, ValidatedGroup
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Streams:
             if positions is not None:
                 stream.begin = positions.get(name, 0)
 
-    def refusal(self, draft: Draft) -> Receipt | None:
+    def refusal(self, draft: ValidatedGroup) -> Receipt | None:
         """The answer to a group that is not needed: its item is answered already, or in a batch of before. None if it is."""
         if draft.stream is None or draft.item is None:
             return None
@@ -89,7 +89,7 @@ class Streams:
             return Receipt("dropped", reason=reason)
         return None
 
-    def add(self, draft: Draft, seq: int) -> bool:
+    def add(self, draft: ValidatedGroup, seq: int) -> bool:
         """A group is accepted. Returns whether that changed anything."""
         if draft.stream is None or draft.item is None:
             return False
@@ -132,7 +132,7 @@ class Streams:
             changed = changed or bool(gone)
         return changed
 
-    def told(self, name: str) -> dict[str, Any] | None:
+    def status(self, name: str) -> dict[str, Any] | None:
         """What its environment must know: see the environment's `item_window`. None for a stream that was never opened."""
         stream = self.by_name.get(name)
         if stream is None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from atroposlib.service.records import Environment, Group, Policy
 
-LEAST_WEIGHT = 0.01
+MIN_WEIGHT = 0.01
 """An environment of weight 0 still gets a turn now and then, as the wire's env_weight says."""
 _KEY = struct.Struct("<QQQ")
 
@@ -62,7 +62,7 @@ def form_batch(
                 return None, f"{reserved:.0f} sequences are reserved for environment {env_id}, which has {have} waiting"
 
     first = {group.seq for group in preferred}
-    weights = {env_id: max(environments[env_id].weight, LEAST_WEIGHT) for env_id, line in lines.items() if line}
+    weights = {env_id: max(environments[env_id].weight, MIN_WEIGHT) for env_id, line in lines.items() if line}
     others: list[tuple[tuple[float, float, int], Group]] = []
     group_sizes = [environment.group_size for environment in environments.values()]
     # The most that `apportion` can have asked of an environment, per weight. Where it stops, let r be the largest ratio of
@@ -122,7 +122,7 @@ def apportion(total: int, waiting: Mapping[int, int], environments: Sequence[Env
         next_up = min(
             environments,
             key=lambda environment: (
-                (have[environment.env_id] + environment.group_size) / max(environment.weight, LEAST_WEIGHT),
+                (have[environment.env_id] + environment.group_size) / max(environment.weight, MIN_WEIGHT),
                 environment.env_id,
             ),
         )

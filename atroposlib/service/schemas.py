@@ -19,28 +19,28 @@ from pydantic import (
     model_validator,
 )
 
-from atroposlib.service.records import MOST_SERVERS, MOST_STREAMS, Policy
+from atroposlib.service.records import MAX_POSITIONS, MAX_SERVERS, Policy
 from atroposlib.web.addresses import MAX_ADDRESS_LENGTH, server_address
 from atroposlib.wire.number_bounds import LARGEST_FLOAT32
 from atroposlib.wire.strict_numbers import refuse_boolean
 from atroposlib.wire.weight_lineage import MOST_LIVES
 
-LONGEST_REASON = 300
+MAX_REASON = 300
 """Characters of the reason why a batch is set aside."""
-MOST_OF_A_REASON = 4096
+MAX_SERVER_REASON = 4096
 """Characters: a table is not refused because one of its servers has much to say."""
 LARGEST_BATCH = 1 << 20
 """Sequences. The work of packing a batch grows with its size, so it has a bound."""
-MOST_LEASED_TOKENS = 1 << 22
+MAX_LEASED_TOKENS = 1 << 22
 """At a reference worker at a time, by one request: its answer is read at once."""
-MOST_UNIX_SECONDS = 253402300799.0
+MAX_UNIX_SECONDS = 253402300799.0
 """The end of the year 9999, the last that a date can have."""
 
 SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
 """An integer that every JSON reader keeps exactly."""
 Version = Annotated[int, Field(ge=0, le=2**53 - 1)]
 EpochAndStep = Annotated[list[Version], Field(min_length=2, max_length=2)]
-Reason = Annotated[str, AfterValidator(lambda reason: " ".join(reason.split())[:LONGEST_REASON])]
+Reason = Annotated[str, AfterValidator(lambda reason: " ".join(reason.split())[:MAX_REASON])]
 """For a line of the log; its beginning is kept."""
 RunName = Annotated[str, Field(min_length=1, max_length=256)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
@@ -64,7 +64,7 @@ VersionSpans = Annotated[list[VersionSpan], Field(fail_fast=True)]
 Number = Annotated[FiniteFloat, Field(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)]
 """A number that stays finite in float32, in which TensorBoard and most loggers keep it."""
 NumberRows = Annotated[list[Annotated[list[Number], Field(fail_fast=True)]], Field(fail_fast=True)]
-Time = Annotated[FiniteFloat, Field(ge=0, le=MOST_UNIX_SECONDS)]
+Time = Annotated[FiniteFloat, Field(ge=0, le=MAX_UNIX_SECONDS)]
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -173,7 +173,7 @@ class RegisterTrainer(Request):
     """Names the run, over all its resumes: another name is another run. Null where model and checkpoint_dir tell runs apart."""
     lives: Annotated[list[EpochAndStep], Field(max_length=MOST_LIVES)] | None = None
     """[weight epoch, starting step] of each trainer of the run, this one last, as its checkpoints name them."""
-    positions: Annotated[dict[Name, Version], Field(max_length=MOST_STREAMS)] | None = None
+    positions: Annotated[dict[Name, Version], Field(max_length=MAX_POSITIONS)] | None = None
     """Those of the last batch that the weights have learned from, {} before the first; null if they are not known."""
     ref_logprobs_from_workers: bool = False
     """Groups that come without ref_logprobs get them from reference workers (POST /reference/lease) before they are handed
@@ -183,7 +183,7 @@ class RegisterTrainer(Request):
 
     log_dir: Name | None = None
     """Folder of the trainer's figures, for the page of a service on the same machine; null if it does not say."""
-    inference_servers: Annotated[list[Name], Field(max_length=MOST_SERVERS)] | None = None
+    inference_servers: Annotated[list[Name], Field(max_length=MAX_SERVERS)] | None = None
     """Addresses of the servers that sample for it, for the page to ask how they are; null if it does not say."""
     replay: WantedReplay | None = None
     """Null for fifo and each group once. Anything else needs max_staleness, by which old groups are dropped; groups that are
@@ -325,7 +325,7 @@ class PublishedServer(Request):
     weight_epoch: SafeInt | None = None
     since: Time | None = None
     """When it came to stand so, in Unix seconds."""
-    reason: Annotated[str, AfterValidator(lambda reason: reason[:MOST_OF_A_REASON])] = ""
+    reason: Annotated[str, AfterValidator(lambda reason: reason[:MAX_SERVER_REASON])] = ""
     """Why it is not good; its beginning is kept."""
 
 
@@ -341,7 +341,7 @@ def _each_once(servers: list[PublishedServer]) -> list[PublishedServer]:
 class PublishedFleet(Request):
     """POST /fleet."""
 
-    servers: Annotated[list[PublishedServer], Field(max_length=MOST_SERVERS), AfterValidator(_each_once)]
+    servers: Annotated[list[PublishedServer], Field(max_length=MAX_SERVERS), AfterValidator(_each_once)]
     uuid: SafeInt | None = None
     """What /register answered; a trainer that was superseded is told so, and its table is not taken."""
     by: Annotated[str, Field(max_length=256)] = ""
@@ -355,7 +355,7 @@ class LeaseReferences(Request):
     """The worker's own name."""
     model: Name
     """Whose logprobs it computes: as the trainer named it when it registered."""
-    max_tokens: Annotated[int, Field(ge=1, le=MOST_LEASED_TOKENS)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_LEASED_TOKENS)]
     """Of all sequences of all groups. A group that has more comes alone."""
     seconds: Annotated[FiniteFloat, Field(gt=0, le=86400)]
     """After which the groups go to another worker."""

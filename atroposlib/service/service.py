@@ -14,15 +14,15 @@ from typing import Any, Protocol, TypeVar
 import orjson
 
 from atroposlib.service import stats
-from atroposlib.service.fleet import Table
+from atroposlib.service.fleet import FleetStatus
 from atroposlib.service.group_commit import Committer
 from atroposlib.service.group_schema import NO_REFERENCE, unreadable, with_reference
 from atroposlib.service.metrics import Metrics
 from atroposlib.service.post_space import PostSpace
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import MISSING, NOBODY, Draft, Lease, Limits, Receipt
+from atroposlib.service.records import MISSING, NOBODY, Lease, Limits, Receipt, ValidatedGroup
 from atroposlib.service.store import DamagedError, Store, StoreError
-from atroposlib.service.trainer_activity import Moves
+from atroposlib.service.trainer_activity import TrainerActivity
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -92,17 +92,19 @@ class RolloutService:
         self.post_space = PostSpace(store)
         self.metrics = Metrics(lambda: self.queue, self.post_space)
         self.latest: bytes | None = None
-        self.fleet_table = Table()
+        self.fleet_status = FleetStatus()
         self.keyed = False
         """Every request needs the service's key, so that addresses in requests come from those that have it."""
-        self.moves = Moves()
+        self.trainer_activity = TrainerActivity()
         self.trainer_heard = self.clock()
         """When the trainer said anything last, or when this service began."""
         self.trainer_publishes = False
         """It tells of its servers every few seconds, whatever else it does."""
         self._broken: StoreError | None = None
-        self._mending: asyncio.Task[None] | None = None
-        self.committer = Committer(store, commit_timeout, self.metrics.commit_seconds.observe, self._mend)
+        self._reloading: asyncio.Task[None] | None = None
+        self.committer = Committer(
+            store, commit_timeout, self.metrics.commit_seconds.observe, self._reload_after_commit_failure
+        )
 
     def require_key(self, keyed: bool) -> None:
         """Take note whether every request needs the service's key."""
@@ -120,7 +122,7 @@ class RolloutService:
             StoreError: it could not be stored; the queue is again as the store has it.
         """
         if self._broken is not None:
-            self._mend(self._broken)
+            self._reload_after_commit_failure(self._broken)
             raise self._broken
         result = call(self.queue)
         for line in self.queue.news:
@@ -135,13 +137,13 @@ class RolloutService:
         if publishes is not None:
             self.trainer_publishes = publishes
 
-    def _mend(self, error: StoreError) -> None:
+    def _reload_after_commit_failure(self, error: StoreError) -> None:
         """What the queue did since the last commit did not happen: take over the store's view of it."""
-        if self._mending is not None and not self._mending.done():
+        if self._reloading is not None and not self._reloading.done():
             return
         self._broken = error
         logger.error("refusing data: %s", error)
-        self._mending = asyncio.get_running_loop().create_task(self._reload())
+        self._reloading = asyncio.get_running_loop().create_task(self._reload())
 
     async def _reload(self) -> None:
         try:
@@ -157,7 +159,7 @@ class RolloutService:
             self._broken = None
             logger.warning("the queue is as the store has it: %d groups", self.queue.held_groups)
 
-    async def post(self, drafts: list[Draft]) -> list[Receipt]:
+    async def post(self, drafts: list[ValidatedGroup]) -> list[Receipt]:
         """Accept groups, all or none of them, in the order of the calls."""
         now = self.clock()
         accepted: list[tuple[int, str, bytes]] = []
@@ -219,7 +221,7 @@ class RolloutService:
                     await self._sent(on_its_way.pop(), complete=False)
             if hand_out is not None:
                 self.metrics.handed_out(hand_out.lease)
-                self.moves.count()
+                self.trainer_activity.count()
             yield hand_out
         finally:
             for lease in on_its_way:
@@ -325,8 +327,8 @@ class RolloutService:
         """Store what is under way and close the store."""
         if not await self.committer.close():
             logger.error("the store did not answer within %g s; what it was given last may be lost", self.committer.timeout)
-        if self._mending is not None:
-            await asyncio.wait([self._mending], timeout=self.committer.timeout)
+        if self._reloading is not None:
+            await asyncio.wait([self._reloading], timeout=self.committer.timeout)
         await asyncio.to_thread(self.store.close)
         if self.recorder is not None:
             await asyncio.to_thread(self.recorder.close)

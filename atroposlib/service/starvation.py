@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from atroposlib.service.environments import Registry
 from atroposlib.service.records import Environment
 
-MOST_NAMED = 3
+MAX_NAMED = 3
 """Environments that the text names one by one."""
-MOST_REASON = 300
+MAX_REASON = 300
 """Characters of the reason of a refusal."""
 START_ONE = (
     "start one, for example `python environments/gsm8k_server.py` "
@@ -34,12 +34,12 @@ class Refusals:
     def note_refusal(self, reason: str) -> None:
         """Count a refused post."""
         self.refused += 1
-        self.last_refusal = reason[:MOST_REASON]
+        self.last_refusal = reason[:MAX_REASON]
 
     def note_drop(self, reason: str) -> None:
         """Count a dropped group."""
         self.dropped += 1
-        self.last_drop = reason[:MOST_REASON]
+        self.last_drop = reason[:MAX_REASON]
 
     def describe(self) -> list[str]:
         """Sentences for the trainer; empty if nothing was refused or dropped."""
@@ -95,5 +95,5 @@ def _what_it_does(one: Environment, registry: Registry, now: float) -> str:
 
 
 def _list_of(parts: Sequence[str]) -> str:
-    shown = ", ".join(parts[:MOST_NAMED])
-    return shown if len(parts) <= MOST_NAMED else f"{shown}, and {len(parts) - MOST_NAMED} more"
+    shown = ", ".join(parts[:MAX_NAMED])
+    return shown if len(parts) <= MAX_NAMED else f"{shown}, and {len(parts) - MAX_NAMED} more"

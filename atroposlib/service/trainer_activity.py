@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Moves:
+class TrainerActivity:
     """Counts them: a trainer registers, takes a batch, acknowledges one, ends its run.
 
     Attributes:
@@ -22,7 +22,7 @@ class Moves:
         self._next.set()
         self._next = asyncio.Event()
 
-    async def beyond(self, known: int, seconds: float) -> None:
+    async def wait_for_change(self, known: int, seconds: float) -> None:
         """Wait until there was one since the count was `known`, for so many seconds at most.
 
         A count of another service's, from before a restart say, may be any: then the wait is too long by as much at most.

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from atroposlib.service.answers import answer, query_int, refuse, takes
-from atroposlib.service.fleet import Table
+from atroposlib.service.fleet import FleetStatus
 from atroposlib.service.records import NotRegisteredError, Registration
 from atroposlib.service.schemas import AckBatch, AskEpoch, BatchReport, EndRun, RegisterTrainer, invalid, read
 from atroposlib.service.service import RolloutService
@@ -35,7 +35,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         service.heard_trainer(publishes=False)
         dropped = await service.run(lambda queue: queue.register(registration, lives))
         service.name_set_aside()
-        service.moves.count()
+        service.trainer_activity.count()
         if service.recorder is not None:
             service.recorder.model(asked.model)
         logger.info(
@@ -82,7 +82,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         groups = await service.run(
             lambda queue: queue.ack(asked.batch_id, asked.weight_version, asked.uuid, asked.skipped, asked.keep)
         )
-        service.moves.count()
+        service.trainer_activity.count()
         service.reported(handed_out, asked.report)
         if asked.skipped is not None and not asked.keep:
             which = "what it held" if asked.batch_id is None else f"batch {asked.batch_id}"
@@ -115,7 +115,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """The trainer's run is over: what starts next is another one."""
         uuid = read(EndRun, await request.body()).uuid
         await service.run(lambda queue: queue.end(uuid))
-        service.moves.count()
+        service.trainer_activity.count()
         logger.info("the trainer says that its run has ended, at version %d", service.queue.sampling_version())
         return answer({"status": "success"})
 
@@ -143,7 +143,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """Forget everything, registrations included."""
         groups = service.queue.held_groups
         await service.run(lambda queue: queue.reset())
-        service.latest, service.fleet_table = None, Table()
+        service.latest, service.fleet_status = None, FleetStatus()
         logger.warning("reset: %d groups and all registrations are gone", groups)
         return Response("Reset successful", media_type="text/plain")
 

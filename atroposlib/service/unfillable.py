@@ -1,35 +1,33 @@
-"""Groups that no batch can hold as things are: which they are, how they are named, and when they are dropped. Pure.
+"""Find the groups that no batch can hold as things are. Pure: no I/O, no clock.
 
-A batch has exactly batch_size sequences in whole groups, and groups of another size than their environment's first have to
-add up to a multiple of that (`queue_state`). A group is unfillable if no choice of groups does so with it: of those that wait,
-and of any number of each size that may still come. These are the group_size of every connected environment and every size
-among its last REMEMBERED_SIZES groups. Groups at reference workers and in batches that are handed out count as sizes that may
-still come.
+A batch has exactly batch_size sequences in whole groups. Groups of another size than their
+environment's group_size must first add up to a multiple of it. A group is unfillable if no choice of
+groups that includes it does so. A choice may use the groups that wait, and any number of each size
+that may still come. These sizes are the group_size of every connected environment and every size
+among its last REMEMBERED_SIZES groups. Sizes of groups at reference workers and in batches that are
+handed out may still come too.
 
-Unfillable groups are kept as long as there is space, since another trainer or environment may make them useful. They do not
-count as groups that wait for a batch, and reserve no share. A post that would exceed the queue's bounds takes their place, the
-oldest's first; no other group is dropped for it.
+The queue keeps unfillable groups as long as there is space, since another trainer or environment may
+make them useful. They do not count as groups that wait for a batch, and reserve no share. A post that
+would exceed the queue's bounds replaces them, the oldest first; no other group is dropped for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from atroposlib.service.queue_state import QueueState
-from atroposlib.service.records import NOBODY, Changes, Group, Snapshot
+from atroposlib.service.pending_groups import PendingGroups
+from atroposlib.service.records import NOBODY, Environment, Group
 
 REMEMBERED_SIZES = 256
 """Groups of an environment whose sizes count as sizes that may still come."""
-MOST_SIZES = 32
-"""Different sizes up to which groups are looked at; with more of them, none counts as unfillable."""
-MOST_NEWS = 64
-"""Lines for the log about one trainer's batches."""
-DROPPED_AT_ONCE = 100
-"""The queue's bound divided by this is the least number of unfillable groups that are dropped at a time."""
+MAX_SIZES = 32
+"""Different sizes that are searched; with more of them, no group counts as unfillable."""
 REASON = "fills_no_batch"
+"""Under which the queue counts dropped unfillable groups."""
 
 
 def fillable_sizes(waiting: Mapping[int, int], supply: Collection[int], targets: Collection[int]) -> set[int]:
@@ -40,37 +38,37 @@ def fillable_sizes(waiting: Mapping[int, int], supply: Collection[int], targets:
         supply: sizes of which there is any number.
         targets: sums, all >= 1.
     """
-    most = max(targets, default=0)
+    largest = max(targets, default=0)
     sizes = sorted(
-        {size for size, count in waiting.items() if count and size <= most} | {size for size in supply if size <= most}
+        {size for size, count in waiting.items() if count and size <= largest} | {size for size in supply if size <= largest}
     )
-    if len(sizes) > MOST_SIZES:
+    if len(sizes) > MAX_SIZES:
         return set(sizes)
-    everything = (1 << (most + 1)) - 1
-    wanted = sum(1 << target for target in set(targets))
+    all_sums = (1 << (largest + 1)) - 1
+    target_bits = sum(1 << target for target in set(targets))
 
     def count_of(size: int) -> int:
-        return most // size if size in supply else min(waiting[size], most // size)
+        return largest // size if size in supply else min(waiting[size], largest // size)
 
     def with_copies(sums: int, size: int, count: int) -> int:
-        """Bit s of the result: some of the sums and up to so many copies of the size add up to s."""
+        """Set bit s if one of the sums and up to `count` copies of the size add up to s."""
         step = 1
         while count > 0:
             copies = min(step, count)
-            sums = (sums | sums << copies * size) & everything
+            sums = (sums | sums << copies * size) & all_sums
             count, step = count - copies, 2 * step
         return sums
 
-    found = set()
+    fillable = set()
     for size in sizes:
         sums = 1
         for other in sizes:
             if other != size:
                 sums = with_copies(sums, other, count_of(other))
-        # One copy at least: the sums with it begin one copy further up.
-        if (with_copies(sums, size, count_of(size) - 1) << size) & wanted:
-            found.add(size)
-    return found
+        # At least one copy is part of the sum, so shift by one copy.
+        if (with_copies(sums, size, count_of(size) - 1) << size) & target_bits:
+            fillable.add(size)
+    return fillable
 
 
 class LastSizes:
@@ -114,131 +112,104 @@ class Unfillable:
         """Return the sequences of an environment's unfillable groups that were never learned from."""
         return sum(size * count for size, count in self.sizes(line).items())
 
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield each environment with each size of its unfillable groups."""
+        for line in self.lines():
+            for size in self.sizes(line):
+                yield line, size
 
-class FillingBatches(QueueState):
-    """Finds unfillable groups."""
 
-    def _clear(self) -> None:
-        super()._clear()
-        self.sizes_posted: dict[int, LastSizes] = {}
-        self.news: list[str] = []  # lines for the log of the service
-        self._named_unfillable: set[tuple[int, int, int]] = set()
+class PostedSizes:
+    """The sizes that environments have posted, and the search for groups that these sizes cannot fill a batch with."""
+
+    def __init__(self) -> None:
+        self._by_line: dict[int, LastSizes] = {}
         self._fillable: tuple[Any, set[int]] | None = None
 
-    def take_changes(self) -> Changes:
-        """Take the changes since the last call, the sizes that may still come among them."""
-        changes = super().take_changes()
-        if changes.state is not None:
-            changes.state["sizes_posted"] = [[line, sorted(last.sizes())] for line, last in sorted(self.sizes_posted.items())]
-        return changes
-
-    def _restore(self, snapshot: Snapshot, now: float) -> None:
-        super()._restore(snapshot, now)
-        for line, sizes in snapshot.state.get("sizes_posted", []):
-            for size in sizes:
-                self._note_size(line, size)
-        for group in sorted(self._held(), key=lambda group: group.seq):  # a store of an earlier version does not hold the sizes
-            self._note_size(group.line, group.size)
-        self._state_changed = False
-
-    def _note_size(self, line: int, size: int) -> None:
-        """Note the size of a group that was accepted."""
-        last = self.sizes_posted.setdefault(line, LastSizes())
-        self._state_changed |= size not in last.sizes()
+    def add(self, line: int, size: int) -> bool:
+        """Add the size of an accepted group. Return True if it is new among the environment's last groups."""
+        last = self._by_line.setdefault(line, LastSizes())
+        is_new = size not in last.sizes()
         last.note(size)
+        return is_new
 
-    def _sizes_to_come(self, line: int) -> set[int]:
-        """Sizes of which an environment may post any number."""
-        environment = self.registry.by_id[line]
-        sizes = self.sizes_posted[line].sizes() if line in self.sizes_posted else set()
+    def forget(self, line: int) -> None:
+        """Forget the sizes of an environment."""
+        self._by_line.pop(line, None)
+
+    def stored(self) -> list[Any]:
+        """Return the state to be stored, as JSON."""
+        return [[line, sorted(last.sizes())] for line, last in sorted(self._by_line.items())]
+
+    def restore(self, stored: Iterable[Any], held: Iterable[Group]) -> None:
+        """Restore what `stored` returned, and add the sizes of the held groups."""
+        for line, sizes in stored:
+            for size in sizes:
+                self.add(line, size)
+        for group in held:
+            self.add(group.line, group.size)
+
+    def _sizes_to_come(self, environment: Environment) -> set[int]:
+        """Return the sizes of which an environment may post any number."""
+        line = environment.env_id
+        sizes = self._by_line[line].sizes() if line in self._by_line else set()
         if line == NOBODY:
             return sizes
         return sizes | {environment.group_size} if environment.connected else set()
 
-    def unfillable(self) -> Unfillable:
-        """Return the groups that no batch can hold as things are; none while no trainer is registered."""
-        if self.registration is None or not (self.lines.groups or any(self.buffers.values())):
-            return Unfillable()
-        batch_size = self.registration.batch_size
-        for line in self.sizes_posted.keys() - self.registry.by_id.keys():  # of environments that were forgotten
-            del self.sizes_posted[line]
-        to_come = {line: self._sizes_to_come(line) for line in self.registry.by_id}
-        elsewhere = {group.size for lease in self.leases.values() for group in lease.groups}
-        elsewhere |= self.reference.sizes.keys()
-        elsewhere |= {group.size for buffer in self.buffers.values() for group in buffer}
-        supply = frozenset(set[int]().union(elsewhere, *to_come.values()))
-        key = (batch_size, supply, frozenset((size, min(count, batch_size)) for size, count in self.lines.sizes.items()))
+    def unfillable(
+        self,
+        batch_size: int,
+        environments: Mapping[int, Environment],
+        lines: PendingGroups,
+        buffers: Mapping[int, Collection[Group]],
+        elsewhere: Collection[int],
+    ) -> Unfillable:
+        """Return the groups that no batch can hold as things are.
+
+        Args:
+            batch_size: sequences in a batch.
+            environments: by id.
+            lines: the groups in the lines of the environments.
+            buffers: by environment, the groups that wait until they add up to its group_size.
+            elsewhere: sizes of the groups that wait elsewhere and may join a line.
+        """
+        to_come = {line: self._sizes_to_come(environment) for line, environment in environments.items()}
+        buffered = {group.size for buffer in buffers.values() for group in buffer}
+        supply = frozenset(buffered.union(elsewhere, *to_come.values()))
+        key = (batch_size, supply, frozenset((size, min(count, batch_size)) for size, count in lines.sizes.items()))
         if self._fillable is None or self._fillable[0] != key:
-            self._fillable = (key, fillable_sizes(self.lines.sizes, supply, [batch_size]))
+            self._fillable = (key, fillable_sizes(lines.sizes, supply, [batch_size]))
         fillable = self._fillable[1]
-        found = Unfillable()
-        if not self.lines.sizes.keys() <= fillable:
-            for line, groups in self.lines.by_line.items():
+        unfillable = Unfillable()
+        if not lines.sizes.keys() <= fillable:
+            for line, groups in lines.by_line.items():
                 sizes = Counter(group.size for group in groups.values() if group.size not in fillable)
                 if sizes:
-                    found.in_lines[line] = sizes
-        for line, buffer in self.buffers.items():
+                    unfillable.in_lines[line] = sizes
+        for line, buffer in buffers.items():
             sizes = Counter(group.size for group in buffer)
-            unit = self.registry.by_id[line].group_size
+            unit = environments[line].group_size
             targets = range(unit, max(unit, batch_size) + 1, unit)
             useful = fillable_sizes(sizes, to_come[line] - {unit}, targets) & fillable if sizes else set()
             stuck = Counter({size: count for size, count in sizes.items() if size not in useful})
             if stuck:
-                found.in_buffers[line] = stuck
-        self._note_news(found, batch_size)
-        return found
+                unfillable.in_buffers[line] = stuck
+        return unfillable
 
-    def _note_news(self, found: Unfillable, batch_size: int) -> None:
-        for line in found.lines():
-            for size in found.sizes(line):
-                if (line, size, batch_size) not in self._named_unfillable and len(self._named_unfillable) < MOST_NEWS:
-                    self._named_unfillable.add((line, size, batch_size))
-                    self.news.append(self._describe_unfillable(line, found))
 
-    def why_unfillable(self) -> list[str]:
-        """Return a sentence for each environment, for the trainer that gets no batch."""
-        found = self.unfillable()
-        return [self._describe_unfillable(line, found) for line in found.lines()]
+def describe_unfillable(environment: Environment, sizes: Mapping[int, int], batch_size: int) -> str:
+    """Describe the unfillable groups of an environment, with the remedy.
 
-    def _describe_unfillable(self, line: int, found: Unfillable) -> str:
-        environment, batch_size = self.registry.by_id[line], self.registration.batch_size if self.registration else 0
-        sizes = found.sizes(line)
-        listed = ", ".join(f"{count} of {size} sequences" for size, count in sorted(sizes.items())[:5])
-        whose = f"{environment.wandb_name} (group_size {environment.group_size})" if line != NOBODY else "no environment"
-        return (
-            f"{sum(sizes.values())} groups of {whose} can be part of no batch of {batch_size} ({listed}): let group_size "
-            "divide the trainer's batch_size, and post whole groups; they are dropped when others need their space in the queue"
-        )
-
-    def useless_reservations(self) -> set[int]:
-        """Return the environments whose groups that wait are all unfillable: no batch waits for their reserved share."""
-        found = self.unfillable()
-        return {
-            line
-            for line in found.lines()
-            if len(self.lines.by_line.get(line, {})) == sum(found.in_lines.get(line, Counter()).values())
-        }
-
-    def _unfillable_groups(self) -> Iterator[Group]:
-        """The unfillable groups, the oldest first."""
-        found = self.unfillable()
-        groups: list[Group] = []
-        for line, sizes in found.in_lines.items():
-            groups += [group for group in self.lines.by_line[line].values() if group.size in sizes]
-        for line, sizes in found.in_buffers.items():
-            groups += [group for group in self.buffers[line] if group.size in sizes]
-        yield from sorted(groups, key=lambda group: group.seq)
-
-    def _drop_unfillable(self, groups: int, size: int) -> None:
-        """Drop unfillable groups, so many or of so many bytes if there are as many."""
-        if groups <= 0 and size <= 0:
-            return
-        groups = max(groups, self.limits.max_groups // DROPPED_AT_ONCE)
-        dropped: set[int] = set()
-        for group in self._unfillable_groups():
-            if groups <= 0 and size <= 0:
-                break
-            dropped.add(group.seq)
-            groups, size = groups - 1, size - group.n_bytes
-        if dropped:
-            self._drop_where(lambda group: group.seq in dropped, REASON)
+    Args:
+        environment: whose groups they are.
+        sizes: how many there are of each size.
+        batch_size: the trainer's.
+    """
+    listed = ", ".join(f"{count} of {size} sequences" for size, count in sorted(sizes.items())[:5])
+    registered = environment.env_id != NOBODY
+    whose = f"{environment.wandb_name} (group_size {environment.group_size})" if registered else "no environment"
+    return (
+        f"{sum(sizes.values())} groups of {whose} can be part of no batch of {batch_size} ({listed}): let group_size "
+        "divide the trainer's batch_size, and post whole groups; they are dropped when others need their space in the queue"
+    )

@@ -13,7 +13,7 @@ from typing import Any
 from atroposlib.service.records import Registration
 from atroposlib.wire.weight_lineage import Life, begin_life, line_version
 
-MOST_EPOCHS = 1024
+MAX_EPOCHS = 1024
 """Epochs that are remembered of each kind; the oldest are forgotten first."""
 FIRST_EPOCHS = 2**52
 """Trainers may name epochs up to this one. It is half of the largest that a rollout can carry, and far above the clock."""
@@ -139,7 +139,7 @@ class WeightEpochs:
 
 def _remember(known: dict[int, Any], epoch: int, value: Any) -> None:
     known[epoch] = value
-    while len(known) > MOST_EPOCHS:
+    while len(known) > MAX_EPOCHS:
         del known[next(iter(known))]
 
 

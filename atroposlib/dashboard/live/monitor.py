@@ -185,14 +185,14 @@ class LiveSource:
     def _urls(self) -> list[str]:
         registration = self.service.queue.registration
         named = registration.inference_servers if registration is not None else None
-        return [*(self.service.fleet_table.urls() or []), *(url for one in named or [] if (url := _address(one)))]
+        return [*(self.service.fleet_status.urls() or []), *(url for one in named or [] if (url := _address(one)))]
 
     def _look(self) -> dict[str, Any]:
         service, queue, now = self.service, self.service.queue, time.monotonic()
         if queue.acked_version != self._acked[0]:
             self._acked = (queue.acked_version, now)
         since = None if self._acked[1] is None else round(now - self._acked[1], 1)
-        table = service.fleet_table
+        table = service.fleet_status
         age = table.age(service.clock())
         published = {row["url"]: row for row in table.servers} if age is not None and age < FORGET_SECONDS else {}
         rows = [server.row(published.get(url)) for url, server in self.watch.servers.items()]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from atroposlib.envs.runner.exact_resume import ResumeWindow
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Draft, QueueError, Registration
+from atroposlib.service.records import QueueError, Registration, ValidatedGroup
 from atroposlib.service.sqlite_store import SqliteStore
 
 STREAM, GROUP, GROUPS = "task seed 1", 2, 3
@@ -73,7 +73,7 @@ class World:
         self.bodies: dict[int, bytes] = {}
         self.saved = Checkpoint(0, "base", {}, ())
         self.uuid = self.epoch = self.posted = 0
-        self.posts: list[tuple[Draft, Worker | None]] = []
+        self.posts: list[tuple[ValidatedGroup, Worker | None]] = []
         self.kill_environment(False)
         self.start_trainer()
 
@@ -216,7 +216,7 @@ class World:
         self.posted += 1
         weights = ((worker.weights.epoch, worker.weights.version),)
         body = worker.content.encode()
-        draft = Draft(
+        draft = ValidatedGroup(
             body, GROUP, 9, self.env_id, weights, f"post {self.posted}", stream=STREAM, item=worker.number, life=worker.life
         )
         self.posts.append((draft, worker))

@@ -17,7 +17,7 @@ import pytest
 from atroposlib.service import trainer_routes
 from atroposlib.service.app import make_app
 from atroposlib.service.group_schema import read_groups
-from atroposlib.service.records import Changes, Draft, Registration, Snapshot
+from atroposlib.service.records import Changes, Registration, Snapshot, ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import StoreError
@@ -343,7 +343,7 @@ def test_a_call_does_not_wait_for_a_store_for_ever(store: FaultyStore) -> None:
         service = RolloutService(store, commit_timeout=0.05)
         with store.stalled():
             with pytest.raises(StoreError, match=r"did not answer within 0\.05 s"):
-                await service.post([Draft(b"{}", 1, 1)])
+                await service.post([ValidatedGroup(b"{}", 1, 1)])
             with pytest.raises(StoreError, match="did not answer"):
                 await service.run(lambda queue: None)
         await service.committer.close()

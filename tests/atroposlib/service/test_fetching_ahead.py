@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from atroposlib.envs.runner.worker_policy import QueueState, WorkerLimits, allowed_workers
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Draft, Lease, Registration
+from atroposlib.service.records import Lease, Registration, ValidatedGroup
 
 BATCH, GROUP = 8, 4
 
@@ -66,7 +66,7 @@ class FetchingAhead(RuleBasedStateMachine):
     def finish_a_rollout(self, which: int) -> None:
         if self.under_way:
             weights = self.under_way.pop(which % len(self.under_way))
-            self.queue.add(Draft(b"{}", GROUP, 9, self.env_id, (weights,)), 0.0)
+            self.queue.add(ValidatedGroup(b"{}", GROUP, 9, self.env_id, (weights,)), 0.0)
 
     @rule()
     def begin_rollouts(self) -> None:
@@ -177,8 +177,8 @@ def test_what_is_fetched_ahead_counts_as_queued_for_environments() -> None:
         return status["queue_size"], status["self_queue_size"]
 
     for _ in range(5):
-        queue.add(Draft(b"{}", GROUP, 9, env_id), 0.0)
-    queue.add(Draft(b"{}", GROUP, 9), 0.0)  # nobody's
+        queue.add(ValidatedGroup(b"{}", GROUP, 9, env_id), 0.0)
+    queue.add(ValidatedGroup(b"{}", GROUP, 9), 0.0)  # nobody's
     assert sizes() == (6, 5)
     assert trainer.fetch()
     assert sizes() == (4, 3 + (sum(group.line != env_id for group in trainer.held[0].groups)))
@@ -193,14 +193,14 @@ def test_a_batch_fetched_ahead_is_as_fresh_as_one_that_is_fetched_in_time() -> N
     env_id = register(queue, 0, 1)
     trainer = Trainer(queue, 1, 0, deque())
     for _ in range(4):
-        queue.add(Draft(b"{}", GROUP, 9, env_id, ((10, 0),)), 0.0)
+        queue.add(ValidatedGroup(b"{}", GROUP, 9, env_id, ((10, 0),)), 0.0)
     assert trainer.fetch()
     assert trainer.fetch()
-    assert queue.add(Draft(b"{}", GROUP, 9, env_id, ((10, 0),)), 0.0).status == "dropped", "two batches are before it"
+    assert queue.add(ValidatedGroup(b"{}", GROUP, 9, env_id, ((10, 0),)), 0.0).status == "dropped", "two batches are before it"
     assert queue.groups_wanted(env_id, 0.0) == 0
     queue.ack(trainer.held.popleft().batch_id, 1)
     assert queue.groups_wanted(env_id, 0.0) == 2
-    assert queue.add(Draft(b"{}", GROUP, 9, env_id, ((10, 1),)), 0.0).status == "received"
+    assert queue.add(ValidatedGroup(b"{}", GROUP, 9, env_id, ((10, 1),)), 0.0).status == "received"
 
 
 def test_what_came_while_a_skipped_batch_had_lowered_the_bound_is_dropped_when_it_rises_again() -> None:
@@ -209,7 +209,7 @@ def test_what_came_while_a_skipped_batch_had_lowered_the_bound_is_dropped_when_i
     trainer = Trainer(queue, 1, 2, deque())
 
     def post(version: int) -> str:
-        return queue.add(Draft(b"{}", GROUP, 9, env_id, ((10, version),)), 0.0).status
+        return queue.add(ValidatedGroup(b"{}", GROUP, 9, env_id, ((10, version),)), 0.0).status
 
     assert [post(2), post(2)] == ["received"] * 2
     assert trainer.fetch()
@@ -226,7 +226,7 @@ def test_a_batch_that_is_kept_counts_as_learned_from_and_comes_to_the_next_train
     env_id = register(queue, 0, 1)
     trainer = Trainer(queue, 1, 0, deque())
     for _ in range(2):
-        queue.add(Draft(b"{}", GROUP, 9, env_id, ((10, 0),)), 0.0)
+        queue.add(ValidatedGroup(b"{}", GROUP, 9, env_id, ((10, 0),)), 0.0)
     assert trainer.fetch()
     kept = trainer.held.popleft()
     assert queue.ack(kept.batch_id, 1, keep=True) == 0

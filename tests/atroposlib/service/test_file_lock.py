@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Draft, Registration
+from atroposlib.service.records import Registration, ValidatedGroup
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import StoreError
 
@@ -19,7 +19,7 @@ def test_nothing_is_accepted_into_a_file_that_lost_its_name(tmp_path: Path, suff
     path = tmp_path / "rollouts.db"
     store, queue = SqliteStore(path), RolloutQueue()
     queue.register(Registration(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=None))
-    queue.add(Draft(b"{}", 4, 10, None, (), None), 0.0)
+    queue.add(ValidatedGroup(b"{}", 4, 10, None, (), None), 0.0)
     store.commit([queue.take_changes()])
     file, moved = Path(f"{path}{suffix}"), path.with_name("moved")
     file.rename(moved)
@@ -27,7 +27,7 @@ def test_nothing_is_accepted_into_a_file_that_lost_its_name(tmp_path: Path, suff
         file.write_bytes(b"")
     elif then == "a folder":
         file.mkdir()
-    queue.add(Draft(b"{}", 4, 10, None, (), None), 0.0)
+    queue.add(ValidatedGroup(b"{}", 4, 10, None, (), None), 0.0)
     changes = queue.take_changes()
     with pytest.raises(StoreError, match=f"{file.name} (is not in its place|was replaced).*put the old file back"):
         store.commit([changes])

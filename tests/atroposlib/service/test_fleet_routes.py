@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.service.fleet import FORGET_SECONDS, FleetFullError, Table, UnknownServerError, Wishes
-from atroposlib.service.records import MOST_SERVERS
+from atroposlib.service.fleet import FORGET_SECONDS, FleetFullError, FleetRequests, FleetStatus, UnknownServerError
+from atroposlib.service.records import MAX_SERVERS
 from atroposlib.web.addresses import server_address
 
 from .conftest import Service, trainer
@@ -77,7 +77,7 @@ def test_any_text_is_an_address_or_a_clear_refusal(text: str) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=30))
 def test_an_address_is_wanted_or_left_by_the_last_word_said(words: list[tuple[bool, int]]) -> None:
-    wishes, last = Wishes(), {}
+    wishes, last = FleetRequests(), {}
     for joins, number in words:
         before = wishes.stored()
         if joins:
@@ -89,11 +89,11 @@ def test_an_address_is_wanted_or_left_by_the_last_word_said(words: list[tuple[bo
     assert set(wishes.wanted) == {url for url, joins in last.items() if joins}
     assert set(wishes.left) == {url for url, joins in last.items() if not joins}
     assert len(wishes.wanted + wishes.left) == len(last)
-    assert Wishes(**wishes.stored()) == wishes
+    assert FleetRequests(**wishes.stored()) == wishes
 
 
 def test_the_lists_are_bounded_and_strangers_cannot_leave() -> None:
-    wishes = Wishes([str(number) for number in range(MOST_SERVERS)])
+    wishes = FleetRequests([str(number) for number in range(MAX_SERVERS)])
     with pytest.raises(FleetFullError, match="/fleet/leave"):
         wishes.join("one more")
     with pytest.raises(UnknownServerError, match="GET /fleet"):
@@ -106,15 +106,15 @@ def test_tables_of_several_publishers_stand_side_by_side_while_they_are_fresh() 
     def row(port: int, version: int) -> dict[str, Any]:
         return {"url": f"http://h:{port}", "weight_version": version}
 
-    table = Table().told("a", [row(1, 1), row(2, 1)], 100.0, 5.0).told("b", [row(3, 1)], 101.0, 9e8)
+    table = FleetStatus().updated("a", [row(1, 1), row(2, 1)], 100.0, 5.0).updated("b", [row(3, 1)], 101.0, 9e8)
     assert table.urls() == ["http://h:1", "http://h:2", "http://h:3"]
-    table = table.told("a", [row(1, 2)], 102.0, 7.0)
+    table = table.updated("a", [row(1, 2)], 102.0, 7.0)
     assert sorted(table.urls() or ()) == ["http://h:1", "http://h:3"]
     assert (table.published, table.age(102.5)) == (7.0, 0.5), "the wall clock is for people alone"
-    table = table.told("b", [row(1, 3)], 103.0, 8.0)  # has taken it over
+    table = table.updated("b", [row(1, 3)], 103.0, 8.0)  # has taken it over
     assert table.servers == [row(1, 3)]
-    assert table.told("b", [], 103.0 + FORGET_SECONDS, 8.0).servers == []
-    assert table.told("", [row(4, 1)], 104.0, 0.0).urls() == ["http://h:1", "http://h:4"]
+    assert table.updated("b", [], 103.0 + FORGET_SECONDS, 8.0).servers == []
+    assert table.updated("", [row(4, 1)], 104.0, 0.0).urls() == ["http://h:1", "http://h:4"]
 
 
 def test_the_trainers_table_is_told_and_forgotten(service: Service) -> None:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from atroposlib.service import environments, forgetting
-from atroposlib.service.fleet import MOST_PUBLISHERS, Table, TooManyPublishersError
-from atroposlib.service.forgetting import FORGET_SECONDS, RegistryFullError
-from atroposlib.service.pending_groups import ReferenceStage
-from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Limits, UnknownEnvironmentError
+from atroposlib.service import environments
+from atroposlib.service import queue as queue_module
+from atroposlib.service.fleet import MAX_PUBLISHERS, FleetStatus, TooManyPublishersError
+from atroposlib.service.pending_groups import ReferenceQueue
+from atroposlib.service.queue import FORGET_SECONDS, RolloutQueue
+from atroposlib.service.records import Limits, RegistryFullError, UnknownEnvironmentError
 from atroposlib.service.sqlite_store import SqliteStore
 from tests.atroposlib.service.test_queue import draft, started, take
 
@@ -97,8 +97,8 @@ class Registrations(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forgetting, "MOST_ENVIRONMENTS", MOST)
-    monkeypatch.setattr(environments, "MOST_NAMES", MOST)
+    monkeypatch.setattr(queue_module, "MAX_ENVIRONMENTS", MOST)
+    monkeypatch.setattr(environments, "MAX_NAMES", MOST)
 
 
 @pytest.mark.usefixtures("few")
@@ -134,7 +134,7 @@ def test_names_are_remembered_up_to_a_bound() -> None:
 
 
 def test_streams_are_never_forgotten_and_so_refused_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forgetting, "MOST_STREAMS", 2)
+    monkeypatch.setattr(queue_module, "MAX_STREAMS", 2)
     queue = started(8)
     come(queue, 0.0, stream="a")
     come(queue, 0.0, stream="b")
@@ -144,7 +144,7 @@ def test_streams_are_never_forgotten_and_so_refused_beyond_a_bound(monkeypatch: 
 
 
 def test_reference_workers_are_forgotten_after_a_day_of_silence() -> None:
-    stage = ReferenceStage()
+    stage = ReferenceQueue()
     stage.lend("old", "m", 1, 1.0, 0.0)
     stage.lend("new", "m", 1, 1.0, FORGET_SECONDS)
     assert list(stage.workers) == ["old", "new"]
@@ -153,10 +153,10 @@ def test_reference_workers_are_forgotten_after_a_day_of_silence() -> None:
 
 
 def test_publishers_of_servers_are_bounded() -> None:
-    table = Table()
-    for number in range(MOST_PUBLISHERS):
-        table = table.told(str(number), [], 0.0, 0.0)
+    table = FleetStatus()
+    for number in range(MAX_PUBLISHERS):
+        table = table.updated(str(number), [], 0.0, 0.0)
     with pytest.raises(TooManyPublishersError, match="64 may"):
-        table.told("one more", [], 0.0, 0.0)
-    assert table.told("0", [], 0.0, 0.0).published == 0.0
-    assert table.told("later", [], 61.0, 61.0).published == 61.0
+        table.updated("one more", [], 0.0, 0.0)
+    assert table.updated("0", [], 0.0, 0.0).published == 0.0
+    assert table.updated("later", [], 61.0, 61.0).published == 61.0

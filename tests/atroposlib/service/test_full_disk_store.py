@@ -24,7 +24,7 @@ from atroposlib.service.app import make_app
 from atroposlib.service.disk_reserve import FIXED_BYTES, SLACK_BYTES, DiskSpace, Reserve
 from atroposlib.service.post_space import PostSpace
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Changes, Draft, Registration
+from atroposlib.service.records import Changes, Registration, ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import PAGE_SIZE, SqliteStore
 from atroposlib.service.store import MemoryStore, StoreError
@@ -190,7 +190,10 @@ def test_a_file_that_may_not_grow_loses_and_doubles_nothing_and_always_drains(tm
                 numbers = list(range(number, number + chance.randint(1, 4)))
                 number = numbers[-1] + 1
                 for one in numbers:
-                    queue.add(Draft(b"%d:" % one + b"x" * chance.choice((10, 3000, 300_000)), 4, 10, None, (), f"k{one}"), 0.0)
+                    queue.add(
+                        ValidatedGroup(b"%d:" % one + b"x" * chance.choice((10, 3000, 300_000)), 4, 10, None, (), f"k{one}"),
+                        0.0,
+                    )
                 if commit():
                     accepted |= set(numbers)
                 else:
@@ -218,7 +221,7 @@ def test_posts_in_one_commit_with_a_batch_never_use_the_reserve(tmp_path: Path) 
     queue.register(Registration(1, "g", "p", 4, 128, "c", 5, 0, 100))
     store.commit([queue.take_changes()])
     store._reserve.hold(store, 0)  # type: ignore[attr-defined]
-    queue.add(Draft(b"x" * 20 * PAGE_SIZE, 4, 10), 0.0)
+    queue.add(ValidatedGroup(b"x" * 20 * PAGE_SIZE, 4, 10), 0.0)
     with pytest.raises(StoreError, match=r"full; [\d.,]+ MB are free on the disk of .*: free some space"):
         store.commit([queue.take_changes(), Changes(keys_added=[])])
     assert store._reserve.is_whole

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import (
     BatchTooSmallError,
-    Draft,
     Lease,
     Limits,
     NotRegisteredError,
@@ -21,6 +20,7 @@ from atroposlib.service.records import (
     SupersededError,
     UnknownBatchError,
     UnknownEnvironmentError,
+    ValidatedGroup,
 )
 
 
@@ -28,9 +28,9 @@ def registration(batch_size: int = 8, uuid: int = 1, **fields: Any) -> Registrat
     return Registration(uuid, "g", "p", batch_size, 128, "c", 5, fields.pop("starting_step", 0), 100, **fields)
 
 
-def draft(size: int = 4, env_id: int | None = None, version: int | None = None, **fields: Any) -> Draft:
+def draft(size: int = 4, env_id: int | None = None, version: int | None = None, **fields: Any) -> ValidatedGroup:
     weights = () if version is None else ((None, version),)
-    return Draft(b"{}", size, fields.pop("longest", 10), env_id, weights, **fields)
+    return ValidatedGroup(b"{}", size, fields.pop("longest", 10), env_id, weights, **fields)
 
 
 def started(batch_size: int = 8, limits: Limits | None = None, **fields: Any) -> RolloutQueue:

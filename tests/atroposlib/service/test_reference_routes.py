@@ -10,7 +10,7 @@ from typing import Any
 from atroposlib.service.group_schema import NO_REFERENCE, read_groups, with_reference
 from atroposlib.service.pending_groups import IDLE_SECONDS
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Draft, Registration
+from atroposlib.service.records import Registration, ValidatedGroup
 
 from .conftest import Service, group, marks, trainer
 
@@ -118,7 +118,7 @@ def test_nothing_is_lost_when_workers_and_service_are_killed(tmp_path: Path) -> 
 def test_a_trainer_that_waits_in_vain_is_told_that_there_is_no_worker() -> None:
     queue = RolloutQueue()
     queue.register(Registration(1, "g", "p", 4, 128, "c", 5, 0, 100, model="m", ref_logprobs_from_workers=True))
-    queue.add(Draft(b"{" + NO_REFERENCE, 4, 10, tokens=40, referenced=False), 0.0)
+    queue.add(ValidatedGroup(b"{" + NO_REFERENCE, 4, 10, tokens=40, referenced=False), 0.0)
     said = []
     for now in (5.0, 5.0 + IDLE_SECONDS - 1, 5.0 + IDLE_SECONDS):
         assert queue.next_batch(now) is None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from atroposlib.service.pending_groups import ReferenceStage
+from atroposlib.service.pending_groups import ReferenceQueue
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import MISSING, NOBODY, Group
 from tests.atroposlib.service.test_queue import draft, env, registration
 
 
-def stage_with(groups: int) -> ReferenceStage:
-    stage = ReferenceStage()
+def stage_with(groups: int) -> ReferenceQueue:
+    stage = ReferenceQueue()
     stage.add(Group(seq, NOBODY, 2, 8, 100, ((0, 0),), tokens=16, reference=MISSING) for seq in range(groups))
     return stage
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Draft, Group, Limits, QueueFullError, Registration
+from atroposlib.service.records import Group, Limits, QueueFullError, Registration, ValidatedGroup
 from atroposlib.service.scheduling import Replay
 
 from .conftest import Service, group, marks, trainer
@@ -25,8 +25,8 @@ def started(replay: dict[str, Any], staleness: int, limits: Limits | None = None
 
 
 def post(queue: RolloutQueue, version: int = 0, env_id: int | None = None) -> int:
-    queue.check([Draft(b"{}", 2, 10, env_id, ((None, version),))])
-    queue.add(Draft(b"{}", 2, 10, env_id, ((None, version),)), 0.0)
+    queue.check([ValidatedGroup(b"{}", 2, 10, env_id, ((None, version),))])
+    queue.add(ValidatedGroup(b"{}", 2, 10, env_id, ((None, version),)), 0.0)
     return queue.next_seq - 1
 
 

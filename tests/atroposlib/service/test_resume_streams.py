@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from atroposlib.envs.runner.exact_resume import ResumeWindow
 from atroposlib.service.group_schema import read_groups
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Draft, Group, Registration
+from atroposlib.service.records import Group, Registration, ValidatedGroup
 from atroposlib.service.resume_streams import Streams
 from tests.atroposlib.service.exact_world import STREAM, World
 
@@ -60,7 +60,7 @@ def group(seq: int) -> Group:
 def test_an_item_is_answered_once_and_never_behind_its_batch() -> None:
     streams = Streams()
     streams.open(STREAM, {STREAM: 4})
-    draft = Draft(b"{}", 4, 9, stream=STREAM, item=5, life=streams.life)
+    draft = ValidatedGroup(b"{}", 4, 9, stream=STREAM, item=5, life=streams.life)
     assert streams.refusal(draft) is None
     streams.add(draft, 7)
     again = streams.refusal(draft)
@@ -68,30 +68,30 @@ def test_an_item_is_answered_once_and_never_behind_its_batch() -> None:
     assert again.status == "received", "a post that came twice"
     streams.hand_out([group(7)])
     assert streams.after([group(7)]) == {STREAM: 6}
-    late = streams.refusal(Draft(b"{}", 4, 9, stream=STREAM, item=4, life=streams.life))
+    late = streams.refusal(ValidatedGroup(b"{}", 4, 9, stream=STREAM, item=4, life=streams.life))
     assert late is not None
     assert "begins at 6" in str(late.reason)
-    earlier = streams.refusal(Draft(b"{}", 4, 9, stream=STREAM, item=6, life="of another trainer"))
+    earlier = streams.refusal(ValidatedGroup(b"{}", 4, 9, stream=STREAM, item=6, life="of another trainer"))
     assert earlier is not None
     assert "begun anew" in str(earlier.reason)
-    unknown = streams.refusal(Draft(b"{}", 4, 9, stream="other", item=0))
+    unknown = streams.refusal(ValidatedGroup(b"{}", 4, 9, stream="other", item=0))
     assert unknown is not None
     assert unknown.status == "dropped"
-    assert streams.refusal(Draft(b"{}", 4, 9)) is None
+    assert streams.refusal(ValidatedGroup(b"{}", 4, 9)) is None
 
 
 def test_what_is_lost_before_it_was_in_a_batch_is_done_again() -> None:
     streams, window = Streams(), ResumeWindow()
     streams.open(STREAM, None)
-    assert window.update((streams.told(STREAM) or {}) | {"version": 0})
+    assert window.update((streams.status(STREAM) or {}) | {"version": 0})
     window.begin(0)
-    streams.add(Draft(b"{}", 4, 9, stream=STREAM, item=0), 0)
+    streams.add(ValidatedGroup(b"{}", 4, 9, stream=STREAM, item=0), 0)
     window.finish(0, done=True)
     assert window.next_number() == 1
     streams.forget([group(0)])
-    assert window.update((streams.told(STREAM) or {}) | {"version": 0}), "something was lost"
+    assert window.update((streams.status(STREAM) or {}) | {"version": 0}), "something was lost"
     assert window.next_number() == 0
-    assert Streams(streams.stored()).told(STREAM) == streams.told(STREAM)
+    assert Streams(streams.stored()).status(STREAM) == streams.status(STREAM)
 
 
 def test_what_cannot_be_resumed_exactly_is_told_to_the_environment() -> None:

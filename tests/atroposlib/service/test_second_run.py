@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from atroposlib.service import stats
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Environment, Limits, Registration, Snapshot
-from atroposlib.service.starvation import MOST_REASON
+from atroposlib.service.starvation import MAX_REASON
 
 from .test_queue import draft, registration
 
@@ -72,20 +72,6 @@ def test_a_second_end_message_ends_no_environment_of_the_next_run() -> None:
     assert second is not None
     queue.end(2)
     assert queue.status_env(second.env_id, 0.0)["run_ended"]
-
-
-def test_a_store_of_an_earlier_version_ends_the_environments_that_it_knows() -> None:
-    queue = RolloutQueue()
-    trainer(queue, 1)
-    first = join(queue)
-    assert first is not None
-    queue.end(1)
-    queue._state_changed = True
-    changes = queue.take_changes()
-    assert changes.state is not None
-    del changes.state["first_env_of_run"]
-    queue = RolloutQueue(snapshot=Snapshot(state=changes.state, environments=changes.environments))
-    assert queue.status_env(first.env_id, 0.0)["run_ended"]
 
 
 def test_a_late_environment_of_the_ended_run_does_not_disturb_an_exact_resume() -> None:
@@ -208,7 +194,7 @@ def test_the_text_counts_what_was_refused_since_the_last_batch_and_why() -> None
     text = waits_because(queue, 2.0)
     assert "2 groups were dropped since the last batch, the last one because: stale: sampled at weight version 1" in text
     assert "1 post was refused since the last batch, the last one because: scores[0] is nan" in text
-    assert len(text) < 800 + MOST_REASON
+    assert len(text) < 800 + MAX_REASON
     for _ in range(2):
         queue.add(draft(env_id=environment.env_id, size=2, version=5), 3.0)
     assert queue.next_batch(3.0) is not None

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from atroposlib.service.batch_failures import ERROR_COUNTS, KILL_COUNTS, LIMIT, MAX_SET_ASIDE
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Draft
-from atroposlib.service.set_aside import ERROR_COUNTS, KILL_COUNTS, LIMIT, MOST_SET_ASIDE
+from atroposlib.service.records import ValidatedGroup
 from atroposlib.service.sqlite_store import SqliteStore
 
 from .test_queue import draft, registration, take
@@ -97,12 +97,12 @@ def test_an_answer_that_did_not_arrive_counts_for_nothing() -> None:
 
 
 def test_the_oldest_are_forgotten_beyond_a_bound() -> None:
-    queue = holding(*range(MOST_SET_ASIDE + 2))
-    for uuid in range(2 * MOST_SET_ASIDE + 4):
+    queue = holding(*range(MAX_SET_ASIDE + 2))
+    for uuid in range(2 * MAX_SET_ASIDE + 4):
         assert trainer(queue, uuid) == [uuid // 2]
         queue.report_end(1 + uuid // 2, "error")
-    assert [one["batch_id"] for one in queue.set_aside()] == list(range(3, MOST_SET_ASIDE + 3))
-    assert queue.failures.total == MOST_SET_ASIDE + 2
+    assert [one["batch_id"] for one in queue.set_aside()] == list(range(3, MAX_SET_ASIDE + 3))
+    assert queue.failures.total == MAX_SET_ASIDE + 2
     removed = queue.take_changes()
     assert removed.leases_removed == [1, 2]
     assert removed.removed == [0, 1]
@@ -117,7 +117,7 @@ def test_the_items_of_a_batch_that_is_set_aside_are_not_done_again() -> None:
     assert environment is not None
 
     def answered(item: int) -> None:
-        queue.add(Draft(b"{}", 4, 10, environment.env_id, stream="s", item=item, life=queue.streams.life), 0.0)
+        queue.add(ValidatedGroup(b"{}", 4, 10, environment.env_id, stream="s", item=item, life=queue.streams.life), 0.0)
 
     answered(0)
     assert take(queue) == [0]
@@ -225,7 +225,7 @@ class FailingBatches(RuleBasedStateMachine):
         assert failures.counts == {seq: n for seq, n in self.counts.items() if seq not in self.aside}
         kept = {group.seq for group in failures.groups()}
         assert kept <= self.aside
-        assert len(failures.batches) == min(failures.total, MOST_SET_ASIDE)
+        assert len(failures.batches) == min(failures.total, MAX_SET_ASIDE)
         assert {group.seq for group in self.queue._held()} == self.nature.keys() - self.aside - self.learned
         assert self.queue.held_groups == len(self.nature) - len(self.aside) - len(self.learned)
         assert self.queue.held_bytes == 2 * self.queue.held_groups

@@ -14,9 +14,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from atroposlib.service.evaluations import MOST_BYTES, MOST_KEPT, Evaluations
+from atroposlib.service.evaluations import MAX_BYTES, MAX_KEPT, Evaluations
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Changes, Draft, Group, Limits, Registration
+from atroposlib.service.records import Changes, Group, Limits, Registration, ValidatedGroup
 from atroposlib.service.sqlite_store import FORMAT, MAX_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
 from atroposlib.service.store import DamagedError, StoreError
 from tests.atroposlib.service.conftest import ROOT
@@ -26,8 +26,8 @@ SQLITE_FUNCTION = 31
 """The authorizer's code for a call of a function; the module has no name for it."""
 
 
-def draft(body: bytes = b"{}", size: int = 4, env_id: int | None = None, key: str | None = None) -> Draft:
-    return Draft(body, size, 10, env_id, (), key)
+def draft(body: bytes = b"{}", size: int = 4, env_id: int | None = None, key: str | None = None) -> ValidatedGroup:
+    return ValidatedGroup(body, size, 10, env_id, (), key)
 
 
 def registration(batch_size: int = 8) -> Registration:
@@ -95,8 +95,8 @@ def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
     queue.sent(lease, complete=True)
     check()
     told = {"time": 1.5, "env_id": 0, "name": "task", "weight_version": None, "metrics": {"accuracy": 0.1}}
-    numbers = [queue.evaluated(0.0, **told) for _ in range(MOST_KEPT + 2)]
-    assert [known.id for known in queue.evaluations.after(MOST_KEPT)] == numbers[-2:]
+    numbers = [queue.evaluated(0.0, **told) for _ in range(MAX_KEPT + 2)]
+    assert [known.id for known in queue.evaluations.after(MAX_KEPT)] == numbers[-2:]
     check()
     assert queue.evaluations.after(0)[0].id == 3, "the oldest are forgotten first"
     queue.fleet.join("http://one:1")
@@ -113,7 +113,7 @@ def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
     queue.reset()
     check()
     assert queue.held_groups == 0
-    assert queue.evaluated(0.0, **told) == MOST_KEPT + 3, "ids go on, for whoever asks after the last one that it knows"
+    assert queue.evaluated(0.0, **told) == MAX_KEPT + 3, "ids go on, for whoever asks after the last one that it knows"
     store.close()
 
 
@@ -358,10 +358,10 @@ def test_evaluations_are_kept_within_so_many_bytes() -> None:
     kept = Evaluations()
     metrics = {f"{n:0256}": 0.5 for n in range(256)}
     size = len(orjson.dumps(metrics))
-    for _ in range(2 * MOST_BYTES // size):
+    for _ in range(2 * MAX_BYTES // size):
         kept.add(1.5, None, "task", 3, metrics, weight_epoch=99)
-    told = orjson.dumps([known.told() for known in kept.after(0)])
-    assert MOST_BYTES - 2 * size < len(told) <= MOST_BYTES + MOST_KEPT
+    told = orjson.dumps([known.to_json() for known in kept.after(0)])
+    assert MAX_BYTES - 2 * size < len(told) <= MAX_BYTES + MAX_KEPT
     assert kept.after(0)[-1].id == kept.next_id - 1, "the oldest are forgotten first"
     added, removed = kept.take_changed()
     assert removed == [known.id for known in added if known.id < kept.after(0)[0].id]

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from atroposlib.service.evaluations import MOST_KEPT
+from atroposlib.service.evaluations import MAX_KEPT
 from atroposlib.service.group_schema import NO_REFERENCE, with_reference
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import COMPUTED, Draft, Limits, Registration
+from atroposlib.service.records import COMPUTED, Limits, Registration, ValidatedGroup
 from atroposlib.service.sqlite_store import SqliteStore
 
 GROUP_SIZE = 4
@@ -232,7 +232,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.keys += 1
         body = b'{"number":%d' % self.queue.next_seq + (b"}" if referenced else NO_REFERENCE)
         name = f"key {self.keys}" if key else None
-        draft = Draft(body, size, 9, env_id, ((epoch, version),), name, tokens=size, referenced=referenced)
+        draft = ValidatedGroup(body, size, 9, env_id, ((epoch, version),), name, tokens=size, referenced=referenced)
         self.posted += 1
         number = self.queue.next_seq
         receipt = self.queue.add(draft, 0.0)
@@ -327,14 +327,14 @@ class ServiceMachine(RuleBasedStateMachine):
                 0.0, time=1.5, env_id=None, name="task", weight_version=3, metrics={"x": value}, key=f"{self.evaluation_ids}"
             )
             assert number == self.evaluation_ids, "ids grow, and are never given twice"
-        self.evaluations = [*self.evaluations, (number, value)][-MOST_KEPT:]
+        self.evaluations = [*self.evaluations, (number, value)][-MAX_KEPT:]
         self.commit()
 
     @rule(half_way=st.booleans())
     def kill(self, half_way: bool) -> None:
         """The process dies; with `half_way`, in the middle of an uncommitted post."""
         if half_way:
-            self.queue.add(Draft(b"{}", 4, 9), 0.0)
+            self.queue.add(ValidatedGroup(b"{}", 4, 9), 0.0)
         self.store.close()
         self.store = SqliteStore(self.folder / "a.db")
         self.queue = RolloutQueue(self.limits, self.store.load())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import NOBODY, BatchTooSmallError, Limits, QueueFullError, Snapshot
-from atroposlib.service.unfillable import MOST_SIZES, REASON, fillable_sizes
+from atroposlib.service.unfillable import MAX_SIZES, REASON, fillable_sizes
 from tests.atroposlib.service.test_queue import draft, env, registration, started, take
 
 SIZES = st.integers(1, 9)
@@ -36,7 +36,7 @@ def test_the_sizes_that_can_fill_are_found(sizes: list[int], supply: set[int], t
 
 
 def test_many_sizes_are_not_looked_at() -> None:
-    many = dict.fromkeys(range(2, 2 * MOST_SIZES + 4, 2), 1)
+    many = dict.fromkeys(range(2, 2 * MAX_SIZES + 4, 2), 1)
     assert fillable_sizes(many, set(), [101]) == set(many), "none of them adds up to an odd number, but none is dropped"
 
 
@@ -48,7 +48,7 @@ def test_nothing_that_could_be_used_is_dropped(posts: list[tuple[int, int]], dat
         env(queue, 3)
         env(queue, 4)
         for size, line in posts:
-            queue._note_size([0, 1, NOBODY][line], size)
+            queue.posted_sizes.add([0, 1, NOBODY][line], size)
     dropped: set[int] = set()
     used: set[int] = set()
     twins: dict[int, int] = {}

@@ -15,11 +15,11 @@ from starlette.testclient import TestClient
 
 from atroposlib.service.app import make_app
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Draft, Registration
+from atroposlib.service.records import Registration, ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import MemoryStore
-from atroposlib.service.weight_epochs import MOST_EPOCHS, WeightEpochs
+from atroposlib.service.weight_epochs import MAX_EPOCHS, WeightEpochs
 from atroposlib.wire.weight_lineage import Life
 
 from .test_queue import registration
@@ -36,7 +36,7 @@ def register(queue: RolloutQueue, epoch: int, start: int = 0, lives: list[Life] 
 
 
 def post(queue: RolloutQueue, *weights: tuple[int | None, int]) -> str:
-    return queue.add(Draft(b"{}", 4, 10, None, weights), 0.0).status
+    return queue.add(ValidatedGroup(b"{}", 4, 10, None, weights), 0.0).status
 
 
 def test_an_epoch_is_given_once_also_after_a_kill_and_a_reset() -> None:
@@ -86,9 +86,9 @@ def test_what_came_before_any_trainer_is_judged_when_one_registers() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     epochs = WeightEpochs()
-    for _ in range(MOST_EPOCHS + 5):
+    for _ in range(MAX_EPOCHS + 5):
         epochs.give(0, "run")
-    assert len(epochs.stored()["given_epochs"]) == MOST_EPOCHS
+    assert len(epochs.stored()["given_epochs"]) == MAX_EPOCHS
 
 
 def test_no_trainer_can_use_up_the_epochs() -> None:
@@ -253,7 +253,7 @@ class EpochMachine(RuleBasedStateMachine):
         trainer = data.draw(st.sampled_from(self.trainers))
         version = data.draw(st.integers(trainer.start, trainer.version))
         self.sampled_by[self.queue.next_seq] = trainer
-        receipt = self.queue.add(Draft(b"{}", 4, 10, None, ((trainer.epoch, version),)), 0.0)
+        receipt = self.queue.add(ValidatedGroup(b"{}", 4, 10, None, ((trainer.epoch, version),)), 0.0)
         self.commit()
         if self.queue.registration is None or self.present is None:
             return

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Draft, Group
+from atroposlib.service.records import Group, ValidatedGroup
 from atroposlib.wire.weight_lineage import MOST_LIVES, Life, begin_life, line_version, oldest
 
 from .test_queue import registration
@@ -85,7 +85,7 @@ def test_the_same_life_again_is_no_new_one() -> None:
 
 
 def post(queue: RolloutQueue, *weights: tuple[int | None, int]) -> str:
-    receipt = queue.add(Draft(b"{}", 4, 10, None, weights), 0.0)
+    receipt = queue.add(ValidatedGroup(b"{}", 4, 10, None, weights), 0.0)
     return receipt.reason.partition(":")[0] if receipt.reason else receipt.status
 
 

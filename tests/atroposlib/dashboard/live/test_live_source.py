@@ -11,7 +11,7 @@ import pytest
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.live.monitor import LiveSource, Place
 from atroposlib.dashboard.live.snapshots import ObservedFolder
-from atroposlib.service.records import Draft, Limits, Registration
+from atroposlib.service.records import Limits, Registration, ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.store import MemoryStore
 
@@ -29,7 +29,7 @@ def test_a_trainer_that_died_while_the_service_was_away_is_missed(tmp_path: Path
         await before.round()
         after = source(tmp_path, replace(TRAINER, uuid=uuid))
         queue, now = after.service.queue, after.service.clock()
-        queue.add(Draft(b"{}", 2, 3, weights=((None, 0),)), now)
+        queue.add(ValidatedGroup(b"{}", 2, 3, weights=((None, 0),)), now)
         lease = queue.next_batch(now, None, None)
         assert lease is not None
         queue.sent(lease, complete=True)

@@ -9,7 +9,7 @@ from atroposlib.dashboard.live.event_detection import DROPS_SECONDS, Drops, happ
 from atroposlib.dashboard.live.servers import Server
 from atroposlib.dashboard.live.stack import TrainerHeard, stack_of, worth_telling
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import Draft, Limits, Registration
+from atroposlib.service.records import Limits, Registration, ValidatedGroup
 
 URL = "http://localhost:9001"
 GOOD = {"instance": "one", "weight_version": 1, "weight_epoch": 5, "serving": True, "in_flight": 3}
@@ -36,8 +36,8 @@ def running() -> RolloutQueue:
     return queue
 
 
-def draft(env_id: int | None = None, version: int = 0) -> Draft:
-    return Draft(b"{}", 4, 3, env_id=env_id, weights=((None, version),))
+def draft(env_id: int | None = None, version: int = 0) -> ValidatedGroup:
+    return ValidatedGroup(b"{}", 4, 3, env_id=env_id, weights=((None, version),))
 
 
 def test_each_fault_names_its_part() -> None:
