@@ -30,7 +30,7 @@ from typing import Any
 
 from bench.gpu.machine import describe
 from bench.measured import measured, put_into
-from example_trainer.launcher.quickstart.options import MODELS, STEPS
+from example_trainer.launcher.starter_models import MODELS, STEPS
 
 FILES = {"arithmetic": "quick_starts", "calculator": "calculator"}
 """Results file of each environment."""

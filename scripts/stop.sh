@@ -2,8 +2,4 @@
 # Stop what start.sh started: environment, trainer, vLLM, rollout service.
 # Options: scripts/stop.sh --help
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${LOCKSTEP_VENV:-$root/.venv}/bin/python
-[[ -x $python ]] || { echo "stop: $python is not there: run scripts/setup.sh first" >&2; exit 1; }
-# Run by path, so that relative paths among the options keep counting from where the command was typed.
-exec "$python" "$root/example_trainer/launcher/__main__.py" stop "$@"
+exec "$(dirname "${BASH_SOURCE[0]}")/launcher.sh" stop "$@"

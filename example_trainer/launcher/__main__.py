@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
@@ -15,11 +17,11 @@ if not __package__:
 from example_trainer.child_processes.processes import ProcessError
 from example_trainer.child_processes.whole_files import disk_refusal
 from example_trainer.launcher import logs, status
+from example_trainer.launcher.command_line import ROOT, OneLineParser, positive_int
 from example_trainer.launcher.control import Starter, stop_parts
 from example_trainer.launcher.keys import KEYS_FILE, SERVICE
 from example_trainer.launcher.options import add_run_option, parse
 from example_trainer.launcher.parts import PARTS, SERVERS, chosen
-from example_trainer.launcher.quickstart.options import OneLineParser, positive_int
 from example_trainer.launcher.records import Records
 from example_trainer.launcher.rolling import restart_servers
 from example_trainer.launcher.stack import Stack
@@ -45,8 +47,20 @@ def parser(name: str, description: str) -> OneLineParser:
     return made
 
 
+def run_on_ray(arguments: list[str]) -> NoReturn:
+    """Replace this process by the driver on Ray, in the foreground. Every other word is for the driver (docs/async.md)."""
+    words = [word for word in arguments if word != "--ray"]
+    if not any(word.startswith("--config") for word in words):
+        words = ["--config", str(ROOT / "example_trainer" / "configs" / "arithmetic_async_cpu.yaml"), *words]
+    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "example_trainer.async_grpo", *words]
+    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": search})
+
+
 def start(arguments: list[str]) -> int:
     """Start the stack in the background."""
+    if "--ray" in arguments:
+        run_on_ray(arguments)
     options = parse(arguments)
     stack = Stack(options)
     Starter(stack, say).run()

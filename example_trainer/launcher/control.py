@@ -21,12 +21,12 @@ from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ProcessError, describe_exit, first_error, tail
 from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.fleet import join
 from example_trainer.launcher.keys import SERVICE, make_keys, variables_of
 from example_trainer.launcher.options import save
 from example_trainer.launcher.parts import kind_of, server_number, to_stop
-from example_trainer.launcher.quickstart.options import ROOT
 from example_trainer.launcher.records import Record, Records, owner_is_me
 from example_trainer.launcher.roles import Command
 from example_trainer.launcher.stack import Stack

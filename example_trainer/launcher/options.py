@@ -1,4 +1,4 @@
-"""What start.sh can be asked, from flags and from LOCKSTEP_* variables; flags win."""
+"""The options of start.sh, from flags and from LOCKSTEP_* variables; flags win."""
 
 from __future__ import annotations
 
@@ -13,20 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from example_trainer.child_processes.whole_files import write_whole
+from example_trainer.launcher.command_line import ROOT, OneLineParser, check_model, learning_rate, positive_int, visible_gpus
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.gpus import choose_gpus, degrees
 from example_trainer.launcher.keys import refuse_keys
 from example_trainer.launcher.parts import PARTS, SERVERS, chosen, in_order, parts_of
-from example_trainer.launcher.quickstart.options import (
-    ROOT,
-    STARTER_MODEL,
-    OneLineParser,
-    check_model,
-    learning_rate,
-    positive_int,
-    visible_gpus,
-)
 from example_trainer.launcher.records import Records
+from example_trainer.launcher.starter_models import STARTER_MODEL
 
 BRIDGES = ("auto", "broadcast", "single-copy", "lora", "restart", "none")
 ENVIRONMENTS = ("arithmetic", "gsm8k")

@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from example_trainer.launcher import roles
+from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.gpus import degrees
 from example_trainer.launcher.keys import KEYS_FILE
 from example_trainer.launcher.options import StackOptions
 from example_trainer.launcher.parts import server_name, server_number
-from example_trainer.launcher.quickstart.options import LEARNING_RATES, ROOT
-from example_trainer.launcher.quickstart.plan import (
+from example_trainer.launcher.roles import Command
+from example_trainer.launcher.starter_models import (
     BATCHES,
+    LEARNING_RATES,
     MAX_MODEL_LENGTH,
     MAX_RESPONSE_TOKENS,
     MAX_SEQUENCES,
     MICRO_BATCH,
 )
-from example_trainer.launcher.roles import Command
 
 LOGS = {"service": "api.log", "vllm": "vllm.log", "trainer": "trainer.log"}
 """As the launch sequence names them; the environment's is gsm8k.log or env.log, a further server's vllm-2.log and so on."""

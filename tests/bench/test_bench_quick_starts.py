@@ -11,7 +11,8 @@ import pytest
 
 from bench import quick_start_figures, quick_starts
 from bench.results_book import Book, FigureError
-from example_trainer.launcher.quickstart.options import LEARNING_RATES, parse
+from example_trainer.launcher.quickstart.options import parse
+from example_trainer.launcher.starter_models import LEARNING_RATES
 
 
 @pytest.mark.parametrize(

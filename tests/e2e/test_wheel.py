@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.child_processes.processes import ManagedProcess
-from example_trainer.launcher.quickstart.options import STARTER_MODEL
+from example_trainer.launcher.starter_models import STARTER_MODEL
 from tests.conftest import ROOT, Processes
 
 pytestmark = pytest.mark.timeout(540)

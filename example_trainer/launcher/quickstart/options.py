@@ -1,34 +1,22 @@
-"""What a person can ask of the quick start, checked before anything starts."""
+"""The options of the quick start, checked before anything starts."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from example_trainer.launcher.command_line import ROOT, OneLineParser, check_model, learning_rate, positive_int, visible_gpus
 from example_trainer.launcher.errors import LauncherError
+from example_trainer.launcher.starter_models import LEARNING_RATES, MODELS, STEPS
 
-ROOT = Path(__file__).resolve().parents[3]
-STARTER_MODEL = ROOT / "assets" / "starter_model"
 MOST_EVAL_PROBLEMS = 1000
 BRIDGES = ("broadcast", "single-copy")
-CALCULATOR_MODEL = ROOT / "assets" / "calculator_model"
-MODELS = {"arithmetic": STARTER_MODEL, "calculator": CALCULATOR_MODEL}
-"""What learns in each environment where no other model is named."""
 LEVELS = {"arithmetic": 3, "calculator": 4}
 """The environments that there are, and the highest level of difficulty of each; the lowest is 1."""
-STEPS = {"arithmetic": 50, "calculator": 40}
-"""Optimizer steps in each environment where no other number is given."""
-LEARNING_RATES = {"arithmetic": 3e-4, "calculator": 5e-4}
-"""Peak learning rate in each environment unless --lr is given."""
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -69,22 +57,6 @@ class Options:
         return "gpu" if self.gpus else "cpu"
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage in front of it."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{Path(self.prog).stem}: {message} (see {self.prog} --help)", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def positive_int(text: str) -> int:
-    """An integer of at least 1."""
-    value = int(text) if re.fullmatch(r"[+-]?\d+", text) else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
-
-
 def eval_number(text: str) -> int:
     """An integer from 1 to MOST_EVAL_PROBLEMS."""
     value = positive_int(text)
@@ -98,17 +70,6 @@ def seed_number(text: str) -> int:
     if not re.fullmatch(r"\d+", text) or int(text) >= 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**31 - 1}")
     return int(text)
-
-
-def learning_rate(text: str) -> float:
-    """A finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value
 
 
 def levels(text: str) -> tuple[int, ...]:
@@ -173,19 +134,6 @@ def parser() -> OneLineParser:
     return made
 
 
-def visible_gpus() -> tuple[int, ...]:
-    """Indices of this machine's NVIDIA GPUs, CUDA_VISIBLE_DEVICES respected where it lists indices; empty if there are none."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    found = tuple(int(number) for number in re.findall(r"^GPU (\d+):", listed, re.MULTILINE))
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return found
-    return tuple(int(part) for part in chosen.split(",") if part.strip().isdigit() and int(part) in found)
-
-
 def choose_bridge(asked: str | None, gpus: tuple[int, ...]) -> str:
     """The bridge to use: what was asked for if these GPUs can do it.
 
@@ -195,22 +143,6 @@ def choose_bridge(asked: str | None, gpus: tuple[int, ...]) -> str:
     if len(gpus) == 1 and asked == "broadcast":
         raise LauncherError("--bridge broadcast needs two GPUs and this machine shows one: use --bridge single-copy, or --cpu")
     return asked or ("single-copy" if len(gpus) == 1 else "broadcast")
-
-
-def check_model(model: str) -> str:
-    """The model as the processes shall get it: an absolute folder, or a hub name unchanged.
-
-    Raises:
-        LauncherError: a folder without a checkpoint, or neither a folder nor a name.
-    """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise LauncherError(f"--model {model}: this folder has no config.json, so it is no Hugging Face checkpoint")
-        return str(folder.resolve())
-    if HUB_ID.fullmatch(model):
-        return model
-    raise LauncherError(f"--model {model}: no such folder, and no Hugging Face name (owner/name) either: check the path")
 
 
 def parse(arguments: Sequence[str]) -> Options:

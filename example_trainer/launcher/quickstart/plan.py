@@ -1,4 +1,4 @@
-"""Which commands make up the stack: what a person would type, with ports, folders and threads filled in."""
+"""The commands of a quick start, with ports, folders and threads filled in."""
 
 from __future__ import annotations
 
@@ -7,52 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from example_trainer.launcher import roles
-from example_trainer.launcher.quickstart.options import ROOT, Options
+from example_trainer.launcher.command_line import ROOT
+from example_trainer.launcher.quickstart.options import Options
 from example_trainer.launcher.roles import Command
+from example_trainer.launcher.starter_models import (
+    BATCHES,
+    BATCHES_AHEAD,
+    MAX_MODEL_LENGTH,
+    MAX_RESPONSE_TOKENS,
+    MAX_SEQUENCES,
+    MICRO_BATCH,
+    BatchShape,
+)
 
-BATCHES_AHEAD = 1
-"""Batches that the environment may be ahead of the trainer: vLLM samples the next one while the trainer works on this one."""
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """Rollouts of one optimizer step: `groups` problems with `group_size` answers to each."""
-
-    groups: int
-    group_size: int
-
-    @property
-    def rollouts(self) -> int:
-        """Sequences of one optimizer step."""
-        return self.groups * self.group_size
-
-    @property
-    def groups_in_work(self) -> int:
-        """Groups that the environment works on at once.
-
-        With the groups of one batch alone, vLLM would idle while that batch waits for its longest answer.
-        """
-        return self.groups * (1 + BATCHES_AHEAD)
-
-
-BATCHES = {
-    "arithmetic": BatchShape(groups=16, group_size=8),
-    "calculator": BatchShape(groups=8, group_size=16),
-}
-"""Shape of a batch in each environment.
-
-Late in an arithmetic run, nearly all answers to one problem get the same reward. The reward of a batch
-is then an average over its problems, not over its answers: if 2 of 8 problems fail, it drops to 75 %
-although the model has not changed. More problems with fewer answers each cost the same.
-"""
-MICRO_BATCH = 64
 KEEPS_EQUAL_SCORES = frozenset({"arithmetic"})
 """Environments whose groups of equal scores are trained on too, though they teach nothing: once the task is nearly solved most
 groups are such, and to replace them took more sampling than all the rest. The calculator's model begins with next to nothing
 right, and would have batches with nothing to learn from."""
-MAX_RESPONSE_TOKENS = 96
-MAX_MODEL_LENGTH = 512
-MAX_SEQUENCES = 256
 
 
 @dataclass(frozen=True)

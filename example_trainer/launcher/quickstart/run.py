@@ -21,9 +21,10 @@ from example_trainer.child_processes.processes import ManagedProcess, ProcessDie
 from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.child_processes.run_keys import SERVICE, VLLM
 from example_trainer.child_processes.whole_files import cannot_write, write_whole
+from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart.metrics import SHARE, TOOL_USE, MetricsFile, sampled
-from example_trainer.launcher.quickstart.options import ROOT, Options
+from example_trainer.launcher.quickstart.options import Options
 from example_trainer.launcher.quickstart.plan import Plan, Ports
 from example_trainer.launcher.quickstart.progress import TrainingDisplay
 from example_trainer.launcher.quickstart.report import (

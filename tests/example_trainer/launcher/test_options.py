@@ -11,9 +11,8 @@ from example_trainer.command_line import parse_config
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.gpus import choose_gpus
 from example_trainer.launcher.options import parse, save
-from example_trainer.launcher.quickstart.options import LEARNING_RATES, STARTER_MODEL
-from example_trainer.launcher.quickstart.plan import BATCHES
 from example_trainer.launcher.stack import Stack
+from example_trainer.launcher.starter_models import BATCHES, LEARNING_RATES, STARTER_MODEL
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 
 from environments.arithmetic_problems import MAX_HELD_OUT, OPERAND_DIGITS
 from environments.calculator_problems import LEVELS as CALCULATOR_LEVELS
+from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart import options
 from example_trainer.launcher.quickstart.options import choose_bridge, parse
-
-ROOT = Path(__file__).resolve().parents[4]
+from example_trainer.launcher.starter_models import CALCULATOR_MODEL, STARTER_MODEL
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_each_environment_has_levels_and_a_folder_of_its_own(model: str) -> None
     assert (parsed.environment, parsed.difficulty) == ("calculator", (4,))
     assert (parsed.output, parsed.steps) == (ROOT / "runs" / "calculator", options.STEPS["calculator"])
     taught = parse(["--cpu", "--environment", "calculator"])
-    assert (taught.model, parse(["--cpu"]).model) == (str(options.CALCULATOR_MODEL), str(options.STARTER_MODEL))
+    assert (taught.model, parse(["--cpu"]).model) == (str(CALCULATOR_MODEL), str(STARTER_MODEL))
     with pytest.raises(LauncherError, match="--difficulty 1,4: the levels of --environment arithmetic are 1 to 3"):
         parse(["--cpu", "--model", model, "--difficulty", "1,4"])
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart.metrics import MetricsFile, sampled
 from example_trainer.launcher.quickstart.options import LEVELS, Options
-from example_trainer.launcher.quickstart.plan import BATCHES, Plan, Ports
+from example_trainer.launcher.quickstart.plan import Plan, Ports
 from example_trainer.launcher.quickstart.plot import draw, smooth
 from example_trainer.launcher.quickstart.progress import TrainingDisplay, plain_line
 from example_trainer.launcher.quickstart.report import (
@@ -33,6 +33,7 @@ from example_trainer.launcher.quickstart.report import (
 )
 from example_trainer.launcher.quickstart.run import LOCK, fingerprint, open_output, read_evaluation
 from example_trainer.launcher.roles import Command, cores
+from example_trainer.launcher.starter_models import BATCHES
 
 OPTIONS = Options(
     bridge="broadcast",

@@ -1,0 +1,74 @@
+"""Values that several commands of the launcher read: numbers, a model, and the GPUs of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from example_trainer.launcher.errors import LauncherError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{Path(self.prog).stem}: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def positive_int(text: str) -> int:
+    """An integer of at least 1."""
+    value = int(text) if re.fullmatch(r"[+-]?\d+", text) else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def learning_rate(text: str) -> float:
+    """A finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def visible_gpus() -> tuple[int, ...]:
+    """Indices of this machine's NVIDIA GPUs, CUDA_VISIBLE_DEVICES respected where it lists indices; empty if there are none."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = tuple(int(number) for number in re.findall(r"^GPU (\d+):", listed, re.MULTILINE))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return found
+    return tuple(int(part) for part in chosen.split(",") if part.strip().isdigit() and int(part) in found)
+
+
+def check_model(model: str) -> str:
+    """The model as the processes shall get it: an absolute folder, or a hub name unchanged.
+
+    Raises:
+        LauncherError: a folder without a checkpoint, or neither a folder nor a name.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise LauncherError(f"--model {model}: this folder has no config.json, so it is no Hugging Face checkpoint")
+        return str(folder.resolve())
+    if HUB_ID.fullmatch(model):
+        return model
+    raise LauncherError(f"--model {model}: no such folder, and no Hugging Face name (owner/name) either: check the path")
