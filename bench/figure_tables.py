@@ -63,7 +63,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
 
 ELSEWHERE: dict[str, dict[str, str]] = {
     "docs/files.md": {
-        "up to 1 GiB or 1,000,000": "MOST_BYTES and MOST_ROLLOUTS of atroposlib/dashboard/rollouts/archive.py",
+        "up to 1 GiB or 1,000,000": "MAX_BYTES and MAX_ROLLOUTS of atroposlib/dashboard/rollouts/archive.py",
     },
     "docs/inference-servers.md": {
         "`--max-body-bytes` (16 MiB)": "the default of that option",
@@ -77,8 +77,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "128 MiB; bodies up to 64 KiB never wait": "SMALL_BUDGET and TINY_BODY in atroposlib/web/memory_budget.py",
         "20 × `--max-body-bytes` + 256 MiB": "MEMORY_PER_BYTE and MEMORY_BESIDES in atroposlib/service/group_reader.py",
         "of more than 1 MiB in work at the managed-server proxy | 256 MiB": "MAX_BODIES in atroposlib/inference/proxy.py",
-        "64 MiB for each file": "MOST_KEPT_BYTES in atroposlib/utils/whole_files.py",
-        "1 MiB for each file": "MOST_WAITING_BYTES in atroposlib/dashboard/live/snapshots.py",
+        "64 MiB for each file": "MAX_KEPT_BYTES in atroposlib/utils/whole_files.py",
+        "1 MiB for each file": "MAX_WAITING_BYTES in atroposlib/dashboard/live/snapshots.py",
         "64 MiB, and 16 MiB more that no post may use up": "RESERVE_BYTES, SLACK_BYTES in atroposlib/service/disk_reserve.py",
         "body of a request without the key, such as a sign-in | 64 KiB": "TINY_BODY in atroposlib/web/memory_budget.py",
         "body of a request with the key that holds no groups | 1 MiB": "MAX_SMALL_BODY in atroposlib/web/middleware.py",

@@ -47,7 +47,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
-from atroposlib.dashboard.rollouts.archive import MOST_BYTES, Archive
+from atroposlib.dashboard.rollouts.archive import MAX_BYTES, Archive
 from bench.gpu.processes import free_port
 from bench.long_run import GROUP_SIZE, NEEDLE, SHOWN, Rows, forget_cached, keep, multiply, write_archive, write_figures
 from bench.measured import measured, put_into
@@ -348,7 +348,7 @@ def opening(steps: int, rollouts: int) -> dict[str, Any]:
         "memory is that of a small archive": "yes"
         if all(row["peak_mib"] - few[name]["peak_mib"] <= MOST_GROWTH_MIB for name, row in many.items())
         else "no",
-        "within the bytes that are kept by default": "yes" if size["counted_bytes"] <= MOST_BYTES else "no",
+        "within the bytes that are kept by default": "yes" if size["counted_bytes"] <= MAX_BYTES else "no",
     }
     keeping = {"empty_ms_per_group": kept["processor_ms_per_group"], "full_ms_per_group": seconds * 1e3}
     return {

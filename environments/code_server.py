@@ -199,8 +199,8 @@ def make_sandbox(config: CodeConfig) -> Sandbox:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--env.sandbox {config.sandbox}: neither `local` nor package.module:factory ({error})") from error
-    made: Sandbox = factory(limits=limits, allow_missing=config.sandbox_allow_missing)
-    return made
+    box: Sandbox = factory(limits=limits, allow_missing=config.sandbox_allow_missing)
+    return box
 
 
 def allowing(error: SandboxUnavailable) -> str:

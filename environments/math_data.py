@@ -184,9 +184,9 @@ def load_from_path(path: Path, columns: Columns = Columns()) -> tuple[Questions,
         return both, both
     files = []
     for name in ("train", "test"):
-        if (found := file_named(path, name)) is None:
+        if (file := file_named(path, name)) is None:
             raise UsageError(f"{path} has no {name}{ENDINGS[0]} (nor {', '.join(ENDINGS[1:])})")
-        files.append(found)
+        files.append(file)
     return read_file(files[0], columns), read_file(files[1], columns)
 
 

@@ -142,10 +142,10 @@ class MathEnv(SingleTurnEnv):
                 logger.warning("the suite %s has %d questions, not the usual %d", name, len(read.questions), SUITES[name].size)
             self.suites[name] = read.questions
         # What is measured is not to be trained on; one file for both is the user's word that it is.
-        asked = {q.question for q in ([] if test is train else test)} | {
+        evaluated = {q.question for q in ([] if test is train else test)} | {
             q.question for own in self.suites.values() for q in own
         }
-        kept = [question for question in train if question.question not in asked]
+        kept = [question for question in train if question.question not in evaluated]
         if len(kept) < len(train):
             logger.warning("%d training questions are also in what is evaluated, and are left out", len(train) - len(kept))
         self.train = shuffled(kept, self.config.seed)
@@ -267,9 +267,9 @@ def suite_metrics(rows: Sequence[Sequence[Attempt]]) -> dict[str, float]:
     """
     samples = len(rows[0])
     counts = [sum(attempt.record["correct"] for attempt in row) for row in rows]
-    wanted = sorted({k for k in (2**power for power in range(1, samples.bit_length())) if k <= samples} | {samples} - {1})
+    sizes = sorted({k for k in (2**power for power in range(1, samples.bit_length())) if k <= samples} | {samples} - {1})
     metrics = {"mean": fmean(count / samples for count in counts)}
-    return metrics | {f"pass@{k}": fmean(pass_at_k(samples, count, k) for count in counts) for k in wanted}
+    return metrics | {f"pass@{k}": fmean(pass_at_k(samples, count, k) for count in counts) for k in sizes}
 
 
 if __name__ == "__main__":

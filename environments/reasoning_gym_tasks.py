@@ -76,8 +76,8 @@ def package() -> ModuleType:
         import reasoning_gym.factory as factory
     except ModuleNotFoundError as error:
         raise EnvironmentFailure(INSTALL) from error
-    found: ModuleType = factory
-    return found
+    module: ModuleType = factory
+    return module
 
 
 def among(name: str, known: Iterable[str]) -> str:

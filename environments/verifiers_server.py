@@ -99,8 +99,8 @@ class VerifiersEnv(GradedEnv):
             rows = self.theirs.get_dataset().to_list()
         except ValueError:
             rows = []  # it has an evaluation set alone
-        asked = {row_key(row) for row in self.held_out}
-        self.rows = [row for row in rows if row_key(row) not in asked]
+        held_out_keys = {row_key(row) for row in self.held_out}
+        self.rows = [row for row in rows if row_key(row) not in held_out_keys]
         if rows and not self.rows:
             logger.warning(
                 "%s has no rows but those of its evaluation: it trains on what it is measured by", self.config.environment
@@ -148,8 +148,8 @@ class VerifiersEnv(GradedEnv):
         Raises:
             RolloutFailure: one of them failed, or a reward function did: neither is a score.
         """
-        made = await asyncio.gather(*(self.rollout(row, number, count, fields) for number in range(count)))
-        states = [rollout.state for rollout in made]
+        results = await asyncio.gather(*(self.rollout(row, number, count, fields) for number in range(count)))
+        states = [rollout.state for rollout in results]
         rubric = self.theirs.rubric
         heard: list[str] = []
         before = reward_errors.set(heard)
@@ -163,7 +163,7 @@ class VerifiersEnv(GradedEnv):
                     await rubric.cleanup(state)
         if heard:
             raise RolloutFailure(f"{self.config.environment}: {heard[0]}")
-        return list(made)
+        return list(results)
 
     async def rollout(self, row: dict[str, Any], number: int, count: int, fields: dict[str, Any]) -> Rollout:
         """One rollout, unscored, whose requests go through a managed server of its own."""

@@ -22,7 +22,7 @@ from atroposlib.dashboard.live.monitor import LiveSource, Place
 from atroposlib.dashboard.live.servers import ServerWatch
 from atroposlib.dashboard.live.snapshots import observed_folder
 from atroposlib.dashboard.page import RunPage
-from atroposlib.dashboard.rollouts.archive import MOST_BYTES
+from atroposlib.dashboard.rollouts.archive import MAX_BYTES
 from atroposlib.dashboard.rollouts.recorder import RolloutRecorder
 from atroposlib.dashboard.run_folders.catalogue import LIVE
 from atroposlib.dashboard.web.auth import SESSION_SECONDS, STATE_FILE, PageAuth
@@ -129,7 +129,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--keep-rollouts",
         type=argument_types.bytes_or_none,
-        default=MOST_BYTES,
+        default=MAX_BYTES,
         metavar="BYTES",
         help="rollouts that are kept for the page, the newest ones, such as 4G; 0 for none (default: 1G)",
     )
@@ -291,7 +291,7 @@ def make_page(
     auth: PageAuth,
     port: int,
     run_folder: Path | None,
-    keep_rollouts: int = MOST_BYTES,
+    keep_rollouts: int = MAX_BYTES,
     tokenizer: str | None = None,
     vllm_servers: Sequence[str] = (),
 ) -> RunPage:

@@ -26,7 +26,7 @@ from atroposlib.wire.scores import plain_score
 
 logger = logging.getLogger(__name__)
 
-MOST_PASSED_OVER = 1000
+MAX_SKIPPED = 1000
 """Items in a row that a curriculum passes over; then one is taken, whatever it is: if all are easy, an easy one has to do."""
 REQUESTS_OF_GROUP = 1_000_000
 """More than a group has: the seeds of its second making begin here."""
@@ -152,7 +152,7 @@ class GradedEnv(BaseEnv):
         """The next item; with `curriculum`, the next that is worth sampling."""
         if not self.config.curriculum:
             return await self.get_next_item()
-        for _ in range(MOST_PASSED_OVER):
+        for _ in range(MAX_SKIPPED):
             item = await self.get_next_item()
             if item is None or self.curriculum.takes(self.item_key(item), self._rng.random()):
                 return item

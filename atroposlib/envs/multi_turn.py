@@ -223,11 +223,11 @@ class MultiTurnEnv(GradedEnv):
         if tools and self.tool_format.in_template and "tools" in str(getattr(self.tokenizer, "chat_template", "")):
             # The calls are read here: the managed server is to hand out the text as it is.
             asked.update(tools=[tool.schema for tool in tools], tool_choice="none")
-        elif tools and (told := self.tool_format.describe(tools)):
+        elif tools and (description := self.tool_format.describe(tools)):
             system = talk.messages[0] if talk.messages[0].get("role") == "system" else None
             rest = talk.messages if system is None else talk.messages[1:]
-            told = told if system is None else f"{system['content']}\n\n{told}"
-            talk.messages = [{"role": "system", "content": told}, *rest]
+            description = description if system is None else f"{system['content']}\n\n{description}"
+            talk.messages = [{"role": "system", "content": description}, *rest]
         talk.transcript = [dict(message) for message in talk.messages]
         return talk
 
@@ -259,8 +259,8 @@ class MultiTurnEnv(GradedEnv):
         turn.spans = tuple((call.span[0] - added, call.span[1] - added) for call in calls if call.span is not None)
         talk.turns.append(turn)
         talk.say({"role": "assistant", "content": text}, **({"tool_calls": list(map(as_openai, calls))} if calls else {}))
-        said = talk.transcript[-1]
-        said["content"] = whole
+        reply = talk.transcript[-1]
+        reply["content"] = whole
         if cut:
             talk.ended = "answer_cut" if turn.num_tokens >= self.config.max_token_length else "max_tokens"
             return
@@ -272,7 +272,7 @@ class MultiTurnEnv(GradedEnv):
         step = await self.step(talk)
         if not isinstance(step, Step):
             raise TypeError(f"{type(self).__name__}.step must return a Step, not {step!r:.80}")
-        turn.reward = said["reward"] = step.reward
+        turn.reward = reply["reward"] = step.reward
         for message in step.messages:
             talk.say(message)
         if step.done:

@@ -34,9 +34,9 @@ from atroposlib.utils.jsonl import as_plain
 
 logger = logging.getLogger(__name__)
 
-MOST_ERROR = 300
+MAX_ERROR = 300
 """Characters of an error that the model is told."""
-MOST_HANGING = 64
+MAX_HANGING = 64
 """Threads of synchronous tools that did not come back in time, before the process ends: nothing can end them."""
 
 REMEDY: Mapping[str, str] = {
@@ -122,17 +122,17 @@ class Tool:
 def described(docstring: str) -> tuple[str, dict[str, str]]:
     """(what it does, parameter -> what it is) of a docstring with an `Args:` section."""
     before, _, section = docstring.partition("\nArgs:\n")
-    told: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
         if line and not line.startswith(" "):
             break
-        if found := re.match(r" {1,4}(\w+)(?: \([^)]*\))?: *(.*)", line):
-            name = found[1]
-            told[name] = found[2]
+        if argument := re.match(r" {1,4}(\w+)(?: \([^)]*\))?: *(.*)", line):
+            name = argument[1]
+            arguments[name] = argument[2]
         elif name and line.strip():
-            told[name] += f" {line.strip()}"
-    return re.split(r"\n(?:Returns|Raises|Yields):", before)[0].strip(), told
+            arguments[name] += f" {line.strip()}"
+    return re.split(r"\n(?:Returns|Raises|Yields):", before)[0].strip(), arguments
 
 
 def without_titles(schema: Any) -> Any:
@@ -238,7 +238,7 @@ class Toolbox:
 
     async def _in_thread(self, tool: Tool, function: Callable[[], Any]) -> tuple[str, BaseException | None] | None:
         """In a daemon thread of its own: one that hangs neither takes a place in a pool nor keeps the process from ending."""
-        if self._hanging >= MOST_HANGING:
+        if self._hanging >= MAX_HANGING:
             raise EnvironmentFailure(
                 f"{self._hanging} calls of tools hang in threads that nothing can end, and now {tool.name!r} is called: give "
                 "what it waits for a deadline, or make it async"
@@ -271,7 +271,7 @@ class Toolbox:
 
     @staticmethod
     def _refuse(call: Call, problem: Problem, why: str) -> None:
-        call.problem, call.answer = problem, f"error: {' '.join(why.split())[:MOST_ERROR]}"
+        call.problem, call.answer = problem, f"error: {' '.join(why.split())[:MAX_ERROR]}"
 
     @staticmethod
     def _encodable(text: str) -> str:
@@ -289,7 +289,7 @@ class Toolbox:
             "a tool call went wrong (%s), the model is told %r: %s. Others like it are counted as train/tool_problems_%s, and "
             "not logged",
             f"{call.problem} of {call.name:.50}" if call.name else call.problem,
-            call.answer[-MOST_ERROR:],
+            call.answer[-MAX_ERROR:],
             REMEDY[call.problem],
             call.problem,
             exc_info=error if isinstance(error, Exception) else None,

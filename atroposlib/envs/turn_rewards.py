@@ -52,8 +52,8 @@ def turn_advantages(rewards: Sequence[Sequence[float]], discount: float = 1.0) -
 def sampled_runs(mask: Iterable[int]) -> list[tuple[int, int]]:
     """(first, one past the last) place of each run of sampled tokens: the turns of a sequence."""
     runs = []
-    for given, run in groupby(enumerate(mask), key=lambda place: place[1] == PROMPT_MASK):
-        if not given:
+    for is_prompt, run in groupby(enumerate(mask), key=lambda place: place[1] == PROMPT_MASK):
+        if not is_prompt:
             places = [place for place, _ in run]
             runs.append((places[0], places[-1] + 1))
     return runs

@@ -192,9 +192,9 @@ class ChatTemplate:
         """True if the template shows content in parts and drops text, as those of some vision models do."""
 
         def shows(content: Any) -> bool:
-            asked = [{"role": "user", "content": content}]
+            messages = [{"role": "user", "content": content}]
             try:
-                text = self.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             except Exception as error:  # noqa: BLE001 (templates raise anything)
                 logger.debug("the chat template refuses a message: %s", error)
                 return False

@@ -41,9 +41,9 @@ class FleetFollower:
         try:
             response = await self._http.get("/fleet")
             response.raise_for_status()
-            told = response.json()
-            addresses = servers_of(told)
-            self.keyed = self._has_key and told.get("keyed") is True
+            answer = response.json()
+            addresses = servers_of(answer)
+            self.keyed = self._has_key and answer.get("keyed") is True
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
             wrong = f"/fleet answered {status}" + ("; is it an earlier version?" if status == 404 else "")
@@ -79,10 +79,10 @@ def servers_of(fleet: Any) -> list[str] | None:
         if fleet["published"] is None:
             return None
         left = {server_address(url) for url in fleet.get("left", [])}
-        told = {server_address(server["url"]): server["standing"] for server in fleet["servers"]}
+        standings = {server_address(server["url"]): server["standing"] for server in fleet["servers"]}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    return [url for url, standing in told.items() if standing != "joining" and url not in left]
+    return [url for url, standing in standings.items() if standing != "joining" and url not in left]
 
 
 def same_address(one: str, other: str) -> bool:

@@ -81,8 +81,8 @@ def spans_of(
         return None
     rows = []
     for index, row in enumerate(versions):
-        told = [0] * len(row) if epochs is None else epochs[index]
-        rows.append([Span(Weights(epoch, version), tokens) for (version, tokens), epoch in zip(row, told, strict=True)])
+        row_epochs = [0] * len(row) if epochs is None else epochs[index]
+        rows.append([Span(Weights(epoch, version), tokens) for (version, tokens), epoch in zip(row, row_epochs, strict=True)])
     return rows
 
 

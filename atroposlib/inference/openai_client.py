@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", ChatCompletion, Completion)
 PROBE_TIMEOUT = 10.0
-HIGHEST_TEMPERATURE = 2.0
+MAX_TEMPERATURE = 2.0
 """The limit of OpenAI's interface, and of vLLM in all of its routes."""
 OPENAI_ADDRESS = "https://api.openai.com/v1"
 """Used by the client if a configuration names no address."""
@@ -161,7 +161,7 @@ class OpenAIServer(OpenAIRoutes):
     It may be anywhere: proxies apply unless it is on this machine, and a key goes only to where it belongs.
     """
 
-    highest_temperature = HIGHEST_TEMPERATURE
+    highest_temperature = MAX_TEMPERATURE
 
     @property
     def openai_url(self) -> str:

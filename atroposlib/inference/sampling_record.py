@@ -57,21 +57,21 @@ def sampling_of(request: Mapping[str, Any], completions: int, temperature: float
     Returns:
         None where the temperature is not known.
     """
-    asked = {ALIASES.get(name, name): value for name, value in request.items() if value is not None}
-    warmth = asked.get("temperature", temperature)
+    parameters = {ALIASES.get(name, name): value for name, value in request.items() if value is not None}
+    warmth = parameters.get("temperature", temperature)
     if warmth is None:
         return None
-    told: Sampling = {"temperature": float(warmth)}
+    sampling: Sampling = {"temperature": float(warmth)}
     for name in (*NEUTRAL, "max_tokens"):
-        if name in asked and float(asked[name]) not in NEUTRAL.get(name, ()):
-            told[name] = int(asked[name]) if name in WHOLE else float(asked[name])
+        if name in parameters and float(parameters[name]) not in NEUTRAL.get(name, ()):
+            sampling[name] = int(parameters[name]) if name in WHOLE else float(parameters[name])
     own = {"temperature", "max_tokens", *NEUTRAL}
     # Empty as {} and False: asked for, and nothing is.
-    strange = sorted(name for name, value in asked.items() if name not in HARMLESS | own and has_something(value))
+    strange = sorted(name for name, value in parameters.items() if name not in HARMLESS | own and has_something(value))
     if strange:
         say_that_it_may_be_constrained(tuple(strange))
-        told[CONSTRAINED] = len(strange)
-    return [told] * completions
+        sampling[CONSTRAINED] = len(strange)
+    return [sampling] * completions
 
 
 def has_something(value: Any) -> bool:
@@ -179,13 +179,13 @@ class SampledRecord:
         reasons: Sequence[str | None],
     ) -> None:
         """What one request sampled: completions of a prompt."""
-        given = Prefix()
-        begin = given.goes_on(prompt)
+        prefix = Prefix()
+        begin = prefix.goes_on(prompt)
         for output, how, reason in zip(outputs, sampling, reasons, strict=True):
-            found = Sampled(begin, given.branch().goes_on(output), how, reason)
-            known = self._known.setdefault(found.whole, [])
-            if found not in known:
-                known.append(found)
+            sampled = Sampled(begin, prefix.branch().goes_on(output), how, reason)
+            known = self._known.setdefault(sampled.whole, [])
+            if sampled not in known:
+                known.append(sampled)
 
     @property
     def sequences(self) -> list[Sampled]:
@@ -236,14 +236,14 @@ class SampledRecord:
 
 def places_of(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, Place]:
     """A sequence's places at these lengths, by length; none beyond its end, and none of what are no token ids."""
-    prefix, begin, found = Prefix(), 0, {}
+    prefix, begin, places = Prefix(), 0, {}
     try:
         for end in sorted(length for length in lengths if length <= len(tokens)):
-            found[end] = prefix.goes_on([*tokens[begin:end]])
+            places[end] = prefix.goes_on([*tokens[begin:end]])
             begin = end
     except (TypeError, OverflowError):  # the checks of the group's shape say what is wrong with it
         return {}
-    return found
+    return places
 
 
 def common_of(sequences: Sequence[Sampled]) -> Sampling | None:

@@ -21,7 +21,7 @@ from atroposlib.inference.generation import Weights
 SETTLING_SECONDS = 2.0
 """Servers take over new weights at nearly the same time, and are looked at a little later one than the other: only who is still
 behind after so long counts as behind. Otherwise the first one to be seen with new weights would be sent everything."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
 """Seconds for which a server gets nothing after its first failure, and at most."""
 
 Key = TypeVar("Key", bound=Hashable)
@@ -75,7 +75,7 @@ class Standing:
     @property
     def pause(self) -> float:
         """Seconds for which it gets nothing after its last failure."""
-        return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 16)) if self.failures else 0.0
+        return min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 16)) if self.failures else 0.0
 
 
 @dataclass
@@ -198,8 +198,8 @@ class Routing(Generic[Key]):
         candidates = [(merit(key), key, load) for key, load in loads if not self.of(key).away]
         if not candidates:
             return None
-        best = min(told for told, _, _ in candidates)
-        good = [(key, load) for told, key, load in candidates if told == best]
+        best = min(rank for rank, _, _ in candidates)
+        good = [(key, load) for rank, key, load in candidates if rank == best]
         if preferred is not None and any(key == preferred for key, _ in good):
             return preferred
         return min(good, key=lambda entry: burden(*entry))[0]

@@ -66,8 +66,8 @@ def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
     fields = weight_fields(weights, [node.weight_spans for node in nodes]) if len(weights) == len(nodes) else {}
     sampling = [on_the_wire(node.sampling) if node.sampling else None for node in nodes]
     reasons = [(node.metadata or {}).get("finish_reason") for node in nodes]
-    told: dict[str, list[Any]] = {"sampling_params": sampling, "finish_reasons": reasons}
-    fields.update({name: values for name, values in told.items() if any(value is not None for value in values)})
+    group_fields: dict[str, list[Any]] = {"sampling_params": sampling, "finish_reasons": reasons}
+    fields.update({name: values for name, values in group_fields.items() if any(value is not None for value in values)})
     return fields
 
 
@@ -293,10 +293,10 @@ class SequenceTracker:
             if len(tokens) != len(sampled):
                 raise ValueError(f"completion {index} has {len(tokens)} tokens but {len(sampled)} logprobs")
             version, epoch = oldest_of(generation, index, turn)
-            told = None if generation.weight_spans is None else generation.weight_spans[index]
-            if told is not None and sum(span.tokens for span in told) != len(tokens):
-                raise ValueError(f"completion {index} has {len(tokens)} tokens, but its weight spans cover {told}")
-            spans = None if told is None or before is None else joined(before, told)
+            row_spans = None if generation.weight_spans is None else generation.weight_spans[index]
+            if row_spans is not None and sum(span.tokens for span in row_spans) != len(tokens):
+                raise ValueError(f"completion {index} has {len(tokens)} tokens, but its weight spans cover {row_spans}")
+            spans = None if row_spans is None or before is None else joined(before, row_spans)
             how = None if generation.sampling is None else generation.sampling[index]
             sampling = continued(sampled_before, how, len(tokens))
             node = SequenceNode(
@@ -328,12 +328,12 @@ class SequenceTracker:
         Sequences of the same text cannot be told apart by it: one that is whole goes before one that was continued
         already, one that no request under way continues before one that is, and then the first of them.
         """
-        found = max(
+        best = max(
             self._beginnings(text),
             key=lambda pair: (pair[1].text, pair[1] is pair[0].turns[-1], -pair[0].claims),
             default=None,
         )
-        return found or (None, None)
+        return best or (None, None)
 
     def _beginnings(self, text: str) -> Iterator[tuple[Kept, Turn]]:
         for sequence in self._sequences:

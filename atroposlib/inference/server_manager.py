@@ -118,8 +118,8 @@ class ServerManager:
         self.routers()
 
     def _made(self, config: APIServerConfig) -> APIServer:
-        made: type[APIServer] = self._own_class or SERVER_CLASSES[config.server_type]
-        return made(config, reasoning_config=self.reasoning_config)
+        server_class: type[APIServer] = self._own_class or SERVER_CLASSES[config.server_type]
+        return server_class(config, reasoning_config=self.reasoning_config)
 
     def routers(self) -> list[Router]:
         """One for each kind of server: those of one kind answer for each other. `servers` may have been set to others since."""
@@ -339,8 +339,8 @@ def slurm_urls() -> list[str]:
     nodelist = os.environ.get("SLURM_JOB_NODELIST")
     if not nodelist:
         raise UsageError("--slurm: SLURM_JOB_NODELIST is not set; run inside a Slurm job")
-    found = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True, timeout=30)
-    nodes = found.stdout.split()
+    listed = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True, timeout=30)
+    nodes = listed.stdout.split()
     if len(nodes) < 2:
         return [f"http://localhost:{port}/v1" for port in LOCAL_PORTS]
     training = int(os.environ.get("NUM_TRAINING_NODES", "1"))

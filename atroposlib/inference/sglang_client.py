@@ -23,8 +23,8 @@ class SGLangServer(VLLMServer):
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
         prompt_tokens = self._prompt_tokens(kwargs)
         kwargs.pop("model", None)
-        wanted = next((kwargs.pop(name) for name in MAX_TOKENS_NAMES if name in kwargs), None)
-        room = await self._room_for(prompt_tokens, wanted)
+        max_tokens = next((kwargs.pop(name) for name in MAX_TOKENS_NAMES if name in kwargs), None)
+        room = await self._room_for(prompt_tokens, max_tokens)
         sampling = kwargs | {"max_new_tokens": room}
         answer = await self._post({"input_ids": prompt_tokens, "sampling_params": sampling, "return_logprob": True})
         completions: list[dict[str, Any]] = answer if isinstance(answer, list) else [answer]

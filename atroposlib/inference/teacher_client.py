@@ -25,7 +25,7 @@ from atroposlib.web.keys import TEACHER_KEY
 
 logger = logging.getLogger(__name__)
 
-LONGEST_REQUEST = 300.0
+MAX_REQUEST_SECONDS = 300.0
 """Seconds without an answer after which a request is sent anew: the server may hang, and its next start may not."""
 VOCABULARY_SECONDS = 60.0
 LOOK_AGAIN_SECONDS = 5.0
@@ -76,7 +76,7 @@ class TeacherServer(VLLMServer):
                 base_url=url,
                 model_name=model_name or MODEL_NOT_NAMED[0],
                 api_key=api_key,
-                timeout=math.ceil(min(timeout, LONGEST_REQUEST)),
+                timeout=math.ceil(min(timeout, MAX_REQUEST_SECONDS)),
                 num_max_requests_at_once=max_requests,
                 server_type="vllm",
             )

@@ -10,7 +10,7 @@ from atroposlib.inference.client import APIServer as APIServer
 from atroposlib.inference.client import APIServerConfig as APIServerConfig
 from atroposlib.inference.client import ReasoningConfig as ReasoningConfig
 from atroposlib.inference.generation import Generation, Weights, spans_of
-from atroposlib.inference.openai_client import HIGHEST_TEMPERATURE, PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
+from atroposlib.inference.openai_client import MAX_TEMPERATURE, PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
 from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.inference.selection import Look
 from atroposlib.inference.tokenizers import encode_plain
@@ -23,7 +23,7 @@ MAX_TOKENS_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 
 LOOK_TIMEOUT = 5.0
 """Seconds within which a server says how it is."""
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """vLLM raises a temperature between 0 and this one to it, and says so in its log only."""
 
 
@@ -31,7 +31,7 @@ class VLLMServer(OpenAIRoutes):
     """Requests for training go to `/generate`, so that no text is ever tokenised twice; the OpenAI routes work too."""
 
     key_variable: str | None = VLLM_KEY
-    highest_temperature: float | None = HIGHEST_TEMPERATURE
+    highest_temperature: float | None = MAX_TEMPERATURE
     tokenizer: Any = None
     """Encodes prompts given as text; set by the environment. Prompts given as token ids need none."""
     _options: list[str] | None = None
@@ -71,8 +71,8 @@ class VLLMServer(OpenAIRoutes):
             if name in kwargs:
                 kwargs["max_tokens"] = kwargs.pop(name)
         kwargs["max_tokens"] = await self._room_for(prompt_tokens, kwargs.get("max_tokens"))
-        if 0 < (kwargs.get("temperature") or 0) < LEAST_TEMPERATURE:
-            kwargs["temperature"] = LEAST_TEMPERATURE
+        if 0 < (kwargs.get("temperature") or 0) < MIN_TEMPERATURE:
+            kwargs["temperature"] = MIN_TEMPERATURE
         body = {**await self._shortest_answer(kwargs), **kwargs, "prompt": {"prompt_token_ids": prompt_tokens}}
         answer = await self._post(body)
         generation = parse_generation(prompt_tokens, answer)
@@ -92,8 +92,8 @@ class VLLMServer(OpenAIRoutes):
             response = await self.http.get("/sampling", timeout=PROBE_TIMEOUT)
             if response.status_code >= 500:
                 response.raise_for_status()
-            told = response.json() if response.status_code == 200 else None
-            self._options = told.get("generate_options", []) if isinstance(told, dict) else []
+            options = response.json() if response.status_code == 200 else None
+            self._options = options.get("generate_options", []) if isinstance(options, dict) else []
         return self._options
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -112,20 +112,20 @@ def plain_number(text: str) -> str:
     """
     if text.endswith(("\\circ", "}")):
         text = _DEGREES.sub("", text)
-    found = _SCIENTIFIC.fullmatch(text)
-    return f"{found[1]}{found[2] or 1}e{found[3] or found[4]}" if found else text
+    match = _SCIENTIFIC.fullmatch(text)
+    return f"{match[1]}{match[2] or 1}e{match[3] or match[4]}" if match else text
 
 
 def time_of_day(text: str) -> str | None:
     """Return `a` or `p` for an answer that ends with AM or PM."""
-    found = _TIME_OF_DAY.search(text)
-    return found[1].lower() if found and re.search(r"\d", text) else None
+    match = _TIME_OF_DAY.search(text)
+    return match[1].lower() if match and re.search(r"\d", text) else None
 
 
 def with_base(text: str) -> tuple[str, str] | None:
     r"""Return digits and base of a number such as `101_2` or `2516_{8}`; None for everything else."""
-    found = _WITH_BASE.fullmatch(text)
-    return (found[1].lstrip("0").lower(), found[2] or found[3]) if found else None
+    match = _WITH_BASE.fullmatch(text)
+    return (match[1].lstrip("0").lower(), match[2] or match[3]) if match else None
 
 
 def choice(text: str) -> tuple[str, str] | None:
@@ -136,13 +136,13 @@ def choice(text: str) -> tuple[str, str] | None:
     """
     if _LONE_CHOICE.fullmatch(text):
         return text, ""
-    found = _CHOICE.fullmatch(text)
-    if found is None:
+    match = _CHOICE.fullmatch(text)
+    if match is None:
         return None
-    content = found[4]
-    if text.startswith("\\") and not found[3]:
+    content = match[4]
+    if text.startswith("\\") and not match[3]:
         content = content.removesuffix("}")
-    return found[1] or found[2], content.strip()
+    return match[1] or match[2], content.strip()
 
 
 def words_of(text: str) -> str | None:
@@ -163,8 +163,8 @@ def _unwrapped(text: str) -> str:
     while True:
         before = text
         for wrapper in _WRAPPERS:
-            if found := wrapper.fullmatch(text):
-                text = found[1].strip()
+            if match := wrapper.fullmatch(text):
+                text = match[1].strip()
         if (whole := _WHOLE_TEXT.fullmatch(text)) and re.search(r"\d", whole[1]):
             text = whole[1].strip()
         if text == before:

@@ -45,7 +45,7 @@ class Box:
 
 def find_boxes(text: str) -> list[Box]:
     """Return every box of a text by its start, those inside other boxes too."""
-    found: list[Box] = []
+    boxes: list[Box] = []
     opened: list[Box | None] = []  # one entry per open brace; None for a plain one
     position = 0
     while token := _TOKEN.search(text, position):
@@ -57,13 +57,13 @@ def find_boxes(text: str) -> list[Box]:
             elif bare := _BARE.match(text, position):
                 length = max(1, len(bare[1].rstrip(".,;:!?")))
                 position = bare.start(1) + length
-                found.append(Box(token.start(), bare.start(1), position, position))
+                boxes.append(Box(token.start(), bare.start(1), position, position))
         elif token[0] == "{":
             opened.append(None)
         elif token[0] == "}" and opened and (box := opened.pop()) is not None:
-            found.append(Box(box.start, box.inside, token.start(), position))
-    found.extend(box for box in opened if box is not None)
-    return sorted(found, key=lambda box: box.start)
+            boxes.append(Box(box.start, box.inside, token.start(), position))
+    boxes.extend(box for box in opened if box is not None)
+    return sorted(boxes, key=lambda box: box.start)
 
 
 def _outermost(boxes: list[Box]) -> list[int]:

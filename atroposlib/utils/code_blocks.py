@@ -103,8 +103,8 @@ def program_in(text: str, function: str | None = None) -> str:
         rf"^[ \t]+(?:async[ \t]+)?def[ \t]+{name}\b",
     ):
         defining = re.compile(pattern, re.MULTILINE)
-        if found := [block.code for block in candidates if defining.search(block.code)]:
-            return found[-1]
+        if defining_blocks := [block.code for block in candidates if defining.search(block.code)]:
+            return defining_blocks[-1]
     if candidates:
         return ([block.code for block in candidates if block.is_python] or [candidates[-1].code])[-1]
     if not blocks and (inline := _INLINE.findall(outside)):
@@ -115,11 +115,11 @@ def program_in(text: str, function: str | None = None) -> str:
 def _opening(line: str) -> re.Match[str] | None:
     if "```" not in line and "~~~" not in line:
         return None
-    found = _FENCE.fullmatch(line)
-    if found is not None and found["before"].strip():
-        opens = found["fence"][0] == "`" and (not found["info"].strip() or _language(found["info"]) == _PYTHON)
-        return found if opens else None  # "put it between ``` and ```" opens nothing
-    return found
+    match = _FENCE.fullmatch(line)
+    if match is not None and match["before"].strip():
+        opens = match["fence"][0] == "`" and (not match["info"].strip() or _language(match["info"]) == _PYTHON)
+        return match if opens else None  # "put it between ``` and ```" opens nothing
+    return match
 
 
 def _closing(lines: list[str], start: int, indent: int, fence: str) -> int | None:
@@ -130,8 +130,8 @@ def _closing(lines: list[str], start: int, indent: int, fence: str) -> int | Non
 
 def _cut(code: str) -> tuple[str, str | None]:
     """Split a block that no line closes at a fence behind code, as in `return n```."""
-    found = _CLOSED_BEHIND_CODE.search(code)
-    return (code, None) if found is None else (code[: found.start()], code[found.end() :])
+    match = _CLOSED_BEHIND_CODE.search(code)
+    return (code, None) if match is None else (code[: match.start()], code[match.end() :])
 
 
 def _without_indent(line: str, indent: int) -> str:
@@ -143,5 +143,5 @@ def _language(info: str) -> str:
     info = info.lower().strip()
     if _PYTHON_NAME.match(info):
         return _PYTHON
-    found = _LANGUAGE.match(info)
-    return found[1] if found and found[1] not in _NO_LANGUAGE else ""
+    named = _LANGUAGE.match(info)
+    return named[1] if named and named[1] not in _NO_LANGUAGE else ""

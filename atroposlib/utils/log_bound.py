@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from atroposlib.utils.log_lines import LogLines
 
-MOST_LINES, LINES_SECONDS = 100, 10.0
+MAX_LINES, LINES_SECONDS = 100, 10.0
 """Lines of one statement of the code within so many seconds."""
-LONGEST_LINE = 4096
+MAX_LINE = 4096
 """Characters of a message."""
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class BoundedLines(logging.Filter):
-    """Leaves out lines beyond MOST_LINES of one statement, and counts them in the next line of that statement.
+    """Leaves out lines beyond MAX_LINES of one statement, and counts them in the next line of that statement.
 
     Args:
         clock: seconds, of a clock that never goes back.
@@ -34,14 +34,14 @@ class BoundedLines(logging.Filter):
         began, count = self._statements.get(key, (now, 0))
         left_out = 0
         if now - began >= LINES_SECONDS:
-            began, count, left_out = now, 0, max(0, count - MOST_LINES)
+            began, count, left_out = now, 0, max(0, count - MAX_LINES)
         self._statements[key] = (began, count + 1)
-        if count >= MOST_LINES:
+        if count >= MAX_LINES:
             return False
         message = record.getMessage()
-        if left_out or len(message) > LONGEST_LINE:
+        if left_out or len(message) > MAX_LINE:
             more = f" ({left_out} more lines like this one were left out)" if left_out else ""
-            record.msg, record.args = message[:LONGEST_LINE] + more, ()
+            record.msg, record.args = message[:MAX_LINE] + more, ()
         return True
 
 

@@ -49,11 +49,11 @@ def as_number(text: str) -> Decimal | None:
     if len(text) > MAX_NUMBER_CHARACTERS:
         return None
     cleaned = _LATEX_COMMA.sub(",", text.translate(_SPELLINGS)).strip()
-    found = _NUMBER.fullmatch(cleaned)
-    if found is None or (found["sign"] and found["inner"]):
+    match = _NUMBER.fullmatch(cleaned)
+    if match is None or (match["sign"] and match["inner"]):
         return None
-    sign = found["sign"] or found["inner"]
-    return Decimal(f"{sign}{re.sub('[, ]', '', found['digits'])}{found['exponent'] or ''}")
+    sign = match["sign"] or match["inner"]
+    return Decimal(f"{sign}{re.sub('[, ]', '', match['digits'])}{match['exponent'] or ''}")
 
 
 def number_in(answer: str) -> Decimal | None:

@@ -27,8 +27,8 @@ def use_private_files(existing: Iterable[Path] = ()) -> None:
 
 def _close(path: Path) -> None:
     try:
-        found = path.lstat()
-        if found.st_uid == os.geteuid() and (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-            path.chmod(stat.S_IMODE(found.st_mode) & ~PRIVATE_UMASK)
+        status = path.lstat()
+        if status.st_uid == os.geteuid() and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            path.chmod(stat.S_IMODE(status.st_mode) & ~PRIVATE_UMASK)
     except FileNotFoundError:  # never made, or removed by its owner in this moment
         return

@@ -64,7 +64,7 @@ _AT_PROMPT_END = re.compile(
     + r")\Z",
     _FLAGS,
 )
-_LONGEST_END = 200
+_MAX_END = 200
 """Characters at the end of a prompt in which `opened_by` looks for a tag."""
 _FENCE = re.compile(r"(?:^|(?<=[>\]▷]))[ \t]*(```+|~~~+)[ \t]*(\S?)", re.MULTILINE)
 """A line that begins or ends a fenced block. A closing tag may stand directly before it."""
@@ -108,8 +108,8 @@ def opened_by(prompt: str) -> str:
     Returns:
         An opening tag, the tags of an empty block, a lone closing tag, or nothing.
     """
-    found = _AT_PROMPT_END.search(prompt[-_LONGEST_END:])
-    return found[0] if found else ""
+    match = _AT_PROMPT_END.search(prompt[-_MAX_END:])
+    return match[0] if match else ""
 
 
 def answer_part(text: str, opened: str = "") -> str:
@@ -224,7 +224,7 @@ def is_quoted(text: str, start: int, end: int) -> bool:
     if not 0 < start <= end < len(text) or text[start - 1] != text[end] or text[end] not in "`'\"":
         return False
     # `"a"</think>"a"` has a quote on both sides, too. There the one before the tag closes.
-    earliest = max(start - _LONGEST_END, 0)
+    earliest = max(start - _MAX_END, 0)
     line = max(text.rfind("\n", earliest, start), earliest - 1) + 1
     return text.count(text[end], line, start) % 2 == 1
 
@@ -243,8 +243,8 @@ class _Fences:
     @cached_property
     def _lines(self) -> list[tuple[int, str, int, bool]]:
         """Start, character, length and whether text follows, of each line that may begin or end a block."""
-        found = _FENCE.finditer(self._text)
-        return [(match.start(1), match[1][0], len(match[1]), bool(match[2])) for match in found]
+        fences = _FENCE.finditer(self._text)
+        return [(match.start(1), match[1][0], len(match[1]), bool(match[2])) for match in fences]
 
     @cached_property
     def _starts(self) -> list[int]:

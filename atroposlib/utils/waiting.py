@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 LOG_EVERY = 10.0
 FIRST_PAUSE = 0.2
-LONGEST_PAUSE = 2.0
+MAX_PAUSE = 2.0
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Patience:
             remedy = f"; {self.remedy}" if self.remedy else ""
             raise self.error(f"{self.what}: {why} for {self.waited:.0f} s, giving up{remedy}")
         self.tell(why)
-        pause, self.pause = min(self.pause, self.timeout - self.waited), min(self.pause * 1.5, LONGEST_PAUSE)
+        pause, self.pause = min(self.pause, self.timeout - self.waited), min(self.pause * 1.5, MAX_PAUSE)
         return max(0.01, pause)
 
     def tell(self, why: str) -> None:

@@ -48,7 +48,7 @@ def offline_mode(folder: str | os.PathLike[str], environ: Mapping[str, str] | No
 
 def _has_entry(path: Path, host: str) -> bool:
     try:
-        found = netrc.netrc(path).authenticators(host)
+        entry = netrc.netrc(path).authenticators(host)
     except (OSError, ValueError, netrc.NetrcParseError):
         return False
-    return found is not None and bool(found[2])
+    return entry is not None and bool(entry[2])

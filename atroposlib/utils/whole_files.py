@@ -96,7 +96,7 @@ def disk_refusal(error: BaseException) -> str | None:
     return f"{cannot_write(str(error.filename), error)}; make room there, or write elsewhere"
 
 
-MOST_KEPT_BYTES = 64 << 20
+MAX_KEPT_BYTES = 64 << 20
 """Of lines that wait in memory for space on the disk."""
 
 
@@ -115,13 +115,13 @@ class KeptLines:
         self._file = path.open("ab", buffering=0)
         self._waiting: list[bytes] = []
         self._waiting_bytes = self._lost = 0
-        found = os.fstat(self._file.fileno())
-        if stat.S_ISREG(found.st_mode) and found.st_size and not ends_whole(path):  # a pipe, such as /dev/stdout, has no end
+        status = os.fstat(self._file.fileno())
+        if stat.S_ISREG(status.st_mode) and status.st_size and not ends_whole(path):  # a pipe, such as /dev/stdout, has no end
             self._waiting.append(b"")
 
     def write(self, line: bytes) -> None:
         """Append a line, given without its end. It is in the file when this returns, unless the disk refuses it."""
-        if self._waiting_bytes + len(line) > MOST_KEPT_BYTES:
+        if self._waiting_bytes + len(line) > MAX_KEPT_BYTES:
             self._lost += 1
             return
         before = self._waiting_bytes

@@ -122,7 +122,7 @@ class Drops:
     def events(self, stack: Stack) -> list[Event]:
         """What is to be told now."""
         counts = {one["reason"]: one["groups"] for one in stack["dropped"]}
-        if self._told is None or any(counts.get(reason, 0) < told for reason, told in self._told.items()):
+        if self._told is None or any(counts.get(reason, 0) < earlier_count for reason, earlier_count in self._told.items()):
             self._told = counts  # the first look, or the service was reset
             return []
         now, version = stack["time"], stack["service"]["sampling_version"]

@@ -38,11 +38,11 @@ class Fault:
 
 def find_faults(stack: Mapping[str, Any]) -> list[Fault]:
     """The faults of a stack, those that stop a run first."""
-    found = [*_of_store(stack), *_of_trainer(stack), *_of_queue(stack), *_of_environments(stack)]
+    faults = [*_of_store(stack), *_of_trainer(stack), *_of_queue(stack), *_of_environments(stack)]
     if not stack["service"]["run_ended"]:  # its servers may stop then
         for server in stack["servers"]:
-            found += _of_server(server)
-    return sorted(found, key=lambda fault: fault.severity != "error")
+            faults += _of_server(server)
+    return sorted(faults, key=lambda fault: fault.severity != "error")
 
 
 def _process(part: str) -> str:

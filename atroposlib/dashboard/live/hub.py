@@ -13,11 +13,11 @@ import orjson
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 256
+MAX_WAITING = 256
 """Messages that may wait for one page."""
-MOST_BYTES_WAITING = 8 << 20
+MAX_BYTES_WAITING = 8 << 20
 """And so many bytes of them, if there are several."""
-MOST_PAGES = 100
+MAX_PAGES = 100
 """That are told at a time; every one is a connection."""
 PACE_SECONDS = 0.5
 """Between two sendings to a page: what is told within goes out together, as each sending costs more than what is in it."""
@@ -44,7 +44,7 @@ class Subscription:
         """Something for the page, which is to be woken for it."""
         if self.over:
             return
-        if len(self._waiting) >= MOST_WAITING or (self._waiting and self._bytes + len(message) > MOST_BYTES_WAITING):
+        if len(self._waiting) >= MAX_WAITING or (self._waiting and self._bytes + len(message) > MAX_BYTES_WAITING):
             self.end("too_slow")
             return
         self._waiting.append(message)
@@ -102,14 +102,14 @@ class Hub:
     @property
     def full(self) -> str:
         """Why no page more is told what is new; empty if one may be."""
-        there_is_room = len(self._pages) < MOST_PAGES
-        return "" if there_is_room else f"{MOST_PAGES} pages are open, and no more are told what is new: close some of them"
+        there_is_room = len(self._pages) < MAX_PAGES
+        return "" if there_is_room else f"{MAX_PAGES} pages are open, and no more are told what is new: close some of them"
 
     def require_room(self) -> None:
         """One page more may be told.
 
         Raises:
-            TooManyPagesError: there are MOST_PAGES already.
+            TooManyPagesError: there are MAX_PAGES already.
         """
         if self.full:
             raise TooManyPagesError(self.full)

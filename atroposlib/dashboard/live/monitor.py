@@ -88,9 +88,10 @@ class LiveSource:
         """The stack as an earlier process of this service wrote it down last, if the run goes on in this one; else empty."""
         trainer = self.service.queue.registration
         stack = self.observed.stack if trainer is not None else {}
-        told = stack.get("trainer")
-        if isinstance(told, dict) and told.get("registration") == mark_of(trainer):
-            self.service.heard_trainer(told.get("publishes") is True)  # or one that died meanwhile would never be missed
+        trainer_part = stack.get("trainer")
+        if isinstance(trainer_part, dict) and trainer_part.get("registration") == mark_of(trainer):
+            # Otherwise, the page would never miss a trainer that died while the service was down.
+            self.service.heard_trainer(trainer_part.get("publishes") is True)
         rows = stack.get("servers")
         found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
         self.watch.remembered = {row["url"]: row for row in found if isinstance(row.get("url"), str)}
@@ -113,9 +114,9 @@ class LiveSource:
     def _figures(self) -> Path:
         """The trainer's folder: as it says itself, or as one finds it in the run's."""
         registration = self.service.queue.registration
-        told = registration.log_dir if registration is not None else None
-        if told and Path(told).is_absolute() and Path(told).is_dir():
-            return Path(told)
+        registered_dir = registration.log_dir if registration is not None else None
+        if registered_dir and Path(registered_dir).is_absolute() and Path(registered_dir).is_dir():
+            return Path(registered_dir)
         if self.place.run_folder is not None:
             beside = self.place.run_folder / "trainer"
             return beside if beside.is_dir() else self.place.run_folder

@@ -27,16 +27,16 @@ ASK_SECONDS = 4.0
 """For one server to answer everything."""
 MISSES = 2
 """Questions in a row without an answer after which a server counts as silent: a busy one may miss one."""
-MOST_SERVERS = 256
-MOST_OF_ANSWER = 1 << 20
+MAX_SERVERS = 256
+MAX_ANSWER = 1 << 20
 """Bytes."""
-MOST_HISTORY = 2000
+MAX_HISTORY = 2000
 """Versions of one server that are kept."""
 GAPS = ("stalled", "halted")
 """Phases of an update that say for how long nothing was sampled, the truest first."""
 _READ_BYTES = 4 << 20
 """At the end of servers.jsonl."""
-MOST_OF_DETAIL = 500
+MAX_DETAIL = 500
 """Characters of what is wrong with a server."""
 _BRIDGE = {"phase": "state", "mode": "mode", "transfer": "transfer", "last_error": "last_error", "quarantine": "quarantine"}
 """What the page calls texts of a bridge's state -> as the server calls them."""
@@ -66,7 +66,7 @@ class Server:
     longest_gap_at: float | None = None
     longest_before: tuple[float | None, float | None] = (None, None)
     """The longest gap before the last version, and when it was."""
-    history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_HISTORY))
+    history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_HISTORY))
     misses: int = 0
 
     @classmethod
@@ -81,7 +81,7 @@ class Server:
         server = cls(
             url,
             health if health in ("good", "bad", "silent") else "unknown",
-            str(row.get("detail") or "")[:MOST_OF_DETAIL],
+            str(row.get("detail") or "")[:MAX_DETAIL],
             number(row.get("since")),
             answered=number(row.get("answered")),
             instance=str(row.get("instance") or "")[:100],
@@ -103,7 +103,7 @@ class Server:
             weights: of GET /weights.
             bridge: of GET /bridge/state; None if it does not say.
         """
-        trouble = str(weights.get("trouble") or "")[:MOST_OF_DETAIL]
+        trouble = str(weights.get("trouble") or "")[:MAX_DETAIL]
         self.misses, self.asked, self.answered = 0, now, now
         self._is("good" if weights.get("serving") is not False and not trouble else "bad", trouble, now)
         self.instance = str(weights.get("instance") or "")[:100]
@@ -124,7 +124,7 @@ class Server:
         """It has not answered."""
         self.misses, self.asked, self.in_flight = self.misses + 1, now, None
         if self.misses >= MISSES or self.health == "unknown":
-            self._is("silent", why[:MOST_OF_DETAIL], self.answered or now)
+            self._is("silent", why[:MAX_DETAIL], self.answered or now)
 
     def _is(self, health: str, detail: str, now: float) -> None:
         if health != self.health:
@@ -162,14 +162,14 @@ class Server:
         Args:
             published: what the trainer says of it; None if it says nothing.
         """
-        told = published or {}
+        published_row = published or {}
         return {
             "url": self.url,
-            "standing": told.get("standing") or "",
-            "weight_version": told.get("weight_version") if self.weight_version is None else self.weight_version,
-            "weight_epoch": told.get("weight_epoch") if self.weight_epoch is None else self.weight_epoch,
-            "standing_since": told.get("since"),
-            "reason": told.get("reason") or "",
+            "standing": published_row.get("standing") or "",
+            "weight_version": published_row.get("weight_version") if self.weight_version is None else self.weight_version,
+            "weight_epoch": published_row.get("weight_epoch") if self.weight_epoch is None else self.weight_epoch,
+            "standing_since": published_row.get("since"),
+            "reason": published_row.get("reason") or "",
             "health": self.health,
             "since": self.since,
             "detail": self.detail,
@@ -203,18 +203,18 @@ class Server:
 
 def read_versions(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The versions that servers had, by address, as they were written down: the end of the file, oldest first."""
-    found: dict[str, dict[Any, dict[str, Any]]] = {}
+    versions: dict[str, dict[Any, dict[str, Any]]] = {}
     for row in last_rows(path, _READ_BYTES):
         url, at = str(row.get("url", "?"))[:300], number(row.get("time"))
         checksum, seconds = row.get("checksum"), row.get("seconds")
         version, epoch = whole(row.get("version")), whole(row.get("epoch"))
         # The same one again is the same, better known.
-        found.setdefault(url, {})[at, version, epoch] = {
+        versions.setdefault(url, {})[at, version, epoch] = {
             "time": at, "url": url, "version": version, "epoch": epoch, "gap": number(row.get("gap")),
             "checksum": checksum if isinstance(checksum, str) else None,
             "seconds": seconds if isinstance(seconds, dict) else {},
         }  # fmt: skip
-    return {url: list(rows.values()) for url, rows in found.items()}
+    return {url: list(rows.values()) for url, rows in versions.items()}
 
 
 def _read_bridge(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,15 +222,15 @@ def _read_bridge(told: Mapping[str, Any]) -> dict[str, Any]:
     seconds = told.get("last_update")
     checksums = told.get("checksums")
     return {
-        **{name: str(told.get(theirs) or "")[:MOST_OF_DETAIL] for name, theirs in _BRIDGE.items()},
+        **{name: str(told.get(theirs) or "")[:MAX_DETAIL] for name, theirs in _BRIDGE.items()},
         "checksums": [str(one)[:64] for one in checksums[:64]] if isinstance(checksums, list) else [],
         "updates": whole(told.get("updates")),
         "failures": whole(told.get("failures")),
         "last_bytes": whole(told.get("last_bytes")),
         "last_update": {
             str(name).removeprefix("to_")[:40]: value
-            for name, given in (list(seconds.items())[:40] if isinstance(seconds, dict) else [])
-            if (value := number(given)) is not None
+            for name, duration in (list(seconds.items())[:40] if isinstance(seconds, dict) else [])
+            if (value := number(duration)) is not None
         },
     }
 
@@ -271,8 +271,8 @@ class ServerWatch:
 
     async def look(self, urls: Iterable[str]) -> None:
         """Ask these servers, and forget all others."""
-        wanted = list(dict.fromkeys(urls))[:MOST_SERVERS]
-        self.servers = {url: self.servers.get(url) or self._first(url) for url in wanted}
+        addresses = list(dict.fromkeys(urls))[:MAX_SERVERS]
+        self.servers = {url: self.servers.get(url) or self._first(url) for url in addresses}
         self._reported_without_key &= self.servers.keys()
         await asyncio.gather(*(self._ask(server) for server in list(self.servers.values())))
 
@@ -309,13 +309,13 @@ class ServerWatch:
                 return None
             async for part in response.aiter_bytes():
                 parts.append(part)
-                if sum(map(len, parts)) > MOST_OF_ANSWER:
+                if sum(map(len, parts)) > MAX_ANSWER:
                     return None
         try:
-            found = orjson.loads(b"".join(parts))
+            answer = orjson.loads(b"".join(parts))
         except ValueError:
             return None
-        return found if isinstance(found, dict) else None
+        return answer if isinstance(answer, dict) else None
 
     def _report_without_key(self, server: str) -> None:
         if not self._api_key or server in self._key_addresses or server in self._reported_without_key:

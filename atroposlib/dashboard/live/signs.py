@@ -85,8 +85,8 @@ def signs_of(stack: Mapping[str, Any], known: Known) -> dict[str, dict[str, Any]
     """
     if known.written is not None and stack.get("stopped") is not None:
         known = replace(known, stopped=True)
-    found = dict(_signs(stack, known)) if stack.get("service") else {}
-    return {name: sign.to_json() for name, sign in found.items() if sign is not None}
+    signs = dict(_signs(stack, known)) if stack.get("service") else {}
+    return {name: sign.to_json() for name, sign in signs.items() if sign is not None}
 
 
 def _signs(stack: Mapping[str, Any], known: Known) -> Iterator[tuple[str, Sign | None]]:

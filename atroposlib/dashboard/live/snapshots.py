@@ -16,9 +16,9 @@ from atroposlib.utils.whole_files import append_whole, cannot_write, ends_whole,
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 """Of a file of lines; a longer one is begun anew, and the one before is kept beside it."""
-MOST_WAITING_BYTES = 1 << 20
+MAX_WAITING_BYTES = 1 << 20
 """Of lines that wait for space on the disk; beyond that they are left out."""
 
 
@@ -80,7 +80,7 @@ class ObservedFolder:
         path = self.path / f"{name}.jsonl"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if path.exists() and path.stat().st_size > MOST_BYTES:
+            if path.exists() and path.stat().st_size > MAX_BYTES:
                 path.replace(path.with_name(f"{name}.full.jsonl"))
             with path.open("ab", buffering=0) as file:
                 # A process may have been killed in the middle of a line.
@@ -88,7 +88,7 @@ class ObservedFolder:
                 append_whole(file.fileno(), b"\n" * torn + lines)
         except OSError as error:
             self._complain(path, error, len(lines))
-            if len(lines) <= MOST_WAITING_BYTES:
+            if len(lines) <= MAX_WAITING_BYTES:
                 self._waiting[name] = lines
         else:
             self._complained = False

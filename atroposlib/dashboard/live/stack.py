@@ -14,10 +14,10 @@ from atroposlib.service import stats
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Registration
 
-MOST_GROUPS_LOOKED_AT = 5000
+MAX_INSPECTED_GROUPS = 5000
 """For the oldest version in the queue; in a longer one it is not looked for, which would hold up other requests."""
-MOST_ENVIRONMENTS = 200
-MOST_LEASES = 50
+MAX_ENVIRONMENTS = 200
+MAX_LEASES = 50
 
 
 class TrainerHeard(NamedTuple):
@@ -91,10 +91,10 @@ def stack_of(
             "registration": mark_of(trainer),
             "log_dir": trainer.log_dir if trainer else None,
         },
-        "queue": stats.backlog(queue, MOST_GROUPS_LOOKED_AT),
-        "leases": stats.leases(queue, MOST_LEASES),
+        "queue": stats.backlog(queue, MAX_INSPECTED_GROUPS),
+        "leases": stats.leases(queue, MAX_LEASES),
         "dropped": [{"reason": reason, "groups": count} for reason, count in sorted(dropped.items())],
-        "environments": stats.environments(queue, monotonic, MOST_ENVIRONMENTS),
+        "environments": stats.environments(queue, monotonic, MAX_ENVIRONMENTS),
         "servers": [dict(server) for server in servers],
     }
     stack["signs"] = signs_of(stack, Known(now, ended=ended, processes=processes))
@@ -104,11 +104,11 @@ def stack_of(
 
 def worth_telling(stack: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a stack that counts when two are compared: all but the seconds that pass in each anyway."""
-    told = {name: value for name, value in stack.items() if name != "time"}
+    shown = {name: value for name, value in stack.items() if name != "time"}
     if (store := stack["service"].get("store")) is not None:
-        told["service"] = stack["service"] | {"store": store | {"free_bytes": None}}
-    told["trainer"] = stack["trainer"] | {"seconds_since_step": None, "seconds_silent": None}
-    told["signs"] = {name: sign | {"seen": None} for name, sign in stack["signs"].items()}
-    told["environments"] = [one | {"seconds_silent": None} for one in stack["environments"]]
-    told["servers"] = [one | {"asked": None, "answered": None} for one in stack["servers"]]
-    return told
+        shown["service"] = stack["service"] | {"store": store | {"free_bytes": None}}
+    shown["trainer"] = stack["trainer"] | {"seconds_since_step": None, "seconds_silent": None}
+    shown["signs"] = {name: sign | {"seen": None} for name, sign in stack["signs"].items()}
+    shown["environments"] = [one | {"seconds_silent": None} for one in stack["environments"]]
+    shown["servers"] = [one | {"asked": None, "answered": None} for one in stack["servers"]]
+    return shown

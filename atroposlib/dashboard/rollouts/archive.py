@@ -35,9 +35,9 @@ _NAMED = re.compile(r"rollouts(?:\.(\d+))?\.db")
 FORMAT = 1
 APPLICATION_ID = 0x4C6F526F
 """Marks the file as ours."""
-MOST_BYTES = 1 << 30
-MOST_ROLLOUTS = 1_000_000
-MOST_ENVIRONMENTS, OTHERS = 500, "others"
+MAX_BYTES = 1 << 30
+MAX_ROLLOUTS = 1_000_000
+MAX_ENVIRONMENTS, OTHERS = 500, "others"
 """Names of environments that are told apart, and what all further ones are called."""
 _ROW_BYTES = 300
 """Of a rollout's numbers in the table and its indexes, about."""
@@ -94,8 +94,8 @@ class PostedGroup:
 
 def newest_archive(folder: Path) -> Path | None:
     """The archive of the last run whose rollouts are kept in a folder; None if there is none."""
-    found = {int(named[1] or 1): path for path in folder.glob("rollouts*.db") if (named := _NAMED.fullmatch(path.name))}
-    return found[max(found)] if found else None
+    archives = {int(named[1] or 1): path for path in folder.glob("rollouts*.db") if (named := _NAMED.fullmatch(path.name))}
+    return archives[max(archives)] if archives else None
 
 
 def archive_of_next_run(path: Path) -> Path:
@@ -157,7 +157,7 @@ class Archive:
         ArchiveError: see connect.
     """
 
-    def __init__(self, path: Path, most_bytes: int = MOST_BYTES, most_rollouts: int = MOST_ROLLOUTS) -> None:
+    def __init__(self, path: Path, most_bytes: int = MAX_BYTES, most_rollouts: int = MAX_ROLLOUTS) -> None:
         self.path, self.most_bytes, self.most_rollouts = path, most_bytes, most_rollouts
         self.text = TextOfTokens()
         """Of the model's tokens."""
@@ -231,7 +231,7 @@ class Archive:
         environment, first = self._environment(posted.environment), self._next
         n_bytes = len(body) + sum(len(whole) + len(preview(whole)) + _ROW_BYTES for whole in texts)
         run = self._connection.execute
-        found = run(
+        number = run(
             "INSERT INTO groups (seq, time, environment, size, first, n_bytes, body) VALUES (?, ?, ?, ?, ?, ?, ?)",
             (posted.seq, posted.time, environment, len(numbers), first, n_bytes, body),
         ).lastrowid
@@ -247,11 +247,11 @@ class Archive:
         self._next += len(numbers)
         self._bytes += n_bytes
         self._rollouts += len(numbers)
-        return int(found or 0)
+        return int(number or 0)
 
     def _environment(self, name: str) -> int:
         known = self._environments.get(name)
-        if known is None and len(self._environments) >= MOST_ENVIRONMENTS and name != OTHERS:
+        if known is None and len(self._environments) >= MAX_ENVIRONMENTS and name != OTHERS:
             return self._environment(OTHERS)
         if known is None:
             self._connection.execute("INSERT OR IGNORE INTO environments (name) VALUES (?)", (name,))

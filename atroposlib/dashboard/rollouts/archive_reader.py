@@ -21,13 +21,13 @@ from atroposlib.dashboard.rollouts.text import TextOfTokens
 
 Order = Literal["newest", "best", "worst", "drifted", "longest"]
 ORDERS: tuple[str, ...] = get_args(Order)
-MOST_LISTED = 200
-LONGEST_QUERY = 400
+MAX_LISTED = 200
+MAX_QUERY_LENGTH = 400
 SEARCH_SECONDS = 0.6
 """After which a search answers with what it has found, and from where to go on."""
 SEARCHED_AT_ONCE, SCANNED_AT_ONCE = 1000, 5000
 """Rollouts whose texts are looked at between two looks at the clock: one by one in an order, and as they lie in the file."""
-MOST_GROUPS_AT_HAND, MOST_BYTES_AT_HAND = 4, 32 << 20
+MAX_CACHED_GROUPS, MAX_CACHED_BYTES = 4, 32 << 20
 T = TypeVar("T")
 
 _KEYS: dict[str, tuple[str, bool]] = {
@@ -185,52 +185,52 @@ class RolloutSource:
         """
         if order not in ORDERS:
             raise QueryError(f"sort {order[:40]!r} is unknown: {', '.join(ORDERS)}")
-        if len(text) > LONGEST_QUERY:
-            raise QueryError(f"text has {len(text)} characters, and {LONGEST_QUERY} at most are searched for")
-        return self._read(lambda: self._listed(order, environment, text, after, max(1, min(limit, MOST_LISTED))))
+        if len(text) > MAX_QUERY_LENGTH:
+            raise QueryError(f"text has {len(text)} characters, and {MAX_QUERY_LENGTH} at most are searched for")
+        return self._read(lambda: self._listed(order, environment, text, after, max(1, min(limit, MAX_LISTED))))
 
     def _listed(self, order: str, environment: str | None, text: str, after: Position | None, limit: int) -> Listed:
         names = dict(self._connection.execute("SELECT id, name FROM environments"))
         if text and order == "newest" and environment is None:
             return self._scanned(text, after, limit, names)
         lines = [number for number, name in names.items() if environment is None or name == environment]
-        found: list[int] = []
+        numbers: list[int] = []
         searched, position, deadline = 0, after, time.monotonic() + self._seconds
-        while len(found) < limit:
-            wanted = SEARCHED_AT_ONCE if text else limit - len(found)
-            some = self._page(order, lines, position, wanted)
+        while len(numbers) < limit:
+            page_limit = SEARCHED_AT_ONCE if text else limit - len(numbers)
+            some = self._page(order, lines, position, page_limit)
             matching = self._matching([one.id for one in some], text) if text else None
             for one in some:
                 searched, position = searched + 1, one
                 if matching is None or one.id in matching:
-                    found.append(one.id)
-                    if len(found) == limit:
+                    numbers.append(one.id)
+                    if len(numbers) == limit:
                         break
-            if len(some) < wanted and (not some or position == some[-1]):
+            if len(some) < page_limit and (not some or position == some[-1]):
                 position = None
                 break
             if time.monotonic() > deadline:
                 break
-        return Listed(self._heads(found, names), position, searched, self._total())
+        return Listed(self._heads(numbers, names), position, searched, self._total())
 
     def _scanned(self, text: str, after: Position | None, limit: int, names: dict[int, str]) -> Listed:
         """The newest rollouts with a text: their texts lie in the file in the order of the list."""
         oldest, newest = self._bounds()
-        found: list[int] = []
+        numbers: list[int] = []
         end = begin = newest + 1 if after is None else min(newest + 1, after.id)
         deadline = time.monotonic() + self._seconds
-        while end > oldest and len(found) < limit:
+        while end > oldest and len(numbers) < limit:
             low = max(oldest, end - SCANNED_AT_ONCE)
             rows = self._connection.execute(
                 "SELECT id FROM texts WHERE id >= ? AND id < ? AND text LIKE ? ESCAPE '\\' ORDER BY id DESC LIMIT ?",
-                (low, end, _pattern(text), limit - len(found)),
+                (low, end, _pattern(text), limit - len(numbers)),
             )
-            found += [number for (number,) in rows]
-            end = found[-1] if len(found) == limit else low
+            numbers += [number for (number,) in rows]
+            end = numbers[-1] if len(numbers) == limit else low
             if time.monotonic() > deadline:
                 break
         return Listed(
-            self._heads(found, names), Position(float(end), end) if end > oldest else None, begin - end, self._total()
+            self._heads(numbers, names), Position(float(end), end) if end > oldest else None, begin - end, self._total()
         )
 
     def _page(self, order: str, lines: Iterable[int], after: Position | None, count: int) -> list[Position]:
@@ -266,7 +266,7 @@ class RolloutSource:
         return {number for (number,) in rows}
 
     def _heads(self, ids: list[int], names: dict[int, str]) -> list[dict[str, Any]]:
-        found = []
+        heads = []
         for number in ids:
             row = self._connection.execute(f"SELECT {_COLUMNS} FROM rollouts WHERE id = ?", (number,)).fetchone()
             group = self._connection.execute(
@@ -274,8 +274,8 @@ class RolloutSource:
             ).fetchone()
             if row is None or group is None:  # it has just gone
                 continue
-            found.append(self._head(row, group, names))
-        return found
+            heads.append(self._head(row, group, names))
+        return heads
 
     def _head(self, row: tuple[Any, ...], group: tuple[int, int, float], names: dict[int, str]) -> dict[str, Any]:
         head = dict(zip(_COLUMNS.split(", "), row, strict=True))
@@ -321,7 +321,7 @@ class RolloutSource:
         content: dict[str, Any] = orjson.loads(raw)
         self._at_hand[number] = (len(raw), content)
         while len(self._at_hand) > 1 and (
-            len(self._at_hand) > MOST_GROUPS_AT_HAND or sum(size for size, _ in self._at_hand.values()) > MOST_BYTES_AT_HAND
+            len(self._at_hand) > MAX_CACHED_GROUPS or sum(size for size, _ in self._at_hand.values()) > MAX_CACHED_BYTES
         ):
             self._at_hand.popitem(last=False)
         return content
@@ -383,11 +383,11 @@ class RolloutSource:
                 first["batch_group"], first["group"] = first.get("group"), first.pop("archived", None)
             return orjson.loads(facts["parity"]) | {"first": first}
 
-        found = self._read(work)
-        first = found and found["first"]
+        rows = self._read(work)
+        first = rows and rows["first"]
         if first and isinstance(first.get("token"), int):
             first["text"] = self.text().whole([first["token"]])
-        return found
+        return rows
 
 
 def _pattern(text: str) -> str:

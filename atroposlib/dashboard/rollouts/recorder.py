@@ -17,8 +17,8 @@ from typing import Any
 
 from atroposlib.dashboard.rollouts.archive import (
     ARCHIVE,
-    MOST_BYTES,
-    MOST_ROLLOUTS,
+    MAX_BYTES,
+    MAX_ROLLOUTS,
     Archive,
     ArchiveError,
     ArchiveFullError,
@@ -40,7 +40,7 @@ BURST_BYTES = 8 << 20
 """That are kept when none came before, and that may wait for the disk."""
 GROUP_BYTES = 32 << 10
 """What a group counts as besides its body: the smallest takes half a millisecond too."""
-MOST_REPORTS = 64
+MAX_REPORTS = 64
 COMMIT_SECONDS = 0.5
 """What comes within it is one transaction."""
 CLOSE_SECONDS = 10.0
@@ -62,13 +62,13 @@ _Waiting = PostedGroup | _Report | _AnotherRun
 
 def _by_run(some: Sequence[_Waiting]) -> list[list[PostedGroup | _Report]]:
     """What came, run by run; the first of them is the one that went on before."""
-    found: list[list[PostedGroup | _Report]] = [[]]
+    runs: list[list[PostedGroup | _Report]] = [[]]
     for one in some:
         if isinstance(one, _AnotherRun):
-            found.append([])
+            runs.append([])
         else:
-            found[-1].append(one)
-    return found
+            runs[-1].append(one)
+    return runs
 
 
 class Allowance:
@@ -110,8 +110,8 @@ class RolloutRecorder:
     def __init__(
         self,
         folder: Path | None,
-        most_bytes: int = MOST_BYTES,
-        most_rollouts: int = MOST_ROLLOUTS,
+        most_bytes: int = MAX_BYTES,
+        most_rollouts: int = MAX_ROLLOUTS,
         tokenizer: str | None = None,
         told: Callable[[int, int], None] | None = None,
         bytes_per_second: float = BYTES_PER_SECOND,
@@ -168,7 +168,7 @@ class RolloutRecorder:
     def reported(self, seqs: Sequence[int], report: Any) -> None:
         """The trainer says what it computed for tokens of a batch of these groups, in the order in which it got them."""
         with self._changed:
-            if self._closed or self._reports >= MOST_REPORTS:
+            if self._closed or self._reports >= MAX_REPORTS:
                 return
             self._waiting.append(_Report(tuple(seqs), report))
             self._reports += 1

@@ -93,15 +93,15 @@ def measured(group: Mapping[str, Any], places: Sequence[npt.NDArray[np.int64]]) 
         known = logprobs[sampled] if len(logprobs) else logprobs
         known = known[np.isfinite(known)]
         versions = versions_of(group, index, len(sampled))
-        said = versions[versions != UNKNOWN_VERSION]
+        known_versions = versions[versions != UNKNOWN_VERSION]
         found.append(
             Measured(
                 score=float(score) if isinstance(score, int | float) and math.isfinite(score) else None,
                 tokens=len(tokens[index] or []),
                 sampled=len(sampled),
                 mean_logprob=float(known.mean(dtype=np.float64)) if len(known) else None,
-                oldest=int(said.min()) if len(said) else None,
-                newest=int(said.max()) if len(said) else None,
+                oldest=int(known_versions.min()) if len(known_versions) else None,
+                newest=int(known_versions.max()) if len(known_versions) else None,
                 finish_reason=reasons[index] if isinstance(reasons[index], str) else "",
             )
         )
@@ -160,7 +160,7 @@ def read_report(report: Any) -> list[tuple[int, int, TrainedTokens]]:
     """
     if not isinstance(report, Mapping):
         raise ValueError(f"a report is an object, not {type(report).__name__}")
-    version, found = report.get("weight_version", 0), []
+    version, sequences = report.get("weight_version", 0), []
     rows = report.get("sequences") or []
     if not isinstance(version, int) or not isinstance(rows, list):
         raise ValueError("a report has a weight_version and a list of sequences")
@@ -168,8 +168,8 @@ def read_report(report: Any) -> list[tuple[int, int, TrainedTokens]]:
         try:
             group, sequence, trained = int(row["group"]), int(row["sequence"]), int(row["trained"])
             logprobs, entropies = _floats(row["logprobs"]), _floats(row["entropies"])
-            said = row["advantages"]
-            advantages = np.full(len(logprobs), said, dtype=np.float32) if isinstance(said, int | float) else _floats(said)
+            value = row["advantages"]
+            advantages = np.full(len(logprobs), value, dtype=np.float32) if isinstance(value, int | float) else _floats(value)
         except (KeyError, TypeError, binascii.Error) as error:
             raise ValueError(f"a sequence of a report cannot be read: {type(error).__name__}: {error}") from None
         if not len(logprobs) == len(entropies) == len(advantages) <= trained or min(group, sequence) < 0:
@@ -177,8 +177,8 @@ def read_report(report: Any) -> list[tuple[int, int, TrainedTokens]]:
                 f"sequence {sequence} of group {group}: {len(logprobs)} logprobs, {len(entropies)} entropies and "
                 f"{len(advantages)} advantages of {trained} trained tokens"
             )
-        found.append((group, sequence, TrainedTokens(version, trained, logprobs, entropies, advantages)))
-    return found
+        sequences.append((group, sequence, TrainedTokens(version, trained, logprobs, entropies, advantages)))
+    return sequences
 
 
 def _floats(text: str) -> Floats:
@@ -191,14 +191,14 @@ def _floats(text: str) -> Floats:
 def parity_of(report: Any) -> dict[str, Any] | None:
     """What a report says of the comparison bit for bit: weight_version, compared, mismatched, compared_in_all,
     mismatched_in_all and `first`; None where it says nothing, or nothing that can be read."""
-    told = report.get("parity") if isinstance(report, Mapping) else None
-    if not isinstance(told, Mapping):
+    parity = report.get("parity") if isinstance(report, Mapping) else None
+    if not isinstance(parity, Mapping):
         return None
     names = ("weight_version", "compared", "mismatched", "compared_in_all", "mismatched_in_all")
-    if not all(isinstance(told.get(name), int) for name in names):
+    if not all(isinstance(parity.get(name), int) for name in names):
         return None
-    first = told.get("first")
-    return {name: told[name] for name in names} | {"first": dict(first) if isinstance(first, Mapping) else None}
+    first = parity.get("first")
+    return {name: parity[name] for name in names} | {"first": dict(first) if isinstance(first, Mapping) else None}
 
 
 def of_each_token(length: int, places: Sequence[int] | npt.NDArray[np.int64], values: Floats) -> Floats:

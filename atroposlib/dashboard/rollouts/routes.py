@@ -18,7 +18,7 @@ from atroposlib.dashboard.rollouts.transcript import described, transcript
 from atroposlib.dashboard.run_folders.catalogue import LIVE, UnknownRunError
 from atroposlib.dashboard.web.auth import API, PREFIX
 
-MOST_TOKENS = 10_000
+MAX_TOKENS = 10_000
 """Of one answer."""
 
 
@@ -119,8 +119,8 @@ def rollout_json(request: Request, source: RolloutSource) -> dict[str, Any]:
     query = request.query_params
     begin, count = number_of(query.get("begin", "0"), "begin"), number_of(query.get("count", "2000"), "count")
     trained = source.trained(kept.first + index)
-    told = transcript(kept.content, index, source.text(), trained, begin, min(count, MOST_TOKENS))
-    return told | {"group": kept.id, "rollout": index, "trained_version": None if trained is None else trained.weight_version}
+    shown = transcript(kept.content, index, source.text(), trained, begin, min(count, MAX_TOKENS))
+    return shown | {"group": kept.id, "rollout": index, "trained_version": None if trained is None else trained.weight_version}
 
 
 def number_in_path(request: Request, name: str) -> int:

@@ -22,14 +22,14 @@ from atroposlib.dashboard.rollouts.rollout_stats import told_of_each
 logger = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
-MOST_TOKENIZER_BYTES = 64 << 20
-MOST_PROMPT, MOST_BEGINNING, MOST_END = 4096, 8192, 4096
+MAX_TOKENIZER_BYTES = 64 << 20
+MAX_PROMPT, MAX_BEGINNING, MAX_END = 4096, 8192, 4096
 """Characters of a rollout that the search looks at: the end of its prompt, the beginning and the end of what was sampled."""
 PREVIEW_CHARACTERS = 200
 REPLACEMENT = "\ufffd"
-MOST_TOKENS_OF_PIECE = 16
+MAX_TOKENS_OF_PIECE = 16
 """A character takes four at most; more are bytes that are no text."""
-MOST_KNOWN = 100_000
+MAX_KNOWN = 100_000
 """Pieces whose text is remembered; 200 bytes each."""
 LARGEST_ID = 2**32
 WORD_BEGINS = "\u2581"
@@ -51,12 +51,12 @@ def _without_merges(content: bytes) -> bytes:
     """A tokenizer of byte pairs without its merges, which only making tokens of text needs: it is read in half of the time, and
     half as large in memory."""
     try:
-        told = orjson.loads(content)
-        model = told["model"]
+        tokenizer = orjson.loads(content)
+        model = tokenizer["model"]
         if model["type"] != "BPE" or not isinstance(model["merges"], list):
             return content
         model["merges"] = []
-        return orjson.dumps(told)
+        return orjson.dumps(tokenizer)
     except (ValueError, KeyError, TypeError):
         return content
 
@@ -69,10 +69,10 @@ def _read(content: bytes) -> _Tokenizer:
     """The tokenizer, read once however many archives have it: one of 150,000 tokens takes a second and many MiB."""
     digest = hashlib.sha256(content).digest()
     with _reading:
-        found = _in_use.get(digest)
-        if found is None:
-            found = _in_use[digest] = _Tokenizer(content)
-        return found
+        tokenizer = _in_use.get(digest)
+        if tokenizer is None:
+            tokenizer = _in_use[digest] = _Tokenizer(content)
+        return tokenizer
 
 
 class TextOfTokens:
@@ -120,19 +120,19 @@ class TextOfTokens:
 
     def pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
         """The text of each token, with 1; of tokens that are a character only together, their text with their number."""
-        found, begin = [], 0
+        parts, begin = [], 0
         for end in range(1, len(tokens) + 1):
             some = tuple(tokens[begin:end])
             text = self._known.get(some)
             if text is None:
-                if len(self._known) > MOST_KNOWN:
+                if len(self._known) > MAX_KNOWN:
                     self._known.clear()
                 text = self._known[some] = self._piece(some)
-            if text.endswith(REPLACEMENT) and len(some) < MOST_TOKENS_OF_PIECE and end < len(tokens):
+            if text.endswith(REPLACEMENT) and len(some) < MAX_TOKENS_OF_PIECE and end < len(tokens):
                 continue
-            found.append((text, end - begin))
+            parts.append((text, end - begin))
             begin = end
-        return found
+        return parts
 
 
 def tokenizer_content(name: str) -> bytes | None:
@@ -153,7 +153,7 @@ def tokenizer_content(name: str) -> bytes | None:
             return None
         path = Path(cached)
     try:
-        if path.stat().st_size > MOST_TOKENIZER_BYTES:
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
             return None
         return path.read_bytes()
     except OSError as error:
@@ -171,31 +171,31 @@ def searched_text(group: Mapping[str, Any], index: int, text: TextOfTokens, plac
     """
     tokens = told_of_each(group, "tokens")[index]
     if text.known and isinstance(tokens, list):
-        given = tokens[: int(places[0]) if len(places) else len(tokens)]
-        answer = text.whole([tokens[place] for place in places[: 2 * _SEARCHED_TOKENS].tolist()])[:MOST_BEGINNING]
+        prompt = tokens[: int(places[0]) if len(places) else len(tokens)]
+        answer = text.whole([tokens[place] for place in places[: 2 * _SEARCHED_TOKENS].tolist()])[:MAX_BEGINNING]
         if len(places) > 2 * _SEARCHED_TOKENS:
-            answer += "\n" + text.whole([tokens[place] for place in places[-_SEARCHED_TOKENS:].tolist()])[-MOST_END:]
-        return f"{answer}\n\n{text.whole(given[-_SEARCHED_TOKENS:])[-MOST_PROMPT:]}"
-    said = messages_of(told_of_each(group, "messages")[index])
-    answers = [content for role, content in said if role == "assistant"] or [content for _, content in said[-1:]]
-    others = [content for role, content in said if role != "assistant"]
+            answer += "\n" + text.whole([tokens[place] for place in places[-_SEARCHED_TOKENS:].tolist()])[-MAX_END:]
+        return f"{answer}\n\n{text.whole(prompt[-_SEARCHED_TOKENS:])[-MAX_PROMPT:]}"
+    messages = messages_of(told_of_each(group, "messages")[index])
+    answers = [content for role, content in messages if role == "assistant"] or [content for _, content in messages[-1:]]
+    others = [content for role, content in messages if role != "assistant"]
     answer = "\n".join(answers)
-    if len(answer) > MOST_BEGINNING + MOST_END:
-        answer = f"{answer[:MOST_BEGINNING]}\n{answer[-MOST_END:]}"
-    return storable(f"{answer}\n\n{chr(10).join(others)[-MOST_PROMPT:]}" if said else "")
+    if len(answer) > MAX_BEGINNING + MAX_END:
+        answer = f"{answer[:MAX_BEGINNING]}\n{answer[-MAX_END:]}"
+    return storable(f"{answer}\n\n{chr(10).join(others)[-MAX_PROMPT:]}" if messages else "")
 
 
 def messages_of(entry: Any) -> list[tuple[str, str]]:
     """Role and text of each message of a rollout, which environments send as text, or as a list of texts or of messages."""
-    found = []
+    messages = []
     for message in entry if isinstance(entry, list) else [entry] if entry else []:
         if isinstance(message, Mapping):
             content = message.get("content")
-            told = content if isinstance(content, str) else "" if content is None else orjson.dumps(content).decode()
-            found.append((str(message.get("role", "")), told))
+            text = content if isinstance(content, str) else "" if content is None else orjson.dumps(content).decode()
+            messages.append((str(message.get("role", "")), text))
         else:
-            found.append(("", str(message)))
-    return found
+            messages.append(("", str(message)))
+    return messages
 
 
 def storable(text: str) -> str:

@@ -21,12 +21,12 @@ from atroposlib.dashboard.rollouts.rollout_stats import (
     told_of_each,
     versions_of,
 )
-from atroposlib.dashboard.rollouts.text import MOST_TOKENS_OF_PIECE, TextOfTokens, messages_of
+from atroposlib.dashboard.rollouts.text import MAX_TOKENS_OF_PIECE, TextOfTokens, messages_of
 from atroposlib.wire.groups import PROMPT_MASK
 
-MOST_OF_CALL = 200
+MAX_CALL = 200
 """Characters of a tool call that are shown above its turn, whose tokens show all of it."""
-MOST_OF_TAG = 1000
+MAX_TAG = 1000
 CHARACTERS_OF_PIECE = 200
 """Of a message that has no tokens; it counts as one."""
 
@@ -56,13 +56,13 @@ def transcript(
     mask = told_of_each(group, "masks")[index]
     mask = mask if isinstance(mask, list) and len(mask) == len(tokens) else [PROMPT_MASK] * len(tokens)
     begin = max(0, min(begin, len(tokens)))
-    wanted = min(len(tokens), begin + max(1, count))
+    stop_of_page = min(len(tokens), begin + max(1, count))
     runs, tags = [], told_of_runs(told_of_each(group, "messages")[index], mask)
     end = begin
     for number, (start, stop) in enumerate(runs_of(mask)):
-        if stop <= begin or start >= wanted:
+        if stop <= begin or start >= stop_of_page:
             continue
-        first, last = max(start, begin), min(stop, wanted)
+        first, last = max(start, begin), min(stop, stop_of_page)
         pieces = _whole_pieces(text, tokens, first, last, stop)
         end = first + sum(size for _, size in pieces)
         runs.append(
@@ -88,7 +88,7 @@ def transcript(
 def _whole_pieces(text: TextOfTokens, tokens: Sequence[int], first: int, last: int, stop: int) -> list[tuple[str, int]]:
     """Pieces of the tokens from `first` to `last`, the last one whole if it goes on before `stop`."""
     pieces, size = [], 0
-    for piece in text.pieces(tokens[first : min(stop, last + MOST_TOKENS_OF_PIECE)]):
+    for piece in text.pieces(tokens[first : min(stop, last + MAX_TOKENS_OF_PIECE)]):
         if size >= last - first:
             break
         pieces.append(piece)
@@ -98,12 +98,12 @@ def _whole_pieces(text: TextOfTokens, tokens: Sequence[int], first: int, last: i
 
 def runs_of(mask: Sequence[int]) -> list[tuple[int, int]]:
     """Begin and end of each run of tokens that were all given, or all sampled."""
-    found, begin = [], 0
+    runs, begin = [], 0
     for _, run in groupby(mask, key=lambda token: token == PROMPT_MASK):
         end = begin + sum(1 for _ in run)
-        found.append((begin, end))
+        runs.append((begin, end))
         begin = end
-    return found
+    return runs
 
 
 def boundaries(places: npt.NDArray[np.int64], versions: npt.NDArray[np.int64]) -> list[list[int]]:
@@ -151,18 +151,18 @@ def _own_advantages(group: Mapping[str, Any], index: int, places: npt.NDArray[np
 def _of_messages(entry: Any, begin: int, count: int) -> dict[str, Any]:
     """A rollout without tokens: its messages, a few characters of one counting as a token."""
     runs, start = [], 0
-    said = messages_of(entry)
-    last = max((number for number, (role, _) in enumerate(said) if role in ("assistant", "")), default=-1)
-    told = entry if isinstance(entry, list) else [entry]
-    for number, (role, content) in enumerate(said):
+    messages = messages_of(entry)
+    last = max((number for number, (role, _) in enumerate(messages) if role in ("assistant", "")), default=-1)
+    messages_of_run = entry if isinstance(entry, list) else [entry]
+    for number, (role, content) in enumerate(messages):
         pieces = [content[at : at + CHARACTERS_OF_PIECE] for at in range(0, len(content), CHARACTERS_OF_PIECE)] or [""]
         first, stop = max(start, begin), min(start + len(pieces), begin + count)
         if first < stop:
-            message = told[number]
+            message = messages_of_run[number]
             tags = tags_of(message) if isinstance(message, Mapping) and start >= begin else []
-            given = role not in ("assistant", "") or (role == "" and number != last)
+            is_given = role not in ("assistant", "") or (role == "" and number != last)
             shown = [(piece, 1) for piece in pieces[first - start : stop - start]]
-            runs.append({"given": given, "begin": first, "end": stop, "tags": tags, "pieces": shown})
+            runs.append({"given": is_given, "begin": first, "end": stop, "tags": tags, "pieces": shown})
         start += len(pieces)
     end = min(start, begin + count)
     return {"length": start, "begin": min(begin, start), "end": end, "runs": runs, "columns": {}, "boundaries": []}
@@ -176,7 +176,7 @@ def told_of_runs(messages: Any, mask: Sequence[int]) -> list[list[dict[str, str]
     Returns:
         nothing where the messages are not those of the tokens.
     """
-    kinds = [given for given, _ in groupby(mask, key=lambda token: token == PROMPT_MASK)]
+    kinds = [is_prompt for is_prompt, _ in groupby(mask, key=lambda token: token == PROMPT_MASK)]
     runs = kinds.count(False)
     known = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"] if known else []
@@ -193,17 +193,17 @@ def told_of_runs(messages: Any, mask: Sequence[int]) -> list[list[dict[str, str]
 def tags_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
     """What stands above a message: `kind` is said, tool, call, problem or reward."""
     role, name = str(message.get("role")), message.get("name")
-    found = [{"kind": "tool" if role == "tool" else "said", "text": _cut(f"{role} {name}" if name else role, MOST_OF_CALL)}]
+    tags = [{"kind": "tool" if role == "tool" else "said", "text": _cut(f"{role} {name}" if name else role, MAX_CALL)}]
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
         function = call.get("function") if isinstance(call, Mapping) else None
         named = function if isinstance(function, Mapping) else {}
-        found.append({"kind": "call", "text": _cut(f"calls {named.get('name') or '?'} {named.get('arguments')}", MOST_OF_CALL)})
+        tags.append({"kind": "call", "text": _cut(f"calls {named.get('name') or '?'} {named.get('arguments')}", MAX_CALL)})
     if message.get("problem"):
-        found.append({"kind": "problem", "text": _cut(str(message["problem"]), MOST_OF_TAG)})
+        tags.append({"kind": "problem", "text": _cut(str(message["problem"]), MAX_TAG)})
     if message.get("reward"):
-        found.append({"kind": "reward", "text": _cut(f"reward {of_any_kind(message['reward'])}", MOST_OF_CALL)})
-    return found
+        tags.append({"kind": "reward", "text": _cut(f"reward {of_any_kind(message['reward'])}", MAX_CALL)})
+    return tags
 
 
 def described(parameters: Any) -> str:

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atroposlib.dashboard.run_folders.columns import MOST_CELLS, Columns
+from atroposlib.dashboard.run_folders.columns import MAX_CELLS, Columns
 from atroposlib.dashboard.run_folders.folder import RunFiles, changed, find_runs
 from atroposlib.dashboard.run_folders.run import Change, Run, glance
 from atroposlib.utils.jsonl import JsonLinesFollower
 
 LIVE = "live"
 """Names the run of the service that serves the page."""
-MOST_OPEN = 8
-"""Runs in memory; fewer where they are so long that together they would have more than MOST_CELLS figures."""
+MAX_OPEN = 8
+"""Runs in memory; fewer where they are so long that together they would have more than MAX_CELLS figures."""
 LOOK_SECONDS = 5.0
 """How old the list of runs may be."""
 QUIET_SECONDS = 600.0
@@ -63,8 +63,8 @@ class RunCatalogue:
         live = self._live()
         with self._lock:
             if time.monotonic() - self._looked >= LOOK_SECONDS:
-                found = {run.metrics: run for root in self.roots for run in find_runs(root)}
-                self._found = sorted(found.values(), key=lambda run: -changed(run))
+                runs = {run.metrics: run for root in self.roots for run in find_runs(root)}
+                self._found = sorted(runs.values(), key=lambda run: -changed(run))
                 self._looked = time.monotonic()
             if live is None:
                 return list(self._found)
@@ -91,11 +91,11 @@ class RunCatalogue:
         if live is not None and run in ("", live.id):
             return live
         runs = self.list_runs()
-        found = runs[:1] if not run else [files for files in runs if files.id == run]
-        if not found:
+        matching = runs[:1] if not run else [files for files in runs if files.id == run]
+        if not matching:
             where = ", ".join(map(str, self.roots)) or "no folder"
             raise UnknownRunError(f"there is no run {run[:100]!r} in {where}; /ui/history lists those that are there")
-        return found[0]
+        return matching[0]
 
     def get(self, run: str) -> Run:
         """A run, up to date.
@@ -113,7 +113,7 @@ class RunCatalogue:
             self._open.move_to_end(paths)
         change = opened.refresh()
         with self._lock:
-            while len(self._open) > MOST_OPEN or (len(self._open) > 1 and self._cells() > MOST_CELLS):
+            while len(self._open) > MAX_OPEN or (len(self._open) > 1 and self._cells() > MAX_CELLS):
                 self._open.popitem(last=False)
         if is_new:  # to a page that is open, its rows are others than those that it knows
             change = Change(rewritten=True)

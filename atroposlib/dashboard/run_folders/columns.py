@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_COLUMNS = 1000
+MAX_COLUMNS = 1000
 """Names that are kept; a row has about 130."""
-MOST_CELLS = 24_000_000
+MAX_CELLS = 24_000_000
 """Figures that are kept of a run, 8 bytes each. Beyond, every second row is let go of, and the rest stands for it."""
-FEWEST_POINTS, MOST_POINTS = 10, 100_000
+MIN_POINTS, MAX_POINTS = 10, 100_000
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -109,20 +109,20 @@ class Columns:
             if column is not None:
                 column[begin:end] = values
         self._kept, self.rows = end, self.rows + len(kept)
-        if self._kept * (len(self._columns) + 1) > MOST_CELLS:
+        if self._kept * (len(self._columns) + 1) > MAX_CELLS:
             self._thin()
         return cut
 
     def _column(self, name: str) -> Floats | None:
         column = self._columns.get(name)
-        if column is None and len(self._columns) < MOST_COLUMNS:
+        if column is None and len(self._columns) < MAX_COLUMNS:
             column = self._columns[name] = np.full(len(self._step), math.nan)
         return column
 
-    def _grow(self, wanted: int) -> None:
-        if wanted <= len(self._step):
+    def _grow(self, rows: int) -> None:
+        if rows <= len(self._step):
             return
-        room = max(wanted, 2 * len(self._step), 256)
+        room = max(rows, 2 * len(self._step), 256)
         self._step = np.concatenate([self._step[: self._kept], np.zeros(room - self._kept, np.int64)])
         for name, column in self._columns.items():
             self._columns[name] = np.concatenate([column[: self._kept], np.full(room - self._kept, math.nan)])
@@ -193,14 +193,16 @@ class Columns:
             first, last: steps to begin and to end with.
             more: further columns, as `beside` gives them.
         """
-        points = min(max(points, FEWEST_POINTS), MOST_POINTS)
+        points = min(max(points, MIN_POINTS), MAX_POINTS)
         steps = self._step[: self._kept]
         begin = 0 if first is None else int(np.searchsorted(steps, first))
         end = self._kept if last is None else int(np.searchsorted(steps, last, side="right"))
         steps = steps[begin:end]
         columns = {**self._columns, **(more or {})}
-        found = {name: columns.get(name) for name in names}
-        shown = {name: np.full(len(steps), math.nan) if column is None else column[begin:end] for name, column in found.items()}
+        chosen = {name: columns.get(name) for name in names}
+        shown = {
+            name: np.full(len(steps), math.nan) if column is None else column[begin:end] for name, column in chosen.items()
+        }
         if len(steps) <= points:
             shown = {name: column.copy() for name, column in shown.items()}
             return Series(steps.copy(), not self.thinned, shown, shown, shown)

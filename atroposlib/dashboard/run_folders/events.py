@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 Severity = Literal["info", "warning", "error"]
 SEVERITIES = ("info", "warning", "error")
-MOST_EVENTS = 5000
+MAX_EVENTS = 5000
 """The newest, that are kept and shown."""
 
 
@@ -95,7 +95,7 @@ def event_of_evaluation(row: Mapping[str, Any]) -> Event | None:
     metrics = row.get("metrics")
     if not isinstance(metrics, dict):
         return None
-    known = {str(name): value for name, given in metrics.items() if (value := number(given)) is not None}
+    known = {str(name): value for name, metric in metrics.items() if (value := number(metric)) is not None}
     listed = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in sorted(known.items())[:6])
     text = f"{str(row.get('name', '?'))[:100]}: {listed or 'no numbers'}"
     version = whole(row.get("weight_version"))

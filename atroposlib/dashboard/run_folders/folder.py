@@ -19,9 +19,9 @@ OBSERVED = "observed"
 """Folder of what the rollout service wrote down of a run; beside a store that lies elsewhere, NAME.observed."""
 DEPTH = 3
 """How many folders below a named one are looked into."""
-MOST_RUNS = 500
-_MOST_LOOKED_INTO = 20_000
-_MOST_OF_OBJECT = 1 << 22
+MAX_RUNS = 500
+_MAX_FOLDERS = 20_000
+_MAX_OBJECT = 1 << 22
 MAX_GROUP_BYTES = 64 << 20
 _NO_GROUPS = frozenset({"metrics.jsonl", "evaluations.jsonl", "events.jsonl", "servers.jsonl"})
 _PASSED_OVER = frozenset({"checkpoints", "tensorboard", "wandb", "logs", "node_modules", "__pycache__", "env_checkpoints"})
@@ -53,7 +53,7 @@ class RunFiles:
 
 
 def find_runs(root: Path) -> list[RunFiles]:
-    """The runs in a folder and in those below it, newest first, at most MOST_RUNS; files of groups that belong to none, too.
+    """The runs in a folder and in those below it, newest first, at most MAX_RUNS; files of groups that belong to none, too.
 
     A folder that cannot be read is passed over, and no link is followed.
 
@@ -74,15 +74,15 @@ def find_runs(root: Path) -> list[RunFiles]:
             elif name.endswith(".jsonl") and not _is_observed(folder) and holds_groups(folder / name):
                 groups.append(folder / name)
     for folder in list(observed.values()):
-        if told := told_log_dir(folder):
-            observed[told] = folder
+        if log_dir := told_log_dir(folder):
+            observed[log_dir] = folder
     paths = [path for path in metrics if not _is_environments(path)]
     runs = [_of_metrics(path, root, _observed_beside(path.parent, root, observed)) for path in paths]
     shown = {run.observed for run in runs}
     runs += [_of_observed(folder, root) for folder in dict.fromkeys(observed.values()) if folder not in shown]
     shown_groups = {file for run in runs for file in run.groups}
     runs += [_of_groups(file, root) for file in groups if file not in shown_groups]
-    return sorted(runs, key=lambda run: -changed(run))[:MOST_RUNS]
+    return sorted(runs, key=lambda run: -changed(run))[:MAX_RUNS]
 
 
 def holds_groups(path: Path) -> bool:
@@ -105,23 +105,23 @@ def _begins_with_group(path: Path, inode: int) -> bool:
 
 def groups_of(folder: Path) -> tuple[Path, ...]:
     """The files of groups of a run."""
-    found = [*sorted(folder.glob("*.jsonl")), *sorted((folder / "environment").glob("*.jsonl"))]
-    return tuple(path for path in found if path.name not in _NO_GROUPS and holds_groups(path))
+    paths = [*sorted(folder.glob("*.jsonl")), *sorted((folder / "environment").glob("*.jsonl"))]
+    return tuple(path for path in paths if path.name not in _NO_GROUPS and holds_groups(path))
 
 
 def told_log_dir(observed: Path) -> Path | None:
     """Where the trainer of a run that the service saw writes its figures; None if it did not say, or not to this machine."""
-    told = read_object(observed / "run.json").get("log_dir")
-    return Path(told) if isinstance(told, str) and told.startswith("/") and Path(told).is_dir() else None
+    log_dir = read_object(observed / "run.json").get("log_dir")
+    return Path(log_dir) if isinstance(log_dir, str) and log_dir.startswith("/") and Path(log_dir).is_dir() else None
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a small file; empty if there is none, or it cannot be read."""
     try:
-        found = orjson.loads(path.read_bytes()) if path.stat().st_size < _MOST_OF_OBJECT else None
+        value = orjson.loads(path.read_bytes()) if path.stat().st_size < _MAX_OBJECT else None
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def changed(run: RunFiles) -> float:
@@ -141,7 +141,7 @@ def modified(path: Path) -> float:
 def _folders(root: Path) -> Iterator[tuple[Path, list[str]]]:
     """Folders from `root` down, with the names of their files."""
     waiting, looked = [(root, 0)], 0
-    while waiting and looked < _MOST_LOOKED_INTO:
+    while waiting and looked < _MAX_FOLDERS:
         folder, depth = waiting.pop(0)
         names = []
         try:

@@ -11,7 +11,7 @@ from atroposlib.dashboard.run_folders.folder import read_object
 from atroposlib.utils.process_identity import Identity, boot_id
 
 FOLDER = "processes"
-MOST_RECORDS = 256
+MAX_RECORDS = 256
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ def read_processes(folder: Path) -> list[RunProcess]:
         folder: of the run.
     """
     try:
-        paths = sorted((folder / FOLDER).glob("*.json"))[:MOST_RECORDS]
+        paths = sorted((folder / FOLDER).glob("*.json"))[:MAX_RECORDS]
         boot = boot_id()
     except OSError:
         return []
-    return [found for path in paths if (found := _read(path, boot)) is not None]
+    return [record for path in paths if (record := _read(path, boot)) is not None]
 
 
 def _read(path: Path, boot: str) -> RunProcess | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from atroposlib.dashboard.run_folders.columns import Columns, Series
 from atroposlib.dashboard.run_folders.events import (
-    MOST_EVENTS,
+    MAX_EVENTS,
     Event,
     event_of_evaluation,
     events_of_row,
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 COUNTS = ("compared_tokens", "mismatched_tokens")
 """Figures that are added up over the whole run."""
-MOST_EVALUATIONS = 20_000
-MOST_UPDATES = 500
+MAX_EVALUATIONS = 20_000
+MAX_UPDATES = 500
 """Steps, the newest, of which is kept how the weights were handed over."""
-MOST_AT_ONCE = 50
+MAX_SENT_ROWS = 50
 """New rows that are told whole to a page that is open; it asks for more by itself."""
 
 
@@ -57,13 +57,13 @@ class Change:
     def to_json(self, run: Run, run_id: str) -> list[tuple[str, Any]]:
         """What pages that show the run are told: name and data of each server-sent event."""
         rows, last_step = run.extent()
-        whole = not self.rewritten and len(self.rows) <= MOST_AT_ONCE
-        told: list[tuple[str, Any]] = []
+        whole = not self.rewritten and len(self.rows) <= MAX_SENT_ROWS
+        messages: list[tuple[str, Any]] = []
         if self.rewritten or self.rows:
             head = {"run": run_id, "generation": run.generation, "rows": rows, "last_step": last_step}
-            told.append(("rows", head | {"new": self.rows if whole else None}))
-        told += [("evaluation", evaluation) for evaluation in self.evaluations]
-        return told + [("event", event.to_json()) for event in self.events]
+            messages.append(("rows", head | {"new": self.rows if whole else None}))
+        messages += [("evaluation", evaluation) for evaluation in self.evaluations]
+        return messages + [("event", event.to_json()) for event in self.events]
 
     def __bool__(self) -> bool:
         return self.rewritten or bool(self.rows or self.events or self.evaluations)
@@ -91,7 +91,7 @@ class Run:
         self._sampled_last: dict[str, Any] = {}
         self._beside: OrderedDict[int, dict[str, Any]] = OrderedDict()
         self._untold: set[int] = set()
-        self._updates: deque[dict[str, Any]] = deque(maxlen=MOST_UPDATES)
+        self._updates: deque[dict[str, Any]] = deque(maxlen=MAX_UPDATES)
         self._evaluations: OrderedDict[Any, dict[str, Any]] = OrderedDict()
         self._events: dict[str, OrderedDict[str, Event]] = {name: OrderedDict() for name in ("rows", "evaluations", "file")}
         self._left_out = 0
@@ -143,8 +143,8 @@ class Run:
             for name in gone:
                 del self._events["rows"][name]
         change.rewritten |= rewritten or cut
-        self._updates.extend(map(update_of, rows[-MOST_UPDATES:]))
-        change.rows = [*change.rows, *rows][-MOST_AT_ONCE - 1 :]
+        self._updates.extend(map(update_of, rows[-MAX_UPDATES:]))
+        change.rows = [*change.rows, *rows][-MAX_SENT_ROWS - 1 :]
         self._add("rows", [event for row in rows for event in events_of_row(row)], change)
 
     def _take_environment(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
@@ -164,7 +164,7 @@ class Run:
             if (step := whole(row["step"])) is not None:
                 self._beside[step] = row
                 self._untold.add(step)
-        while len(self._beside) > MOST_AT_ONCE:
+        while len(self._beside) > MAX_SENT_ROWS:
             self._untold.discard(self._beside.popitem(last=False)[0])
 
     def _tell_beside(self, change: Change) -> None:
@@ -186,15 +186,15 @@ class Run:
             metrics = row.get("metrics")
             if not isinstance(metrics, dict):
                 continue
-            numbers = {str(name)[:200]: value for name, given in metrics.items() if (value := number(given)) is not None}
+            numbers = {str(name)[:200]: value for name, metric in metrics.items() if (value := number(metric)) is not None}
             evaluation = {
                 "id": whole(row.get("id")), "time": number(row.get("time")), "step": whole(row.get("step")),
                 "name": str(row.get("name", "?"))[:200], "weight_version": whole(row.get("weight_version")),
                 "weight_epoch": whole(row.get("weight_epoch")), "metrics": numbers,
             }  # fmt: skip
             self._evaluations[evaluation["id"], evaluation["time"], evaluation["name"]] = evaluation
-            change.evaluations = [*change.evaluations, evaluation][-MOST_AT_ONCE:]
-        while len(self._evaluations) > MOST_EVALUATIONS:
+            change.evaluations = [*change.evaluations, evaluation][-MAX_SENT_ROWS:]
+        while len(self._evaluations) > MAX_EVALUATIONS:
             self._evaluations.popitem(last=False)
         self._add("evaluations", [event for row in rows if (event := event_of_evaluation(row)) is not None], change)
 
@@ -205,8 +205,8 @@ class Run:
     def _add(self, source: str, events: Sequence[Event], change: Change) -> None:
         kept = self._events[source]
         kept.update((event.id, event) for event in events)
-        change.events = [*change.events, *events][-MOST_AT_ONCE:]
-        while len(kept) > MOST_EVENTS:
+        change.events = [*change.events, *events][-MAX_SENT_ROWS:]
+        while len(kept) > MAX_EVENTS:
             kept.popitem(last=False)
             self._left_out += 1
 
@@ -256,9 +256,9 @@ class Run:
     def events(self) -> tuple[list[Event], int]:
         """What happened, in the order of time as far as that is known, and how many older events are left out."""
         with self._lock:
-            found = [event for events in self._events.values() for event in events.values()]
-            found.sort(key=lambda event: (event.step if event.step is not None else -1, event.time or 0.0))
-            return found[-MOST_EVENTS:], self._left_out + max(0, len(found) - MOST_EVENTS)
+            merged = [event for events in self._events.values() for event in events.values()]
+            merged.sort(key=lambda event: (event.step if event.step is not None else -1, event.time or 0.0))
+            return merged[-MAX_EVENTS:], self._left_out + max(0, len(merged) - MAX_EVENTS)
 
 
 def update_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,12 +289,12 @@ def glance(files: RunFiles) -> dict[str, Any]:
 
 def told_of_run(observed: Path | None) -> dict[str, Any]:
     """Model, steps, begin and end as the service wrote them down; null what it does not know."""
-    told: Mapping[str, Any] = read_object(observed / "run.json") if observed is not None else {}
-    ended = number(told.get("ended"))
+    run: Mapping[str, Any] = read_object(observed / "run.json") if observed is not None else {}
+    ended = number(run.get("ended"))
     return {
-        "model": told["model"] if isinstance(told.get("model"), str) else None,
-        "of_steps": whole(told.get("num_steps")),
-        "began": number(told.get("began")),
+        "model": run["model"] if isinstance(run.get("model"), str) else None,
+        "of_steps": whole(run.get("num_steps")),
+        "began": number(run.get("began")),
         "ended": ended,
         "state": "ended" if ended is not None else "unknown",
     }

@@ -20,7 +20,7 @@ from atroposlib.dashboard.live.signs import Known, signs_of
 from atroposlib.dashboard.page import RunPage, json_answer, page_of
 from atroposlib.dashboard.rollouts.archive import ArchiveError
 from atroposlib.dashboard.run_folders.catalogue import LIVE
-from atroposlib.dashboard.run_folders.columns import FEWEST_POINTS, MOST_POINTS, Series
+from atroposlib.dashboard.run_folders.columns import MAX_POINTS, MIN_POINTS, Series
 from atroposlib.dashboard.run_folders.events import number
 from atroposlib.dashboard.run_folders.folder import RunFiles, modified, read_object
 from atroposlib.dashboard.run_folders.processes import read_processes
@@ -78,8 +78,8 @@ async def names(request: Request) -> Response:
 async def series(request: Request) -> Response:
     """GET /ui/api/series: figures of a run by step, thinned out to a number of points."""
     chosen, points = names_of(request), whole_number(request, "points", 2000)
-    if not FEWEST_POINTS <= points <= MOST_POINTS:
-        raise HTTPRefusal(400, f"points={points} is not between {FEWEST_POINTS} and {MOST_POINTS}")
+    if not MIN_POINTS <= points <= MAX_POINTS:
+        raise HTTPRefusal(400, f"points={points} is not between {MIN_POINTS} and {MAX_POINTS}")
     first, last = (whole_number(request, name) for name in ("first", "last"))
 
     def read(run: Run) -> dict[str, Any]:
@@ -96,7 +96,7 @@ async def table(request: Request) -> Response:
 
     def write() -> Response:
         run = page.runs.get(run_id)
-        text = csv_of(run.series(chosen or run.names(), MOST_POINTS))
+        text = csv_of(run.series(chosen or run.names(), MAX_POINTS))
         headers = {"Content-Disposition": f'attachment; filename="{run.files.id}.csv"'}
         return Response(text, headers=headers, media_type="text/csv")
 

@@ -29,23 +29,23 @@ async def process(env: "BaseEnv") -> None:
 
 
 async def make_groups(env: "BaseEnv") -> None:
-    wanted, running = env.n_groups_to_process, set[asyncio.Task[bool]]()
-    made, failed_in_a_row, exhausted = 0, 0, False
+    groups_to_make, running = env.n_groups_to_process, set[asyncio.Task[bool]]()
+    groups, failed_in_a_row, exhausted = 0, 0, False
     try:
-        while made < wanted and (running or not exhausted):
-            while not exhausted and len(running) < min(env.max_num_workers, wanted - made):
+        while groups < groups_to_make and (running or not exhausted):
+            while not exhausted and len(running) < min(env.max_num_workers, groups_to_make - groups):
                 item = env.backlog.pop() if env.backlog else await env.next_item()
                 if item is None:
-                    logger.info("no more items after %d groups", made)
+                    logger.info("no more items after %d groups", groups)
                     exhausted = True
                     break
                 running.add(asyncio.create_task(process_item(env, item)))
             finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in finished:
-                made += task.result()
+                groups += task.result()
                 failed_in_a_row = 0 if task.result() else failed_in_a_row + 1
-            env.curr_step = made
-            logger.info("%d of %d groups (%s dropped)", made, wanted, env.drops)
+            env.curr_step = groups
+            logger.info("%d of %d groups (%s dropped)", groups, groups_to_make, env.drops)
             if 0 < env.config.max_consecutive_failures <= failed_in_a_row:
                 raise EnvironmentFailure(f"the last {failed_in_a_row} items gave no group ({env.drops})")
     finally:

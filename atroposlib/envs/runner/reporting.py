@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONGEST_NAME, MOST_METRICS = 256, 256
+MAX_NAME_LENGTH, MAX_METRICS = 256, 256
 """What the rollout service takes of an evaluation: characters of a name, and metrics."""
 NO_SUCH_ROUTE = (404, 405)
 
@@ -239,7 +239,7 @@ class Reports:
         oldest = None if record is None else record.oldest_weights
         body = {
             "env_id": self.env.env_id,
-            "name": name.encode("utf-8", errors="backslashreplace").decode()[:LONGEST_NAME],
+            "name": name.encode("utf-8", errors="backslashreplace").decode()[:MAX_NAME_LENGTH],
             "weight_version": None if oldest is None else oldest.version,
             "weight_epoch": None if oldest is None else oldest.epoch,
             "metrics": numbers,
@@ -278,8 +278,8 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
         for name, value in metrics.items()
         if name != "weight_version" and (number := _number_of(value)) is not None
     }
-    taken = {name: value for name, value in numbers.items() if 0 < len(name) <= LONGEST_NAME}
-    return dict(list(taken.items())[:MOST_METRICS])
+    taken = {name: value for name, value in numbers.items() if 0 < len(name) <= MAX_NAME_LENGTH}
+    return dict(list(taken.items())[:MAX_METRICS])
 
 
 def samples_path(output: Path) -> Path:

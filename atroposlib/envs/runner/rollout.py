@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LEAST_WAIT = 0.05
+MIN_WAIT = 0.05
 CLEAN_UP_SECONDS = 5.0
 """For an item that is cut off, or whose worker is."""
 
@@ -163,7 +163,7 @@ class Rollouts:
         started, away = time.monotonic(), self._seconds_away()
         try:
             while (left := seconds - (time.monotonic() - started) + (self._seconds_away() - away)) > 0:
-                done, _ = await asyncio.wait({work}, timeout=max(left, LEAST_WAIT))
+                done, _ = await asyncio.wait({work}, timeout=max(left, MIN_WAIT))
                 if done:
                     return work.result()
         finally:
@@ -184,8 +184,8 @@ def note_sampling(group: Any, record: VersionRecord) -> None:
     rollout met."""
     rows, masks, oldest = group.get("tokens"), group.get("masks"), record.oldest_weights
     if rows is not None and masks is not None and len(rows) == len(masks) and record.sampled is not None:
-        told = record.sampled.fields_of(rows, masks)
-        group.update({name: filled(group.get(name), values) for name, values in told.items()})
+        recorded = record.sampled.fields_of(rows, masks)
+        group.update({name: filled(group.get(name), values) for name, values in recorded.items()})
         unknown = any(entry is None for entry in group.get("sampling_params") or [None])
         if unknown and record.sampled.differ:
             say_that_sampling_differs()
@@ -205,7 +205,7 @@ def filled(own: Any, told: list[Any]) -> Any:
         return told
     if not isinstance(own, list) or len(own) != len(told):
         return own
-    return [known if said is None else said for said, known in zip(own, told, strict=True)]
+    return [known if own_value is None else own_value for own_value, known in zip(own, told, strict=True)]
 
 
 @cache

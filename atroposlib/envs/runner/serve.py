@@ -25,7 +25,7 @@ POLL_SECONDS = 0.5
 """How often the service is asked for the queue's state when nothing else happens; a finished worker asks at once. Where there
 is no worker, the answer comes as soon as the trainer does something."""
 
-LEAST_POLL_SECONDS = 0.05
+MIN_POLL_SECONDS = 0.05
 
 LAST_EVALUATION_SECONDS = 120.0
 """How long an evaluation may still run after training is over; the inference server may be stopped at any moment then."""
@@ -77,7 +77,7 @@ class Serving:
 
     async def _rest(self) -> None:
         """Sleep until a worker finishes, for half a second at most. Where there is none, the service waits in our place."""
-        await asyncio.sleep(LEAST_POLL_SECONDS)
+        await asyncio.sleep(MIN_POLL_SECONDS)
         if self._idle():
             return
         try:

@@ -112,9 +112,9 @@ def nearest(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0
     """` (did you mean X?)`, or nothing when no known name is near."""
     known = list(known)
     bare = {entry.rpartition(NAMESPACE_SEP)[2]: entry for entry in reversed(known)}
-    found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    found = found or difflib.get_close_matches(name.rpartition(".")[2], bare, n=1, cutoff=cutoff)
-    return f" (did you mean {prefix}{bare.get(found[0], found[0])}?)" if found else ""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    matches = matches or difflib.get_close_matches(name.rpartition(".")[2], bare, n=1, cutoff=cutoff)
+    return f" (did you mean {prefix}{bare.get(matches[0], matches[0])}?)" if matches else ""
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -73,10 +73,10 @@ class Teaching:
             raise
         trained = [[mask != PROMPT_MASK and at > 0 for at, mask in enumerate(row)] for row in group["masks"]]
         group["distill_token_ids"] = [
-            [[token] if wanted else [] for token, wanted in zip(*row, strict=True)] for row in zip(rows, trained, strict=True)
+            [[token] if trains else [] for token, trains in zip(*row, strict=True)] for row in zip(rows, trained, strict=True)
         ]
         group["distill_logprobs"] = [
-            [[logprob] if wanted else [] for logprob, wanted in zip(*row, strict=True)]
+            [[logprob] if trains else [] for logprob, trains in zip(*row, strict=True)]
             for row in zip(scored, trained, strict=True)
         ]
         self._note_divergence(group)
@@ -93,9 +93,9 @@ class Teaching:
 
     def metrics(self) -> dict[str, float]:
         """`train/teacher_kl` (nats per token, estimated on the sampled tokens) since it was last asked for."""
-        found = {"train/teacher_kl": self.kl_sum / self.kl_tokens} if self.kl_tokens else {}
+        values = {"train/teacher_kl": self.kl_sum / self.kl_tokens} if self.kl_tokens else {}
         self.kl_sum, self.kl_tokens = 0.0, 0
-        return found
+        return values
 
     async def close(self) -> None:
         """Close the connection to the teacher."""

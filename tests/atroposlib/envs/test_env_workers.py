@@ -131,7 +131,7 @@ async def test_the_service_waits_for_the_trainer_where_nothing_else_can_happen(m
         await released.wait()
 
     env.handle_env = sampling
-    monkeypatch.setattr("atroposlib.envs.runner.serve.LEAST_POLL_SECONDS", 0.0)
+    monkeypatch.setattr("atroposlib.envs.runner.serve.MIN_POLL_SECONDS", 0.0)
     monkeypatch.setattr("atroposlib.envs.runner.serve.POLL_SECONDS", 0.25)
     for _ in range(3):  # nothing is wanted; two groups are; they are in work
         assert not await env._serving.one_round()

@@ -178,7 +178,7 @@ def test_an_unknown_tool_and_half_a_call_are_answered_counted_and_logged_once_to
 
 
 def test_a_thread_that_hangs_is_left_behind_and_too_many_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "MOST_HANGING", 2)
+    monkeypatch.setattr(tools, "MAX_HANGING", 2)
     release = threading.Event()
 
     def hangs() -> str:

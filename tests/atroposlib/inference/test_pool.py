@@ -30,9 +30,9 @@ def quick() -> Iterator[None]:
         patch.setattr(pool, "LOOK_SECONDS", 0.01)
         patch.setattr(pool, "MOVE_AFTER_SECONDS", 0.05)
         patch.setattr(selection, "FIRST_PAUSE", 0.005)
-        patch.setattr(selection, "LONGEST_PAUSE", 0.05)
+        patch.setattr(selection, "MAX_PAUSE", 0.05)
         patch.setattr("atroposlib.utils.waiting.FIRST_PAUSE", 0.01)
-        patch.setattr("atroposlib.utils.waiting.LONGEST_PAUSE", 0.02)
+        patch.setattr("atroposlib.utils.waiting.MAX_PAUSE", 0.02)
         yield
 
 

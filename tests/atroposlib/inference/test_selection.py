@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.inference.generation import Weights
-from atroposlib.inference.selection import LONGEST_PAUSE, SETTLING_SECONDS, Load, Look, Routing
+from atroposlib.inference.selection import MAX_PAUSE, SETTLING_SECONDS, Load, Look, Routing
 from atroposlib.inference.vllm_client import read_look
 
 IDLE = Load(0, 8)
@@ -151,7 +151,7 @@ def test_a_server_that_fails_at_once_gets_trials_and_no_more() -> None:
         else:
             made.answered(server, now)
         now += 0.05
-    assert sent[0] <= math.log2(LONGEST_PAUSE) + 2 + 300.0 / LONGEST_PAUSE
+    assert sent[0] <= math.log2(MAX_PAUSE) + 2 + 300.0 / MAX_PAUSE
     made.answered(0, now)
     assert chosen(made, now, Load(0, 8), Load(4, 8), Load(5, 8)) == 0, "one answer, and it is as the others"
 
@@ -191,7 +191,7 @@ def test_one_that_refuses_with_good_health_is_not_asked_all_the_time() -> None:
             asked += 1
             made.sent(0, now)
             made.refused(0, now, now, "503")
-    assert asked <= math.log2(LONGEST_PAUSE) + 2 + 300.0 / LONGEST_PAUSE
+    assert asked <= math.log2(MAX_PAUSE) + 2 + 300.0 / MAX_PAUSE
 
 
 def test_a_look_that_was_sent_before_a_refusal_does_not_outweigh_it() -> None:

@@ -7,7 +7,7 @@ import logging
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.utils.log_bound import LINES_SECONDS, LONGEST_LINE, MOST_LINES, BoundedLines, one_line
+from atroposlib.utils.log_bound import LINES_SECONDS, MAX_LINE, MAX_LINES, BoundedLines, one_line
 
 
 def record(message: str, *arguments: object, line: int = 1) -> logging.LogRecord:
@@ -34,15 +34,15 @@ def test_no_line_is_lost_without_being_counted(bursts: list[tuple[float, int]]) 
     left_out = last.getMessage().partition("(")[2].partition(" ")[0]
     assert len(written) + sum(count for _, count in written) + int(left_out or 0) == sent
     for at, _ in written:
-        assert sum(at <= other < at + LINES_SECONDS for other, _ in written) <= 2 * MOST_LINES
+        assert sum(at <= other < at + LINES_SECONDS for other, _ in written) <= 2 * MAX_LINES
 
 
 def test_other_statements_are_not_affected_and_long_lines_are_cut() -> None:
     bounded = BoundedLines(lambda: 0.0)
-    assert sum(bounded.filter(record("one")) for _ in range(1000)) == MOST_LINES
+    assert sum(bounded.filter(record("one")) for _ in range(1000)) == MAX_LINES
     long = record("%s", "x" * 100_000, line=2)
     assert bounded.filter(long)
-    assert len(long.getMessage()) == LONGEST_LINE
+    assert len(long.getMessage()) == MAX_LINE
 
 
 @given(st.text(max_size=20))

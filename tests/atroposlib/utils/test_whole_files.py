@@ -126,7 +126,7 @@ def test_lines_go_into_a_pipe() -> None:
 def test_lines_that_never_find_space_are_counted(
     full_disk: FullDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ours, "MOST_KEPT_BYTES", 20_000)
+    monkeypatch.setattr(ours, "MAX_KEPT_BYTES", 20_000)
     lines = KeptLines(full_disk.path / "a.jsonl")
     with full_disk.full():
         for _ in range(6):

@@ -25,8 +25,8 @@ async def test_a_page_is_told_what_concerns_its_run() -> None:
 
 
 async def test_a_page_that_does_not_keep_up_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "MOST_WAITING", 3)
-    monkeypatch.setattr(hub_module, "MOST_PAGES", 1)
+    monkeypatch.setattr(hub_module, "MAX_WAITING", 3)
+    monkeypatch.setattr(hub_module, "MAX_PAGES", 1)
     hub = Hub()
     with hub.subscribed("a") as slow:
         with pytest.raises(TooManyPagesError, match="close some"):

@@ -144,7 +144,7 @@ def test_bytes_are_bounded_too_with_what_the_trainer_told(tmp_path: Path) -> Non
 
 
 def test_names_without_end_are_told_apart_up_to_a_bound(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive_module, "MOST_ENVIRONMENTS", 3)
+    monkeypatch.setattr(archive_module, "MAX_ENVIRONMENTS", 3)
     archive.begin()
     for seq in range(10):
         archive.add(PostedGroup(seq, 0.0, f"env {seq}", body((0.0, 1))))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.dashboard.rollouts.rollout_stats import TrainedTokens, measured, places_of
-from atroposlib.dashboard.rollouts.text import MOST_TOKENS_OF_PIECE, TextOfTokens, searched_text
+from atroposlib.dashboard.rollouts.text import MAX_TOKENS_OF_PIECE, TextOfTokens, searched_text
 from atroposlib.dashboard.rollouts.transcript import CHARACTERS_OF_PIECE, described, told_of_runs, transcript
 
 
@@ -60,7 +60,7 @@ def test_pieces_asked_for_one_after_the_other_are_the_whole(turns: list[tuple[bo
     read, logprobs, begin = "", [], 0
     while begin < length:
         told = transcript(group, 0, text_of(), None, begin, count)
-        assert told["begin"] == begin < told["end"] <= begin + count + MOST_TOKENS_OF_PIECE
+        assert told["begin"] == begin < told["end"] <= begin + count + MAX_TOKENS_OF_PIECE
         assert [run["begin"] for run in told["runs"]] == [begin, *(run["end"] for run in told["runs"][:-1])]
         read += joined(told)
         logprobs += told["columns"]["logprob"].tolist()
@@ -76,8 +76,8 @@ def test_every_token_is_decoded_once_and_bytes_that_are_no_text_not_again_and_ag
     text = text_of(tokenizer)
     assert len(text.pieces([97, 98] * 2000)) == 4000
     assert tokenizer.asked == 2
-    assert len(text.pieces([0xFF] * 4096)) == 4096 / MOST_TOKENS_OF_PIECE
-    assert tokenizer.asked <= 2 + MOST_TOKENS_OF_PIECE
+    assert len(text.pieces([0xFF] * 4096)) == 4096 / MAX_TOKENS_OF_PIECE
+    assert tokenizer.asked <= 2 + MAX_TOKENS_OF_PIECE
     assert text.pieces([10**12]) == [("[1000000000000]", 1)]
     assert TextOfTokens().pieces([7, 8]) == [("7 ", 1), ("8 ", 1)]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.dashboard.run_folders import columns
-from atroposlib.dashboard.run_folders.columns import FEWEST_POINTS, Columns
+from atroposlib.dashboard.run_folders.columns import MIN_POINTS, Columns
 
 NO_FIGURES = st.one_of(st.none(), st.text(max_size=3), st.lists(st.integers(), max_size=2))
 FIGURES = st.one_of(st.floats(), st.integers(), st.booleans(), NO_FIGURES)
@@ -42,13 +42,13 @@ def test_every_row_is_a_point_while_there_is_room(table: list[dict[str, Any]], p
     assert np.isnan(series.mean["unknown"]).all()
 
 
-@given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6), st.just(math.inf)), min_size=FEWEST_POINTS + 1, max_size=300))
+@given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6), st.just(math.inf)), min_size=MIN_POINTS + 1, max_size=300))
 def test_fewer_points_keep_every_peak(figures: list[float | None]) -> None:
     found = Columns()
     found.extend(numbered([{"a": figure} for figure in figures]))
-    series = found.series(["a"], points=FEWEST_POINTS)
+    series = found.series(["a"], points=MIN_POINTS)
     known = [figure for figure in figures if figure is not None and math.isfinite(figure)]
-    assert len(series.step) == FEWEST_POINTS
+    assert len(series.step) == MIN_POINTS
     assert series.step[-1] == len(figures)
     assert not series.exact
     if "a" in found.names and known:
@@ -74,7 +74,7 @@ def test_a_resumed_run_takes_the_place_of_what_it_does_again(before: int, again:
 
 
 def test_rows_without_a_step_and_too_many_names_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "MOST_COLUMNS", 2)
+    monkeypatch.setattr(columns, "MAX_COLUMNS", 2)
     found = Columns()
     found.extend([{"a": 1.0}, {"step": True, "a": 1.0}, {"step": 2**70, "a": 1.0}])
     found.extend([{"step": 1, "a": 1, "b": 2, "c": 3, "text": "x"}])
@@ -82,7 +82,7 @@ def test_rows_without_a_step_and_too_many_names_are_left_out(monkeypatch: pytest
 
 
 def test_a_run_of_any_length_stays_within_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "MOST_CELLS", 3000)
+    monkeypatch.setattr(columns, "MAX_CELLS", 3000)
     found = Columns()
     for begin in range(1, 20_000, 250):
         found.extend(numbered([{"a": float(step)} for step in range(begin, begin + 250)], begin))

@@ -13,7 +13,7 @@ import pytest
 from atroposlib.dashboard.run_folders import catalogue as catalogue_module
 from atroposlib.dashboard.run_folders import run as run_module
 from atroposlib.dashboard.run_folders.catalogue import RunCatalogue, UnknownRunError
-from atroposlib.dashboard.run_folders.columns import MOST_POINTS
+from atroposlib.dashboard.run_folders.columns import MAX_POINTS
 from atroposlib.dashboard.run_folders.folder import RunFiles, find_runs
 from atroposlib.dashboard.run_folders.run import Change, Run, glance
 from atroposlib.dashboard.web.data_routes import weights_json
@@ -122,7 +122,7 @@ def test_long_runs_are_let_go_of_when_they_are_many(runs: Path, monkeypatch: pyt
     kept = catalogue.get(first)
     catalogue.get(second)
     assert catalogue.get(first) is kept
-    monkeypatch.setattr(catalogue_module, "MOST_CELLS", 1)
+    monkeypatch.setattr(catalogue_module, "MAX_CELLS", 1)
     catalogue.get(second)
     assert catalogue.get(second).extent()[0] > 0, "the one that is asked for stays, whatever its length"
     assert catalogue.get(first) is not kept
@@ -208,12 +208,12 @@ def test_what_the_environment_says_of_a_step_is_told_whichever_file_is_ahead(run
 
 
 def test_counts_are_added_up_over_every_row_of_a_long_run(tmp_path: Path) -> None:
-    steps = MOST_POINTS + 1
+    steps = MAX_POINTS + 1
     lines = (f'{{"step":{step},"compared_tokens":{step},"mismatched_tokens":{step % 2}}}\n' for step in range(1, steps + 1))
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     run = Run(find_runs(tmp_path)[0])
     run.refresh()
-    assert len(run.series(["compared_tokens"], MOST_POINTS).step) == MOST_POINTS, "fewer than it has rows"
+    assert len(run.series(["compared_tokens"], MAX_POINTS).step) == MAX_POINTS, "fewer than it has rows"
     whole = {"on": True, "compared": steps * (steps + 1) / 2, "mismatched": (steps + 1) // 2, "first": None}
     assert weights_json(run, [], None)["deterministic"] == whole
     append(tmp_path / "metrics.jsonl", {"step": steps, "compared_tokens": 1, "mismatched_tokens": 1}, {"step": steps + 1})
@@ -234,7 +234,7 @@ def test_files_that_cannot_be_read_are_named_once(
         assert not run.refresh()
     assert caplog.text.count("the page cannot read") == 1
     assert glance(run.files)["steps"] == 0
-    monkeypatch.setattr(run_module, "MOST_EVENTS", 2)
+    monkeypatch.setattr(run_module, "MAX_EVENTS", 2)
     run = Run(
         RunFiles(
             "b", "b", tmp_path, write(tmp_path / "m", *(row(step, batches_skipped=1) for step in range(5))), tmp_path / "e"

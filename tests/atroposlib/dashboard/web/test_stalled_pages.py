@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
 
-from atroposlib.dashboard.live.hub import MOST_PAGES, Hub
+from atroposlib.dashboard.live.hub import MAX_PAGES, Hub
 from atroposlib.dashboard.web import stream
 from atroposlib.web.bounded_protocol import bounded_protocol
 from example_trainer.child_processes.readiness import wait_until
@@ -105,11 +105,11 @@ def test_two_hundred_that_read_nothing(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         events = Events(stack.enter_context(service.http.stream("GET", "/ui/api/stream", timeout=60)))
         events.next("hello")
-        opened = [stalled(service.port) for _ in range(2 * MOST_PAGES)]
+        opened = [stalled(service.port) for _ in range(2 * MAX_PAGES)]
         for client, _ in opened:
             stack.enter_context(client)
         statuses = [status for _, status in opened]
-        assert statuses == [200] * (MOST_PAGES - 1) + [503] * (MOST_PAGES + 1)
+        assert statuses == [200] * (MAX_PAGES - 1) + [503] * (MAX_PAGES + 1)
         refused = httpx.get(f"http://127.0.0.1:{service.port}/ui/api/stream", timeout=60)
         assert (refused.status_code, "close some" in refused.json()["error"]) == (503, True)
         assert service.get("/ui/api/page")["full"] == refused.json()["error"], "a page says it to whoever opens it"
