@@ -1,17 +1,20 @@
-"""How routes answer and refuse, read what their address says, and describe what they take: the routes read their bodies
-themselves, so the OpenAPI description is told here."""
+"""Parts that all routes use: the service, answers and refusals, integers of the query, and the OpenAPI description.
+
+The routes read their bodies themselves, so FastAPI cannot describe these.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from atroposlib.service.group_reader import GroupReader
 from atroposlib.service.group_schema import ScoredData
 from atroposlib.service.schemas import (
     AckBatch,
@@ -28,6 +31,7 @@ from atroposlib.service.schemas import (
     RegisterTrainer,
     ServerAddress,
 )
+from atroposlib.service.service import RolloutService
 
 PREFIX = "#/components/schemas/"
 MODELS: list[type[BaseModel]] = [
@@ -59,6 +63,21 @@ REFUSALS = {
     503: "Not done in time; see Retry-After",
     507: "The store cannot take more data",
 }
+
+
+async def _service(request: Request) -> RolloutService:
+    service: RolloutService = request.app.state.service
+    return service
+
+
+async def _reader(request: Request) -> GroupReader:
+    reader: GroupReader = request.app.state.reader
+    return reader
+
+
+Service = Annotated[RolloutService, Depends(_service)]
+"""The service of the application that a route belongs to."""
+Reader = Annotated[GroupReader, Depends(_reader)]
 
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -99,7 +118,7 @@ def takes(model: type[BaseModel], many: bool = False, required: bool = True) -> 
 
 
 def describe(app: FastAPI) -> None:
-    """Make /openapi.json tell what the routes take and how they refuse."""
+    """Add the bodies and refusals of the routes to /openapi.json."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

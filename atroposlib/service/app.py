@@ -1,10 +1,12 @@
-"""The ASGI application: routes behind the gate, and one clear answer for every refusal. Each route reads its request, makes one
-call on the service, and shapes the answer."""
+"""The ASGI application: routes behind the request limits, and one clear answer for every refusal.
+
+Each route reads its request, makes one call on the service, and returns the answer.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Protocol
 
@@ -12,23 +14,22 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.routing import BaseRoute
 
-from atroposlib.service.admin_routes import add_fleet_routes, add_status_routes
+from atroposlib.service import admin_routes, environment_routes, reference_routes, trainer_routes
 from atroposlib.service.answers import describe, refuse
-from atroposlib.service.environment_routes import add_environment_routes, add_evaluation_routes
+from atroposlib.service.fleet import FleetFullError, TooManyPublishersError, UnknownServerError
 from atroposlib.service.group_reader import GroupReader, ReaderError, TooComplexError
 from atroposlib.service.records import (
     NotRegisteredError,
+    OtherModelError,
     QueueFullError,
     RegistryFullError,
     SupersededError,
     UnknownBatchError,
     UnknownEnvironmentError,
 )
-from atroposlib.service.reference_routes import add_reference_routes
 from atroposlib.service.schemas import InvalidRequestError
 from atroposlib.service.service import RolloutService
 from atroposlib.service.store import StoreError
-from atroposlib.service.trainer_routes import add_trainer_routes
 from atroposlib.web.middleware import RequestLimits, RequestLimitsMiddleware
 
 logger = logging.getLogger(__name__)
@@ -65,54 +66,48 @@ def make_app(service: RolloutService, limits: RequestLimits | None = None, page:
     app = FastAPI(title="Lockstep rollout service", version="0.1.0", lifespan=lifespan)
     service.require_key(limits.access.api_key is not None)
     app.add_middleware(RequestLimitsMiddleware, limits=limits, answered=service.metrics.answered)
+    app.state.service, app.state.reader = service, reader
     add_error_handlers(app)
-    add_trainer_routes(app, service)
-    add_environment_routes(app, service, reader)
-    add_evaluation_routes(app, service)
-    add_fleet_routes(app, service)
-    add_reference_routes(app, service)
-    add_status_routes(app, service)
+    for module in (trainer_routes, environment_routes, admin_routes, reference_routes):
+        app.include_router(module.router)
     if page is not None:
         app.router.routes.append(page.route)
     describe(app)
     return app
 
 
+REFUSALS: list[tuple[type[Exception], int, str | None]] = [
+    (QueueFullError, 429, "1"),
+    (RegistryFullError, 429, "60"),
+    (FleetFullError, 429, "60"),
+    (TooManyPublishersError, 429, "60"),
+    (StoreError, 507, "5"),
+    (ReaderError, 503, "1"),
+    (TooComplexError, 413, None),
+    (UnknownEnvironmentError, 404, None),
+    (UnknownBatchError, 404, None),
+    (UnknownServerError, 404, None),
+    (SupersededError, 409, None),
+    (NotRegisteredError, 409, None),
+    (OtherModelError, 409, None),
+]
+"""Error of the layers below, status of the answer, and seconds of its Retry-After."""
+
+
 def add_error_handlers(app: FastAPI) -> None:
-    """Every refusal of the layers below becomes one clear answer."""
+    """Answer each refusal of the layers below with its status and message."""
 
     @app.exception_handler(InvalidRequestError)
     async def _(_: Request, error: InvalidRequestError) -> Response:
         return refuse(422, error.errors)
 
-    @app.exception_handler(QueueFullError)
-    async def _(_: Request, error: QueueFullError) -> Response:
-        return refuse(429, str(error), {"Retry-After": "1"})
+    def handler(status: int, seconds: str | None) -> Callable[[Request, Exception], Awaitable[Response]]:
+        async def handle(_: Request, error: Exception) -> Response:
+            if isinstance(error, ReaderError | TooComplexError):
+                logger.error("%s", error)
+            return refuse(status, str(error), {"Retry-After": seconds} if seconds else None)
 
-    @app.exception_handler(RegistryFullError)
-    async def _(_: Request, error: RegistryFullError) -> Response:
-        return refuse(429, str(error), {"Retry-After": "60"})
+        return handle
 
-    @app.exception_handler(StoreError)
-    async def _(_: Request, error: StoreError) -> Response:
-        return refuse(507, str(error), {"Retry-After": "5"})
-
-    @app.exception_handler(ReaderError)
-    async def _(_: Request, error: ReaderError) -> Response:
-        logger.error("%s", error)
-        return refuse(503, str(error), {"Retry-After": "1"})
-
-    @app.exception_handler(TooComplexError)
-    async def _(_: Request, error: TooComplexError) -> Response:
-        logger.warning("%s", error)
-        return refuse(413, str(error))
-
-    @app.exception_handler(UnknownEnvironmentError)
-    @app.exception_handler(UnknownBatchError)
-    async def _(_: Request, error: Exception) -> Response:
-        return refuse(404, str(error))
-
-    @app.exception_handler(SupersededError)
-    @app.exception_handler(NotRegisteredError)
-    async def _(_: Request, error: Exception) -> Response:
-        return refuse(409, str(error))
+    for kind, status, seconds in REFUSALS:
+        app.add_exception_handler(kind, handler(status, seconds))

@@ -90,10 +90,10 @@ class Reserve:
 
     def _is_allocated(self) -> bool:
         try:
-            found = self.path.lstat()
+            file = self.path.lstat()
         except OSError:
             return False
-        return found.st_size == self.size and found.st_blocks * 512 >= self.size  # a copy may have holes
+        return file.st_size == self.size and file.st_blocks * 512 >= self.size  # a copy may have holes
 
     def build(self, free: int) -> None:
         """Allocate the reserve, if it is not there and enough of the disk is free."""

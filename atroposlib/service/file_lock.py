@@ -36,11 +36,11 @@ def lock_file(path: Path) -> int:
         except FileNotFoundError:
             pass
         except OSError as error:
-            found = os.fstat(descriptor)
+            status = os.fstat(descriptor)
             os.close(descriptor)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise StoreError(f"store {path}: it cannot be locked: {error.strerror}; pass another --store") from None
-            named = ", ".join(map(str, file_users(found))) or "not visible here"
+            named = ", ".join(map(str, file_users(status))) or "not visible here"
             raise StoreError(
                 f"store {path} is in use by another service (pid {named}); stop it, or pass another --store"
             ) from None
@@ -74,12 +74,12 @@ def _flock() -> bytes:
 
 def file_users(wanted: os.stat_result, proc: Path = Path("/proc")) -> list[int]:
     """Return the ids of the processes that have a file open, as far as this user may see them."""
-    found = []
+    users = []
     for process in proc.glob("[0-9]*"):
         try:
             opened = any(os.path.samestat(link.stat(), wanted) for link in (process / "fd").iterdir())
         except OSError:  # another user's process, or one that has just ended
             continue
         if opened:
-            found.append(int(process.name))
-    return sorted(found)
+            users.append(int(process.name))
+    return sorted(users)

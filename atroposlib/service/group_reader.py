@@ -127,7 +127,7 @@ class GroupReader:
             return self._socket
         self._stop()
         ours, theirs = socket.socketpair()
-        package = str(Path(__file__).resolve().parents[3])
+        package = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self._child = subprocess.Popen(

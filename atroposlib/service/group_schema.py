@@ -126,6 +126,19 @@ PER_SEQUENCE = (
     "successes",
 )
 """Optional fields with one entry for each sequence."""
+PER_TOKEN = ("masks", "inference_logprobs", "ref_logprobs", "advantages", "distill_token_ids", "distill_logprobs")
+"""Fields with one entry for each token of each sequence."""
+FREE = (
+    "messages",
+    "generation_params",
+    "overrides",
+    "group_overrides",
+    "images",
+    "sampling_params",
+    "finish_reasons",
+    "successes",
+)
+"""Fields whose values have no fixed form."""
 
 _one = TypeAdapter(ScoredData)
 _many = TypeAdapter(list[ScoredData])
@@ -223,48 +236,47 @@ def place_in_stream(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_group(group: ScoredData, at: list[str | int]) -> None:
-    """Lengths that must agree, and numbers that must fit."""
+    """Check the lengths that must agree, and the numbers that must fit.
+
+    Raises:
+        InvalidRequestError: names the field, the index and the value.
+    """
     if not group.tokens:
         raise invalid([*at, "tokens"], [], f"{path([*at, 'tokens'])} is []: a group needs at least one sequence")
     lengths = [len(row) for row in group.tokens]
     if 0 in lengths:
         where = [*at, "tokens", lengths.index(0)]
         raise invalid(where, [], f"{path(where)} is []: a sequence needs at least one token")
-    rows: list[tuple[str, list[Any] | None]] = [
-        ("masks", group.masks),
-        ("inference_logprobs", group.inference_logprobs),
-        ("ref_logprobs", group.ref_logprobs),
-        ("advantages", group.advantages),
-        ("distill_token_ids", group.distill_token_ids),
-        ("distill_logprobs", group.distill_logprobs),
-    ]
     if group.weight_epochs and not group.weight_versions:
         where = [*at, "weight_epochs"]
         raise invalid(where, len(group.weight_epochs), f"{path(where)} says nothing without weight_versions")
-    flat: list[tuple[str, list[Any] | None]] = [
-        ("scores", group.scores),
-        ("overrides", group.overrides),
-        ("weight_versions", group.weight_versions),
-        ("weight_epochs", group.weight_epochs),
-        ("weight_version_spans", group.weight_version_spans),
-        ("weight_epoch_spans", group.weight_epoch_spans),
-        ("sampling_params", listed(group, "sampling_params")),
-        ("finish_reasons", listed(group, "finish_reasons")),
-        ("successes", listed(group, "successes")),
-    ]
-    for name, values in rows + flat:
+    _check_lengths(group, lengths, at)
+    _check_spans(group, lengths, at)
+    _check_numbers(group, at)
+    _check_entries(group, lengths, at)
+    for name, value in [*((name, getattr(group, name)) for name in FREE), *(group.model_extra or {}).items()]:
+        check_free(value, [*at, name])
+    _check_ids(group, at)
+
+
+def _check_lengths(group: ScoredData, lengths: list[int], at: list[str | int]) -> None:
+    """Check that fields have one entry for each sequence, and those of PER_TOKEN one row entry for each token."""
+    for name in ("masks", "scores", *PER_SEQUENCE):
+        values = listed(group, name)
         if values is not None and len(values) != len(lengths):
             where = [*at, name]
             message = f"{path(where)} has {len(values)} entries for {len(lengths)} sequences in tokens"
             raise invalid(where, len(values), message)
-    for name, values in rows:
-        for index, row in enumerate(values or []):
+    for name in PER_TOKEN:
+        for index, row in enumerate(getattr(group, name) or []):
             if len(row) != lengths[index] and not (name == "advantages" and len(row) == 1):
                 where = [*at, name, index]
                 message = f"{path(where)} has {len(row)} entries for the {lengths[index]} tokens of that sequence"
                 raise invalid(where, len(row), message)
-    _check_spans(group, lengths, at)
-    _check_numbers(group, at)
+
+
+def _check_entries(group: ScoredData, lengths: list[int], at: list[str | int]) -> None:
+    """Check the entries that describe one sequence each."""
     for index, entry in enumerate(listed(group, "sampling_params") or []):
         check_sampling(entry, lengths[index], [*at, "sampling_params", index])
     for index, reason in enumerate(listed(group, "finish_reasons") or []):
@@ -273,12 +285,10 @@ def check_group(group: ScoredData, at: list[str | int]) -> None:
         check_success(success, [*at, "successes", index])
     for index, messages in enumerate(group.messages or []):
         _check_messages(messages, [*at, "messages", index])
-    free = (
-        *("messages", "generation_params", "overrides", "group_overrides", "images"),
-        *("sampling_params", "finish_reasons", "successes"),
-    )
-    for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
-        check_free(value, [*at, name])
+
+
+def _check_ids(group: ScoredData, at: list[str | int]) -> None:
+    """Check the token ids of tokens and masks, and that at least one token is trained on."""
     for index, row in enumerate(group.tokens):
         if _negatives(row) != 0:
             raise _wrong_id(row, [*at, "tokens", index], f"a token id is from 0 to {LARGEST_ID}")
@@ -313,7 +323,7 @@ def _check_numbers(group: ScoredData, at: list[str | int]) -> None:
 
 
 def _check_messages(messages: Any, where: list[str | int]) -> None:
-    """That the messages of one sequence are tables with a role and a content."""
+    """Check that the messages of one sequence are objects with a role and a content."""
     rule = "the messages of a sequence are a list of objects with `role` and `content`"
     if not isinstance(messages, list):
         raise invalid(where, short(messages), f"{path(where)} is {short(messages)!r}: {rule}")
@@ -324,8 +334,10 @@ def _check_messages(messages: Any, where: list[str | int]) -> None:
 
 
 def _check_spans(group: ScoredData, lengths: list[int], at: list[str | int]) -> None:
-    """That there are no more spans than tokens, and one epoch for each. Whether they cover the tokens is for who uses them to
-    see: an environment may train on fewer tokens than were sampled."""
+    """Check that there are at most as many spans as tokens, and one epoch for each.
+
+    The spans need not cover the tokens: an environment may train on fewer tokens than were sampled.
+    """
     if group.weight_epoch_spans is not None and group.weight_version_spans is None:
         where = [*at, "weight_epoch_spans"]
         raise invalid(where, len(group.weight_epoch_spans), f"{path(where)} says nothing without weight_version_spans")
@@ -356,7 +368,7 @@ def _say_that_it_is_no_list(name: str) -> None:
     """Once for each name."""
     logger.warning(
         "a group's %s is no list with an entry for each sequence: it is handed on as it is, as a field of the client's own, "
-        "and says nothing of how sequences were sampled. This is said once",
+        "and says nothing of how sequences were sampled. This is there once",
         name,
     )
 
@@ -407,8 +419,8 @@ def check_sampling(entry: Any, length: int, where: list[str | int]) -> None:
         _check_parameters(part, [*where, place])
         tokens = part.get("tokens")
         if not isinstance(tokens, int) or tokens < 0:
-            said = [*where, place, "tokens"]
-            raise invalid(said, short(tokens), f"{path(said)} is {short(tokens)!r}: each part says how many tokens it is of")
+            there = [*where, place, "tokens"]
+            raise invalid(there, short(tokens), f"{path(there)} is {short(tokens)!r}: each part says how many tokens it is of")
         covered += tokens
     if covered > length:
         message = f"{path(where)} has {len(entry)} parts of {short(covered)} tokens, the sequence has {length}"
@@ -424,14 +436,14 @@ def _check_parameters(parameters: Any, where: list[str | int]) -> None:
         value = parameters[name]
         exact = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
         if not exact and not (isinstance(value, float) and math.isfinite(value)):
-            said = [*where, name]
-            raise invalid(said, short(value), f"{path(said)} is {short(value)!r}: it must be a finite number")
+            there = [*where, name]
+            raise invalid(there, short(value), f"{path(there)} is {short(value)!r}: it must be a finite number")
     temperature = parameters.get("temperature")
-    said = [*where, "temperature"]
+    there = [*where, "temperature"]
     if temperature is not None and temperature < 0:
-        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be at least 0")
+        raise invalid(there, temperature, f"{path(there)} is {temperature}: it must be at least 0")
     if temperature and not LEAST_FLOAT32 <= temperature <= LARGEST_FLOAT32:
-        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be 0, or a number that float32 holds")
+        raise invalid(there, temperature, f"{path(there)} is {temperature}: it must be 0, or a number that float32 holds")
 
 
 def check_free(value: Any, where: list[str | int]) -> None:
@@ -484,7 +496,7 @@ def beyond(value: float, bound: float, where: list[str | int]) -> InvalidRequest
 
 
 def unreadable(body: bytes) -> str | None:
-    """Say why the JSON reader of trainers and reference workers cannot read `body`; None if it can."""
+    """Return why the JSON reader of trainers and reference workers cannot read `body`; None if it can."""
     try:
         orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -247,7 +247,7 @@ class ReferenceQueue:
         for loan in self.loans.values():
             if now < loan.until:
                 loans.setdefault(loan.worker, []).append(loan)
-        found = []
+        sentences = []
         for worker in self.workers.values():
             if worker.name not in loans:
                 continue
@@ -255,5 +255,5 @@ class ReferenceQueue:
             if (silent := now - worker.seen) >= IDLE_SECONDS:
                 left = max(loan.until for loan in loans[worker.name]) - now
                 text += f", which has sent nothing for {silent:.0f} s; they go to another worker in {left:.0f} s"
-            found.append(text)
-        return found
+            sentences.append(text)
+        return sentences

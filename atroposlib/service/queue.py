@@ -239,7 +239,7 @@ class RolloutQueue:
 
         Groups that another run has sampled are dropped. These are all groups if the registration is
         another run's. If the trainer names its weight epoch, they are the groups of epochs that are
-        not its run's, and groups that count as older than version 0 (see `lives`). If it does not,
+        not its run's, and groups that count as older than version 0 (see `WeightEpochs`). If it does not,
         they are the groups sampled at a version that it has not reached. For the groups of a leased
         batch, only stated weights count.
 

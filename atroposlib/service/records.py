@@ -61,7 +61,7 @@ class ValidatedGroup:
     referenced: bool = True
     """It holds ref_logprobs. If not, its body ends with a null in their place."""
     stream: str | None = None
-    """The stream of items that it belongs to, if its environment can be resumed exactly; see `streams`."""
+    """The stream of items that it belongs to, if its environment can be resumed exactly; see `resume_streams`."""
     item: int | None = None
     """Which of them it answers."""
     life: str | None = None
@@ -84,7 +84,7 @@ class Group:
     stated: bool = False
     """The weights are the environment's word; else they are the trainer's when the group arrived."""
     version: int = 0
-    """What the oldest of its weights count as for the present trainer; see `lives`. The queue keeps it up to date."""
+    """Version of its oldest weights, as the present trainer counts versions. The queue keeps it up to date."""
     tokens: int = 0
     """Of all its sequences."""
     reference: int = GIVEN

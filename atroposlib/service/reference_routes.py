@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from atroposlib.service.answers import answer, refuse, takes
+from atroposlib.service.answers import Service, answer, takes
 from atroposlib.service.group_schema import with_reference
 from atroposlib.service.queue import RolloutQueue
-from atroposlib.service.records import OtherModelError
 from atroposlib.service.schemas import AnsweredReference, LeaseReferences, ReferencesDone, read
 from atroposlib.service.service import RolloutService
 from atroposlib.service.store import DamagedError
@@ -34,32 +33,28 @@ SHOWN = ("tokens", "masks", "sampling_params")
 GONE = "it no longer waits for a reference: it was dropped, another run has begun, or it was answered long ago"
 
 
-def add_reference_routes(app: FastAPI, service: RolloutService) -> None:
-    """POST /reference/lease and /reference/done, GET /reference."""
-
-    @app.exception_handler(OtherModelError)
-    async def _(_: Request, error: OtherModelError) -> Response:
-        return refuse(409, str(error))
-
-    @app.post("/reference/lease", **takes(LeaseReferences))
-    async def lease(request: Request) -> Response:
-        """Groups that wait for reference logprobs, for a worker that computes them; none if there are none now."""
-        asked = read(LeaseReferences, await request.body())
-        return answer(await lend(service, asked))
-
-    @app.post("/reference/done", **takes(ReferencesDone))
-    async def done(request: Request) -> Response:
-        """Reference logprobs of groups. The first answer for a group is taken; sending it again does no harm."""
-        given = read(ReferencesDone, await request.body())
-        return answer(await take(service, given))
-
-    @app.get("/reference")
-    async def reference() -> Response:
-        """What waits for reference logprobs, and which workers there are."""
-        return answer(await service.run(lambda queue: _told(queue, service.clock())))
+router = APIRouter()
 
 
-def _told(queue: RolloutQueue, now: float) -> dict[str, Any]:
+@router.post("/reference/lease", **takes(LeaseReferences))
+async def lease(request: Request, service: Service) -> Response:
+    """Groups that wait for reference logprobs, for a worker that computes them; none if there are none now."""
+    return answer(await lend(service, read(LeaseReferences, await request.body())))
+
+
+@router.post("/reference/done", **takes(ReferencesDone))
+async def done(request: Request, service: Service) -> Response:
+    """Reference logprobs of groups. The first answer for a group is taken; sending it again does no harm."""
+    return answer(await take(service, read(ReferencesDone, await request.body())))
+
+
+@router.get("/reference")
+async def reference(service: Service) -> Response:
+    """What waits for reference logprobs, and which workers there are."""
+    return answer(await service.run(lambda queue: _status(queue, service.clock())))
+
+
+def _status(queue: RolloutQueue, now: float) -> dict[str, Any]:
     stage, trainer = queue.reference, queue.registration
     return {
         "wanted": queue.takes_references(),
@@ -83,32 +78,32 @@ def _told(queue: RolloutQueue, now: float) -> dict[str, Any]:
     }
 
 
-async def lend(service: RolloutService, asked: LeaseReferences) -> dict[str, Any]:
+async def lend(service: RolloutService, lease: LeaseReferences) -> dict[str, Any]:
     """The answer to a worker that asks for groups."""
-    if asked.worker not in service.queue.reference.workers:
-        logger.info("reference worker %s asks for groups, with model %s", asked.worker, asked.model)
+    if lease.worker not in service.queue.reference.workers:
+        logger.info("reference worker %s asks for groups, with model %s", lease.worker, lease.model)
     now = service.clock()
 
     def take_out(queue: RolloutQueue) -> list[int]:
-        return [group.seq for group in queue.lend_references(asked.worker, asked.model, asked.max_tokens, asked.seconds, now)]
+        return [group.seq for group in queue.lend_references(lease.worker, lease.model, lease.max_tokens, lease.seconds, now)]
 
     shown: list[dict[str, Any]] = []
     while not shown and (seqs := await service.run(take_out)):  # until what the disk has damaged is out of the way
         bodies = await _bodies(service, seqs)
-        shown = await asyncio.to_thread(_shown, bodies, asked.model)
+        shown = await asyncio.to_thread(_shown, bodies, lease.model)
         loans = service.queue.reference.loans
         for seq, group in zip(bodies, shown, strict=True):
             if seq in loans:
                 loans[seq].lengths = [len(row) for row in group["tokens"]]
     queue, trainer = service.queue, service.queue.registration
-    wanted = trainer is not None and queue.takes_references()
+    takes_references = trainer is not None and queue.takes_references()
     waiting = len(queue.reference.waiting) - queue.reference.lent(now)
-    told = {"groups": shown, "waiting": waiting, "reference": trainer.reference if trainer and wanted else None}
+    content = {"groups": shown, "waiting": waiting, "reference": trainer.reference if trainer and takes_references else None}
     if trainer is None:
-        told["reason"] = "no trainer has registered"
-    elif not wanted:
-        told["reason"] = "the trainer takes no ref_logprobs from workers (--ref-logprobs-from-workers)"
-    return told
+        content["reason"] = "no trainer has registered"
+    elif not takes_references:
+        content["reason"] = "the trainer takes no ref_logprobs from workers (--ref-logprobs-from-workers)"
+    return content
 
 
 def _shown(bodies: Mapping[int, bytes], model: str) -> list[dict[str, Any]]:
@@ -126,18 +121,18 @@ def number_of(seq: int, body: bytes, model: str) -> int:
     return seq << CHECK_BITS | check & (1 << CHECK_BITS) - 1
 
 
-async def take(service: RolloutService, given: ReferencesDone) -> dict[str, Any]:
+async def take(service: RolloutService, posted: ReferencesDone) -> dict[str, Any]:
     """The answer to a worker that has computed the reference logprobs of groups."""
     now, queue, stage = service.clock(), service.queue, service.queue.reference
     model = (queue.registration.reference_model if queue.registration else None) or ""
-    answers = {group.id >> CHECK_BITS: group for group in given.groups}
+    answers = {group.id >> CHECK_BITS: group for group in posted.groups}
     bodies = await _bodies(service, [seq for seq in answers if seq in stage.waiting])
     lengths = {seq: loan.lengths for seq, loan in stage.loans.items() if seq in bodies}
     read = await asyncio.to_thread(
         lambda: {seq: _answered(seq, body, model, answers[seq], lengths.get(seq)) for seq, body in bodies.items()}
     )
     right = {seq: body for seq, body in read.items() if not isinstance(body, str)}
-    await service.run(lambda queue: queue.take_references(given.worker, right, now))
+    await service.run(lambda queue: queue.take_references(posted.worker, right, now))
     accepted, refused = [], []
     stage = service.queue.reference
     for seq, group in answers.items():
@@ -145,26 +140,26 @@ async def take(service: RolloutService, given: ReferencesDone) -> dict[str, Any]
         if not isinstance(wrong, str) or (seq not in read and stage.was_answered(seq)):
             accepted.append(group.id)
             if group.unusable is not None and seq in read:
-                logger.warning("reference worker %s can do nothing with group %d: %s", given.worker, seq, group.unusable)
+                logger.warning("reference worker %s can do nothing with group %d: %s", posted.worker, seq, group.unusable)
             continue
         refused.append({"id": group.id, "reason": wrong})
         if seq in read:
             stage.take_back(seq)
-            logger.warning("refused what reference worker %s answered for group %d: %s", given.worker, seq, wrong)
+            logger.warning("refused what reference worker %s answered for group %d: %s", posted.worker, seq, wrong)
     return {"accepted": accepted, "refused": refused}
 
 
-def _answered(seq: int, body: bytes, model: str, given: AnsweredReference, lengths: list[int] | None) -> bytes | str | None:
+def _answered(seq: int, body: bytes, model: str, reference: AnsweredReference, lengths: list[int] | None) -> bytes | str | None:
     """The body with its reference, None if there can be none for it, or what is wrong with the answer."""
-    if given.id != number_of(seq, body, model):
+    if reference.id != number_of(seq, body, model):
         return "the id is not of a group that waits here: hand ids back as they came"
-    if given.ref_logprobs is None:
+    if reference.ref_logprobs is None:
         return None
     lengths = lengths or [len(row) for row in orjson.loads(body)["tokens"]]
-    said = [len(row) for row in given.ref_logprobs]
-    if said != lengths:
-        return f"ref_logprobs has rows of {said} entries, the group's sequences have {lengths} tokens"
-    return with_reference(body, orjson.dumps(given.ref_logprobs))
+    row_lengths = [len(row) for row in reference.ref_logprobs]
+    if row_lengths != lengths:
+        return f"ref_logprobs has rows of {row_lengths} entries, the group's sequences have {lengths} tokens"
+    return with_reference(body, orjson.dumps(reference.ref_logprobs))
 
 
 async def _bodies(service: RolloutService, seqs: Sequence[int]) -> dict[int, bytes]:

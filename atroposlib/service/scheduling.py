@@ -104,9 +104,9 @@ def _useful(line: Mapping[int, Group], batch_size: int) -> list[Group]:
 
 
 def apportion(total: int, waiting: Mapping[int, int], environments: Sequence[Environment], most: int) -> dict[int, int]:
-    """How many groups each environment should add so that `total` sequences wait in all, shared by weight.
+    """Return how many groups each environment should add so that `total` sequences wait in all, shared by weight.
 
-    Whole groups are given one at a time to whoever is furthest below its share, so that the shares of several
+    Whole groups go one at a time to the environment that is furthest below its share, so that the shares of several
     environments together never fall short of the total by a whole group of each.
 
     Args:
@@ -115,7 +115,7 @@ def apportion(total: int, waiting: Mapping[int, int], environments: Sequence[Env
         environments: those that sample now.
         most: groups to give out at most, which bounds the work.
     """
-    wanted = {environment.env_id: 0 for environment in environments}
+    shares = {environment.env_id: 0 for environment in environments}
     have = {environment.env_id: waiting.get(environment.env_id, 0) for environment in environments}
     left = total - sum(waiting.values())
     while left > 0 and environments and most > 0:
@@ -126,11 +126,11 @@ def apportion(total: int, waiting: Mapping[int, int], environments: Sequence[Env
                 environment.env_id,
             ),
         )
-        wanted[next_up.env_id] += 1
+        shares[next_up.env_id] += 1
         have[next_up.env_id] += next_up.group_size
         left -= next_up.group_size
         most -= 1
-    return wanted
+    return shares
 
 
 def choose_exact(sizes: Sequence[int], target: int) -> list[int] | None:

@@ -283,7 +283,7 @@ class BatchReport(Request):
     report: Any = None
     """As in an acknowledgement."""
     error: Reason | None = None
-    """The error that training on the batch raised; null if something else ends the run. See `queue.set_aside`."""
+    """The error that training on the batch raised; null if something else ends the run. See `batch_failures`."""
 
 
 class EndRun(Request):

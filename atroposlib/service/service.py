@@ -254,12 +254,12 @@ class RolloutService:
                 bodies[at] = with_reference(bodies[at])
         names = {str(line): self.queue.registry.by_id[line].desired_name for line in {group.line for group in lease.groups}}
         names.pop(str(NOBODY), None)
-        told: dict[str, Any] = {"batch_id": lease.batch_id, "environments": names}
+        content: dict[str, Any] = {"batch_id": lease.batch_id, "environments": names}
         if not self.queue.replay.is_plain:
-            told["uses"] = [group.uses for group in groups]
+            content["uses"] = [group.uses for group in groups]
         if positions:
-            told["positions"] = positions
-        head = orjson.dumps(told)
+            content["positions"] = positions
+        head = orjson.dumps(content)
         return HandOut(lease, b'{"batch":[' + b",".join(bodies) + b"]," + head[1:])
 
     async def bodies(self, seqs: Sequence[int]) -> list[bytes]:

@@ -76,15 +76,7 @@ class Statements:
     def apply(self, together: Sequence[Changes]) -> None:
         """Apply several changes, in their order."""
         run = self._run
-        added = [entry for changes in together for entry in changes.added]
-        if added:
-            rows = []
-            for group, _, place in added:
-                weights = orjson.dumps(group.weights).decode()
-                numbers = (group.seq, group.line, group.size, group.longest, group.n_bytes)
-                rows.append((*numbers, weights, group.stated, place, group.tokens, group.reference, group.uses))
-            self._insert("groups", rows)
-            self._insert("bodies", [(group.seq, zlib.crc32(body), body) for group, body, _ in added])
+        self._insert_groups([entry for changes in together for entry in changes.added])
         for seq, body in [entry for changes in together for entry in changes.referenced]:
             run("UPDATE bodies SET crc = ?, body = ? WHERE seq = ?", (zlib.crc32(body), body, seq))
             run("UPDATE groups SET n_bytes = ? WHERE seq = ?", (len(body), seq))
@@ -120,16 +112,28 @@ class Statements:
         if state is not None:
             run("INSERT OR REPLACE INTO state VALUES (1, ?)", (orjson.dumps(state),))
 
+    def _insert_groups(self, added: Sequence[tuple[Group, bytes, int]]) -> None:
+        rows = []
+        for group, _, place in added:
+            weights = orjson.dumps(group.weights).decode()
+            numbers = (group.seq, group.line, group.size, group.longest, group.n_bytes)
+            rows.append((*numbers, weights, group.stated, place, group.tokens, group.reference, group.uses))
+        self._insert("groups", rows)
+        self._insert("bodies", [(group.seq, zlib.crc32(body), body) for group, body, _ in added])
+
     def _insert(self, into: str, rows: Sequence[tuple[object, ...]]) -> None:
-        """Insert rows, many with one statement: each hands the interpreter to other threads and has to wait for it again,
-        so few statements matter more than short ones."""
+        """Insert many rows with one statement.
+
+        Each statement releases the interpreter to other threads and then waits for it. So few statements are faster
+        than short ones.
+        """
         for some in _chunks(rows, MAX_VARIABLES // len(rows[0]) if rows else 1):
             row = f"({', '.join('?' * len(some[0]))})"
             values = [value for entry in some for value in entry]
             self._run(f"INSERT INTO {into} VALUES {', '.join([row] * len(some))}", values)
 
     def _for_all(self, statement: str, values: Sequence[int | str], *first: int) -> None:
-        """Run a statement that ends before its `IN`, for many values at a time. `first` are what it needs before them."""
+        """Run a statement that ends before its `IN`, for many values at a time. `first` are its earlier parameters."""
         for some in _chunks(values, MAX_VARIABLES - len(first)):
             self._run(f"{statement} IN ({', '.join('?' * len(some))})", [*first, *some])
 
@@ -304,7 +308,7 @@ class SqliteStore(Store):
 
     def bodies(self, seqs: Sequence[int]) -> list[bytes]:
         """Bodies by sequence number, each checked against its checksum."""
-        found: list[bytes] = []
+        bodies: list[bytes] = []
         damaged: dict[int, str] = {}
         with self._reading:
             for seq in seqs:
@@ -319,11 +323,11 @@ class SqliteStore(Store):
                 if row is None or zlib.crc32(row[1]) != row[0]:
                     damaged[seq] = "is missing" if row is None else "does not match its checksum"
                     continue
-                found.append(row[1])
+                bodies.append(row[1])
         if damaged:
             what = ", ".join(f"the body of group {seq} {how}" for seq, how in damaged.items())
             raise DamagedError(f"store {self.path}: {what}; the file is damaged: look at the disk that it is on", list(damaged))
-        return found
+        return bodies
 
     # ---- writing ----
 
@@ -390,8 +394,8 @@ class SqliteStore(Store):
     # ---- space ----
 
     def _free(self) -> int:
-        found = os.fstatvfs(self._lock)
-        return found.f_bavail * found.f_frsize
+        disk = os.fstatvfs(self._lock)
+        return disk.f_bavail * disk.f_frsize
 
     def _promised(self) -> int:
         """Bytes by which the file will grow when the log is folded into it."""

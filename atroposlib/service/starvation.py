@@ -43,14 +43,14 @@ class Refusals:
 
     def describe(self) -> list[str]:
         """Sentences for the trainer; empty if nothing was refused or dropped."""
-        found = []
+        sentences = []
         if self.refused:
             posts = "post was" if self.refused == 1 else "posts were"
-            found.append(f"{self.refused} {posts} refused since the last batch, the last one because: {self.last_refusal}")
+            sentences.append(f"{self.refused} {posts} refused since the last batch, the last one because: {self.last_refusal}")
         if self.dropped:
             groups = "group was" if self.dropped == 1 else "groups were"
-            found.append(f"{self.dropped} {groups} dropped since the last batch, the last one because: {self.last_drop}")
-        return found
+            sentences.append(f"{self.dropped} {groups} dropped since the last batch, the last one because: {self.last_drop}")
+        return sentences
 
 
 def why_starved(registry: Registry, first_of_run: int, refusals: Refusals, now: float) -> list[str]:
@@ -69,16 +69,16 @@ def why_starved(registry: Registry, first_of_run: int, refusals: Refusals, now: 
     silent = [one for one in connected if registry.seconds_silent(one, now) > limit]
     speaking = [one for one in connected if one not in silent]
     silent = [one for one in silent if not any(registry.follows(other, one) for other in speaking)]
-    found = []
+    sentences = []
     if silent:
         what = [_silence(one, registry, now) for one in silent]
-        found.append(f"{_list_of(what)}: see its log, and start it again if its process is gone or stands still")
+        sentences.append(f"{_list_of(what)}: see its log, and start it again if its process is gone or stands still")
     if speaking:
         what = [_what_it_does(one, registry, now) for one in speaking]
         quiet = min(registry.seconds_without_groups(one, now) for one in speaking)
         remedy = ": see its log, and whether its inference server answers" if quiet > limit else ""
-        found.append(f"{_list_of(what)}{remedy}")
-    return [*found, *refusals.describe()]
+        sentences.append(f"{_list_of(what)}{remedy}")
+    return [*sentences, *refusals.describe()]
 
 
 def _silence(one: Environment, registry: Registry, now: float) -> str:

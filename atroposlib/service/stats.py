@@ -30,10 +30,10 @@ def backlog(queue: RolloutQueue, most_looked_at: int | None = None) -> dict[str,
 
 def leases(queue: RolloutQueue, most: int | None = None) -> list[dict[str, Any]]:
     """The batches that are handed out, or the newest of them."""
-    found = list(queue.leases.values())
+    listed = list(queue.leases.values())
     return [
         {"batch_id": lease.batch_id, "groups": len(lease.groups), "sent": lease.sent, "returned": lease.returned}
-        for lease in found[-most if most else 0 :]
+        for lease in listed[-most if most else 0 :]
     ]
 
 
@@ -48,7 +48,7 @@ def environments(queue: RolloutQueue, now: float, most: int | None = None) -> li
         most: environments listed; None for all.
     """
     first, posted = 0 if queue.ended else queue.first_env_of_run, queue.registry.posted
-    found = [
+    listed = [
         one for one in queue.registry.by_id.values() if one.env_id != NOBODY and (one.env_id >= first or one.env_id in posted)
     ]
     unfillable = queue.unfillable()
@@ -65,5 +65,5 @@ def environments(queue: RolloutQueue, now: float, most: int | None = None) -> li
             "groups_unfillable": sum(unfillable.sizes(one.env_id).values()),
             "seconds_silent": round(now - queue.registry.last_seen[one.env_id], 1),
         }
-        for one in found[-most if most else 0 :]
+        for one in listed[-most if most else 0 :]
     ]

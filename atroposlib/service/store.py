@@ -126,8 +126,8 @@ class RecentBodies:
 
     def get(self, seqs: Sequence[int]) -> list[bytes] | None:
         """All of them, or None."""
-        found = [self._bodies.get(seq) for seq in seqs]
-        return [body for body in found if body is not None] if None not in found else None
+        bodies = [self._bodies.get(seq) for seq in seqs]
+        return [body for body in bodies if body is not None] if None not in bodies else None
 
     def clear(self) -> None:
         """Let go of all."""

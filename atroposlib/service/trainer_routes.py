@@ -6,11 +6,11 @@ import asyncio
 import logging
 import secrets
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.service.answers import answer, query_int, refuse, takes
+from atroposlib.service.answers import Service, answer, query_int, refuse, takes
 from atroposlib.service.fleet import FleetStatus
 from atroposlib.service.records import NotRegisteredError, Registration
 from atroposlib.service.schemas import AckBatch, AskEpoch, BatchReport, EndRun, RegisterTrainer, invalid, read
@@ -21,131 +21,140 @@ from atroposlib.web.middleware import GZIP_FROM, accepts_gzip, compress
 logger = logging.getLogger(__name__)
 
 
-def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
-    """What a trainer calls."""
+router = APIRouter()
 
-    @app.post("/register", **takes(RegisterTrainer))
-    async def register(request: Request) -> Response:
-        """Register the trainer. A later registration takes over, with the batches that were not acknowledged yet."""
-        asked = read(RegisterTrainer, await request.body())
-        lives = read_lives(asked.lives)
-        _check_epochs(service, "weight_epoch", [asked.weight_epoch])
-        _check_epochs(service, "lives", [life.epoch for life in lives])
-        registration = Registration(uuid=secrets.randbits(52), **asked.model_dump(exclude={"lives"}))
-        service.heard_trainer(publishes=False)
-        dropped = await service.run(lambda queue: queue.register(registration, lives))
-        service.name_set_aside()
-        service.trainer_activity.count()
-        if service.recorder is not None:
-            service.recorder.model(asked.model)
-        logger.info(
-            "trainer registered: batch_size %d, max_token_len %d, starting_step %d, max_staleness %s, weight_epoch %d",
-            asked.batch_size,
-            asked.max_token_len,
-            asked.starting_step,
-            asked.max_staleness,
-            registration.weight_epoch,
-        )
-        if asked.replay is not None:
-            logger.info("replay: %s, each group in up to %d batches", asked.replay.policy, asked.replay.max_reuse)
-        if dropped:
-            logger.warning(
-                "dropped %d groups that this trainer's weights did not sample: of another run, or of a version above "
-                "starting_step %d",
-                dropped,
-                asked.starting_step,
-            )
-        epoch = {"weight_epoch": registration.weight_epoch} if registration.weight_epoch else {}
-        return answer({"uuid": registration.uuid} | epoch)
 
-    @app.post("/weight-epoch", **takes(AskEpoch))
-    async def weight_epoch(request: Request) -> Response:
-        """An epoch for the weights of a trainer that starts: no other trainer of this service has it, or a higher one."""
-        asked = read(AskEpoch, await request.body())
-        _check_epochs(service, "asked", [asked.asked])
-        return answer({"weight_epoch": await service.run(lambda queue: queue.give_epoch(asked.asked, asked.run))})
+@router.post("/register", **takes(RegisterTrainer))
+async def register(request: Request, service: Service) -> Response:
+    """Register the trainer. A later registration takes over, with the batches that were not acknowledged yet."""
+    body = read(RegisterTrainer, await request.body())
+    lives = read_lives(body.lives)
+    _check_epochs(service, "weight_epoch", [body.weight_epoch])
+    _check_epochs(service, "lives", [life.epoch for life in lives])
+    registration = Registration(uuid=secrets.randbits(52), **body.model_dump(exclude={"lives"}))
+    service.heard_trainer(publishes=False)
+    dropped = await service.run(lambda queue: queue.register(registration, lives))
+    service.name_set_aside()
+    service.trainer_activity.count()
+    if service.recorder is not None:
+        service.recorder.model(body.model)
+    _log_registration(body, registration.weight_epoch, dropped)
+    epoch = {"weight_epoch": registration.weight_epoch} if registration.weight_epoch else {}
+    return answer({"uuid": registration.uuid} | epoch)
 
-    @app.get("/batch")
-    async def batch(request: Request) -> Response:
-        """The next batch, exactly batch_size sequences in whole groups, or null if there is none yet."""
-        received, uuid = query_int(request, "received"), query_int(request, "uuid")
-        service.heard_trainer()
-        await request.body()  # so that what comes next on this connection is its end
-        return BatchResponse(service, received, uuid, accepts_gzip(request.headers))
 
-    @app.post("/batch/ack", **takes(AckBatch))
-    async def ack(request: Request) -> Response:
-        """The trainer has learned from a batch: it is gone for good."""
-        asked = read(AckBatch, await request.body())
-        service.heard_trainer()
-        handed_out = service.handed_out(asked.batch_id) if asked.report is not None else []
-        groups = await service.run(
-            lambda queue: queue.ack(asked.batch_id, asked.weight_version, asked.uuid, asked.skipped, asked.keep)
-        )
-        service.trainer_activity.count()
-        service.reported(handed_out, asked.report)
-        if asked.skipped is not None and not asked.keep:
-            which = "what it held" if asked.batch_id is None else f"batch {asked.batch_id}"
-            logger.warning("the trainer skipped %s, %d groups: %s", which, groups, asked.skipped)
-        return answer({"status": "success", "groups": groups, "weight_version": service.queue.sampling_version()})
-
-    @app.post("/batch/report", **takes(BatchReport))
-    async def report(request: Request) -> Response:
-        """A trainer ends with a batch in hand. The trainer that registers next gets it, unless it is set aside."""
-        asked = read(BatchReport, await request.body())
-        service.queue.require_trainer(asked.uuid)
-        service.reported(service.handed_out(asked.batch_id), asked.report)
-        await service.run(lambda queue: queue.report_end(asked.batch_id, asked.error))
-        service.name_set_aside()
-        return answer({"status": "success"})
-
-    @app.get("/batch/set-aside")
-    async def set_aside(request: Request) -> Response:
-        """The batches that are handed out no more, because trainers ended with them. With batch_id, one of them in full."""
-        batch_id = query_int(request, "batch_id")
-        if batch_id is None:
-            return answer({"batches": service.queue.set_aside(), "total": service.queue.failures.total})
-        body = await service.set_aside_body(batch_id)
-        if body is None:
-            return refuse(404, f"batch {batch_id} is not set aside; GET /batch/set-aside lists those that are")
-        return Response(body, media_type="application/json")
-
-    @app.post("/run/end", **takes(EndRun))
-    async def end(request: Request) -> Response:
-        """The trainer's run is over: what starts next is another one."""
-        uuid = read(EndRun, await request.body()).uuid
-        await service.run(lambda queue: queue.end(uuid))
-        service.trainer_activity.count()
-        logger.info("the trainer says that its run has ended, at version %d", service.queue.sampling_version())
-        return answer({"status": "success"})
-
-    @app.get("/info")
-    async def info() -> Response:
-        """What an environment must know of the trainer."""
-        trainer = service.queue.registration
-        return answer(
-            {
-                "batch_size": trainer.batch_size if trainer else -1,
-                "max_token_len": trainer.max_token_len if trainer else -1,
-            }
+def _log_registration(body: RegisterTrainer, weight_epoch: int, dropped: int) -> None:
+    logger.info(
+        "trainer registered: batch_size %d, max_token_len %d, starting_step %d, max_staleness %s, weight_epoch %d",
+        body.batch_size,
+        body.max_token_len,
+        body.starting_step,
+        body.max_staleness,
+        weight_epoch,
+    )
+    if body.replay is not None:
+        logger.info("replay: %s, each group in up to %d batches", body.replay.policy, body.replay.max_reuse)
+    if dropped:
+        logger.warning(
+            "dropped %d groups that this trainer's weights did not sample: of another run, or of a version above "
+            "starting_step %d",
+            dropped,
+            body.starting_step,
         )
 
-    @app.get("/wandb_info")
-    async def wandb_info() -> Response:
-        """Where the trainer logs. Null after the end of a run: an environment that asks then waits for the next trainer."""
-        trainer = None if service.queue.ended else service.queue.registration
-        return answer(
-            {"group": trainer.wandb_group if trainer else None, "project": trainer.wandb_project if trainer else None}
-        )
 
-    @app.get("/reset_data")
-    async def reset_data() -> Response:
-        """Forget everything, registrations included."""
-        groups = service.queue.held_groups
-        await service.run(lambda queue: queue.reset())
-        service.latest, service.fleet_status = None, FleetStatus()
-        logger.warning("reset: %d groups and all registrations are gone", groups)
-        return Response("Reset successful", media_type="text/plain")
+@router.post("/weight-epoch", **takes(AskEpoch))
+async def weight_epoch(request: Request, service: Service) -> Response:
+    """An epoch for the weights of a trainer that starts: no other trainer of this service has it, or a higher one."""
+    body = read(AskEpoch, await request.body())
+    _check_epochs(service, "asked", [body.asked])
+    return answer({"weight_epoch": await service.run(lambda queue: queue.give_epoch(body.asked, body.run))})
+
+
+@router.get("/batch")
+async def batch(request: Request, service: Service) -> Response:
+    """The next batch, exactly batch_size sequences in whole groups, or null if there is none yet."""
+    received, uuid = query_int(request, "received"), query_int(request, "uuid")
+    service.heard_trainer()
+    await request.body()  # so that what comes next on this connection is its end
+    return BatchResponse(service, received, uuid, accepts_gzip(request.headers))
+
+
+@router.post("/batch/ack", **takes(AckBatch))
+async def ack(request: Request, service: Service) -> Response:
+    """The trainer has learned from a batch: it is gone for good."""
+    body = read(AckBatch, await request.body())
+    service.heard_trainer()
+    handed_out = service.handed_out(body.batch_id) if body.report is not None else []
+    groups = await service.run(lambda queue: queue.ack(body.batch_id, body.weight_version, body.uuid, body.skipped, body.keep))
+    service.trainer_activity.count()
+    service.reported(handed_out, body.report)
+    if body.skipped is not None and not body.keep:
+        which = "what it held" if body.batch_id is None else f"batch {body.batch_id}"
+        logger.warning("the trainer skipped %s, %d groups: %s", which, groups, body.skipped)
+    return answer({"status": "success", "groups": groups, "weight_version": service.queue.sampling_version()})
+
+
+@router.post("/batch/report", **takes(BatchReport))
+async def report(request: Request, service: Service) -> Response:
+    """A trainer ends with a batch in hand. The trainer that registers next gets it, unless it is set aside."""
+    body = read(BatchReport, await request.body())
+    service.queue.require_trainer(body.uuid)
+    service.reported(service.handed_out(body.batch_id), body.report)
+    await service.run(lambda queue: queue.report_end(body.batch_id, body.error))
+    service.name_set_aside()
+    return answer({"status": "success"})
+
+
+@router.get("/batch/set-aside")
+async def set_aside(request: Request, service: Service) -> Response:
+    """The batches that are handed out no more, because trainers ended with them. With batch_id, one of them in full."""
+    batch_id = query_int(request, "batch_id")
+    if batch_id is None:
+        return answer({"batches": service.queue.set_aside(), "total": service.queue.failures.total})
+    body = await service.set_aside_body(batch_id)
+    if body is None:
+        return refuse(404, f"batch {batch_id} is not set aside; GET /batch/set-aside lists those that are")
+    return Response(body, media_type="application/json")
+
+
+@router.post("/run/end", **takes(EndRun))
+async def end(request: Request, service: Service) -> Response:
+    """The trainer's run is over: what starts next is another one."""
+    uuid = read(EndRun, await request.body()).uuid
+    await service.run(lambda queue: queue.end(uuid))
+    service.trainer_activity.count()
+    logger.info("the trainer says that its run has ended, at version %d", service.queue.sampling_version())
+    return answer({"status": "success"})
+
+
+@router.get("/info")
+async def info(service: Service) -> Response:
+    """What an environment must know of the trainer."""
+    trainer = service.queue.registration
+    return answer(
+        {
+            "batch_size": trainer.batch_size if trainer else -1,
+            "max_token_len": trainer.max_token_len if trainer else -1,
+        }
+    )
+
+
+@router.get("/wandb_info")
+async def wandb_info(service: Service) -> Response:
+    """Where the trainer logs. Null after the end of a run: an environment that asks then waits for the next trainer."""
+    trainer = None if service.queue.ended else service.queue.registration
+    return answer({"group": trainer.wandb_group if trainer else None, "project": trainer.wandb_project if trainer else None})
+
+
+@router.get("/reset_data")
+async def reset_data(service: Service) -> Response:
+    """Forget everything, registrations included."""
+    groups = service.queue.held_groups
+    await service.run(lambda queue: queue.reset())
+    service.latest, service.fleet_status = None, FleetStatus()
+    logger.warning("reset: %d groups and all registrations are gone", groups)
+    return Response("Reset successful", media_type="text/plain")
 
 
 def _check_epochs(service: RolloutService, field: str, named: list[int]) -> None:

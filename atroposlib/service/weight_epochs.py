@@ -73,14 +73,14 @@ class WeightEpochs:
         highest = max(FIRST_EPOCHS, self.last + LARGEST_LEAP)
         return next((epoch for epoch in named if epoch > highest), None)
 
-    def give(self, asked: int, run: str | None) -> int:
+    def give(self, proposed: int, run: str | None) -> int:
         """Return an epoch for a trainer that starts: the one that it asks for, or a higher one that no trainer has.
 
         Args:
-            asked: Unix milliseconds, and more than the epochs that the trainer knows of its run.
+            proposed: Unix milliseconds, and more than the epochs that the trainer knows of its run.
             run: its run's name; None if the run has none.
         """
-        self.last = max(asked, self.last + 1)
+        self.last = max(proposed, self.last + 1)
         if run is not None:
             _remember(self._given, self.last, run)
         return self.last
