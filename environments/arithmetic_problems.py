@@ -82,7 +82,7 @@ class Problem:
 
 
 def is_held_out(left: int, right: int) -> bool:
-    """Whether problems over these two operands belong to the held-out side; the order of the two does not matter."""
+    """Return whether problems over these two operands belong to the held-out side; the order of the two does not matter."""
     key = f"{HELD_OUT_SEED}:{min(left, right)}:{max(left, right)}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % HELD_OUT_ONE_IN == 0
 

@@ -32,7 +32,7 @@ from environments.arithmetic_problems import (
 
 LEVELS = (1, 2, 3, 4)
 DEFAULT_LEVELS = (3, 4)
-"""What the environment asks unless told otherwise."""
+"""Levels that the environment uses by default."""
 CALL_START, CALL_END = "<calc>", "</calc>"
 OFFER = f"You may use {CALL_START}."
 """The system prompt that tells the model of the tool; without it nobody answers a call. It is short for a small model."""
@@ -112,7 +112,7 @@ def held_out_calculations(n: int, levels: Sequence[int] = DEFAULT_LEVELS) -> lis
 
 
 def call(expression: str) -> str:
-    """How a model asks the calculator."""
+    """Return a call of the calculator as a model writes it."""
     return f"{CALL_START}{expression}{CALL_END}"
 
 

@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True)
 class CodeProblem:
-    """What is asked, and what decides.
+    """A question, and the hidden calls that decide.
 
     Attributes:
         question: the text, examples included.
@@ -165,7 +165,7 @@ FAMILIES = (_numbers_family, _words_family, _pairs_family, _digits_family)
 
 
 def is_held_out(reference: str) -> bool:
-    """Whether a problem with this reference lies on the held-out side; the function's name does not matter."""
+    """Return whether a problem with this reference lies on the held-out side; the function's name does not matter."""
     body = reference.partition("\n")[2]
     digest = hashlib.blake2b(f"{HELD_OUT_SEED}:{body}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0

@@ -36,7 +36,7 @@ REMEDIES = {
     "timeout": "if right programs need longer, raise --env.sandbox_seconds",
     "contained": "if right programs need more memory, raise --env.sandbox_memory_mib; docs/sandbox.md lists refused calls",
 }
-"""What is said with the first program that ends in such a way."""
+"""Remedies, logged with the first program that ends in such a way."""
 
 
 class CodeConfig(BaseEnvConfig):

@@ -81,7 +81,7 @@ TASKS = (
     "Write {n} questions that {reader} might ask about {topic}.",
 )
 HELD_OUT_TOPICS = TOPICS[::6]
-"""Of which no training prompt speaks."""
+"""Topics that no training prompt names."""
 
 
 class JudgeConfig(BaseEnvConfig):
@@ -113,7 +113,7 @@ class JudgeConfig(BaseEnvConfig):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model is asked, and what the judge looks at; empty for the configured rubric."""
+    """A prompt, and the rubric of its judge; empty for the configured rubric."""
 
     text: str
     rubric: str = ""
@@ -239,7 +239,7 @@ class JudgeEnv(SingleTurnEnv):
         return str(getattr(getattr(choice, "message", None), "content", None) or "")
 
     def no_judgement(self, error: Exception) -> UsageError | RolloutFailure:
-        """What becomes of a request to which there was no completion. It is counted."""
+        """Count a request without a completion, and return the error to raise."""
         status, where = status_of(error), f"judge at {self.config.judge_url or 'the served model'}"
         failure = f"{where}: {describe(error):.300}"
         if status is None:

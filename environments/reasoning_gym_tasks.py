@@ -38,7 +38,7 @@ ATTEMPTS = 200
 
 
 class TaskSettings(BaseModel):
-    """What is asked of one task."""
+    """Settings of one task."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -12,11 +12,11 @@ ENV_NAMESPACE = "env"
 OPENAI_NAMESPACE = "openai"
 SERVER_MANAGER_NAMESPACE = "server"
 NAMESPACE_SEP = "."
-"""Of flags, `--env.group_size` and `--openai.base_url`, and of the same keys in a YAML file."""
+"""Prefixes of flags, such as `--env.group_size` and `--openai.base_url`, and of the same keys in a YAML file."""
 
 
 class EvalHandlingEnum(Enum):
-    """What happens to training rollouts while an evaluation runs."""
+    """Treatment of training rollouts while an evaluation runs."""
 
     STOP_TRAIN = "STOP_TRAIN"
     LIMIT_TRAIN = "LIMIT_TRAIN"

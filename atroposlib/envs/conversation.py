@@ -73,7 +73,7 @@ class Conversation:
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit ended it."""
+        """Return whether a limit ended it."""
         return self.ended not in (None, "done")
 
     @property
@@ -93,12 +93,12 @@ class Conversation:
 
     @property
     def tool_use(self) -> bool:
-        """Whether at least one call got what its tool answers."""
+        """Return whether at least one call got what its tool answers."""
         return any(call.problem in (None, "cut") for call in self.calls)
 
     @property
     def question(self) -> Any:
-        """What the model was asked first: the last message before its first answer."""
+        """Return the first request to the model: the last message before its first answer."""
         roles = [message.get("role") for message in self.messages]
         first = roles.index("assistant") if "assistant" in roles[1:] else len(roles)
         return self.messages[max(first - 1, 0)].get("content")
@@ -111,7 +111,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Step:
-    """What follows an answer of the model.
+    """The consequences of an answer of the model.
 
     Attributes:
         messages: what comes next. The answers of tools stand before them and need not be repeated.

@@ -1,12 +1,12 @@
-"""Which items are worth sampling: by how often the model got them right, measured while it trains.
+"""Choice of items by difficulty: the share of right answers, measured while the model trains.
 
-Where every answer to an item is right, or every one is wrong, there is nothing to learn; most is where the model is right half
-of the time. The variance of a right-or-wrong reward at success p is p (1 - p), so an item that comes along is taken with
+If every answer to an item is right, or every one is wrong, there is nothing to learn. There is most to learn if half of
+them are right. The variance of a right-or-wrong reward at success p is p (1 - p), so the next item is taken with probability
 
     P(p) = floor + (1 - floor) · 4 p (1 - p)
 
-and passed over otherwise. `floor` above 0 keeps every item in the stream, so that one which was too hard is found again when it
-no longer is. One that was never sampled counts as p = ½ and is always taken.
+and skipped otherwise. A `floor` above 0 keeps every item in the stream, so that an item which was too hard comes back later.
+An item that was never sampled counts as p = ½ and is always taken.
 """
 
 import hashlib
@@ -23,18 +23,18 @@ from atroposlib.utils.whole_files import KeptLines
 logger = logging.getLogger(__name__)
 
 MEMORY = 0.5
-"""What earlier answers count when new ones come: the model changes, so what it could do ten batches ago says little."""
+"""Weight of earlier answers when new ones come. The model changes, so old answers become less informative."""
 PRIOR = 0.5
-"""Answers of either kind that an item begins with: one group of eight right ones is not taken for certainty."""
+"""Right and wrong answers that an item begins with, so that one group of eight right answers is not certainty."""
 
 
 @dataclass(frozen=True)
 class Difficulty:
-    """What is known of an item.
+    """The answers to an item so far.
 
     Attributes:
-        right: answers that were right, those of earlier groups halved each time.
-        answers: all answers, likewise.
+        right: right answers. Each new group halves the count of the earlier ones.
+        answers: all answers, counted in the same way.
     """
 
     right: float = 0.0
@@ -42,16 +42,16 @@ class Difficulty:
 
     @property
     def success(self) -> float:
-        """The share that is right, as far as is known: ½ before the first answer."""
+        """Return the estimated share of right answers: ½ before the first answer."""
         return (self.right + PRIOR) / (self.answers + 2 * PRIOR)
 
     def after(self, right: int, answers: int) -> "Difficulty":
-        """With another group of answers."""
+        """Return the difficulty after another group of answers."""
         return Difficulty(MEMORY * self.right + right, MEMORY * self.answers + answers)
 
 
 def chance(success: float, floor: float) -> float:
-    """The probability with which an item of this success is taken: 1 at one half, `floor` at 0 and 1.
+    """Return the probability of taking an item of this success: 1 at one half, `floor` at 0 and 1.
 
     Args:
         success: from 0 to 1.
@@ -61,7 +61,7 @@ def chance(success: float, floor: float) -> float:
 
 
 def item_key(item: Any) -> str:
-    """A name for an item that is the same in every run: a hash of its `repr`.
+    """Return a name for an item that is the same in every run: a hash of its `repr`.
 
     Raises:
         EnvironmentFailure: the `repr` holds an address, so it is another in every run.
@@ -78,8 +78,8 @@ def item_key(item: Any) -> str:
 class Curriculum:
     """The measured difficulty of items, and the file that keeps it.
 
-    The file holds a line for each group, appended as a whole, so a kill costs nothing that was written, and environments of the
-    same name may share it. A line that the end of a disk cut off is passed over.
+    The file holds a line for each group. A line is appended as a whole: a kill loses no earlier line, and environments of
+    the same name may share the file. A line that a full disk cut off is skipped.
 
     Args:
         floor: see `chance`.
@@ -112,13 +112,13 @@ class Curriculum:
         self.known[key] = self.known.get(key, Difficulty()).after(right, answers)
 
     def note(self, key: str, right: int, answers: int) -> None:
-        """A group of answers to an item."""
+        """Add a group of answers to an item."""
         self._add(key, right, answers)
         if self._writer is not None:
             self._writer.write(encode_repaired({"item": key, "right": right, "answers": answers}))
 
     def takes(self, key: str, drawn: float) -> bool:
-        """Whether an item that comes along is sampled.
+        """Return whether an item that comes along is sampled.
 
         Args:
             drawn: at random, from 0 to 1.
@@ -126,7 +126,7 @@ class Curriculum:
         return drawn < chance(self.known.get(key, Difficulty()).success, self.floor)
 
     def metrics(self) -> dict[str, float]:
-        """Of the items that are known: how many, and the shares that are next to always right, and next to never."""
+        """Return the number of known items, and the shares that are almost always or almost never right."""
         shares = [difficulty.success for difficulty in self.known.values()]
         if not shares:
             return {}

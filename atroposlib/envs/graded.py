@@ -32,7 +32,7 @@ REQUESTS_OF_GROUP = 1_000_000
 """More than a group has: the seeds of its second making begin here."""
 
 _attempt: ContextVar[int] = ContextVar("attempt", default=0)
-"""How often the group that the present task makes was made before."""
+"""Number of earlier attempts at the group that the present task makes."""
 _successes: ContextVar[list[bool] | None] = ContextVar("successes", default=None)
 """Which answers of the group in work are right; None until `note_success` was called for it."""
 
@@ -97,7 +97,7 @@ class GradedEnv(BaseEnv):
         """The held-out problems of an evaluation, at most `eval_size` of them, the same each time."""
 
     def describe(self, problem: Any) -> dict[str, Any]:
-        """What the record of an evaluation says of a problem, such as `question` and `gold_answer`."""
+        """Return a problem's fields in the record of an evaluation, such as `question` and `gold_answer`."""
         return {}
 
     @abstractmethod

@@ -56,7 +56,7 @@ class SingleTurnEnv(GradedEnv):
         """Grade one answer."""
 
     def describe(self, problem: Any) -> dict[str, Any]:
-        """What the record of an evaluation says of a problem, such as `question` and `gold_answer`."""
+        """Return a problem's fields in the record of an evaluation, such as `question` and `gold_answer`."""
         return {"question": self.messages(problem)[-1]["content"]}
 
     def adjust_scores(self, grades: list[Grade], responses: list[Response]) -> list[float]:

@@ -189,7 +189,7 @@ class Toolbox:
             self._note(call, error)
 
     async def _run(self, call: Call, context: Any) -> BaseException | None:
-        """What the tool raised, if it did."""
+        """Run a call's tool, and return the exception that it raised, if any."""
         tool = self.tools.get(call.name)
         if tool is None:
             self._refuse(call, "unknown_tool", f"there is no tool {call.name[:50]!r}, but {', '.join(self.tools) or 'none'}")

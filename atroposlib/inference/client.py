@@ -1,4 +1,4 @@
-"""What every inference server has in common: settings, concurrency, retries, health and timings."""
+"""The common part of all clients of inference servers: settings, concurrency, retries, health and timings."""
 
 import asyncio
 import logging
@@ -139,7 +139,7 @@ class APIServer(ABC):
 
     @property
     def honours_proxies(self) -> bool:
-        """Whether HTTP_PROXY and the like apply: not to servers of one's own, which a proxy for the world does not reach."""
+        """Return whether HTTP_PROXY and similar variables apply. A proxy does not reach the user's own servers."""
         return False
 
     @property
@@ -164,7 +164,7 @@ class APIServer(ABC):
             self.tokenizer = getattr(other, "tokenizer", None)
 
     async def look(self) -> Look:
-        """How it is."""
+        """Return the server's health."""
         return Look(wrong=(await self.probe() if self.config.health_check else None) or "")
 
     async def model(self) -> str:
@@ -321,7 +321,7 @@ def require_whole(answer: object) -> None:
 
 
 def is_away(error: Exception) -> bool:
-    """Whether the failure says that the server is not there, rather than that the request was wrong."""
+    """Return whether the failure says that the server is not there, rather than that the request was wrong."""
     if isinstance(error, ServerIsAway | httpx.TransportError) and not isinstance(error, httpx.TimeoutException):
         return True
     if isinstance(error, httpx.ConnectTimeout):
@@ -332,7 +332,7 @@ def is_away(error: Exception) -> bool:
 
 
 def worth_retrying(error: Exception) -> bool:
-    """Whether the same request may succeed a second time: not when the server refused it as wrong."""
+    """Return whether the same request may succeed a second time: not when the server refused it as wrong."""
     status = status_of(error)
     return status is None or status == 429 or status >= 500
 

@@ -13,7 +13,7 @@ from atroposlib.web.keys import bearer
 logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 2.0
-"""How often the service is asked."""
+"""Seconds between two requests to the service."""
 ASK_TIMEOUT = 10.0
 
 
@@ -86,7 +86,7 @@ def servers_of(fleet: Any) -> list[str] | None:
 
 
 def same_address(one: str, other: str) -> bool:
-    """Whether two addresses, each with or without /v1, are of the same server."""
+    """Return whether two addresses, each with or without /v1, are of the same server."""
     return _bare(one) == _bare(other)
 
 

@@ -67,7 +67,7 @@ class Router:
         return {*self.servers, *self._under_way}
 
     def works_on(self, server: APIServer) -> bool:
-        """Whether requests are under way there."""
+        """Return whether requests are under way there."""
         return server in self._under_way
 
     def _what(self) -> str:
@@ -76,7 +76,7 @@ class Router:
         return f"{self.role}s, {len(self.servers)} of which none can be asked"
 
     def healthy(self, server: APIServer) -> bool:
-        """Whether a request would be sent to it."""
+        """Return whether a request would be sent to it."""
         return self.gate.open and not self.routing.of(server).away
 
     # ---- choosing ----

@@ -12,7 +12,7 @@ OPENAI_EFFORT = {"none": "low", "minimal": "low", "low": "low", "medium": "mediu
 
 @dataclass
 class ReasoningConfig:
-    """How much the model is to think before it answers.
+    """Amount of reasoning before an answer.
 
     Attributes:
         enabled: ask for reasoning; set by itself when one of the others is.

@@ -22,7 +22,7 @@ was sent."""
 
 WHOLE = ("top_k", "min_tokens", "max_tokens")
 ALIASES = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
-"""What other interfaces call parameters of `Sampling`."""
+"""Other interfaces' names for parameters of `Sampling`."""
 
 HARMLESS = frozenset(
     {
@@ -75,7 +75,7 @@ def sampling_of(request: Mapping[str, Any], completions: int, temperature: float
 
 
 def has_something(value: Any) -> bool:
-    """Whether a field asks for anything: not {}, [], "" or False."""
+    """Return whether a field asks for anything: not {}, [], "" or False."""
     return bool(value) or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
@@ -91,7 +91,7 @@ def say_that_it_may_be_constrained(names: tuple[str, ...]) -> None:
 
 
 def same_distribution(one: Sampling, other: Sampling) -> bool:
-    """Whether the two say the same but for `max_tokens`, which only ends an answer."""
+    """Return whether the two say the same but for `max_tokens`, which only ends an answer."""
     return {**one, "max_tokens": 0} == {**other, "max_tokens": 0}
 
 
@@ -178,7 +178,7 @@ class SampledRecord:
         sampling: Sequence[list[SamplingSpan] | None],
         reasons: Sequence[str | None],
     ) -> None:
-        """What one request sampled: completions of a prompt."""
+        """Record one request's completions of a prompt."""
         prefix = Prefix()
         begin = prefix.goes_on(prompt)
         for output, how, reason in zip(outputs, sampling, reasons, strict=True):
@@ -229,7 +229,7 @@ class SampledRecord:
 
     @property
     def differ(self) -> bool:
-        """Whether the requests sampled from different distributions."""
+        """Return whether the requests sampled from different distributions."""
         parameters = [span.parameters for sampled in self.sequences for span in sampled.sampling or []]
         return not all(same_distribution(parameters[0], other) for other in parameters)
 

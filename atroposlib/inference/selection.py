@@ -29,19 +29,19 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a server said when it was asked."""
+    """A server's answer to a health probe."""
 
     wrong: str = ""
     """Why it cannot be asked for anything; empty if it can."""
     weights: Weights | None = None
-    """What it serves; None if it does not say."""
+    """Weights that it serves; None if it does not report them."""
     in_flight: int | None = None
     """Requests that it works on, whoever sent them; None if it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What this process has under way at one server."""
+    """This process's requests at one server."""
 
     ours: int
     """Requests."""
@@ -51,7 +51,7 @@ class Load:
 
 @dataclass(slots=True)
 class Standing:
-    """What is known of one server."""
+    """State of one server."""
 
     away: str = ""
     """Why it cannot be asked; empty if it can."""
@@ -62,7 +62,7 @@ class Standing:
     weights: Weights | None = None
     in_flight: int | None = None
     ours_then: int = 0
-    """Of those in flight, this process's own."""
+    """This process's share of the requests in flight."""
     failures: int = 0
     """In a row. What fails at the same time counts once."""
     failed_at: float = 0.0
@@ -152,7 +152,7 @@ class Routing(Generic[Key]):
     # ---- what follows ----
 
     def available(self, keys: Sequence[Key]) -> list[Key]:
-        """Those that can be asked."""
+        """Return the servers that accept requests."""
         return [key for key in keys if not self.of(key).away]
 
     def lost(self, keys: Sequence[Key], now: float, patience: float) -> list[Key]:

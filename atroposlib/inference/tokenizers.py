@@ -47,7 +47,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def is_plain_tokenizer(folder: Path) -> bool:
-    """Whether a local tokenizer is fully described by its tokenizer.json, so that its class need not be looked up.
+    """Return whether a local tokenizer is fully described by its tokenizer.json, so that its class need not be looked up.
 
     `AutoTokenizer` imports PyTorch where it is installed: seconds and hundreds of megabytes that an environment has no use for.
     """

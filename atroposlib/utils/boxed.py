@@ -123,12 +123,12 @@ def _innermost_content(text: str, boxes: list[Box], index: int) -> str:
 
 
 def _is_list(text: str, start: int, end: int) -> bool:
-    """Whether the text from `start` to `end` only separates two entries of a list."""
+    """Return whether the text from `start` to `end` only separates two entries of a list."""
     between = _LIST_SEPARATOR.fullmatch(text, start, end)
     return between is not None and between["separator"] is not None
 
 
 def is_well_formed(text: str) -> bool:
-    """Whether there is exactly one box, closed and not empty."""
+    """Return whether there is exactly one box, closed and not empty."""
     contents = boxed_contents(text)
     return len(contents) == 1 and contents[0] is not None and bool(contents[0].strip())

@@ -40,7 +40,7 @@ class CodeBlock:
 
     @property
     def is_python(self) -> bool:
-        """Whether the info string names Python."""
+        """Return whether the info string names Python."""
         return self.language == _PYTHON
 
 

@@ -159,7 +159,7 @@ class MathScorer:
         self._children = KillableCalls(processes)
 
     async def equal(self, gold: str, answer: str) -> bool:
-        """Whether `answer` equals `gold`.
+        """Return whether `answer` equals `gold`.
 
         An expression that takes too long to compare, or kills its child process, is not equal, and is logged.
 

@@ -56,7 +56,7 @@ def _end_with(parent: int, forked: bool) -> None:
 
 
 def _created_by_main_thread(parent: int) -> bool:
-    """Whether the main thread of `parent` created this process; False if the kernel does not list children by thread."""
+    """Return whether the main thread of `parent` created this process; False if the kernel does not list children by thread."""
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     except OSError:

@@ -18,7 +18,7 @@ class Identity:
     boot: str
 
     def is_alive(self) -> bool:
-        """Whether this very process still runs; a zombie does not."""
+        """Return whether this very process still runs; a zombie does not."""
         return identify(self.pid) == self
 
 

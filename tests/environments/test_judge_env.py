@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from atroposlib.envs.single_turn import Response
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
+from atroposlib.utils.control_tokens import harmless
 from atroposlib.utils.data_files import BadRow
 from environments.judge_server import HELD_OUT_TOPICS, JudgeEnv, Prompt, judge_messages, made_prompts, read_prompt, read_score
 from tests.atroposlib.envs.env_stack import Stack
@@ -206,7 +207,7 @@ def test_an_answer_cannot_end_itself(answer: str) -> None:
     content = str(message["content"])
     mark = content.partition("[")[2].partition("]")[0]
     assert content.count(f"[{mark}]") == 3
-    assert content.partition(f"\n[{mark}]\n")[2].partition(f"\n[{mark}]\n")[0] == answer
+    assert content.partition(f"\n[{mark}]\n")[2].partition(f"\n[{mark}]\n")[0] == harmless(answer)
 
 
 def test_prompts_are_read_and_held_out(env: JudgeEnv, tmp_path: Path) -> None:

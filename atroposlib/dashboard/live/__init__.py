@@ -1,1 +1,1 @@
-"""What the rollout service knows while the run goes on: its stack, its servers, and what happens to them."""
+"""The state of a live run: its stack, its servers, and the events in it."""

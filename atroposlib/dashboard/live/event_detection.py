@@ -1,4 +1,4 @@
-"""What happened between two looks at a stack, as events. Pure."""
+"""Events from the difference of two snapshots of a stack. Pure."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _of_trainer(before: Stack, after: Stack) -> Iterator[tuple[str, str, dict[st
 
 
 def _name_of(model: str) -> str:
-    """Of a model in a folder, the folder's name alone: where it is says nothing of it."""
+    """Return the name of a model's folder without the path, which does not describe the model."""
     return model.rstrip("/").rpartition("/")[2] if model.startswith("/") else model
 
 
@@ -120,7 +120,7 @@ class Drops:
         self._at: dict[str, float] = {}
 
     def events(self, stack: Stack) -> list[Event]:
-        """What is to be told now."""
+        """Return the events to publish now."""
         counts = {one["reason"]: one["groups"] for one in stack["dropped"]}
         if self._told is None or any(counts.get(reason, 0) < earlier_count for reason, earlier_count in self._told.items()):
             self._told = counts  # the first look, or the service was reset

@@ -1,4 +1,4 @@
-"""What is wrong with a stack, each fault in a sentence with its remedy. Pure."""
+"""Faults of a stack, each in a sentence with its remedy. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atroposlib.dashboard.live.signs import SILENCES
 SLOW_SECONDS = 600.0
 """A trainer that holds a batch and has acknowledged none for so long is named."""
 NEARLY_FULL = 0.95
-"""Of the queue's bounds."""
+"""Share of the queue's bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def find_faults(stack: Mapping[str, Any]) -> list[Fault]:
 
 
 def _process(part: str) -> str:
-    """What to do about a process that says nothing."""
+    """Return the remedy for a process that does not answer."""
     return f"See its log (`scripts/logs.sh {part}`). Its process is gone? `scripts/start.sh --resume {part}`."
 
 

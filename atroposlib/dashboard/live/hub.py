@@ -18,7 +18,7 @@ MAX_WAITING = 256
 MAX_BYTES_WAITING = 8 << 20
 """And so many bytes of them, if there are several."""
 MAX_PAGES = 100
-"""That are told at a time; every one is a connection."""
+"""Pages with an open connection for events."""
 PACE_SECONDS = 0.5
 """Between two sendings to a page: what is told within goes out together, as each sending costs more than what is in it."""
 EVERY_RUN = ""
@@ -30,7 +30,7 @@ class TooManyPagesError(Exception):
 
 
 class Subscription:
-    """What waits for one page."""
+    """Messages that wait for one page."""
 
     def __init__(self, run: str) -> None:
         self.run = run

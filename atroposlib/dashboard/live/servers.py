@@ -39,7 +39,7 @@ _READ_BYTES = 4 << 20
 MAX_DETAIL = 500
 """Characters of what is wrong with a server."""
 _BRIDGE = {"phase": "state", "mode": "mode", "transfer": "transfer", "last_error": "last_error", "quarantine": "quarantine"}
-"""What the page calls texts of a bridge's state -> as the server calls them."""
+"""Name on the page -> name at the server, for texts of a bridge's state."""
 
 
 @dataclass(slots=True)
@@ -218,7 +218,7 @@ def read_versions(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _read_bridge(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of a bridge's state."""
+    """Return the fields of a bridge's state that the page shows."""
     seconds = told.get("last_update")
     checksums = told.get("checksums")
     return {

@@ -17,9 +17,9 @@ from atroposlib.utils.whole_files import append_whole, cannot_write, ends_whole,
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 16 << 20
-"""Of a file of lines; a longer one is begun anew, and the one before is kept beside it."""
+"""Bytes of a file of lines. A longer file is rotated: the earlier one is kept beside it."""
 MAX_WAITING_BYTES = 1 << 20
-"""Of lines that wait for space on the disk; beyond that they are left out."""
+"""Bytes of lines that wait for space on the disk. Further lines are dropped."""
 
 
 def observed_folder(run_folder: Path | None, store: Path | None) -> ObservedFolder:
@@ -53,7 +53,7 @@ class ObservedFolder:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the folder outlives this process."""
+        """Return whether the folder outlives this process."""
         return self._temporary is None
 
     @property

@@ -40,7 +40,7 @@ MAX_ROLLOUTS = 1_000_000
 MAX_ENVIRONMENTS, OTHERS = 500, "others"
 """Names of environments that are told apart, and what all further ones are called."""
 _ROW_BYTES = 300
-"""Of a rollout's numbers in the table and its indexes, about."""
+"""Approximate bytes of a rollout's numbers in the table and its indexes."""
 
 SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB NOT NULL);

@@ -148,7 +148,7 @@ class RolloutSource:
         return self._read(lambda: [name for (name,) in self._connection.execute("SELECT name FROM environments ORDER BY id")])
 
     def total(self) -> int:
-        """How many rollouts there are."""
+        """Return the number of rollouts."""
         return self._read(self._total)
 
     def _total(self) -> int:
@@ -338,7 +338,7 @@ class RolloutSource:
         return self._read(work)
 
     def trained(self, rollout: int) -> TrainedTokens | None:
-        """What the trainer told of a rollout, by its id; None if nothing."""
+        """Return the trainer's report of a rollout, by its id; None if there is none."""
 
         def work() -> TrainedTokens | None:
             row = self._connection.execute(

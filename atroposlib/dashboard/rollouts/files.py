@@ -1,4 +1,4 @@
-"""The rollouts of a run from its files: the archive that its service keeps, or the groups that its environment writes."""
+"""The rollouts of a run, from the archive that its service keeps or from the groups that its environment writes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ logger = logging.getLogger(__name__)
 MAX_OPEN = 4
 """Archives."""
 MAX_BYTES_READ = 128 << 20
-"""Of the files of groups of a run, when they are first read: the end of each."""
+"""Bytes of the files of groups of a run that are read the first time: the end of each."""
 _Stamp = tuple[tuple[Path, int], ...]
-"""Path and inode of each file: another run may have written others of the same names."""
+"""Path and inode of each file: another run may have written files of the same names."""
 
 
 class _Opened(Protocol):
     def source(self) -> RolloutSource:
-        """The rollouts, up to date. May take long the first time."""
+        """Return the rollouts, up to date. The first call may take long."""
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close the files."""
 
 
 class OpenArchives:
-    """The archives that were read last, kept open. Any method may be called from any thread.
+    """The archives that were read last, kept open. Every method is safe to call from any thread.
 
     Args:
-        tokenizer: folder or name of the tokenizer of files of groups; None where their messages will do.
+        tokenizer: folder or name of the tokenizer of files of groups; None if their messages are enough.
     """
 
     def __init__(self, tokenizer: str | None = None) -> None:
@@ -47,7 +47,7 @@ class OpenArchives:
         self._open: OrderedDict[_Stamp, _Opened] = OrderedDict()
 
     def kept(self, files: RunFiles) -> RolloutSource | None:
-        """The archive that the service kept of a run; None if it kept none.
+        """Return the archive that the service kept of a run; None if there is none.
 
         Raises:
             ArchiveError: it cannot be read.
@@ -59,7 +59,7 @@ class OpenArchives:
         return self._opened(((path, inode),), lambda: KeptArchive(path)).source()
 
     def of(self, files: RunFiles) -> RolloutSource:
-        """The rollouts of a run.
+        """Return the rollouts of a run.
 
         Raises:
             NoSuchError: none are kept of it.
@@ -87,7 +87,7 @@ class OpenArchives:
 
 
 class KeptArchive:
-    """One that a service keeps, or kept."""
+    """An archive that a service keeps, or kept."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -95,14 +95,14 @@ class KeptArchive:
         self._source: RolloutSource | None = None
 
     def source(self) -> RolloutSource:
-        """Raises ArchiveError: see RolloutSource."""
+        """Return the rollouts. Raises ArchiveError: see RolloutSource."""
         with self._lock:
             if self._source is None:
                 self._source = RolloutSource(self._path)
             return self._source
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._lock:
             if self._source is not None:
                 self._source.close()

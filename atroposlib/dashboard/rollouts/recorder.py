@@ -268,7 +268,7 @@ class RolloutRecorder:
         self._path = None if before is None else archive_of_next_run(before)
 
     def _next(self) -> list[_Waiting] | None:
-        """What waits, as soon as there is something; None at the end. Ends with `close`, as the service does."""
+        """Return the waiting entries as soon as there are some; None after `close`."""
         with self._changed:
             while not self._waiting and not self._closed:
                 self._changed.wait(1.0)

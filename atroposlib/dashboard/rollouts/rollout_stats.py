@@ -63,7 +63,7 @@ class TrainedTokens:
 
 
 def sequences_of(group: Mapping[str, Any]) -> int:
-    """How many rollouts a group holds."""
+    """Return the number of rollouts in a group."""
     scores = group.get("scores")
     return len(scores) if isinstance(scores, list) else 0
 

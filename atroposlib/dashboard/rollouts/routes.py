@@ -19,7 +19,7 @@ from atroposlib.dashboard.run_folders.catalogue import LIVE, UnknownRunError
 from atroposlib.dashboard.web.auth import API, PREFIX
 
 MAX_TOKENS = 10_000
-"""Of one answer."""
+"""Tokens in one answer."""
 
 
 def rollout_routes(page: RunPage) -> list[Route]:

@@ -33,7 +33,7 @@ MAX_KNOWN = 100_000
 """Pieces whose text is remembered; 200 bytes each."""
 LARGEST_ID = 2**32
 WORD_BEGINS = "\u2581"
-"""What vocabularies of a certain kind write for a space before a word."""
+"""Mark that some vocabularies write for a space before a word."""
 _SEARCHED_TOKENS = 4096
 """Of each of the three, to be decoded; a token may be less than a character."""
 
@@ -97,7 +97,7 @@ class TextOfTokens:
 
     @property
     def known(self) -> bool:
-        """Whether there is a tokenizer."""
+        """Return whether there is a tokenizer."""
         return self._decode is not None
 
     def whole(self, tokens: Sequence[int]) -> str:

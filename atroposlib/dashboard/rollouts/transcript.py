@@ -191,7 +191,7 @@ def told_of_runs(messages: Any, mask: Sequence[int]) -> list[list[dict[str, str]
 
 
 def tags_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What stands above a message: `kind` is said, tool, call, problem or reward."""
+    """Return the tags above a message: `kind` is said, tool, call, problem or reward."""
     role, name = str(message.get("role")), message.get("name")
     tags = [{"kind": "tool" if role == "tool" else "said", "text": _cut(f"{role} {name}" if name else role, MAX_CALL)}]
     calls = message.get("tool_calls")

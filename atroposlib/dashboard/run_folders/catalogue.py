@@ -20,7 +20,7 @@ LIVE = "live"
 MAX_OPEN = 8
 """Runs in memory; fewer where they are so long that together they would have more than MAX_CELLS figures."""
 LOOK_SECONDS = 5.0
-"""How old the list of runs may be."""
+"""Largest age of the list of runs, in seconds."""
 QUIET_SECONDS = 600.0
 """A run with no new row for this many seconds is no longer shown as running."""
 SERVED_QUIET_SECONDS = 60.0

@@ -68,7 +68,7 @@ class Columns:
 
     @property
     def last_step(self) -> int | None:
-        """Of the last row; None before the first."""
+        """Step of the last row; None before the first."""
         return int(self._step[self._kept - 1]) if self._kept else None
 
     def clear(self) -> None:

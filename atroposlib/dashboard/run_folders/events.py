@@ -1,4 +1,4 @@
-"""What happened in a run: as the rollout service wrote it down, and as the trainer's rows tell."""
+"""Events of a run, from the rollout service's file and from the trainer's rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def read_event(row: Mapping[str, Any]) -> Event | None:
 
 
 def events_of_row(row: Mapping[str, Any]) -> Iterable[Event]:
-    """What a row of the trainer tells besides figures: batches and updates that were left out, tokens that differ."""
+    """Return the events in a trainer's row: skipped batches and updates, and tokens that differ."""
     step = whole(row.get("step"))
     if skipped := number(row.get("batches_skipped")):
         text = f"{skipped:g} batch{'es' * (skipped > 1)} could not be trained on before step {step}"

@@ -18,7 +18,7 @@ METRICS = re.compile(r"metrics(\.\d+)?\.jsonl")
 OBSERVED = "observed"
 """Folder of what the rollout service wrote down of a run; beside a store that lies elsewhere, NAME.observed."""
 DEPTH = 3
-"""How many folders below a named one are looked into."""
+"""Depth to which folders below a named one are searched."""
 MAX_RUNS = 500
 _MAX_FOLDERS = 20_000
 _MAX_OBJECT = 1 << 22
@@ -86,7 +86,7 @@ def find_runs(root: Path) -> list[RunFiles]:
 
 
 def holds_groups(path: Path) -> bool:
-    """Whether the first line of a file is a group: an object with scores, and tokens or messages."""
+    """Return whether the first line of a file is a group: an object with scores, and tokens or messages."""
     try:
         return path.stat().st_size > 0 and _begins_with_group(path, path.stat().st_ino)
     except OSError:
@@ -172,7 +172,7 @@ def environment_rows(folder: Path) -> Path | None:
 
 
 def _is_environments(path: Path) -> bool:
-    """Whether these are an environment's rows, which have the same name."""
+    """Return whether these are an environment's rows, which have the same name."""
     return path.parent.name == "environment"
 
 

@@ -55,7 +55,7 @@ class Change:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self, run: Run, run_id: str) -> list[tuple[str, Any]]:
-        """What pages that show the run are told: name and data of each server-sent event."""
+        """Return name and data of each server-sent event, for pages that show the run."""
         rows, last_step = run.extent()
         whole = not self.rewritten and len(self.rows) <= MAX_SENT_ROWS
         messages: list[tuple[str, Any]] = []
@@ -223,7 +223,7 @@ class Run:
             return [*self._columns.names, *self._sampled.names]
 
     def extent(self) -> tuple[int, int | None]:
-        """How many rows there are, and the last one's step."""
+        """Return the number of rows, and the step of the last one."""
         with self._lock:
             return self._columns.rows, self._columns.last_step
 
@@ -244,17 +244,17 @@ class Run:
             return self._counts.totals(COUNTS)
 
     def updates(self) -> list[dict[str, Any]]:
-        """How the weights of the newest steps were handed over, oldest first; see update_of."""
+        """Return the weight updates of the newest steps, oldest first; see update_of."""
         with self._lock:
             return list(self._updates)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """What environments measured, oldest first."""
+        """Return the environments' evaluations, oldest first."""
         with self._lock:
             return list(self._evaluations.values())
 
     def events(self) -> tuple[list[Event], int]:
-        """What happened, in the order of time as far as that is known, and how many older events are left out."""
+        """Return the events in order of time, as far as it is known, and the number of older events left out."""
         with self._lock:
             merged = [event for events in self._events.values() for event in events.values()]
             merged.sort(key=lambda event: (event.step if event.step is not None else -1, event.time or 0.0))

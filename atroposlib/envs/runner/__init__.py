@@ -1,1 +1,1 @@
-"""What runs an environment, behind `BaseEnv`: command line, settings, serving, processing, the service's client, reports."""
+"""The parts that run an environment: command line, settings, serving, processing, delivery, reports."""

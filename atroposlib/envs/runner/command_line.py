@@ -104,7 +104,7 @@ def more_servers(env_cls: "type[BaseEnv]") -> dict[str, Any]:
 
 
 def command_defaults(command: str, env_cls: "type[BaseEnv]", default_env: BaseModel) -> dict[str, Any]:
-    """What a command changes in the environment's defaults; YAML and flags may change it back."""
+    """Return a command's changes to the environment's defaults. YAML and flags override them."""
     changes: dict[str, Any] = {}
     if getattr(default_env, "wandb_name", None) is None:
         changes["wandb_name"] = env_cls.name

@@ -1,4 +1,4 @@
-"""What an environment tells: metrics to the log, a file and W&B; evaluations to JSON and JSON lines."""
+"""An environment's reports: metrics to the log, a file and W&B; evaluations to JSON and JSON lines."""
 
 import importlib
 import logging
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_NAME_LENGTH, MAX_METRICS = 256, 256
-"""What the rollout service takes of an evaluation: characters of a name, and metrics."""
+"""Limits of the rollout service for an evaluation: characters of a name, and number of metrics."""
 NO_SUCH_ROUTE = (404, 405)
 
 
@@ -49,7 +49,7 @@ class Reports:
 
     @property
     def label(self) -> str:
-        """What the environment is called where a name is needed."""
+        """Return the environment's name."""
         return self.env.config.wandb_name or self.env.name or type(self.env).__name__
 
     def start_wandb(self, project: str | None, group: str | None) -> None:

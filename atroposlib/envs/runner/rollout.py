@@ -29,7 +29,7 @@ CLEAN_UP_SECONDS = 5.0
 """For an item that is cut off, or whose worker is."""
 
 _item_number: ContextVar[int] = ContextVar("item_number")
-"""Of the item that the present task works on, in the order in which they were begun."""
+"""Number of the item that the present task works on, in the order in which items were begun."""
 
 
 class Rollouts:

@@ -90,7 +90,7 @@ class Serving:
             self.workers.wake.clear()
 
     def _idle(self) -> bool:
-        """Whether nothing happens here before the trainer does something, and the service tells of that."""
+        """Return whether nothing happens here before the trainer does something, and the service tells of that."""
         return not self.env.workers and self.env.eval_runner is None and "moves" in self.env.status_dict
 
     # ---- the service ---------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Serving:
         return min((step for step in (self.env.config.total_steps, self.trainer_steps) if step > 0), default=-1)
 
     def _training_is_over(self) -> bool:
-        """Whether there is nothing more to do, as of the status asked for last.
+        """Return whether there is nothing more to do, as of the status asked for last.
 
         That the last batch was handed out does not end the run: until the trainer says that it has, it may come back from a
         checkpoint and ask for batches again.
@@ -313,5 +313,5 @@ class Serving:
 
 
 def crossed(previous: int, now: int, every: int) -> bool:
-    """Whether a multiple of `every` lies in (previous, now]: the trainer may move several steps between two looks."""
+    """Return whether a multiple of `every` lies in (previous, now]: the trainer may move several steps between two looks."""
     return now // every > previous // every

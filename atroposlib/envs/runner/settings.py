@@ -43,7 +43,7 @@ class Settings:
 
 @dataclass
 class Given:
-    """What the user gave, by namespace; values from flags are text still."""
+    """The user's settings, by namespace. Values from flags are still text."""
 
     env: dict[str, Any] = field(default_factory=dict)
     openai: dict[str, Any] = field(default_factory=dict)

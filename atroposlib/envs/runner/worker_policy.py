@@ -12,7 +12,7 @@ from atroposlib.envs.config import EvalHandlingEnum
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """What bounds the number of workers.
+    """The bounds of the number of workers.
 
     Attributes:
         max_workers: most items in work, whatever the queue says.
@@ -31,7 +31,7 @@ class WorkerLimits:
 
 @dataclass(frozen=True)
 class QueueState:
-    """What `/status-env` tells, sizes in groups.
+    """The answer of `/status-env`, sizes in groups.
 
     Attributes:
         queue_size: groups queued, of all environments.
@@ -72,7 +72,7 @@ def allowed_workers(limits: WorkerLimits, queue: QueueState) -> int:
 
 
 def workers_during_eval(allowed: int, handling: EvalHandlingEnum, ratio: float) -> int:
-    """Of the allowed workers, those that may train while an evaluation runs."""
+    """Return the number of workers that may train while an evaluation runs."""
     if handling is EvalHandlingEnum.STOP_TRAIN:
         return 0
     if handling is EvalHandlingEnum.LIMIT_TRAIN:

@@ -59,7 +59,7 @@ class Workers:
 
     @property
     def stream(self) -> str:
-        """What the service calls the order of items that this environment serves."""
+        """The service's name for the order of items that this environment serves."""
         return f"{self.env._reports.label} seed {self.env.config.seed}"
 
     def batch_share(self) -> int:
@@ -71,7 +71,7 @@ class Workers:
         return int(config.batch_size * min(1.0, share))
 
     def wanted(self) -> int:
-        """How many items may be in work now."""
+        """Return the number of items that may be in work now."""
         config, status = self.env.config, self.env.status_dict
         allowed = allowed_workers(
             WorkerLimits(
