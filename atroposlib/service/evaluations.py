@@ -1,4 +1,4 @@
-"""What environments measured, kept for whoever asks: the newest results, numbered in the order in which they came. Pure."""
+"""The newest results of evaluations, numbered in the order of their arrival. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_BYTES = 8 << 20
 
 
 class Evaluations:
-    """The newest results. What changed is noted until `take_changed`."""
+    """The newest results, and their changes until `take_changed`."""
 
     def __init__(self, next_id: int = 1) -> None:
         self.next_id = next_id
@@ -65,11 +65,11 @@ class Evaluations:
             self._removed.append(oldest.id)
 
     def after(self, id: int) -> Sequence[Evaluation]:
-        """Those that came after the one of this id, oldest first."""
+        """Return the results after the one with this id, oldest first."""
         return [known for known in self._kept if known.id > id]
 
     def clear(self) -> None:
-        """They are another run's: forget them, but not their ids."""
+        """Forget all results, which are another run's. Their ids are not given again."""
         self._removed.extend(known.id for known in self._kept)
         self._kept.clear()
         self._bytes = 0

@@ -1,9 +1,11 @@
-"""Where accepted groups wait: in one line for each environment, first in, first out; and before that, where the trainer wants
-reference logprobs, at the stage that lends them to workers. Pure: no I/O, no clock of its own.
+"""Accepted groups that are not handed out yet. Pure: no I/O, no clock of its own.
 
-A group is lent to a worker for a time. If the time runs out it is lent to the next one, and whichever answers first is taken:
-a reference is of frozen weights, so both say the same. Who has which group is not stored: after a restart all are lent anew,
-and what a worker still had is taken when it comes.
+`PendingGroups` holds one first-in-first-out line per environment. If the trainer wants reference logprobs, groups
+first wait in the `ReferenceQueue`, which lends them to reference workers.
+
+A group is lent to a worker for a time, and after that to the next worker. The queue takes the first answer. The
+reference has frozen weights, so both answers are the same. Loans are not stored: after a restart the queue lends
+all groups again, and still takes the answers of earlier loans.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from dataclasses import dataclass, field
 from atroposlib.service.records import NOBODY, Group
 
 IDLE_SECONDS = 30.0
-"""A worker that has not called for this long is named as silent. If no worker has asked for groups that wait for this long, the
-trainer learns what to start."""
+"""A worker without a call for this long counts as silent. If no worker requests waiting groups for this long, the
+trainer gets the command that starts one."""
 MAX_NAMED = 3
 """Workers that the text for the trainer names."""
 MAX_WORKERS = 1024
-"""Names that are remembered; who was silent for longest is forgotten first."""
+"""Workers that are remembered; the one that was silent for longest is forgotten first."""
 FORGET_SECONDS = 86_400.0
 """Silence after which a worker is forgotten."""
 MAX_ANSWERED = 65_536
-"""Groups of which it is remembered that they were answered, for workers that have not heard so."""
+"""Answered groups that are remembered, so that a worker may send an answer again."""
 
 
 class PendingGroups:
-    """Waiting groups. Adding and removing costs the same however many wait."""
+    """Waiting groups. Adding and removing take the same time for any number of them."""
 
     def __init__(self) -> None:
         self.by_line: dict[int, dict[int, Group]] = {NOBODY: {}}
@@ -61,7 +63,7 @@ class PendingGroups:
             counter.pop(line, None)
 
     def add(self, group: Group) -> bool:
-        """Put a group at the end of its line. Returns whether the line was empty."""
+        """Put a group at the end of its line. Return True if the line was empty."""
         line = self.by_line.setdefault(group.line, {})
         line[group.seq] = group
         self.groups += 1
@@ -101,11 +103,11 @@ class PendingGroups:
 
 @dataclass(slots=True)
 class Worker:
-    """A reference worker, as it was heard of."""
+    """A reference worker that has called."""
 
     name: str
     model: str = ""
-    """What it named when it asked last; empty if it has not asked since the service started."""
+    """The model of its last request; empty if it has requested none since the service started."""
     seen: float = 0.0
     answered: int = 0
     """Groups for which its answer was taken."""
@@ -129,7 +131,7 @@ class ReferenceQueue:
         """By number, in the order of acceptance; those at workers included."""
         self.loans: dict[int, Loan] = {}
         self.workers: OrderedDict[str, Worker] = OrderedDict()
-        """Whoever spoke last is last."""
+        """The worker that called last is last."""
         self.sequences: Counter[int] = Counter()
         """Sequences that wait, by line."""
         self.sizes: Counter[int] = Counter()
@@ -137,15 +139,15 @@ class ReferenceQueue:
         self.answered = 0
         """Groups that got their reference since the service started."""
         self.unusable = 0
-        """Groups for which there can be none, as a worker said, in that time."""
+        """Groups for which a worker could compute none, in that time."""
         self.expired = 0
         """Loans that ran out, in that time."""
         self.idle_since: float | None = None
-        """When a worker asked last, or, if none has yet, when that was noticed. None while nothing waits."""
+        """Time of the last request of a worker, or of the first check without one. None while nothing waits."""
         self._recently: OrderedDict[int, None] = OrderedDict()
 
     def add(self, groups: Iterable[Group]) -> None:
-        """Groups begin to wait. Some may be older than those that do already."""
+        """Add groups. They may be older than groups that wait already."""
         for group in groups:
             in_order = not self.waiting or group.seq > next(reversed(self.waiting))
             self.waiting[group.seq] = group
@@ -155,7 +157,7 @@ class ReferenceQueue:
                 self.waiting = dict(sorted(self.waiting.items()))
 
     def remove(self, group: Group) -> None:
-        """A group waits no longer, for whatever reason."""
+        """Remove a group."""
         del self.waiting[group.seq]
         self.loans.pop(group.seq, None)
         self.sequences[group.line] -= group.size
@@ -173,7 +175,7 @@ class ReferenceQueue:
         return gone
 
     def lend(self, name: str, model: str, max_tokens: int, seconds: float, now: float) -> list[Group]:
-        """Groups for a worker: the oldest that nobody has, as many as hold `max_tokens` tokens together, but one at least."""
+        """Lend a worker the oldest free groups, with at most `max_tokens` tokens together, but at least one group."""
         self.note_call(name, now).model = model
         self.idle_since = now if self.waiting else None
         chosen: list[Group] = []
@@ -192,11 +194,11 @@ class ReferenceQueue:
         return chosen
 
     def take_back(self, seq: int) -> None:
-        """A worker has no use for a group: it is free for the next one."""
+        """End the loan of a group, so that the next worker can have it."""
         self.loans.pop(seq, None)
 
     def answer(self, name: str, group: Group, computed: bool, now: float) -> None:
-        """A worker's answer for a group is taken; `computed` says whether it has a reference."""
+        """Take a worker's answer for a group. `computed` is False if there can be no reference."""
         self.remove(group)
         self.note_call(name, now).answered += 1
         self.answered += computed
@@ -206,11 +208,11 @@ class ReferenceQueue:
             self._recently.popitem(last=False)
 
     def was_answered(self, seq: int) -> bool:
-        """Whether somebody's answer for this group was taken, as far as is remembered."""
+        """Return True if an answer for this group is among the remembered ones."""
         return seq in self._recently
 
     def note_call(self, name: str, now: float) -> Worker:
-        """Note that a worker has called."""
+        """Remember a worker and the time of its call."""
         worker = self.workers.setdefault(name, Worker(name))
         worker.seen = now
         self.workers.move_to_end(name)
@@ -219,11 +221,11 @@ class ReferenceQueue:
         return worker
 
     def lent(self, now: float) -> int:
-        """Groups that are at a worker whose time has not run out."""
+        """Return the number of groups on loans that have not run out."""
         return sum(now < loan.until for loan in self.loans.values())
 
     def why_waiting(self, now: float) -> str | None:
-        """What keeps groups here, for the trainer that gets no batch; None if nothing waits."""
+        """Return the reason why groups wait here, for a trainer without a batch; None if none wait."""
         if not self.waiting:
             return None
         if self.idle_since is None:

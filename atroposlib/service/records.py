@@ -1,4 +1,4 @@
-"""What the rollout service remembers: plain records and errors, shared by all rooms."""
+"""Records and errors of the rollout service."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class Evaluation:
     """Of those weights: which life of the trainer made them. One that resumes counts versions again from its checkpoint's."""
 
     def to_json(self) -> dict[str, Any]:
-        """What GET /evaluations says of it."""
+        """Return the result as GET /evaluations answers it."""
         names = ("id", "time", "env_id", "name", "weight_version", "weight_epoch", "metrics")
         return {name: getattr(self, name) for name in names}
 

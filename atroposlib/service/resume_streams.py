@@ -133,7 +133,7 @@ class Streams:
         return changed
 
     def status(self, name: str) -> dict[str, Any] | None:
-        """What its environment must know: see the environment's `item_window`. None for a stream that was never opened."""
+        """Return the position for the environment's `ResumeWindow`; None for a stream that was never opened."""
         stream = self.by_name.get(name)
         if stream is None:
             return None

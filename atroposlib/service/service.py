@@ -73,7 +73,7 @@ class RolloutService:
 
     Attributes:
         recorder: is told of groups and reports; None for nobody.
-        moves: what the trainer has done, for environments that wait for it.
+        trainer_activity: counts the trainer's actions, on which environments wait.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class RolloutService:
             self.trainer_publishes = publishes
 
     def _reload_after_commit_failure(self, error: StoreError) -> None:
-        """What the queue did since the last commit did not happen: take over the store's view of it."""
+        """Undo everything since the last commit by reloading the queue from the store."""
         if self._reloading is not None and not self._reloading.done():
             return
         self._broken = error

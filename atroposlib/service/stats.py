@@ -1,4 +1,4 @@
-"""The queue in figures, as everybody tells it who tells of it: what waits, what is handed out, and who brings it."""
+"""Queue statistics for /stats, the page and Prometheus: backlog, leases and environments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer does that changes how much is wanted of environments, to be waited for."""
+"""A counter of the trainer's actions, on which environments wait."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 
 
 class TrainerActivity:
-    """Counts them: a trainer registers, takes a batch, acknowledges one, ends its run.
+    """Counts registrations, batches taken, acknowledgements and ends of runs.
 
     Attributes:
-        number: of those so far, since this service began.
+        number: of actions since this service began.
     """
 
     def __init__(self) -> None:
@@ -17,15 +17,15 @@ class TrainerActivity:
         self._next = asyncio.Event()
 
     def count(self) -> None:
-        """There was one more: whoever waits goes on."""
+        """Count an action, and wake everything that waits for one."""
         self.number += 1
         self._next.set()
         self._next = asyncio.Event()
 
     async def wait_for_change(self, known: int, seconds: float) -> None:
-        """Wait until there was one since the count was `known`, for so many seconds at most.
+        """Wait until the count differs from `known`, for at most so many seconds.
 
-        A count of another service's, from before a restart say, may be any: then the wait is too long by as much at most.
+        A count from before a restart of the service may equal the present one by chance. Then the wait lasts `seconds`.
         """
         if known != self.number:
             return
