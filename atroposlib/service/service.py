@@ -159,28 +159,28 @@ class RolloutService:
             self._broken = None
             logger.warning("the queue is as the store has it: %d groups", self.queue.held_groups)
 
-    async def post(self, drafts: list[ValidatedGroup]) -> list[Receipt]:
+    async def post(self, groups: list[ValidatedGroup]) -> list[Receipt]:
         """Accept groups, all or none of them, in the order of the calls."""
         now = self.clock()
         accepted: list[tuple[int, str, bytes]] = []
 
         def call(queue: RolloutQueue) -> list[Receipt]:
-            queue.check(drafts)
+            queue.check(groups)
             receipts = []
-            for draft in drafts:
+            for group in groups:
                 seq = queue.next_seq
-                receipts.append(queue.add(draft, now))
+                receipts.append(queue.add(group, now))
                 if queue.next_seq > seq:
-                    accepted.append((seq, queue.registry.by_id[queue.registry.line_of(draft.env_id)].desired_name, draft.body))
+                    accepted.append((seq, queue.registry.by_id[queue.registry.line_of(group.env_id)].desired_name, group.body))
             return receipts
 
         receipts = await self.run(call)
         if self.recorder is not None:
             self.recorder.posted(accepted)
-        if drafts:
-            self.latest = drafts[-1].body
-        for draft, receipt in zip(drafts, receipts, strict=True):
-            self.metrics.posted(draft, receipt)
+        if groups:
+            self.latest = groups[-1].body
+        for group, receipt in zip(groups, receipts, strict=True):
+            self.metrics.posted(group, receipt)
         return receipts
 
     def handed_out(self, batch_id: int | None) -> list[int]:
