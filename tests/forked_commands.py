@@ -43,6 +43,8 @@ CHECKOUT = "checkout"
 """File there that names the one whose modules are imported."""
 FORK_CHILDREN = {"LOCKSTEP_TESTS_FORK_CHILDREN": "1"}
 """In the environment of a command: it forks what it starts, where it would execute it."""
+END_SECONDS = 60.0
+"""A process whose status is known ends at once."""
 LONGEST_MESSAGE = 1 << 17
 """Bytes; arguments and an environment are a few kilobytes."""
 STANDARD_ERROR = 2
@@ -165,7 +167,7 @@ class Forked:
             self.returncode = int(told) if told else -signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):  # it is gone already
                 ending = os.pidfd_open(self.pid)
-                select.select([ending], [], [])
+                select.select([ending], [], [], END_SECONDS)
                 os.close(ending)
         return self.returncode
 
@@ -214,6 +216,7 @@ class ForkServer:
 
     def __init__(self, kind: str) -> None:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._one_at_a_time = threading.Lock()
         if folder := os.environ.get(FOLDER):
             self._connection.connect(f"{folder}/{kind}")
             return
@@ -243,11 +246,12 @@ class ForkServer:
             "talks": bool(talks),
         }  # fmt: skip
         status, told_there = os.pipe()
-        try:
-            socket.send_fds(self._connection, [json.dumps(told).encode()], [log, told_there, *talks, *guard])
-        finally:
-            os.close(told_there)
-        pid = self._connection.recv(16)
+        with self._one_at_a_time:  # else two threads may get each other's process
+            try:
+                socket.send_fds(self._connection, [json.dumps(told).encode()], [log, told_there, *talks, *guard])
+            finally:
+                os.close(told_there)
+            pid = self._connection.recv(16)
         assert pid, "the process that forks is gone; what it wrote stands above"
         return Forked(int(pid), status)
 

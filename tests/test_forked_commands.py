@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -14,7 +17,7 @@ from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.child_processes.readiness import wait_until
 from tests.conftest import ROOT, Processes
-from tests.forked_commands import Command, Forked
+from tests.forked_commands import Command, Forked, start_unguarded
 
 RUN_API = [sys.executable, "-m", "atroposlib.cli.run_api"]
 
@@ -48,6 +51,23 @@ def test_it_has_its_own_environment_and_folder_and_ends_as_it_is_told(
     assert len(family) == 2
     assert processes.stop(service) == 0
     assert not set(family) & parents().keys()
+
+
+def test_threads_that_start_commands_at_once_get_their_own(tmp_path: Path) -> None:
+    ready = threading.Barrier(8)
+
+    def start(number: int) -> tuple[int, str]:
+        log = tmp_path / f"{number}.log"
+        with log.open("wb") as output:
+            ready.wait(60)
+            words = [sys.executable, "-c", "import os; print(os.getpid())"]
+            process = start_unguarded(words, output.fileno(), os.environ, tmp_path, program="light")
+        assert process.wait(120) == 0
+        return process.pid, log.read_text()
+
+    with ThreadPoolExecutor(8) as threads:
+        for pid, printed in threads.map(start, range(40)):
+            assert printed == f"{pid}\n"
 
 
 WORKER = """
