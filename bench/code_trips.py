@@ -229,7 +229,7 @@ def main() -> None:
         print(f"{name:24}{len(trip.files):>6}{trip.changes:>18}")
     if arguments.output is not None:
         rows = {name: trip.row() for name, trip in trips.items()}
-        arguments.output.write_text(json.dumps(measured() | rows, indent=1) + "\n", encoding="utf-8")
+        arguments.output.write_text(json.dumps({"measured": measured()} | rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
