@@ -12,9 +12,10 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from atroposlib.utils.data_files import BadRow
+from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
 
 HELD_OUT_SEED = 20_260_511
 """Key of the split and seed of the held-out list. Another value would be another benchmark, so it never changes."""
@@ -252,6 +253,16 @@ def read_problem(row: Any) -> CodeProblem:
     calls = tuple(Call(tuple(test["args"]), test["expected"]) for test in tests)
     reference = row.get("reference")
     return CodeProblem(row["question"].strip(), row["function"], calls, reference if isinstance(reference, str) else "")
+
+
+def read_rows(path: Path) -> tuple[list[CodeProblem], list[str]]:
+    """Return the problems of a file, and place and fault of each row that is not one.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    rows = usable_rows(rows_of_file(path), read_problem)
+    return rows.good, rows.faults
 
 
 def calls_of(problem: CodeProblem) -> tuple[Sequence[Sequence[Any]], list[Any]]:

@@ -1,4 +1,4 @@
-"""Import paths of the public SDK that lead to modules of ours."""
+"""Old import paths, of the public SDK and of this project, that lead to the present modules."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
 from types import CodeType, ModuleType
 
-OLD_PATHS = {
+PUBLIC_PATHS = {
     "atroposlib.api": "atroposlib.compat.api",
     "atroposlib.envs.eval": "atroposlib.compat.evaluation",
     "atroposlib.envs.reward_fns": "atroposlib.compat.reward_fns",
@@ -25,7 +25,16 @@ OLD_PATHS = {
     "atroposlib.utils.message_history_utils": "atroposlib.compat.message_history_utils",
     "atroposlib.utils.tool_call_parser": "atroposlib.inference.tool_calls",
 }
-"""Path in the public SDK -> ours. What lies below the one is looked for below the other. The first entry that fits counts."""
+"""Path in the public SDK -> ours."""
+FORMER_PATHS = {
+    "atroposlib.envs.rewards": "atroposlib.compat.reward_fns",
+    "atroposlib.envs.tool_formats": "atroposlib.inference.tool_calls",
+    "atroposlib.inference.openai_server": "atroposlib.inference.openai_client",
+    "atroposlib.inference.server_baseline": "atroposlib.inference.client",
+}
+"""Path that this project's own pages named before the modules moved -> the present one."""
+OLD_PATHS = PUBLIC_PATHS | FORMER_PATHS
+"""Modules below an old path are looked for below the present one. The first entry that fits counts."""
 
 
 def new_path(name: str) -> str | None:

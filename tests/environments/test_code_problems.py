@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from atroposlib.sandbox import LocalSandbox, Outcome, Program
 from atroposlib.sandbox.verdict import verdict
-from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
+from atroposlib.utils.data_files import BadRow
 from environments.code_problems import (
     EXAMPLES,
     HIDDEN,
@@ -24,6 +24,7 @@ from environments.code_problems import (
     held_out_problems,
     is_held_out,
     read_problem,
+    read_rows,
     training_problems,
 )
 
@@ -108,7 +109,7 @@ def test_rows_that_are_no_problems_are_counted_and_named(tmp_path: Path) -> None
             read_problem(row)
     path = tmp_path / "train.jsonl"
     path.write_text("\n".join([json.dumps(GOOD), "", "{oops", *(json.dumps(row) for row, _ in bad)]))
-    rows = usable_rows(rows_of_file(path), read_problem)
-    assert rows.good == [CodeProblem("q", "f", read_problem(GOOD).hidden)]
-    assert len(rows.faults) == len(bad) + 1
-    assert rows.faults[0].startswith(f"{path}, line 3: not JSON")
+    problems, wrong = read_rows(path)
+    assert problems == [CodeProblem("q", "f", read_problem(GOOD).hidden)]
+    assert len(wrong) == len(bad) + 1
+    assert wrong[0].startswith(f"{path}, line 3: not JSON")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.compat.old_paths import OLD_PATHS, OldPaths, new_path
+from atroposlib.compat.old_paths import OLD_PATHS, PUBLIC_PATHS, OldPaths, new_path
 
 PUBLIC = json.loads(Path(__file__).with_name("public_names.json").read_text())
 
@@ -19,6 +19,10 @@ def test_an_old_path_is_the_module_itself(old: str) -> None:
     module = importlib.import_module(old)
     assert module is importlib.import_module(OLD_PATHS[old])
     assert module.__name__ == module.__spec__.name == OLD_PATHS[old]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("old", PUBLIC_PATHS)
+def test_a_public_path_has_a_user(old: str) -> None:
     assert old in PUBLIC or any(name.startswith(f"{old}.") for name in PUBLIC)
 
 

@@ -1,0 +1,1 @@
+"""Former path of the quick start, which is example_trainer/launcher/quickstart now."""
