@@ -61,7 +61,7 @@ def test_log_lines_that_people_grep_for_are_written_somewhere(places: str, text:
 
 MAX_FUNCTION_LINES = 60
 MAX_COMPLEXITY = 12
-LONG_FUNCTIONS = {"atroposlib": 4, "example_trainer": 7, "vllm_patching": 2, "bench": 2, "tests": 13}
+LONG_FUNCTIONS = {"atroposlib": 3, "example_trainer": 7, "vllm_patching": 2, "bench": 2, "tests": 13}
 COMPLEX_FUNCTIONS = {"atroposlib": 4, "example_trainer": 3, "vllm_patching": 2, "bench": 2, "tests": 9}
 """Functions above a limit, per package. These counts may only fall."""
 

@@ -51,7 +51,6 @@ SWITCH_INTERVAL = 0.0005
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    queue, request = Limits(), RequestLimits()
     parser = argparse.ArgumentParser(prog="run-api", description="The rollout service: takes scored groups, hands out batches.")
     parser.add_argument(
         "--host",
@@ -59,6 +58,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="address to listen on (default: 127.0.0.1; 0.0.0.0 if there is an API key)",
     )
     parser.add_argument("--port", type=argument_types.port_number, default=8000, help="port to listen on (default: 8000)")
+    add_access_options(parser)
+    add_store_options(parser)
+    add_page_options(parser)
+    parser.add_argument("--access-log", action="store_true", help="log every request")
+    parser.add_argument(
+        "--reload", action="store_true", help="taken as the public command takes it, and ignored: start it again"
+    )
+    return parser.parse_args(argv)
+
+
+def add_access_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of keys, hosts and proxies."""
     parser.add_argument(
         "--api-key-file",
         type=Path,
@@ -88,6 +99,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="address, or network such as 10.0.0.0/8, of a proxy whose X-Forwarded-For and X-Forwarded-Proto are believed; "
         "whoever can ask from there can say so too (default: nobody's are; may be given several times)",
     )
+
+
+def add_store_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the store, the queue's limits and requests."""
+    queue, request = Limits(), RequestLimits()
     parser.add_argument(
         "--store",
         metavar="PATH",
@@ -119,6 +135,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--request-timeout", type=argument_types.seconds, default=request.seconds, help="seconds for one request"
     )
+
+
+def add_page_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the page at /ui."""
     parser.add_argument(
         "--run-folder",
         type=Path,
@@ -154,11 +174,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=SESSION_SECONDS,
         help=f"seconds that a sign-in on the page lasts (default: {SESSION_SECONDS:g})",
     )
-    parser.add_argument("--access-log", action="store_true", help="log every request")
-    parser.add_argument(
-        "--reload", action="store_true", help="taken as the public command takes it, and ignored: start it again"
-    )
-    return parser.parse_args(argv)
 
 
 def read_api_key(given: str | None, path: Path | None) -> str | None:
