@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import example_trainer.grpo
 import example_trainer.parallel.fsdp  # noqa: F401 - imported once, before the ranks part
+from example_trainer.child_processes.ports import PortReservations
 from tests.forked_commands import end
 
 RANKS = 2
@@ -42,12 +43,22 @@ def be_rank(rank: int, port: int, command: list[str]) -> None:
     runpy.run_path(command[0], run_name="__main__")
 
 
+def reserve_pair(reservations: PortReservations) -> int:
+    """Reserve two ports in a row: the first for the ranks' store, the second for the meeting of trainer and servers."""
+    for _ in range(200):
+        port = reservations.pick()
+        if reservations.take(port + 1):
+            return port
+    raise RuntimeError("found no two free TCP ports in a row: see which processes listen (ss -ltn)")
+
+
 def main(command: list[str]) -> int:
     """Status 1 if a rank failed; the others are then asked to end, as by torchrun."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
+    with PortReservations() as reservations, socket.socket() as listening:
+        port = reserve_pair(reservations)  # the ranks inherit the locks
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
         listening.listen()
-        port = listening.getsockname()[1]
         living: set[int] = set()
         for rank in range(RANKS):
             if child := os.fork():

@@ -34,7 +34,7 @@ MAX_LINE = 16 << 20
 """Bytes of a line that a follower reads, unless it has another limit. A file without line ends must not fill the memory."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MARK = 256
-"""Bytes before the offset that a follower compares, to distinguish a file that grew from one that was rewritten in place."""
+"""Bytes at the beginning and before the offset that a follower compares: they differ in a file that was rewritten in place."""
 
 
 def as_plain(value: Any) -> Any:
@@ -269,6 +269,7 @@ class LineFollower:
         self._last_bytes, self._max_line = last_bytes, max_line or MAX_LINE
         self._identity: tuple[int, int] | None = None
         self._offset = 0
+        self._head = b""
         self._mark = b""
         self._skipping = False
 
@@ -304,7 +305,7 @@ class LineFollower:
         self.tail = b""
 
     def _forget(self) -> None:
-        self._identity, self._offset, self._mark, self.tail = None, 0, b"", b""
+        self._identity, self._offset, self._head, self._mark, self.tail = None, 0, b"", b"", b""
         self._skipping, self.too_long, self.changed = False, 0, 0.0
 
     def _skip_to_last_bytes(self, file: int, size: int) -> None:
@@ -314,9 +315,13 @@ class LineFollower:
             self._skipping = True
 
     def _is_unchanged(self, file: int) -> bool:
-        return os.pread(file, len(self._mark), self._offset - len(self._mark)) == self._mark
+        """Return False for a file that was rewritten in place, unless its marks are equal by chance."""
+        head = os.pread(file, len(self._head), 0)
+        return head == self._head and os.pread(file, len(self._mark), self._offset - len(self._mark)) == self._mark
 
     def _advance(self, data: bytes) -> None:
+        if self._offset == len(self._head) < _MARK:
+            self._head += data[: _MARK - len(self._head)]
         self._offset += len(data)
         self._mark = (self._mark + data[-_MARK:])[-_MARK:]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from atroposlib.inference.tool_calls import (
@@ -78,6 +78,7 @@ def test_a_call_that_was_cut_off_is_answered_with_the_reason(pair: tuple[str, An
     whole = FORMATS["hermes"].render(*pair)
     begin = len("<tool_call>")
     cut = whole[: begin + round(share * (len(whole) - 1 - begin))]
+    assume("</tool_call>" not in cut)  # in a string of the arguments it looks like the end of the call
     text = ("hm</think>" if opened else "") + call("w") + cut
     first, half = HermesFormat().read(whole_response(text, opened))
     assert (first.name, half.problem) == ("w", "unreadable")
