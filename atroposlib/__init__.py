@@ -1,4 +1,7 @@
-"""The rollout service and the SDK that environments are written with. Never imports torch or vLLM."""
+"""The rollout service and the SDK that environments are written with.
+
+Never imports torch or vLLM.
+"""
 
 from atroposlib.compat.old_paths import install_old_paths
 

@@ -2,7 +2,9 @@
 
 
 class EnvironmentFailure(Exception):
-    """Something outside the environment's code is wrong: the message names it, its value and the remedy."""
+    """Something outside the environment's code is wrong: the message names it, its value and the
+    remedy.
+    """
 
     exit_code = 1
 
@@ -22,7 +24,10 @@ class InferenceUnavailable(EnvironmentFailure):
 
 
 class RolloutFailure(Exception):
-    """One rollout cannot be finished: its own retries are used up. It is counted and reported, never scored."""
+    """One rollout cannot be finished: its own retries are used up.
+
+    It is counted and reported, never scored.
+    """
 
 
 class NoRoom(RolloutFailure):

@@ -1,7 +1,9 @@
-"""The environment's connection to the rollout service: retries, back-off and re-registration over HTTP.
+"""The environment's connection to the rollout service: retries, back-off and re-registration over
+HTTP.
 
-A transient outage never loses a group and never ends the process: every call is tried again, with growing pauses and a line
-in the log, until `timeout` seconds have passed. A post carries an idempotency key, so that a retry is not counted twice.
+A transient outage never loses a group and never ends the process: every call is tried again, with
+growing pauses and a line in the log, until `timeout` seconds have passed. A post carries an
+idempotency key, so that a retry is not counted twice.
 """
 
 import asyncio
@@ -33,13 +35,16 @@ LONGEST_ATTEMPT = CONNECT_SECONDS + 2 * REQUEST_SECONDS
 LONGEST_RETRY_AFTER = 30.0
 FULL_DISK = 507
 FULL_DISK_SECONDS = 24 * 3600.0
-"""Longest wait for space on the service's disk, which a person has to free, or a trainer that takes batches."""
+"""Longest wait for space on the service's disk, which a person has to free, or a trainer that takes
+batches."""
 PROCESS_NAME = "LOCKSTEP_PROCESS"
 """Variable with a supervisor's name for this process."""
 
 
 class RejectedByService(Exception):
-    """The service understood the request and will never accept it (4xx other than 429): the message holds its reason."""
+    """The service understood the request and will never accept it (4xx other than 429): the message
+    holds its reason.
+    """
 
     def __init__(self, status: int, detail: str):
         super().__init__(f"{status}: {detail}")
@@ -82,7 +87,9 @@ class RolloutServiceClient:
     async def post(self, path: str, body: Any) -> dict[str, Any]:
         return await self._call("POST", path, body)
 
-    async def status_env(self, env_id: int, moves: int | None = None, wait: float = 0.0) -> dict[str, Any]:
+    async def status_env(
+        self, env_id: int, moves: int | None = None, wait: float = 0.0
+    ) -> dict[str, Any]:
         """`/status-env` takes its arguments as the JSON body of a GET.
 
         Args:
@@ -90,16 +97,27 @@ class RolloutServiceClient:
             wait: seconds after which it comes nevertheless.
         """
         waiting = {} if moves is None else {"moves": moves, "wait": wait}
-        return await self._call("GET", "/status-env", {"env_id": env_id, "process": this_process(), **waiting})
+        return await self._call(
+            "GET", "/status-env", {"env_id": env_id, "process": this_process(), **waiting}
+        )
 
     async def disconnect(self, env_id: int) -> None:
-        """Tell the service that this environment is gone; one attempt, since a service that is gone too needs no telling."""
+        """Tell the service that this environment is gone; one attempt, since a service that is gone
+        too needs no telling.
+        """
         try:
-            response = await self._http.post("/disconnect-env", json={"env_id": env_id}, timeout=5.0)
+            response = await self._http.post(
+                "/disconnect-env", json={"env_id": env_id}, timeout=5.0
+            )
             response.raise_for_status()
             logger.info("disconnected environment %s from the rollout service", env_id)
         except httpx.HTTPError as error:
-            logger.info("the rollout service at %s was not told that environment %s stops: %s", self.url, env_id, error)
+            logger.info(
+                "the rollout service at %s was not told that environment %s stops: %s",
+                self.url,
+                env_id,
+                error,
+            )
 
     async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
         """One request, repeated until it is answered.
@@ -122,13 +140,20 @@ class RolloutServiceClient:
             if response.status_code == FULL_DISK:
                 full_since = time.monotonic() if full_since is None else full_since
                 await self._wait_for_space(path, response, full_since)
-                patience = self._patience()  # the service is there, and what it lacks later is another matter
+                patience = (
+                    self._patience()
+                )  # the service is there, and what it lacks later is another matter
                 continue
             if response.status_code == 429:
-                await patience.wait(f"it is full ({path} answered 429)", at_least=retry_after(response))
+                await patience.wait(
+                    f"it is full ({path} answered 429)", at_least=retry_after(response)
+                )
                 continue
             if response.status_code >= 500:
-                await patience.wait(f"{path} answered {response.status_code}", at_least=retry_after(response, default=0.0))
+                await patience.wait(
+                    f"{path} answered {response.status_code}",
+                    at_least=retry_after(response, default=0.0),
+                )
                 continue
             if response.status_code in (401, 403):
                 raise EnvironmentFailure(
@@ -145,7 +170,9 @@ class RolloutServiceClient:
             patience.done()
             if method == "POST" and self._full_since is not None:
                 waited, self._full_since = time.monotonic() - self._full_since, None
-                logger.info("the rollout service at %s has space again after %.0f s", self.url, waited)
+                logger.info(
+                    "the rollout service at %s has space again after %.0f s", self.url, waited
+                )
             return answer if isinstance(answer, dict) else {"value": answer}
 
     def _patience(self) -> Patience:
@@ -199,21 +226,29 @@ def _detail(response: httpx.Response) -> str:
 
 
 def this_process() -> str:
-    """Name this process as the rollout service shows it: by its supervisor's name for it, else by its id and host."""
+    """Name this process as the rollout service shows it: by its supervisor's name for it, else by
+    its id and host.
+    """
     return os.environ.get(PROCESS_NAME) or f"process {os.getpid()} on {socket.gethostname()}"
 
 
 async def remind(patience: Patience, why: str) -> None:
-    """Log every ten seconds that a request has no answer yet: a service that is stopped takes requests and answers none."""
+    """Log every ten seconds that a request has no answer yet: a service that is stopped takes
+    requests and answers none.
+    """
     while True:
         due = time.monotonic() + LOG_EVERY
         await asyncio.sleep(LOG_EVERY)
-        if time.monotonic() < due + 1.0:  # else this process was busy or stopped itself, and the answer may be there
+        if (
+            time.monotonic() < due + 1.0
+        ):  # else this process was busy or stopped itself, and the answer may be there
             patience.tell(why)
 
 
 def retry_after(response: httpx.Response, default: float = 1.0) -> float:
-    """Seconds that the server asks to wait; its Retry-After header where it is a number, else `default`."""
+    """Seconds that the server asks to wait; its Retry-After header where it is a number, else
+    `default`.
+    """
     try:
         seconds = float(response.headers.get("Retry-After", default))
     except ValueError:

@@ -1,4 +1,6 @@
-"""Types that environments and the SDK share: chat messages, items, multi-step histories, evaluation records."""
+"""Types that environments and the SDK share: chat messages, items, multi-step histories, evaluation
+records.
+"""
 
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -8,7 +10,8 @@ Content = str | list[ChatCompletionContentPartParam]
 """What a message holds: plain text, or the parts of a multimodal message."""
 
 Item = Any
-"""Whatever `get_next_item` returns and `collect_trajectories` takes. Any picklable value will do."""
+"""Whatever `get_next_item` returns and `collect_trajectories` takes. Any picklable value will
+do."""
 
 number = int | float
 UUID = str

@@ -1,13 +1,16 @@
-"""Are groups handed out in the order in which they were posted, and where does the disorder come from that a load counts?
+"""Are groups handed out in the order in which they were posted, and where does the disorder come
+from that a load counts?
 
-The load's clients draw an id each and then race to the socket, so ids may arrive out of order before any server has a say.
-Three measurements tell the two apart, all with bench/arrival_recorder.py and the same load:
+The load's clients draw an id each and then race to the socket, so ids may arrive out of order
+before any server has a say. Three measurements tell the two apart, all with
+bench/arrival_recorder.py and the same load:
 
-- the recorder by itself, which does nothing but note arrivals: what it counts is the clients' own disorder;
-- the recorder in front of a server: the order of hand-out against that of arrival, which no server promises to keep for posts
-  that are under way at the same moment;
-- there too, pairs (a, b) where b was handed out before a although a had been answered before the first byte of b was sent.
-  That is what a client can rely on, and must be none.
+- the recorder by itself, which does nothing but note arrivals: what it counts is the clients' own
+  disorder;
+- the recorder in front of a server: the order of hand-out against that of arrival, which no server
+  promises to keep for posts that are under way at the same moment;
+- there too, pairs (a, b) where b was handed out before a although a had been answered before the
+  first byte of b was sent. That is what a client can rely on, and must be none.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ def recorded(port: int) -> dict[str, Any]:
     return found
 
 
-def run(python: str, start: Start, load: Load, port: int, folder: Path, *flags: str) -> dict[str, float]:
+def run(
+    python: str, start: Start, load: Load, port: int, folder: Path, *flags: str
+) -> dict[str, float]:
     """One load on a recorder."""
     with start([python, RECORDER, "--port", str(port), *flags], port, folder):
         printed = load(port)

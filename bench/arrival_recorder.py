@@ -1,4 +1,5 @@
-"""Notes in which order posts arrive, are answered and are handed out; in front of a rollout service, or in its place.
+"""Notes in which order posts arrive, are answered and are handed out; in front of a rollout
+service, or in its place.
 
     python bench/arrival_recorder.py --port 9000                    # answers by itself, as little as a load needs
     python bench/arrival_recorder.py --port 9000 --upstream 8000    # passes everything on to the service at port 8000
@@ -7,8 +8,9 @@
 
     {"posts": {id: [first byte here, last byte here, answer here]}, "handed_out": [id, …]}
 
-By itself it takes groups in the order in which their last bytes came and hands them out eight at a time in that order, so that
-the load's own count of inversions is then the count of those in its arrivals.
+By itself it takes groups in the order in which their last bytes came and hands them out eight at a
+time in that order, so that the load's own count of inversions is then the count of those in its
+arrivals.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 GROUP_ID = re.compile(rb"\[\[\s*(1\d{7})\s*,")
-"""The load marks a group by its first token, an eight-digit number; no other token has so many digits."""
+"""The load marks a group by its first token, an eight-digit number; no other token has so many
+digits."""
 BATCH = 8
 """Groups in a batch of the stand-in."""
 
@@ -74,7 +77,9 @@ class Recorder(asyncio.Protocol):
     async def open(self) -> None:
         """Connect to the service; what came in the meantime goes first."""
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(lambda: Upstream(self), "127.0.0.1", self.upstream)
+        transport, _ = await loop.create_connection(
+            lambda: Upstream(self), "127.0.0.1", self.upstream
+        )
         self.up = transport
         self.up.write(bytes(self.early))
 
@@ -144,7 +149,9 @@ class Recorder(asyncio.Protocol):
         """Answer by oneself."""
         body = json.dumps(content).encode()
         self.transport.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
+            + body
         )
 
     def stand_in(self, request: Request) -> None:
@@ -154,7 +161,11 @@ class Recorder(asyncio.Protocol):
         if request.path == b"/register-env":
             content = {"status": "success", "env_id": 0}
         elif request.path == b"/batch":
-            ready = [recording.waiting.popleft() for _ in range(BATCH)] if len(recording.waiting) >= BATCH else []
+            ready = (
+                [recording.waiting.popleft() for _ in range(BATCH)]
+                if len(recording.waiting) >= BATCH
+                else []
+            )
             content = {"batch": [{"tokens": [[number, 0]]} for number in ready] or None}
         self.note(request, json.dumps(content).encode())
         self.reply(content)
@@ -190,8 +201,12 @@ def main() -> None:
     """Serve until killed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--upstream", type=int, metavar="PORT", help="the service to pass everything on to")
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds that the stand-in takes to answer a post")
+    parser.add_argument(
+        "--upstream", type=int, metavar="PORT", help="the service to pass everything on to"
+    )
+    parser.add_argument(
+        "--pace", type=float, default=0.0, help="seconds that the stand-in takes to answer a post"
+    )
     arguments = parser.parse_args()
     asyncio.run(serve(arguments.port, arguments.upstream, arguments.pace))
 

@@ -1,4 +1,6 @@
-"""Tables of asynchronous training as documents show them: regimes side by side, and what one rollout service holds."""
+"""Tables of asynchronous training as documents show them: regimes side by side, and what one
+rollout service holds.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,47 @@ from bench.bridge_figures import markdown, sources
 from bench.results_book import Book, FigureError
 
 FILE = "async"
-NAMES = {"turns": "in turns", "overlapped": "overlapped", **{f"off_policy_{n}": f"off-policy by {n}" for n in (1, 2, 4)}}
+NAMES = {
+    "turns": "in turns",
+    "overlapped": "overlapped",
+    **{f"off_policy_{n}": f"off-policy by {n}" for n in (1, 2, 4)},
+}
 
 
 def modes_gpu(book: Book) -> str:
     """Every regime of bench/async_modes.py, with vLLM on one GPU and the trainer on another."""
     part = "modes_gpu"
-    head = ["", "seconds a step", "sampled tokens/s", "trainer trains", "waits", "hands over", "vLLM generates", "stands still"]
+    head = [
+        "",
+        "seconds a step",
+        "sampled tokens/s",
+        "trainer trains",
+        "waits",
+        "hands over",
+        "vLLM generates",
+        "stands still",
+    ]
     head += ["age, mean and most", "reward at the end"]
     rows, places = [], {}
     for name, found in book.get(FILE, f"{part}/regimes").items():
         place = f"{part}/regimes/{name}"
         seconds, rate, reward = (
-            book.number(FILE, f"{place}/{key}") for key in ("seconds_a_step", "sampled_tokens_per_second", "reward_last")
+            book.number(FILE, f"{place}/{key}")
+            for key in ("seconds_a_step", "sampled_tokens_per_second", "reward_last")
         )
         work = found["share_of_time"]
         shares = [work["trainer"].get(what, 0.0) for what in ("train", "wait", "sync")]
         shares += [work["generator"].get(what, 0.0) for what in ("generating", "halted")]
         age = f"{found['age_mean']:.1f}, {found['age_max']}"
         rows.append(
-            [NAMES[name], f"{seconds:.2f}", f"{rate:,.0f}", *(f"{share:.0%}" for share in shares), age, f"{reward:.2f}"]
+            [
+                NAMES[name],
+                f"{seconds:.2f}",
+                f"{rate:,.0f}",
+                *(f"{share:.0%}" for share in shares),
+                age,
+                f"{reward:.2f}",
+            ]
         )
         places[NAMES[name]] = (FILE, place)
     settings = book.get(FILE, f"{part}/settings")
@@ -39,11 +62,18 @@ def modes_gpu(book: Book) -> str:
 def _load(book: Book, place: str) -> str:
     """What else the machine had to do."""
     load = book.maybe(FILE, place)
-    return "The machine's load before it was not noted." if load is None else f"The machine's load before it: {load:.1f}."
+    return (
+        "The machine's load before it was not noted."
+        if load is None
+        else f"The machine's load before it: {load:.1f}."
+    )
 
 
 def exact(book: Book) -> str:
-    """What a run on Ray that was killed whole had in common with the one that nobody killed. Raises FigureError unless all."""
+    """What a run on Ray that was killed whole had in common with the one that nobody killed.
+
+    Raises FigureError unless all.
+    """
     told = set()
     for kind, found in book.get(FILE, "exact").items():
         whole, killed = found["runs"]["whole"], found["runs"]["killed"]
@@ -60,7 +90,9 @@ def exact(book: Book) -> str:
 def full_at(book: Book) -> str:
     """`70 generators of 1.7B, 1,300 of 32B`."""
     sizes = book.get(FILE, "scaling/on_paper/full_at")
-    return ", ".join(f"{book.number(FILE, f'scaling/on_paper/full_at/{size}'):,.0f} of {size}" for size in sizes)
+    return ", ".join(
+        f"{book.number(FILE, f'scaling/on_paper/full_at/{size}'):,.0f} of {size}" for size in sizes
+    )
 
 
 NAMED: dict[str, Callable[[Book], str]] = {

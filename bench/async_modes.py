@@ -1,19 +1,21 @@
-"""Generating and training in turns, overlapped, and off-policy by 1, 2 and 4: speed, reward, age, and who works when.
+"""Generating and training in turns, overlapped, and off-policy by 1, 2 and 4: speed, reward, age,
+and who works when.
 
     python bench/async_modes.py --output DIR --device cpu          the starter model on this machine's processor
     python bench/async_modes.py --output DIR --model FOLDER        two GPUs: vLLM on the first, the trainer on the second; they
                                                                    share one where there is no other
 
-One vLLM server for all; each regime has a service, an environment and a trainer of its own, which begins with the checkpoint's
-weights and takes the same number of steps. The first steps are left out: they wait for the first answers.
+One vLLM server for all; each regime has a service, an environment and a trainer of its own, which
+begins with the checkpoint's weights and takes the same number of steps. The first steps are left
+out: they wait for the first answers.
 
     turns           --max-staleness 0: nothing is sampled while the trainer trains; every token is of the weights that it trains
     overlapped      --max-staleness 1, one batch ahead: the next batch is sampled while one is trained on, and no more than that
     off_policy_N    --max-staleness N, as much ahead as the service lets: the server is never left without work
 
-A trainer takes its batch whole, so that what is overlapped is one step old; only turns are on-policy. Writes async_modes.json,
-timeline.svg and a trace, and prints a table; --into FILE puts the figures into a results file under `modes`,
-those of GPUs under `modes_gpu`.
+A trainer takes its batch whole, so that what is overlapped is one step old; only turns are
+on-policy. Writes async_modes.json, timeline.svg and a trace, and prints a table; --into FILE puts
+the figures into a results file under `modes`, those of GPUs under `modes_gpu`.
 """
 
 from __future__ import annotations
@@ -73,13 +75,17 @@ REGIMES = {
 
 
 def found_in(rows: list[tuple[float, Row]], leave_out: int) -> dict[str, Any]:
-    """Figures of a regime's steps, see whole_run.summarise; also ages, and rewards at the beginning and the end."""
+    """Figures of a regime's steps, see whole_run.summarise; also ages, and rewards at the beginning
+    and the end.
+    """
     found = summarise(rows, leave_out)
     rewards = [row["reward_mean"] for _, row in rows]
     few = max(1, len(rows) // 5)
     ages = [row["age_max"] for _, row in rows[leave_out:] if row.get("age_max") is not None]
     return found | {
-        "sampled_tokens_per_second": round(sum(row["tokens"] for _, row in rows[leave_out:]) / found["seconds"], 1),
+        "sampled_tokens_per_second": round(
+            sum(row["tokens"] for _, row in rows[leave_out:]) / found["seconds"], 1
+        ),
         "seconds_a_step": round(found["seconds"] / found["steps"], 3),
         "age_max": max(ages, default=None),
         "reward_first": round(statistics.fmean(rewards[:few]), 4),
@@ -89,7 +95,9 @@ def found_in(rows: list[tuple[float, Row]], leave_out: int) -> dict[str, Any]:
 
 
 def work_of(processes: list[Process], begin: int, end: int) -> dict[str, dict[str, float]]:
-    """Share of the time between two moments that each role was at each kind of work, the mean over its processes."""
+    """Share of the time between two moments that each role was at each kind of work, the mean over
+    its processes.
+    """
     by_role: dict[str, list[dict[str, float]]] = {}
     for process in processes:
         by_role.setdefault(process.role, []).append(shares(process, begin, end))
@@ -122,7 +130,11 @@ class Benchmark(Sitting):
         # A cache that no regime fills: what is in flight at most, with room for prompts.
         cache = {"cache_gib": args.cache_gib} if self.on_gpu else {}
         options = ServerOptions(
-            "0" if self.on_gpu else "", max_model_len=args.seq_len, load_format="auto", eager=args.eager, **cache
+            "0" if self.on_gpu else "",
+            max_model_len=args.seq_len,
+            load_format="auto",
+            eager=args.eager,
+            **cache,
         )
         self.vllm = VllmServer("vllm", args.model, args.output, options, logs=self.work / "vllm")
         self.stack.callback(self.vllm.stop)
@@ -161,17 +173,24 @@ class Benchmark(Sitting):
         self.windows[name] = (begin, end)
         found["share_of_time"] = work_of(read_folder(self.folder)[0], begin, end)
         invalid = sum(row["groups_invalid"] for row in rows)
-        return found | {"groups_dropped_by_service": dropped, "groups_invalid": invalid, "max_staleness": regime.staleness}
+        return found | {
+            "groups_dropped_by_service": dropped,
+            "groups_invalid": invalid,
+            "max_staleness": regime.staleness,
+        }
 
     def _picture(self) -> None:
         if not self.windows:
             return
         regimes = self.results.data["regimes"]
-        length = int(PICTURE_STEPS * max(regimes[name]["seconds_a_step"] for name in self.windows) * 1e9)
+        length = int(
+            PICTURE_STEPS * max(regimes[name]["seconds_a_step"] for name in self.windows) * 1e9
+        )
         processes, _ = read_folder(self.folder)
         plain = [Process(re.sub("^generator$", "vLLM", p.role), "", p.spans) for p in processes]
         panels: list[Panel] = [
-            (REGIMES[name].title, plain, begin, min(end, begin + length)) for name, (begin, end) in self.windows.items()
+            (REGIMES[name].title, plain, begin, min(end, begin + length))
+            for name, (begin, end) in self.windows.items()
         ]
         save(draw(panels), self.args.output / "timeline.svg")
         write_trace(processes, self.args.output / "trace.json")
@@ -187,36 +206,77 @@ def report(data: dict[str, Any]) -> str:
         work = found["share_of_time"]
         trainer, server = work.get("trainer", {}), work.get("generator", {})
         speed = [found["seconds_a_step"], round(found["sampled_tokens_per_second"])]
-        of_time = [f"{trainer.get('train', 0):.0%}", f"{trainer.get('wait', 0):.0%}", f"{server.get('generating', 0):.0%}"]
+        of_time = [
+            f"{trainer.get('train', 0):.0%}",
+            f"{trainer.get('wait', 0):.0%}",
+            f"{server.get('generating', 0):.0%}",
+        ]
         rewards = f"{found['reward_first']:.2f} to {found['reward_last']:.2f}"
         rows.append([name, *speed, *of_time, found.get("age_mean"), found["age_max"], rewards])
-    head = ["", "s a step", "tokens/s", "trainer trains", "waits", "vLLM generates", "age mean", "max", "reward"]
+    head = [
+        "",
+        "s a step",
+        "tokens/s",
+        "trainer trains",
+        "waits",
+        "vLLM generates",
+        "age mean",
+        "max",
+        "reward",
+    ]
     return table(head, rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__, name="async_modes")
     parser.add_argument("--only", nargs="+", choices=REGIMES)
-    parser.add_argument("--model", type=Path, default=STARTER, help="folder of a checkpoint (default: the starter model)")
-    parser.add_argument("--environment", default="environments/arithmetic_server.py", help="script (default: %(default)s)")
-    kept = "--env.ensure_scores_are_not_same false"  # or ever more answers are sampled for a batch, the better they become
-    parser.add_argument("--environment-flags", default=kept, help="more flags for it (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=STARTER,
+        help="folder of a checkpoint (default: the starter model)",
+    )
+    parser.add_argument(
+        "--environment",
+        default="environments/arithmetic_server.py",
+        help="script (default: %(default)s)",
+    )
+    # or ever more answers are sampled for a batch, the better they become
+    kept = "--env.ensure_scores_are_not_same false"
+    parser.add_argument(
+        "--environment-flags", default=kept, help="more flags for it (default: %(default)s)"
+    )
     parser.add_argument("--trainer-flags", default="", help="more flags for grpo.py")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--leave-out", type=int, default=4, help="first steps that are not counted")
     parser.add_argument("--sequences", type=int, default=64, help="of an optimizer step")
     parser.add_argument("--group", type=int, default=8, help="answers to a question")
-    parser.add_argument("--in-flight", type=int, default=128, help="answers that are sampled at the same time, at most")
+    parser.add_argument(
+        "--in-flight",
+        type=int,
+        default=128,
+        help="answers that are sampled at the same time, at most",
+    )
     parser.add_argument("--cap", type=int, default=96, help="most tokens of an answer")
     parser.add_argument("--seq-len", type=int, default=512, help="most tokens of prompt and answer")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--cache-gib", type=int, default=16, help="of keys and values, on a GPU")
-    parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs (starts faster)")
-    parser.add_argument("--seconds", type=float, default=200.0, help="for the training of one regime")
-    parser.add_argument("--into", type=Path, help="results file that gets the figures, if nothing failed")
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="vLLM without compilation and CUDA graphs (starts faster)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=200.0, help="for the training of one regime"
+    )
+    parser.add_argument(
+        "--into", type=Path, help="results file that gets the figures, if nothing failed"
+    )
     args = parser.parse_args(arguments)
     args.output, args.model = args.output.resolve(), args.model.resolve()
-    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report)
+    return run_and_report(
+        args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What would 1,000 generators need? Computed from what bench/async_scaling.py measured, with the formula written out.
+"""What would 1,000 generators need? Computed from what bench/async_scaling.py measured, with the
+formula written out.
 
     python bench/async_on_paper.py bench/results/async.json                  from its `scaling`, into `on_paper` there
     python bench/async_on_paper.py bench/results/async.json --generators 5000
 
-Everything is of one machine's processor for the service, and of one H200 for a generator and a trainer's GPU. Slower models are
-assumed to sample, and to train, as much slower as they have more parameters.
+Everything is of one machine's processor for the service, and of one H200 for a generator and a
+trainer's GPU. Slower models are assumed to sample, and to train, as much slower as they have more
+parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from bench.measured import put_into
 GENERATORS = (1, 10, 100, 1000)
 SIZES = {"1.7B": 1.0, "32B": 32.8 / 1.72}
 """How many times as slow as the model that was measured, by parameters; assumed."""
-TRAINER = ("trainer_speed", "cases/1.7B, groups of 8, prompt shared/step/sequence_tokens_per_second")
+TRAINER = (
+    "trainer_speed",
+    "cases/1.7B, groups of 8, prompt shared/step/sequence_tokens_per_second",
+)
 
 FORMULA = """\
 groups/s       = generators x tokens/s of one / (sequences of a group x tokens of a sequence)
@@ -81,10 +86,15 @@ def full_at(times_slower: float, of: Measured) -> float:
 def read(scaling: Mapping[str, Any]) -> Measured:
     """From the data of bench/async_scaling.py, and the trainer's speed in bench/results."""
     simulated, service = scaling["settings"]["simulated"], scaling["saturation"]["service"]
-    speed: Any = json.loads((ROOT / "bench" / "results" / f"{TRAINER[0]}.json").read_text(encoding="utf-8"))
+    speed: Any = json.loads(
+        (ROOT / "bench" / "results" / f"{TRAINER[0]}.json").read_text(encoding="utf-8")
+    )
     for key in TRAINER[1].split("/"):
         speed = speed[key]
-    rates = [service["trained_groups_per_second"], *(row["groups_per_second"] for row in scaling["generators"].values())]
+    rates = [
+        service["trained_groups_per_second"],
+        *(row["groups_per_second"] for row in scaling["generators"].values()),
+    ]
     return Measured(
         tokens_per_second=simulated["tokens_per_second"],
         group_tokens=simulated["group"] * simulated["tokens"],
@@ -94,7 +104,9 @@ def read(scaling: Mapping[str, Any]) -> Measured:
     )
 
 
-def from_measured(scaling: Mapping[str, Any], generators: Sequence[int] = GENERATORS) -> dict[str, Any]:
+def from_measured(
+    scaling: Mapping[str, Any], generators: Sequence[int] = GENERATORS
+) -> dict[str, Any]:
     """What a results file keeps of it."""
     of = read(scaling)
     return {
@@ -102,7 +114,9 @@ def from_measured(scaling: Mapping[str, Any], generators: Sequence[int] = GENERA
         "measured_there": asdict(of),
         "assumed": "a model samples and trains as much slower as it has more parameters",
         "full_at": {size: round(full_at(times, of), 1) for size, times in SIZES.items()},
-        "found": {size: {str(n): need(n, times, of) for n in generators} for size, times in SIZES.items()},
+        "found": {
+            size: {str(n): need(n, times, of) for n in generators} for size, times in SIZES.items()
+        },
         "measured": stamp(),
     }
 
@@ -113,19 +127,29 @@ def report(data: Mapping[str, Any]) -> str:
         [
             size,
             number,
-            *(round(found[key], 2) for key in ("groups_per_second", "services", "wire_mb_per_second", "trainer_gpus")),
+            *(
+                round(found[key], 2)
+                for key in ("groups_per_second", "services", "wire_mb_per_second", "trainer_gpus")
+            ),
         ]
         for size, by_number in data["found"].items()
         for number, found in by_number.items()
     ]
     head = ["", "generators", "groups/s", "of a service", "wire MB/s", "trainer GPUs"]
     full = ", ".join(f"{generators:g} of {size}" for size, generators in data["full_at"].items())
-    lines = ["ON PAPER", *data["formula"], f"assumed: {data['assumed']}", f"measured: {data['measured_there']}"]
+    lines = [
+        "ON PAPER",
+        *data["formula"],
+        f"assumed: {data['assumed']}",
+        f"measured: {data['measured_there']}",
+    ]
     return "\n".join([*lines, table(head, rows), f"one service is full at {full}"])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", type=Path, help="the file with `scaling`")
     parser.add_argument("--generators", type=int, nargs="+", default=list(GENERATORS))
     args = parser.parse_args(arguments)

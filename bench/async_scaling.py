@@ -1,15 +1,18 @@
-"""How many generators does one rollout service serve? Simulated time: generators sleep as long as a model would take.
+"""How many generators does one rollout service serve? Simulated time: generators sleep as long as a
+model would take.
 
     python bench/async_scaling.py --output DIR                    1, 2, 4, … 64 generators, then as fast as it goes
     python bench/async_scaling.py --output DIR --into bench/results/async.json
 
-Service, store, wire and connections are real. What a generator samples a second is what one H200 did with Qwen3-1.7B
-(bench/results/generate_cost.json): in between it sleeps. The trainer takes batches and acknowledges them. Two parts:
+Service, store, wire and connections are real. What a generator samples a second is what one H200
+did with Qwen3-1.7B (bench/results/generate_cost.json): in between it sleeps. The trainer takes
+batches and acknowledges them. Two parts:
 
     generators   tokens a second that arrive, against the number of generators; the service's share of a core; a post's time
     saturation   posts as fast as some connections can, with a trainer that takes them; and a full queue that is only drained
 
-and from them, on paper, what 1,000 generators need (bench/async_on_paper.py). Writes async_scaling.json.
+and from them, on paper, what 1,000 generators need (bench/async_on_paper.py). Writes
+async_scaling.json.
 """
 
 from __future__ import annotations
@@ -56,11 +59,18 @@ class Benchmark:
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
         self.args, self.folder, self.stack = args, work, stack
-        model = json.loads((ROOT / "bench" / "results" / f"{MODEL[0]}.json").read_text(encoding="utf-8"))
+        model = json.loads(
+            (ROOT / "bench" / "results" / f"{MODEL[0]}.json").read_text(encoding="utf-8")
+        )
         shown = model["work"]
         self.rate = float(model["ways"]["numbers"]["tokens_per_second"])
         self.work = work_of(self.rate, shown["in_flight"], shown["group"], shown["mean_tokens"])
-        simulated = {**asdict(self.work), "tokens_per_second": round(self.rate), "model": shown["shape"], "from": MODEL[0]}
+        simulated = {
+            **asdict(self.work),
+            "tokens_per_second": round(self.rate),
+            "model": shown["shape"],
+            "from": MODEL[0],
+        }
         settings = {"seconds": args.seconds, "batch": args.batch, "simulated": simulated}
         self.results = Results(args.output / "async_scaling.json", settings=settings)
 
@@ -68,9 +78,13 @@ class Benchmark:
         """Both parts, then what follows from them."""
         self.results.put("machine", value=machine())
         for number in self.args.generators:
-            self.results.measure("generators", str(number), run=partial(self._generators, number, self.work))
+            self.results.measure(
+                "generators", str(number), run=partial(self._generators, number, self.work)
+            )
         rushed = replace(self.work, in_flight=1, seconds=0.0)
-        self.results.measure("saturation", "service", run=partial(self._generators, self.args.clients, rushed))
+        self.results.measure(
+            "saturation", "service", run=partial(self._generators, self.args.clients, rushed)
+        )
         self.results.measure("saturation", "drain", run=self._drain)
         if not self.results.failures:
             self.results.put("on_paper", value=async_on_paper.from_measured(self.results.data))
@@ -85,15 +99,27 @@ class Benchmark:
     def _registered(self, port: int) -> None:
         """What a trainer does before environments are let in."""
         caller = Caller(port)
-        registration = {"wandb_group": "g", "wandb_project": "p", "batch_size": self.args.batch, "checkpoint_dir": "x"}
-        registration |= {"max_token_len": self.work.tokens + 1, "save_checkpoint_interval": 0, "starting_step": 0}
+        registration = {
+            "wandb_group": "g",
+            "wandb_project": "p",
+            "batch_size": self.args.batch,
+            "checkpoint_dir": "x",
+        }
+        registration |= {
+            "max_token_len": self.work.tokens + 1,
+            "save_checkpoint_interval": 0,
+            "starting_step": 0,
+        }
         caller.json("POST", "/register", registration | {"num_steps": 10**6, "ack_batches": True})
         caller.json("GET", "/batch")
 
     def _generators(self, number: int, work: Work) -> dict[str, Any]:
         """So many generators, and a trainer that takes what they post."""
         args, port = self.args, free_port()
-        with tempfile.TemporaryDirectory(dir=self.folder) as folder, server(ours(port, Path(folder)), port, ROOT) as pid:
+        with (
+            tempfile.TemporaryDirectory(dir=self.folder) as folder,
+            server(ours(port, Path(folder)), port, ROOT) as pid,
+        ):
             self._registered(port)
             begin = time.monotonic() + 1.0 + START_SECONDS * (number + 1)
             count_from = begin + RAMP_SECONDS
@@ -101,9 +127,19 @@ class Benchmark:
             limits = {"port": port, "count_from": count_from, "end": end}
             deadline = end - time.monotonic() + 60
             batch_groups = args.batch // work.group
-            tasks = [self._task("trainer", deadline, role="trainer", batch_groups=batch_groups, **limits)]
+            tasks = [
+                self._task("trainer", deadline, role="trainer", batch_groups=batch_groups, **limits)
+            ]
             tasks += [
-                self._task(f"generator {n}", deadline, role="generator", seed=n, begin=begin, work=asdict(work), **limits)
+                self._task(
+                    f"generator {n}",
+                    deadline,
+                    role="generator",
+                    seed=n,
+                    begin=begin,
+                    work=asdict(work),
+                    **limits,
+                )
                 for n in range(number)
             ]
             time.sleep(max(0.0, count_from - time.monotonic()))
@@ -128,31 +164,54 @@ class Benchmark:
             "trainer_busy_share": round(trainer["busy_seconds"] / args.seconds, 4),
             "service_core_share": round(used / args.seconds, 4),
             "service_ms_per_group": round(1e3 * used / posted, 3) if posted else None,
-            "post_ms": {"p50": round(1e3 * quantile(seconds, 0.5), 2), "p99": round(1e3 * quantile(seconds, 0.99), 2)},
+            "post_ms": {
+                "p50": round(1e3 * quantile(seconds, 0.5), 2),
+                "p99": round(1e3 * quantile(seconds, 0.99), 2),
+            },
             "refused": sum(found["refused"] for found in generators),
             "queued_at_the_end": queued,
             "body_bytes": statistics.fmean(found["body_bytes"] for found in generators),
         }
 
     def _drain(self) -> dict[str, Any]:
-        """A queue that is full, and a trainer that empties it: how fast can one take and acknowledge?"""
+        """A queue that is full, and a trainer that empties it: how fast can one take and
+        acknowledge?
+        """
         args, port, work = self.args, free_port(), replace(self.work, in_flight=1, seconds=0.0)
-        with tempfile.TemporaryDirectory(dir=self.folder) as folder, server(ours(port, Path(folder)), port, ROOT) as pid:
+        with (
+            tempfile.TemporaryDirectory(dir=self.folder) as folder,
+            server(ours(port, Path(folder)), port, ROOT) as pid,
+        ):
             self._registered(port)
             begin = time.monotonic() + 1.0
             limits = {"port": port, "count_from": begin, "end": begin + args.seconds}
             fill = self._task(
-                "filler", 2 * args.seconds + 60, role="generator", seed=0, begin=begin, work=asdict(work), **limits
+                "filler",
+                2 * args.seconds + 60,
+                role="generator",
+                seed=0,
+                begin=begin,
+                work=asdict(work),
+                **limits,
             )
             groups = fill.answer()["posted"]
             groups -= groups % (args.batch // work.group)
             if not groups:
                 raise BenchError("nothing could be posted")
             began = time.monotonic() + 1.0
-            limits = {"port": port, "count_from": 0.0, "end": began + 4 * args.seconds, "groups": groups}
+            limits = {
+                "port": port,
+                "count_from": 0.0,
+                "end": began + 4 * args.seconds,
+                "groups": groups,
+            }
             used = cpu_seconds(pid)
             drain = self._task(
-                "drainer", 4 * args.seconds + 60, role="trainer", batch_groups=args.batch // work.group, **limits
+                "drainer",
+                4 * args.seconds + 60,
+                role="trainer",
+                batch_groups=args.batch // work.group,
+                **limits,
             )
             found = drain.answer()
             used = cpu_seconds(pid) - used
@@ -176,28 +235,57 @@ def report(data: dict[str, Any]) -> str:
         if "failed" in found:
             rows.append([name, found["failed"], *[""] * 6])
             continue
-        rates = [found[key] for key in ("groups_per_second", "tokens_per_second", "offered_tokens_per_second")]
+        rates = [
+            found[key]
+            for key in ("groups_per_second", "tokens_per_second", "offered_tokens_per_second")
+        ]
         posts = found["post_ms"]
-        cost = [f"{found['service_core_share']:.0%}", found["service_ms_per_group"], posts["p50"], posts["p99"]]
+        cost = [
+            f"{found['service_core_share']:.0%}",
+            found["service_ms_per_group"],
+            posts["p50"],
+            posts["p99"],
+        ]
         rows.append([name, *rates, *cost])
-    head = ["generators (asleep)", "groups/s", "tokens/s", "offered", "of a core", "CPU ms a group", "post p50 ms", "p99"]
+    head = [
+        "generators (asleep)",
+        "groups/s",
+        "tokens/s",
+        "offered",
+        "of a core",
+        "CPU ms a group",
+        "post p50 ms",
+        "p99",
+    ]
     lines = [table(head, rows)]
     drain = saturation.get("drain", {})
     if "groups_per_second" in drain:
-        lines.append(f"drained alone: {drain['groups_per_second']} groups/s, {drain['tokens_per_second']} tokens/s")
+        lines.append(
+            f"drained alone: {drain['groups_per_second']} groups/s, {drain['tokens_per_second']} tokens/s"
+        )
     if "on_paper" in data:
         lines.append(async_on_paper.report(data["on_paper"]))
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the results and the logs"
+    )
     parser.add_argument("--generators", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--seconds", type=float, default=15.0, help="that are counted, of each measurement")
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, help="that are counted, of each measurement"
+    )
     parser.add_argument("--batch", type=int, default=256, help="sequences of a batch")
-    parser.add_argument("--clients", type=int, default=8, help="connections that post as fast as they can")
-    parser.add_argument("--into", type=Path, help="results file that gets the figures, if nothing failed")
+    parser.add_argument(
+        "--clients", type=int, default=8, help="connections that post as fast as they can"
+    )
+    parser.add_argument(
+        "--into", type=Path, help="results file that gets the figures, if nothing failed"
+    )
     args = parser.parse_args(arguments)
     args.output = args.output.resolve()
     return run_and_report(args.output, partial(Benchmark, args), report)

@@ -1,4 +1,5 @@
-"""What becomes of an update when something goes wrong in it? Every fault is really done, to real processes.
+"""What becomes of an update when something goes wrong in it? Every fault is really done, to real
+processes.
 
     python bench/bridge_faults.py --output DIR                          2 GPUs: vLLM on 0, trainers on 1 (single copy: on 0)
     python bench/bridge_faults.py --output DIR --beside                 1 GPU: all on it, the weights go by CUDA IPC
@@ -7,9 +8,10 @@
     python bench/bridge_faults.py --output DIR --tiny --device cpu      without a GPU
     python bench/bridge_faults.py --output DIR --only worker "trainer stopped direct"      a kind of fault, and rows by name
 
-After each: did the other side end the update within its deadline, does its error name side, rank, phase and version, does the
-server serve the old version (by checksum and logprobs) or refuse to, and does the next attempt work while the other side lives
-on? Prints a table, writes bridge_faults.json, and ends with status 1 if any row is not good.
+After each: did the other side end the update within its deadline, does its error name side, rank,
+phase and version, does the server serve the old version (by checksum and logprobs) or refuse to,
+and does the next attempt work while the other side lives on? Prints a table, writes
+bridge_faults.json, and ends with status 1 if any row is not good.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ MARGIN = 5.0
 
 def points(mode: str) -> tuple[str, ...]:
     """Where an update of this mode can be stopped."""
-    return ("begin", "write", "commit") if mode == "single_copy" else ("begin", "transfer", "commit")
+    return (
+        ("begin", "write", "commit") if mode == "single_copy" else ("begin", "transfer", "commit")
+    )
 
 
 class Faults:
@@ -64,25 +68,36 @@ class Faults:
         trainer.process.kill()
         outcome = Outcome(f"trainer killed, {mode}, in {point}", self.limit)
         outcome.seconds = stage.settled(self.limit)
-        return self._told_by_server(outcome, before, mark, partial(stage.attempt, stage.trainer(_kind(mode)), mode, True))
+        return self._told_by_server(
+            outcome, before, mark, partial(stage.attempt, stage.trainer(_kind(mode)), mode, True)
+        )
 
     def trainer_stopped(self, mode: str, point: str) -> Outcome:
-        """SIGSTOP of the trainer for longer than the deadline; it goes on, is told, and tries again."""
+        """SIGSTOP of the trainer for longer than the deadline; it goes on, is told, and tries
+        again.
+        """
         stage = self.stage
         trainer = stage.joined(mode)
         before, mark, heard = stage.snapshot(), stage.log_mark(), trainer.log.stat().st_size
         stage.hold(trainer, point)
-        outcome = Outcome(f"trainer stopped for longer than the deadline, {mode}, in {point}", self.limit)
+        outcome = Outcome(
+            f"trainer stopped for longer than the deadline, {mode}, in {point}", self.limit
+        )
         outcome.seconds = stopped_for(trainer.signal, 0, lambda: stage.settled(self.limit))
         verdict = stage.verdict(before)
         stage.release(trainer)
         message = trainer.message(self.limit + stage.timeout + 15, "the stopped update")
-        told = re.search(rb"joining it again to send|doing the update to version \d+ anew", trainer.log.read_bytes()[heard:])
+        told = re.search(
+            rb"joining it again to send|doing the update to version \d+ anew",
+            trainer.log.read_bytes()[heard:],
+        )
         if "error" not in message and not told:
             outcome.problems.append(f"the trainer was not told: {message}")
         if mode == "single_copy" and verdict != "unhealthy":
             outcome.problems.append(f"the trainer could still write, and the server was {verdict}")
-        self._told_by_server(outcome, before, mark, partial(stage.attempt, trainer, mode, True), verdict)
+        self._told_by_server(
+            outcome, before, mark, partial(stage.attempt, trainer, mode, True), verdict
+        )
         outcome.error += f"\ntrainer: {message.get('error', 'did the update anew')}"
         return outcome
 
@@ -95,15 +110,26 @@ class Faults:
         started = time.monotonic()
         trainer.send("sync_nan")
         message = trainer.message(self.limit, "an update with NaN")
-        outcome = Outcome(f"NaN in the weights, {mode}", self.limit, time.monotonic() - started, message.get("error", ""))
-        outcome.must_name = {"value": "NaN", "parameter": r"model\.\S+", "version": rf"version {version}\b"}
+        outcome = Outcome(
+            f"NaN in the weights, {mode}",
+            self.limit,
+            time.monotonic() - started,
+            message.get("error", ""),
+        )
+        outcome.must_name = {
+            "value": "NaN",
+            "parameter": r"model\.\S+",
+            "version": rf"version {version}\b",
+        }
         outcome.server = stage.verdict(before)
         outcome.next_attempt = stage.attempt(trainer, mode, connect=False)
         outcome.judge(("old version",) if mode != "single_copy" else ("unhealthy",))
         return outcome
 
     def layout_differs(self, what: str) -> Outcome:
-        """One parameter of another dtype, shape or name: refused by both sides before anything moves."""
+        """One parameter of another dtype, shape or name: refused by both sides before anything
+        moves.
+        """
         stage = self.stage
         trainer = stage.joined("direct")
         before = stage.snapshot()
@@ -144,7 +170,9 @@ class Faults:
         return outcome
 
     def second_trainer_during_update(self) -> Outcome:
-        """A second trainer while the first one's update is under way: refused, and the first is not disturbed."""
+        """A second trainer while the first one's update is under way: refused, and the first is not
+        disturbed.
+        """
         stage = self.stage
         first, second = stage.joined("direct"), stage.trainer()
         before = stage.snapshot()
@@ -155,7 +183,9 @@ class Faults:
             told = ""
         except BenchError as error:
             told = str(error)
-        outcome = Outcome("second trainer joins during an update", self.limit, time.monotonic() - started, told)
+        outcome = Outcome(
+            "second trainer joins during an update", self.limit, time.monotonic() - started, told
+        )
         version = rf"in an update to version {before['version'] + 1}\b"
         outcome.must_name = {"other trainer": r"trainer \S+:\d+ \(epoch \d+\)", "version": version}
         stage.release(first)
@@ -191,7 +221,9 @@ class Faults:
     # -- the server is the one that suffers
 
     def worker_killed(self, mode: str, point: str) -> Outcome:
-        """kill -9 of vLLM's engine; the trainer lives, waits for another server in its place, and goes on there."""
+        """kill -9 of vLLM's engine; the trainer lives, waits for another server in its place, and
+        goes on there.
+        """
         stage = self.stage
         trainer = stage.joined(mode)
         version = stage.snapshot()["version"] + 1
@@ -201,14 +233,22 @@ class Faults:
         stage.release(trainer)
         outcome = Outcome(f"vLLM worker killed, {mode}, in {point}", self.limit)
         note_absence(outcome, trainer, mark)
-        outcome.must_name = {"side": "vLLM|server", "version": rf"version {version}\b", "phase": "begin|transfer|commit"}
-        outcome.server = "gone" if stage.server.health() != 200 else "healthy though its engine is dead"
+        outcome.must_name = {
+            "side": "vLLM|server",
+            "version": rf"version {version}\b",
+            "phase": "begin|transfer|commit",
+        }
+        outcome.server = (
+            "gone" if stage.server.health() != 200 else "healthy though its engine is dead"
+        )
         outcome.next_attempt = self._restart_and_go_on(trainer)
         outcome.judge(("gone",))
         return outcome
 
     def server_restarted(self, mode: str) -> Outcome:
-        """The whole server killed and started again between two updates, under a trainer that lives."""
+        """The whole server killed and started again between two updates, under a trainer that
+        lives.
+        """
         stage = self.stage
         trainer = stage.joined(mode)
         mark = trainer.log.stat().st_size
@@ -223,14 +263,20 @@ class Faults:
         return outcome
 
     def worker_stopped(self, mode: str, tp_rank: int) -> Outcome:
-        """SIGSTOP of one of vLLM's ranks during the transfer: its server is left out until it moves again."""
+        """SIGSTOP of one of vLLM's ranks during the transfer: its server is left out until it moves
+        again.
+        """
         stage = self.stage
         trainer = stage.joined(mode)
         before, mark, heard = stage.snapshot(), stage.log_mark(), trainer.log.stat().st_size
         version = before["version"] + 1
         who = "vLLM worker" if stage.tp == 1 else f"vLLM rank {tp_rank}"
-        # Noticed at the latest when the check of what it received has taken as long as an update may.
-        outcome = Outcome(f"{who} stopped for longer than the deadline, {mode}, in transfer", 2 * stage.timeout + 2 * MARGIN)
+        # Noticed at the latest when the check of what it received has taken as long as an update
+        # may.
+        outcome = Outcome(
+            f"{who} stopped for longer than the deadline, {mode}, in transfer",
+            2 * stage.timeout + 2 * MARGIN,
+        )
         stage.hold(trainer, "transfer")
         pid = stage.server.worker_process(tp_rank).pid
 
@@ -239,7 +285,9 @@ class Faults:
             note_absence(outcome, trainer, heard)
 
         stopped_for(lambda number: os.kill(pid, number), stage.timeout + 1, meanwhile)
-        message = trainer.message(self.limit + stage.timeout + 30, "the update of a server that moves again")
+        message = trainer.message(
+            self.limit + stage.timeout + 30, "the update of a server that moves again"
+        )
         outcome.error += f"\nserver: {stage.said(mark)}"
         outcome.must_name = {
             "server": rf":{stage.server.port}\b",
@@ -248,7 +296,9 @@ class Faults:
             "end of the wait": r"until \d\d:\d\d:\d\d",
         }
         if "error" in message:
-            outcome.problems.append(f"the trainer did not bring the server up again: {message['error']}")
+            outcome.problems.append(
+                f"the trainer did not bring the server up again: {message['error']}"
+            )
         stage.settled(2 * self.limit)
         outcome.server = stage.verdict(before)
         outcome.next_attempt = stage.attempt(trainer, mode, connect=False)
@@ -258,7 +308,12 @@ class Faults:
     # -- parts of the above
 
     def _told_by_server(
-        self, outcome: Outcome, before: dict[str, Any], mark: int, attempt: Callable[[], str], verdict: str = ""
+        self,
+        outcome: Outcome,
+        before: dict[str, Any],
+        mark: int,
+        attempt: Callable[[], str],
+        verdict: str = "",
     ) -> Outcome:
         """The end of a row in which the server is the one that tells."""
         outcome.server = verdict or self.stage.verdict(before)
@@ -273,7 +328,9 @@ class Faults:
         return outcome
 
     def _restart_and_go_on(self, trainer: Worker) -> str:
-        """Start another server in the killed one's place; the trainer's update must arrive there by itself."""
+        """Start another server in the killed one's place; the trainer's update must arrive there by
+        itself.
+        """
         stage = self.stage
         stage.server.kill()
         stage.restart_server()
@@ -296,7 +353,10 @@ def _kind(mode: str) -> str:
 
 
 def rows(args: argparse.Namespace, faults: Faults) -> list[tuple[str, str, Callable[[], Outcome]]]:
-    """(group, name, what to run), those that cost a server's start last. Raises BenchError if nothing has a name in --only."""
+    """(group, name, what to run), those that cost a server's start last.
+
+    Raises BenchError if nothing has a name in --only.
+    """
     plan: list[tuple[str, str, Callable[[], Outcome]]] = []
 
     def add(group: str, method: Callable[..., Outcome], *arguments: Any) -> None:
@@ -332,9 +392,13 @@ def rows(args: argparse.Namespace, faults: Faults) -> list[tuple[str, str, Calla
         add("restart", faults.server_restarted, mode)
     chosen = []
     for wanted in args.only or [""]:
-        found = [row for row in plan if row[0] == wanted] or [row for row in plan if wanted in row[1]]
+        found = [row for row in plan if row[0] == wanted] or [
+            row for row in plan if wanted in row[1]
+        ]
         if not found:
-            raise BenchError(f"--only {wanted}: none of these rows: {'; '.join(f'{kind}: {name}' for kind, name, _ in plan)}")
+            raise BenchError(
+                f"--only {wanted}: none of these rows: {'; '.join(f'{kind}: {name}' for kind, name, _ in plan)}"
+            )
         chosen += found
     return [row for row in plan if row in chosen]
 
@@ -346,13 +410,20 @@ class Benchmark(Sitting):
         super().__init__(args, work, stack, args.name)
         model = write_model_folder(work / "model", args.shape)
         places = {"crossed": args.crossed, "beside": args.beside}
-        self.stage = Stage(args.shape, model, args.output, args.device, args.tp, args.bridge_timeout, **places)
+        self.stage = Stage(
+            args.shape, model, args.output, args.device, args.tp, args.bridge_timeout, **places
+        )
         stack.callback(self.stage.close)
 
     def run(self) -> None:
         """Every row that was asked for."""
         args, stage, told = self.args, self.stage, list[dict[str, Any]]()
-        self.describe(shape=args.shape, tensor_parallel_size=args.tp, bridge_timeout_s=args.bridge_timeout, beside=args.beside)
+        self.describe(
+            shape=args.shape,
+            tensor_parallel_size=args.tp,
+            bridge_timeout_s=args.bridge_timeout,
+            beside=args.beside,
+        )
         stage.wait()
         for _, name, run in rows(args, Faults(stage)):
             started = time.monotonic()
@@ -376,20 +447,52 @@ def report(data: dict[str, Any]) -> str:
     """The table, and what those said that were not good."""
     found = data.get("faults", [])
     cells = [
-        [o["fault"], f"{o['seconds']:.1f}", f"{o['limit']:g}", o["server"], o["next_attempt"][:40], o["good"]] for o in found
+        [
+            o["fault"],
+            f"{o['seconds']:.1f}",
+            f"{o['limit']:g}",
+            o["server"],
+            o["next_attempt"][:40],
+            o["good"],
+        ]
+        for o in found
     ]
-    said = [f"NOT GOOD  {o['fault']}\n          it said: {o['error'][:600]}" for o in found if not o["good"]]
-    return "\n".join([table(["fault", "ended after s", "limit s", "server then", "next attempt", "good"], cells), *said])
+    said = [
+        f"NOT GOOD  {o['fault']}\n          it said: {o['error'][:600]}"
+        for o in found
+        if not o["good"]
+    ]
+    return "\n".join(
+        [
+            table(
+                ["fault", "ended after s", "limit s", "server then", "next attempt", "good"], cells
+            ),
+            *said,
+        ]
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__, "qwen3-1.7b", "bridge_faults")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--crossed", action="store_true", help="a rank of the trainer for each of vLLM's, on another's GPU")
-    parser.add_argument("--beside", action="store_true", help="the trainer's copy of the weights is on vLLM's GPU")
+    parser.add_argument(
+        "--crossed",
+        action="store_true",
+        help="a rank of the trainer for each of vLLM's, on another's GPU",
+    )
+    parser.add_argument(
+        "--beside", action="store_true", help="the trainer's copy of the weights is on vLLM's GPU"
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--only", nargs="+", metavar="WHAT", help="kinds of fault, or parts of rows' names; ? lists them")
-    parser.add_argument("--bridge-timeout", type=float, default=8.0, help="seconds; short, because it is waited for")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="WHAT",
+        help="kinds of fault, or parts of rows' names; ? lists them",
+    )
+    parser.add_argument(
+        "--bridge-timeout", type=float, default=8.0, help="seconds; short, because it is waited for"
+    )
     args = shrink_if_tiny(parser.parse_args(arguments))
     if args.crossed and (args.tp < 2 or args.only != ["late"]):
         parser.error("--crossed needs --tp 2 or more and --only late")

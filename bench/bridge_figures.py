@@ -1,4 +1,6 @@
-"""Tables of docs/weight-bridge.md out of bench/results/: what an update makes a trainer and a client wait for, first of all."""
+"""Tables of docs/weight-bridge.md out of bench/results/: what an update makes a trainer and a
+client wait for, first of all.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def sources(book: Book, places: Mapping[str, tuple[str, str]]) -> str:
         return f"One run of {date}, {commit}."
     most = max(found.values(), key=len)  # of long tables only the exceptions are named
     parts = []
-    for (commit, date, _), sides in sorted(found.items(), key=lambda item: len(item[1]) > LONG and item[1] is most):
+    for (commit, date, _), sides in sorted(
+        found.items(), key=lambda item: len(item[1]) > LONG and item[1] is most
+    ):
         names = "all others" if sides is most and len(sides) > LONG else ", ".join(sides)
         parts.append(f"{names}: {date}, {commit}")
     return "Not of one run. " + "; ".join(parts) + "."
@@ -56,31 +60,55 @@ def updates(file: str, title: Callable[[Book], str]) -> Callable[[Book], str]:
         page = book.page(file)
         sides = {name: f"bridge/{name}" for name in page["bridge"]}
         sides |= {"vLLM's own NCCL engine": "vllm_engine"} if "vllm_engine" in page else {}
-        conditions = [key for key in CONDITIONS if any(book.maybe(file, f"{p}/{key}/updates") for p in sides.values())]
+        conditions = [
+            key
+            for key in CONDITIONS
+            if any(book.maybe(file, f"{p}/{key}/updates") for p in sides.values())
+        ]
         rows = []
         for text, key in (
             ("**the trainer waits for an update**", "whole_update_ms"),
-            ("**longest gap between two tokens at a client**, at an update", "largest_gap_per_update_ms"),
+            (
+                "**longest gap between two tokens at a client**, at an update",
+                "largest_gap_per_update_ms",
+            ),
             ("the engine pauses", "halted_ms"),
         ):
             for condition in conditions:
-                cells = [_with_most(book, file, f"{place}/{condition}/{key}") for place in sides.values()]
+                cells = [
+                    _with_most(book, file, f"{place}/{condition}/{key}") for place in sides.values()
+                ]
                 if any(cells):
                     rows.append([f"{text}, {CONDITIONS[condition]}", *cells])
         cells = [_first_byte(book, file, f"{place}/{conditions[0]}") for place in sides.values()]
         rows.append([f"first byte to verified, {CONDITIONS[conditions[0]]}", *cells])
-        usual = [book.maybe(file, f"{p}/{c}/usual_gap_ms/median") for p in sides.values() for c in conditions]
+        usual = [
+            book.maybe(file, f"{p}/{c}/usual_gap_ms/median")
+            for p in sides.values()
+            for c in conditions
+        ]
         gaps = [gap for gap in usual if gap is not None]
-        last = {p: [c for c in conditions if book.maybe(file, f"{p}/{c}/updates")][-1] for p in sides.values()}
+        last = {
+            p: [c for c in conditions if book.maybe(file, f"{p}/{c}/updates")][-1]
+            for p in sides.values()
+        }
         places = {name: (file, f"{place}/{last[place]}") for name, place in sides.items()}
         text = markdown([title(book), *sides], rows)
-        between = " to ".join(dict.fromkeys(f"{gap:.0f}" for gap in (min(gaps), max(gaps)))) if gaps else "?"
-        count = max(book.maybe(file, f"{place}/{conditions[0]}/updates") or 0 for place in sides.values())
+        between = (
+            " to ".join(dict.fromkeys(f"{gap:.0f}" for gap in (min(gaps), max(gaps))))
+            if gaps
+            else "?"
+        )
+        count = max(
+            book.maybe(file, f"{place}/{conditions[0]}/updates") or 0 for place in sides.values()
+        )
         told = [
             f"Medians, in brackets the largest of {count:.0f}; gaps without an update: {between} ms.",
             sources(book, places),
         ]
-        if "vllm_engine" in page and "recorded_in" in book.measured(*places["vLLM's own NCCL engine"]):
+        if "vllm_engine" in page and "recorded_in" in book.measured(
+            *places["vLLM's own NCCL engine"]
+        ):
             told.append(OLD_CLOCK)
         return f"{text}\n\n{' '.join(told)}"
 
@@ -124,33 +152,57 @@ def throughputs(book: Book) -> list[str]:
 
 def generation_in_all(book: Book) -> str:
     """`0.99 ± 0.02`: mean over all settings and runs, and its standard error."""
-    found = [row["ratio"] for file in throughputs(book) for row in book.get(file, "throughput").values()]
+    found = [
+        row["ratio"] for file in throughputs(book) for row in book.get(file, "throughput").values()
+    ]
     return f"{statistics.fmean(found):.2f} ± {statistics.stdev(found) / math.sqrt(len(found)):.2f}"
 
 
 def single_copy(book: Book) -> str:
     """The table of bench/single_copy.py, of one rank and of two."""
-    files = {"Qwen3-1.7B shape, one rank": "single_copy", "Qwen2.5-14B shape, two ranks of each": "single_copy_qwen2.5-14b"}
+    files = {
+        "Qwen3-1.7B shape, one rank": "single_copy",
+        "Qwen2.5-14B shape, two ranks of each": "single_copy_qwen2.5-14b",
+    }
 
     def row(text: str, cell: Callable[[str], str]) -> list[str]:
         return [text, *(cell(file) for file in files.values())]
 
     def freed(file: str) -> str:
-        mb = [book.number(file, f"one_copy/{key}") / 1e6 for key in ("gpu_bytes_freed_by_joining", "model_bytes")]
+        mb = [
+            book.number(file, f"one_copy/{key}") / 1e6
+            for key in ("gpu_bytes_freed_by_joining", "model_bytes")
+        ]
         return f"{mb[0]:,.0f} MB, its own copy's {mb[1]:,.0f}"
 
     def mapped(file: str) -> str:
         numbers = [
-            book.number(file, f"one_copy/{key}") for key in ("params_mapped", "params_total", "bytes_moved_by_an_update")
+            book.number(file, f"one_copy/{key}")
+            for key in ("params_mapped", "params_total", "bytes_moved_by_an_update")
         ]
         return f"{numbers[0]}/{numbers[1]}; {numbers[2]}"
 
     rows = [
-        row("**the trainer waits for an update**, idle", lambda f: _with_most(book, f, "idle/whole_update_ms")),
-        row("**the same**, 64 requests in flight", lambda f: _with_most(book, f, "load_64/whole_update_ms")),
-        row("**longest gap at a client**, 64", lambda f: _with_most(book, f, "load_64/largest_gap_per_update_ms")),
-        row("of it the write, idle · 64", lambda f: " · ".join(_median(book, f, f"{c}/write_ms") for c in ("idle", "load_64"))),
-        row("pause beyond the write, idle", lambda f: _with_most(book, f, "idle/pause_beyond_write_ms")),
+        row(
+            "**the trainer waits for an update**, idle",
+            lambda f: _with_most(book, f, "idle/whole_update_ms"),
+        ),
+        row(
+            "**the same**, 64 requests in flight",
+            lambda f: _with_most(book, f, "load_64/whole_update_ms"),
+        ),
+        row(
+            "**longest gap at a client**, 64",
+            lambda f: _with_most(book, f, "load_64/largest_gap_per_update_ms"),
+        ),
+        row(
+            "of it the write, idle · 64",
+            lambda f: " · ".join(_median(book, f, f"{c}/write_ms") for c in ("idle", "load_64")),
+        ),
+        row(
+            "pause beyond the write, idle",
+            lambda f: _with_most(book, f, "idle/pause_beyond_write_ms"),
+        ),
         row("parameters mapped; bytes moved by an update", mapped),
         row("GPU memory freed on the first GPU when the trainer joins", freed),
     ]
@@ -170,7 +222,9 @@ def faults_in_all(file: str) -> Callable[[Book], str]:
         rows = book.get(file, "faults")
         bad = [row["fault"] for row in rows if not row["good"]]
         if bad:
-            raise FigureError(f"{file}.json: not good, so no document may call all of them so: {', '.join(bad)}")
+            raise FigureError(
+                f"{file}.json: not good, so no document may call all of them so: {', '.join(bad)}"
+            )
         return str(len(rows))
 
     return count

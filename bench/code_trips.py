@@ -2,10 +2,11 @@
 
     python bench/code_trips.py --output bench/results/code_trips.json
 
-Four trips are traced: a group posted to the rollout service, a batch handed out, an arithmetic item (worker, sample, grade,
-post), and a conversation whose tool runs a program in the sandbox. The services that a trip talks to are real processes, except
-the model: its stand-in gives fixed answers. A file counts once a Python function of it is called; `changes` counts how often a
-call goes from one file to another.
+Four trips are traced: a group posted to the rollout service, a batch handed out, an arithmetic item
+(worker, sample, grade, post), and a conversation whose tool runs a program in the sandbox. The
+services that a trip talks to are real processes, except the model: its stand-in gives fixed
+answers. A file counts once a Python function of it is called; `changes` counts how often a call
+goes from one file to another.
 """
 
 from __future__ import annotations
@@ -60,7 +61,13 @@ class Trip:
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
         """Record a call; for `sys.setprofile`."""
-        if event != "call" or frame.f_code.co_name in ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>"):
+        if event != "call" or frame.f_code.co_name in (
+            "<module>",
+            "<lambda>",
+            "<genexpr>",
+            "<listcomp>",
+            "<dictcomp>",
+        ):
             return
         path = Path(frame.f_code.co_filename)
         if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in TRACED:
@@ -99,19 +106,29 @@ def group(sequences: int = 2, length: int = 8) -> dict[str, Any]:
 
 
 async def service_trips(folder: Path) -> dict[str, Trip]:
-    """Trace one group posted and one batch handed out, in a service of this process with its store on disk."""
+    """Trace one group posted and one batch handed out, in a service of this process with its store
+    on disk.
+    """
     service = RolloutService(SqliteStore(folder / "traced.db"))
     app = make_app(service)
     post, fetch = Trip(), Trip()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=SECONDS) as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=SECONDS
+    ) as client:
         session = (await client.post("/register", json=TRAINER)).raise_for_status().json()
         (await client.get("/batch")).raise_for_status()
         registered = await client.post("/register-env", json=ENVIRONMENT)
         env_id = registered.raise_for_status().json()["env_id"]
         with post.traced():
-            (await client.post("/scored_data", json=group() | {"env_id": env_id})).raise_for_status()
+            (
+                await client.post("/scored_data", json=group() | {"env_id": env_id})
+            ).raise_for_status()
         with fetch.traced():
-            answer = (await client.get("/batch", params={"uuid": session["uuid"]})).raise_for_status().json()
+            answer = (
+                (await client.get("/batch", params={"uuid": session["uuid"]}))
+                .raise_for_status()
+                .json()
+            )
         assert answer["batch"], answer
     await service.close()
     return {"post_group": post, "get_batch": fetch}
@@ -150,7 +167,9 @@ class ProgramEnv(MultiTurnEnv):
         return Grade(float(len(talk.text) % 2), correct=True, answer=talk.text)
 
 
-async def one_item(kind: type[BaseEnv], config: BaseEnvConfig, servers: list[APIServerConfig]) -> Trip:
+async def one_item(
+    kind: type[BaseEnv], config: BaseEnvConfig, servers: list[APIServerConfig]
+) -> Trip:
     """Trace one item of an environment from its worker to the accepted post."""
     env, trip = kind(config, servers), Trip()
     await env.setup()
@@ -167,7 +186,9 @@ async def one_item(kind: type[BaseEnv], config: BaseEnvConfig, servers: list[API
 
 
 class Surroundings:
-    """A rollout service with a registered trainer, and a stand-in for the model, as processes of their own."""
+    """A rollout service with a registered trainer, and a stand-in for the model, as processes of
+    their own.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.supervisor, ports = folder, Supervisor(), PortReservations()
@@ -177,9 +198,26 @@ class Surroundings:
 
     def __enter__(self) -> Surroundings:
         port = ["--port", str(self.service_port)]
-        self._start("service", self.service, "-m", "atroposlib.cli.run_api", *port, "--store", "memory", "--no-ui")
+        self._start(
+            "service",
+            self.service,
+            "-m",
+            "atroposlib.cli.run_api",
+            *port,
+            "--store",
+            "memory",
+            "--no-ui",
+        )
         stand_in = str(ROOT / "bench" / "their_environments" / "model_standin.py")
-        self._start("model", f"{self.model}/health", stand_in, "--port", str(self.model_port), "--tokenizer", str(TOKENIZER))
+        self._start(
+            "model",
+            f"{self.model}/health",
+            stand_in,
+            "--port",
+            str(self.model_port),
+            "--tokenizer",
+            str(TOKENIZER),
+        )
         httpx.post(f"{self.service}/register", json=TRAINER, timeout=SECONDS).raise_for_status()
         httpx.get(f"{self.service}/batch", timeout=SECONDS).raise_for_status()
         return self
@@ -189,11 +227,15 @@ class Surroundings:
 
     def _start(self, name: str, url: str, *arguments: str) -> None:
         command = [sys.executable, *arguments]
-        self.supervisor.add(ManagedProcess(name, command, self.folder / f"{name}.log", None, ROOT, 5.0, False))
+        self.supervisor.add(
+            ManagedProcess(name, command, self.folder / f"{name}.log", None, ROOT, 5.0, False)
+        )
         wait_until(name, http_probe(url), SECONDS, check=self.supervisor.check)
 
     def answer(self, rules: list[dict[str, Any]]) -> None:
-        """Set the stand-in's rules: regular expressions of prompts, and the answers to them in turn."""
+        """Set the stand-in's rules: regular expressions of prompts, and the answers to them in
+        turn.
+        """
         httpx.post(f"{self.model}/control", json=rules, timeout=SECONDS).raise_for_status()
 
     def settings(self, config: type[BaseEnvConfig]) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
@@ -204,14 +246,18 @@ class Surroundings:
             "group_size": 2,
             "max_token_length": 512,
         }
-        return config(**common), [APIServerConfig(base_url=f"{self.model}/v1", server_type="vllm", model_name="stand-in")]
+        return config(**common), [
+            APIServerConfig(base_url=f"{self.model}/v1", server_type="vllm", model_name="stand-in")
+        ]
 
 
 def environment_trips(around: Surroundings) -> dict[str, Trip]:
     """Trace an arithmetic item, and a conversation that runs a program in the sandbox."""
     around.answer([{"when": "", "answers": ["\\boxed{1}", "no answer"]}])
     arithmetic = asyncio.run(one_item(ArithmeticEnv, *around.settings(ArithmeticConfig)))
-    call = json.dumps({"name": "run_program", "arguments": {"program": "def main():\n    return 6 * 7"}})
+    call = json.dumps(
+        {"name": "run_program", "arguments": {"program": "def main():\n    return 6 * 7"}}
+    )
     after = {"when": "42", "answers": ["even", "odd"]}
     around.answer([after, {"when": "", "answers": [f"<tool_call>{call}</tool_call>"]}])
     conversation = asyncio.run(one_item(ProgramEnv, *around.settings(MultiTurnConfig)))
@@ -229,7 +275,9 @@ def main() -> None:
         print(f"{name:24}{len(trip.files):>6}{trip.changes:>18}")
     if arguments.output is not None:
         rows = {name: trip.row() for name, trip in trips.items()}
-        arguments.output.write_text(json.dumps({"measured": measured()} | rows, indent=1) + "\n", encoding="utf-8")
+        arguments.output.write_text(
+            json.dumps({"measured": measured()} | rows, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Trainer and vLLM on one GPU with one copy of the weights: what is gained by taking turns with the keys' and values' memory?
+"""Trainer and vLLM on one GPU with one copy of the weights: what is gained by taking turns with the
+keys' and values' memory?
 
     python bench/colocate.py --output DIR                       1 GPU
     python bench/colocate.py --output DIR --tiny --device cpu   everything but the figures, without a GPU
 
-Once with turns and once without: how many tokens one forward and backward pass can hold (doubled until memory runs out, then
-halved in between three times), tokens trained per second at that size and at the largest that both can do, how long a turn
-takes beyond the step, and how many bytes vLLM gives back. Requests are in flight all the time. Writes colocate.json.
+Once with turns and once without: how many tokens one forward and backward pass can hold (doubled
+until memory runs out, then halved in between three times), tokens trained per second at that size
+and at the largest that both can do, how long a turn takes beyond the step, and how many bytes vLLM
+gives back. Requests are in flight all the time. Writes colocate.json.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from functools import partial
 from typing import Any
 
 from bench.gpu.processes import BenchError, Worker
-from bench.gpu.runs import ASK_SECONDS, LoadedSitting, add_load, command_line, run_and_report, shrink_if_tiny
+from bench.gpu.runs import (
+    ASK_SECONDS,
+    LoadedSitting,
+    add_load,
+    command_line,
+    run_and_report,
+    shrink_if_tiny,
+)
 from bench.gpu.shapes import model_bytes, write_model_folder
 from bench.gpu.summary import table
 from bench.gpu.vllm_server import VllmServer
@@ -40,13 +49,20 @@ class Benchmark(LoadedSitting):
         """Both modes, and each anew at the largest size that both can do."""
         args = self.args
         folder = write_model_folder(self.work / "model", args.shape)
-        self.describe(shape=args.shape, model_bytes=model_bytes(args.shape), cache_gib=args.cache_gib, length=args.length)
+        self.describe(
+            shape=args.shape,
+            model_bytes=model_bytes(args.shape),
+            cache_gib=args.cache_gib,
+            length=args.length,
+        )
         for mode in MODES:
             server, trainer = self._begin(mode, folder)
             with self.loaded(server, args.concurrency[0], args.ramp) as seen:
                 found = self.results.measure(mode, "longest", run=partial(self._longest, trainer))
                 if found is not None:
-                    self.results.measure(mode, "at_the_longest", run=partial(self._steps, trainer, found["tokens"]))
+                    self.results.measure(
+                        mode, "at_the_longest", run=partial(self._steps, trainer, found["tokens"])
+                    )
             self.results.put(mode, "request_failures", value=seen["failures"])
             self.results.put(mode, "served_version", value=server.state()["weight_version"])
             trainer.stop()
@@ -59,18 +75,24 @@ class Benchmark(LoadedSitting):
         if not self.on_gpu:
             flags += ("--num-gpu-blocks-override", "256")
         name = mode.replace(" ", "-")
-        server = self.server(f"vllm {name}", folder, cache_gib=args.cache_gib, max_model_len=4096, flags=flags)
+        server = self.server(
+            f"vllm {name}", folder, cache_gib=args.cache_gib, max_model_len=4096, flags=flags
+        )
         self.results.put(mode, "seconds_to_ready", value=next(iter(self.ready(server).values())))
         trainer = self.trainer(f"trainer {name}", "bench.gpu.turns_trainer", server.port)
         trainer.ask("load", timeout=180, optimizer=True)
-        trainer.ask("connect", timeout=180, kind="single_copy", **({"colocate": True} if turns else {}))
+        trainer.ask(
+            "connect", timeout=180, kind="single_copy", **({"colocate": True} if turns else {})
+        )
         return server, trainer
 
     def _longest(self, trainer: Worker) -> dict[str, Any]:
         """The most tokens of one pass, to an eighth; `why` says what ended it."""
 
         def out_of_memory(tokens: int) -> str | None:
-            found = trainer.ask("steps", timeout=2 * ASK_SECONDS, count=1, tokens=tokens, length=self.args.length)
+            found = trainer.ask(
+                "steps", timeout=2 * ASK_SECONDS, count=1, tokens=tokens, length=self.args.length
+            )
             return found.get("out_of_memory")
 
         found = longest(out_of_memory, self.args.length, self.args.most)
@@ -79,9 +101,17 @@ class Benchmark(LoadedSitting):
         return found
 
     def _steps(self, trainer: Worker, tokens: int) -> dict[str, Any]:
-        found = trainer.ask("steps", timeout=3 * ASK_SECONDS, count=self.args.updates, tokens=tokens, length=self.args.length)
+        found = trainer.ask(
+            "steps",
+            timeout=3 * ASK_SECONDS,
+            count=self.args.updates,
+            tokens=tokens,
+            length=self.args.length,
+        )
         if "out_of_memory" in found:
-            raise BenchError(f"{tokens} tokens fitted once and do not now: {found['out_of_memory']}")
+            raise BenchError(
+                f"{tokens} tokens fitted once and do not now: {found['out_of_memory']}"
+            )
         return summary(found, tokens)
 
     def _same_size(self, folder: Path) -> None:
@@ -95,7 +125,8 @@ class Benchmark(LoadedSitting):
 
 
 def longest(refusal: Callable[[int], str | None], shortest: int, most: int) -> dict[str, Any]:
-    """The largest size that is not refused, found by doubling, then by halving the rest three times.
+    """The largest size that is not refused, found by doubling, then by halving the rest three
+    times.
 
     Args:
         refusal: why a size does not fit; None: it does.
@@ -130,8 +161,8 @@ def summary(found: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Medians over the steps of one size, the first left out if there are others.
 
     Returns:
-        tokens; seconds of a step; tokens_per_second; peak_reserved_bytes; and with turns seconds of a turn, rest and wake, and
-        freed_bytes.
+        tokens; seconds of a step; tokens_per_second; peak_reserved_bytes; and with turns seconds of
+        a turn, rest and wake, and freed_bytes.
     """
     rows = found["steps"][1:] or found["steps"]
     seconds = statistics.median(row["seconds"] for row in rows)
@@ -156,8 +187,19 @@ def report(data: dict[str, Any]) -> str:
                 freed = row.get("turn_freed_bytes")
                 figures = [row.get(f"turn_{key}") for key in ("seconds", "rest", "wake")]
                 figures.append(None if freed is None else round(freed / 2**30, 2))
-                rows.append([mode, row["tokens"], row["tokens_per_second"], row["seconds"], *figures])
-    head = ["", "tokens of a pass", "trained tokens/s", "step s", "turn s", "rest s", "wake s", "given back GiB"]
+                rows.append(
+                    [mode, row["tokens"], row["tokens_per_second"], row["seconds"], *figures]
+                )
+    head = [
+        "",
+        "tokens of a pass",
+        "trained tokens/s",
+        "step s",
+        "turn s",
+        "rest s",
+        "wake s",
+        "given back GiB",
+    ]
     return table(head, rows) if rows else "nothing was measured"
 
 
@@ -176,7 +218,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report)
+    return run_and_report(
+        args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report
+    )
 
 
 if __name__ == "__main__":

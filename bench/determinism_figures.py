@@ -27,7 +27,9 @@ STEPS = {
 def speed(book: Book, mode: str, load: str) -> float:
     """Tokens per second, mean of all rounds."""
     rounds = [key for key in book.get(COST, f"rollout/{mode}/{load}") if key.startswith("round")]
-    return statistics.fmean(book.number(COST, f"rollout/{mode}/{load}/{key}/tokens_per_second") for key in rounds)
+    return statistics.fmean(
+        book.number(COST, f"rollout/{mode}/{load}/{key}/tokens_per_second") for key in rounds
+    )
 
 
 def cost(book: Book) -> str:
@@ -35,11 +37,27 @@ def cost(book: Book) -> str:
     rows = []
     for load, text in SAMPLING.items():
         off, theirs, ours = (speed(book, mode, load) for mode in ("off", "vllm", "ours"))
-        rows.append([text, _rounded(off), _rounded(theirs), _rounded(ours), f"{theirs / off:.2f}", f"**{ours / off:.2f}**"])
+        rows.append(
+            [
+                text,
+                _rounded(off),
+                _rounded(theirs),
+                _rounded(ours),
+                f"{theirs / off:.2f}",
+                f"**{ours / off:.2f}**",
+            ]
+        )
     for step, text in STEPS.items():
-        off, ours = (book.number(COST, f"step/{mode}/{step}/tokens_per_second") for mode in ("off", "ours"))
+        off, ours = (
+            book.number(COST, f"step/{mode}/{step}/tokens_per_second") for mode in ("off", "ours")
+        )
         rows.append([text, _rounded(off), "", _rounded(ours), "", f"**{ours / off:.2f}**"])
-    head = ["Qwen3-1.7B shape, tokens per second (mean of three rounds)", "off", "vLLM's own mode", "ours"]
+    head = [
+        "Qwen3-1.7B shape, tokens per second (mean of three rounds)",
+        "off",
+        "vLLM's own mode",
+        "ours",
+    ]
     text = markdown([*head, "its ÷ off", "ours ÷ off"], rows)
     return f"{text}\n\n{sources(book, {'all': (COST, 'rollout/ours/1 sequence/round 1')})}"
 
@@ -66,7 +84,9 @@ def rounds_apart(book: Book) -> str:
     for mode in ("off", "vllm", "ours"):
         for load in SAMPLING:
             found = [
-                row["tokens_per_second"] for key, row in book.get(COST, f"rollout/{mode}/{load}").items() if "round" in key
+                row["tokens_per_second"]
+                for key, row in book.get(COST, f"rollout/{mode}/{load}").items()
+                if "round" in key
             ]
             apart = max(apart, max(found) / min(found) - 1)
     return f"up to {100 * apart:.0f} %"
@@ -74,11 +94,15 @@ def rounds_apart(book: Book) -> str:
 
 def parity_total(book: Book) -> str:
     """Millions of compared tokens of all matrices. Raises FigureError if one of them differed."""
-    totals = {key: row for key, row in book.get("parity_matrix", "totals").items() if key != "control"}
+    totals = {
+        key: row for key, row in book.get("parity_matrix", "totals").items() if key != "control"
+    }
     for key in totals:
         book.measured("parity_matrix", f"totals/{key}")
     if any(row["mismatched"] for row in totals.values()):
-        raise FigureError("parity_matrix.json: tokens differ, so no document may say that none does")
+        raise FigureError(
+            "parity_matrix.json: tokens differ, so no document may say that none does"
+        )
     return f"{sum(row['tokens'] for row in totals.values()) / 1e6:.1f}"
 
 
@@ -98,7 +122,9 @@ def control_difference(book: Book) -> str:
 
 
 def on_off_published(book: Book) -> str:
-    """Return by how much the mode changes the reward of the published study's last ten steps, and the tokens that differed."""
+    """Return by how much the mode changes the reward of the published study's last ten steps, and
+    the tokens that differed.
+    """
     if not book.has(PUBLISHED):
         return "Not measured yet."
     page = book.page(PUBLISHED)
@@ -106,7 +132,9 @@ def on_off_published(book: Book) -> str:
     for name, run in runs.items():
         book.measured(PUBLISHED, f"runs/{name}")
         if run["failed"] or run["steps"] != page["steps"]:
-            raise FigureError(f"{PUBLISHED}.json runs/{name}: not a whole run: {run['failed'] or run['steps']}")
+            raise FigureError(
+                f"{PUBLISHED}.json runs/{name}: not a whole run: {run['failed'] or run['steps']}"
+            )
     rows = list(runs.values())
     tokens = "; ".join(
         f"with the mode {mode} "
@@ -115,7 +143,11 @@ def on_off_published(book: Book) -> str:
         for mode in ("on", "off")
     )
     machine = page["machine"]
-    where = f"{machine['gpus'][0]}, torch {machine['torch']}, vLLM {machine['vllm']}" if machine["gpus"] else "On a CPU"
+    where = (
+        f"{machine['gpus'][0]}, torch {machine['torch']}, vLLM {machine['vllm']}"
+        if machine["gpus"]
+        else "On a CPU"
+    )
     return "\n\n".join(
         [
             *differences(rows),

@@ -1,11 +1,13 @@
-"""What does deterministic mode cost? vLLM as it comes, in its own batch-invariant mode and in ours; and the trainer's step.
+"""What does deterministic mode cost? vLLM as it comes, in its own batch-invariant mode and in ours;
+and the trainer's step.
 
     python bench/deterministic_cost.py --output DIR                           1 GPU, Qwen3-1.7B
     python bench/deterministic_cost.py --output DIR --shape qwen3-0.6b
     python bench/deterministic_cost.py --output DIR --parts step --tiny --device cpu   that the script runs, without a GPU
 
-All engines are started together and measured one after the other, in three rounds, on the same GPU; then the GPU's kernels are
-timed. Prints tables and writes deterministic_cost_SHAPE.json. Ratios are mode on ÷ off: 1 costs nothing.
+All engines are started together and measured one after the other, in three rounds, on the same GPU;
+then the GPU's kernels are timed. Prints tables and writes deterministic_cost_SHAPE.json. Ratios are
+mode on ÷ off: 1 costs nothing.
 """
 
 from __future__ import annotations
@@ -34,16 +36,24 @@ LOADS: dict[str, dict[str, Any]] = {
     "1 sequence, seeded": {"count": 1, "new_tokens": 512, "prompt_tokens": 32, "seeded": True},
     "256 sequences": {"count": 256, "new_tokens": 512, "prompt_tokens": 32, "seeded": False},
     "256 sequences, seeded": {"count": 256, "new_tokens": 512, "prompt_tokens": 32, "seeded": True},
-    "256 sequences, long prompts": {"count": 256, "new_tokens": 128, "prompt_tokens": 800, "seeded": False},
+    "256 sequences, long prompts": {
+        "count": 256,
+        "new_tokens": 128,
+        "prompt_tokens": 800,
+        "seeded": False,
+    },
 }
 ROUNDS = 3
 PROFILED = {"1 sequence": 64, "256 sequences": 32}
-"""Load -> tokens of each sequence while the GPU's kernels are timed; after the measurements, which this would slow down."""
+"""Load -> tokens of each sequence while the GPU's kernels are timed; after the measurements, which
+this would slow down."""
 STEPS: dict[str, dict[str, Any]] = {
     "16 x 512 to 1024": {"sequences": 16, "lengths": [512, 1024], "tokens": 8192, "count": 8},
     "4 x 3000 to 4000": {"sequences": 4, "lengths": [3000, 4000], "tokens": 4096, "count": 6},
 }
-TINY_STEPS: dict[str, dict[str, Any]] = {"4 x 8 to 16": {"sequences": 4, "lengths": [8, 16], "tokens": 32, "count": 4}}
+TINY_STEPS: dict[str, dict[str, Any]] = {
+    "4 x 8 to 16": {"sequences": 4, "lengths": [8, 16], "tokens": 32, "count": 4}
+}
 
 
 class Cost(Sitting):
@@ -67,28 +77,62 @@ class Cost(Sitting):
     def _rollout(self) -> None:
         modes = [mode for mode in MODES if mode in self.args.modes]
         engines = {
-            mode: self.worker(f"rollout {mode}", "bench.gpu.rollout_worker", ["--mode", mode, "--model", str(self.model)])
+            mode: self.worker(
+                f"rollout {mode}",
+                "bench.gpu.rollout_worker",
+                ["--mode", mode, "--model", str(self.model)],
+            )
             for mode in modes
         }
         for engine in engines.values():
-            engine.send("load", max_model_len=2048, max_num_seqs=256, cache_bytes=(32 if self.on_gpu else 1) << 30)
+            engine.send(
+                "load",
+                max_model_len=2048,
+                max_num_seqs=256,
+                cache_bytes=(32 if self.on_gpu else 1) << 30,
+            )
         ready = {
             mode: engine
             for mode, engine in engines.items()
-            if self.results.measure("rollout", mode, "load", run=partial(engine.answer, LOAD_SECONDS, "load")) is not None
+            if self.results.measure(
+                "rollout", mode, "load", run=partial(engine.answer, LOAD_SECONDS, "load")
+            )
+            is not None
         }
         vocab = SHAPES[self.args.shape]["vocab_size"]
-        for attempt in range(ROUNDS + 1):  # the first one compiles what the engines have left until now
+        for attempt in range(
+            ROUNDS + 1
+        ):  # the first one compiles what the engines have left until now
             for name, load in LOADS.items():
                 for mode, engine in ready.items():
-                    ask = partial(engine.ask, "generate", timeout=ASK_SECONDS, vocab=vocab, seed=1000 * attempt, **load)
+                    ask = partial(
+                        engine.ask,
+                        "generate",
+                        timeout=ASK_SECONDS,
+                        vocab=vocab,
+                        seed=1000 * attempt,
+                        **load,
+                    )
                     if attempt == 0:
-                        ask = partial(engine.ask, "generate", timeout=ASK_SECONDS, vocab=vocab, **{**load, "new_tokens": 4})
+                        ask = partial(
+                            engine.ask,
+                            "generate",
+                            timeout=ASK_SECONDS,
+                            vocab=vocab,
+                            **{**load, "new_tokens": 4},
+                        )
                     self.results.measure("rollout", mode, name, f"round {attempt}", run=ask)
         for name, tokens in PROFILED.items():
             for mode, engine in ready.items():
                 load = {key: LOADS[name][key] for key in ("count", "prompt_tokens")}
-                ask = partial(engine.ask, "kernels", timeout=ASK_SECONDS, vocab=vocab, new_tokens=tokens, **load)
+                ask = partial(
+                    engine.ask,
+                    "kernels",
+                    timeout=ASK_SECONDS,
+                    vocab=vocab,
+                    new_tokens=tokens,
+                    **load,
+                )
                 self.results.measure("kernels", name, mode, run=ask)
         for engine in engines.values():
             engine.stop()
@@ -98,7 +142,9 @@ class Cost(Sitting):
         for mode in ("off", "ours"):
             arguments = ["--mode", mode, "--shape", self.args.shape, "--device", self.args.device]
             worker = self.worker(f"step {mode}", "bench.gpu.step_worker", arguments)
-            self.results.measure("step", mode, "load", run=partial(worker.ask, "load", timeout=LOAD_SECONDS))
+            self.results.measure(
+                "step", mode, "load", run=partial(worker.ask, "load", timeout=LOAD_SECONDS)
+            )
             for name, batch in steps.items():
                 ask = partial(worker.ask, "steps", timeout=ASK_SECONDS, **batch)
                 self.results.measure("step", mode, name, run=ask)
@@ -110,7 +156,9 @@ def speed(data: dict[str, Any], part: str, mode: str, name: str) -> float | None
     found = data.get(part, {}).get(mode, {}).get(name)
     if found is None:
         return None
-    rounds = [found] if part == "step" else [found.get(f"round {i}", {}) for i in range(1, ROUNDS + 1)]
+    rounds = (
+        [found] if part == "step" else [found.get(f"round {i}", {}) for i in range(1, ROUNDS + 1)]
+    )
     speeds = [row["tokens_per_second"] for row in rounds if "tokens_per_second" in row]
     return round(statistics.mean(speeds), 1) if speeds else None
 
@@ -118,15 +166,25 @@ def speed(data: dict[str, Any], part: str, mode: str, name: str) -> float | None
 def measured_names(data: dict[str, Any]) -> list[tuple[str, str]]:
     """Part and name of everything that any mode was measured at."""
     names = [*LOADS, *STEPS, *TINY_STEPS]
-    return [(part, name) for part in PARTS for name in names if any(name in mode for mode in data.get(part, {}).values())]
+    return [
+        (part, name)
+        for part in PARTS
+        for name in names
+        if any(name in mode for mode in data.get(part, {}).values())
+    ]
 
 
 def ratios(data: dict[str, Any]) -> dict[str, Any]:
     """Speed of each mode over that of `off`, by part and name."""
     found: dict[str, Any] = {}
     for part, name in measured_names(data):
-        off, others = speed(data, part, "off", name), {mode: speed(data, part, mode, name) for mode in MODES[1:]}
-        found.setdefault(part, {})[name] = {mode: round(s / off, 3) if s and off else None for mode, s in others.items()}
+        off, others = (
+            speed(data, part, "off", name),
+            {mode: speed(data, part, mode, name) for mode in MODES[1:]},
+        )
+        found.setdefault(part, {})[name] = {
+            mode: round(s / off, 3) if s and off else None for mode, s in others.items()
+        }
     return found
 
 
@@ -148,14 +206,23 @@ def report(data: dict[str, Any]) -> str:
                 *(str(ratio or "-") for ratio in found.values()),
             ]
         )
-    return "\n".join([*kernels, table(["tokens per second", "off", "vLLM's own", "ours", "vLLM's ÷ off", "ours ÷ off"], rows)])
+    return "\n".join(
+        [
+            *kernels,
+            table(
+                ["tokens per second", "off", "vLLM's own", "ours", "vLLM's ÷ off", "ours ÷ off"],
+                rows,
+            ),
+        ]
+    )
 
 
 def kernels_text(found: dict[str, Any]) -> str:
     """One line on where a step's time goes: microseconds and launches of the longest kernels."""
     steps = found["steps"]
     longest = [
-        f"{name[:40]} {1e6 * seconds / steps:.0f} x{count / steps:.0f}" for name, count, seconds in found["kernels"][:12]
+        f"{name[:40]} {1e6 * seconds / steps:.0f} x{count / steps:.0f}"
+        for name, count, seconds in found["kernels"][:12]
     ]
     whole, busy = (1e6 * found[key] / steps for key in ("seconds", "busy_seconds"))
     return f"a step takes {whole:.0f} us, its kernels {busy:.0f}: {', '.join(longest)}"

@@ -21,7 +21,13 @@ def service_rates(book: Book) -> str:
     """The rollout service beside the public server under the same load."""
     sides = {"Atropos' public server": "public", "ours": "ours"}
     rows = [
-        [text, *(f"{book.number('rollout_api_load', f'load/medians/{side}/{key}'):.0f}{unit}" for side in sides.values())]
+        [
+            text,
+            *(
+                f"{book.number('rollout_api_load', f'load/medians/{side}/{key}'):.0f}{unit}"
+                for side in sides.values()
+            ),
+        ]
         for text, key, unit in (
             ("groups posted per second", "posted", ""),
             ("groups drained per second", "drained", ""),
@@ -39,9 +45,12 @@ def service_kills(book: Book) -> str:
     if not book.has("service_kills"):
         return "Not measured yet."
     clients, minutes, kills, groups, batches = (
-        f"{book.number('service_kills', key):,.0f}" for key in ("clients", "minutes", "kills", "groups", "batches")
+        f"{book.number('service_kills', key):,.0f}"
+        for key in ("clients", "minutes", "kills", "groups", "batches")
     )
-    faults = [f"{book.number('service_kills', key):.0f} {key}" for key in ("lost", "doubled", "changed")]
+    faults = [
+        f"{book.number('service_kills', key):.0f} {key}" for key in ("lost", "doubled", "changed")
+    ]
     return (
         f"{clients} clients for {minutes} minutes with {kills} `kill -9` and restarts: {groups} groups in {batches} batches, "
         f"{faults[0]}, {faults[1]}, {faults[2]}."
@@ -116,4 +125,5 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "or falls 256 messages or 8 MiB behind": "limits of atroposlib/dashboard/live/hub.py",
     },
 }
-"""Document -> passage that is written there word for word -> where its figure comes from, if not from bench/results/."""
+"""Document -> passage that is written there word for word -> where its figure comes from, if not
+from bench/results/."""

@@ -1,4 +1,5 @@
-"""Puts the figures of the READMEs and docs/ where they belong: from bench/results/, and nowhere else.
+"""Puts the figures of the READMEs and docs/ where they belong: from bench/results/, and nowhere
+else.
 
     python bench/figures.py            rewrites them
     python bench/figures.py --check    says what differs, and ends with status 1 (a test runs this)
@@ -9,7 +10,8 @@ In a document a figure stands between two comments, `<!--= WHAT -->31.3<!--/-->`
                             `@.1f`, `@,`, `@*100 .1f`
     NAME                    what a function of bench/figure_tables.py returns: a table, or something computed
 
-What is measured in ms, GB/s, % and the like and stands outside must be named, with its source, in figure_tables.ELSEWHERE.
+What is measured in ms, GB/s, % and the like and stands outside must be named, with its source, in
+figure_tables.ELSEWHERE.
 """
 
 from __future__ import annotations
@@ -35,12 +37,17 @@ MARKED = re.compile(r"<!--= (?P<what>[^>]*?) -->(?P<text>.*?)<!--/-->", re.DOTAL
 UNITS = re.compile(
     r"\d[\d.,]*(?:e-?\d+)? ?(?:ms|µs|GB/s|groups/s|tokens/s|MiB|%)(?!\w)|\d{2,3}(?:,\d{3})+|\d(?:,\d{3}){2,}|\d ± \d"
 )
-"""What a measured figure looks like: a number with such a unit, one of five digits or more, or one with its error."""
+"""What a measured figure looks like: a number with such a unit, one of five digits or more, or one
+with its error."""
 
 
 def documents(root: Path) -> list[Path]:
     """README.md, example_trainer/README.md and docs/*.md."""
-    return [root / "README.md", root / "example_trainer" / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [
+        root / "README.md",
+        root / "example_trainer" / "README.md",
+        *sorted((root / "docs").glob("*.md")),
+    ]
 
 
 def rewritten(text: str, book: Book, named: Mapping[str, Callable[[Book], str]] = NAMED) -> str:
@@ -64,7 +71,9 @@ def rewritten(text: str, book: Book, named: Mapping[str, Callable[[Book], str]] 
 
 
 def unsourced(text: str, elsewhere: Iterable[str]) -> list[str]:
-    """Lines with a figure that is neither marked nor in one of `elsewhere` (passages as the document has them)."""
+    """Lines with a figure that is neither marked nor in one of `elsewhere` (passages as the
+    document has them).
+    """
     plain = MARKED.sub("", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
     plain = GENERATED.sub("", plain)
     for passage in elsewhere:
@@ -78,7 +87,9 @@ def _value(what: str, book: Book) -> str:
     if not (at and space):
         raise FigureError(f"{what!r} is neither the name of a figure nor FILE KEY/KEY/… @SPEC")
     value = book.number(file, path)
-    factor, star, rest = spec.removeprefix("*").partition(" ") if spec.startswith("*") else ("1", "", spec)
+    factor, star, rest = (
+        spec.removeprefix("*").partition(" ") if spec.startswith("*") else ("1", "", spec)
+    )
     try:
         return format(value * float(factor) if star else value, rest)
     except ValueError as error:
@@ -87,7 +98,11 @@ def _value(what: str, book: Book) -> str:
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing, and end with status 1 if something would change")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="change nothing, and end with status 1 if something would change",
+    )
     check = parser.parse_args(arguments).check
     problems: list[str] = []
     book = Book(root / "bench" / "results")
@@ -97,12 +112,16 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         text = document.read_text(encoding="utf-8")
         try:
             new = rewritten(text, book)
-            problems += [f"{name}: no source for: {line}" for line in unsourced(new, ELSEWHERE.get(name, {}))]
+            problems += [
+                f"{name}: no source for: {line}" for line in unsourced(new, ELSEWHERE.get(name, {}))
+            ]
         except FigureError as error:
             problems.append(f"{name}: {error}")
             continue
         if new != text and check:
-            lines = difflib.unified_diff(text.splitlines(), new.splitlines(), name, "as measured", lineterm="", n=0)
+            lines = difflib.unified_diff(
+                text.splitlines(), new.splitlines(), name, "as measured", lineterm="", n=0
+            )
             problems.append("\n".join(lines))
         elif new != text:
             document.write_text(new, encoding="utf-8")

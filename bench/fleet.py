@@ -1,14 +1,17 @@
-"""What does an update of several servers take, against one; and how long does a client wait for its next token?
+"""What does an update of several servers take, against one; and how long does a client wait for its
+next token?
 
     python bench/fleet.py --output DIR --device cpu --parts servers clients      1, 2, 4, 8 servers as processes, without GPUs
     python bench/fleet.py --output DIR --parts clients engine                    2 GPUs: clients and vLLM's own engine
     python bench/fleet.py --output DIR --parts servers --concurrency 64          3 GPUs or more: 1, 2, … servers, one on each
     python bench/fleet.py --output DIR --device cpu --tiny                       everything but the figures
 
-Parts: servers: whole updates of 1, 2, … servers. Without GPUs, of light ones (the bridge's own routes, updater and checks, no
-engine of vLLM's) and of two real ones; with GPUs, of real ones, each on a GPU of its own, all under load, and by vLLM's own
-NCCL weight-transfer engine, measured alike. clients: one server under load, with keys and values anew (`recompute`) and kept
-(`keep`), and what its engine computes anew after an update. engine: vLLM's own there. Prints tables and writes fleet.json.
+Parts: servers: whole updates of 1, 2, … servers. Without GPUs, of light ones (the bridge's own
+routes, updater and checks, no engine of vLLM's) and of two real ones; with GPUs, of real ones, each
+on a GPU of its own, all under load, and by vLLM's own NCCL weight-transfer engine, measured alike.
+clients: one server under load, with keys and values anew (`recompute`) and kept (`keep`), and what
+its engine computes anew after an update. engine: vLLM's own there. Prints tables and writes
+fleet.json.
 """
 
 from __future__ import annotations
@@ -69,7 +72,11 @@ class Benchmark(LoadedSitting):
 
     def run(self) -> None:
         """Everything that was asked for."""
-        self.describe(shape=self.args.shape, model_bytes=model_bytes(self.args.shape), load_before=os.getloadavg())
+        self.describe(
+            shape=self.args.shape,
+            model_bytes=model_bytes(self.args.shape),
+            load_before=os.getloadavg(),
+        )
         if "clients" in self.args.parts:
             self._clients()
         if "engine" in self.args.parts and self.on_gpu:
@@ -84,37 +91,75 @@ class Benchmark(LoadedSitting):
     # -- a client's view
 
     def _clients(self) -> None:
-        """Both settings of --inflight-cache; the second server mirrored, so that no GPU holds a server and its own trainer."""
-        servers = {name: self._start(name, ("--inflight-cache", name), name == "keep", steps=True) for name in INFLIGHT}
-        trainers = {name: self._trainer(f"trainer {name}", "bench.gpu.trainer", server) for name, server in servers.items()}
+        """Both settings of --inflight-cache; the second server mirrored, so that no GPU holds a
+        server and its own trainer.
+        """
+        servers = {
+            name: self._start(name, ("--inflight-cache", name), name == "keep", steps=True)
+            for name in INFLIGHT
+        }
+        trainers = {
+            name: self._trainer(f"trainer {name}", "bench.gpu.trainer", server)
+            for name, server in servers.items()
+        }
         self.results.put("seconds_to_ready", value=self.ready(*servers.values()))
         for name, server in servers.items():
             trainer = trainers[name]
             if (
-                self.results.measure("clients", name, "trainer", run=partial(trainer.ask, "load", timeout=180, spare=True))
+                self.results.measure(
+                    "clients",
+                    name,
+                    "trainer",
+                    run=partial(trainer.ask, "load", timeout=180, spare=True),
+                )
                 is None
             ):
                 continue
             self.warm_up(server, max(self.args.concurrency))
             for transfer in self.args.transfers:
-                self._under_loads(server, trainer, ("clients", name, transfer), {"kind": "broadcast", "transfer": transfer})
+                self._under_loads(
+                    server,
+                    trainer,
+                    ("clients", name, transfer),
+                    {"kind": "broadcast", "transfer": transfer},
+                )
         if "servers" in self.args.parts and not self.on_gpu:
-            both = {"kind": "broadcast", "transfer": "overlapped", "ports": [server.port for server in servers.values()]}
+            both = {
+                "kind": "broadcast",
+                "transfer": "overlapped",
+                "ports": [server.port for server in servers.values()],
+            }
             self._under_loads(
-                servers["recompute"], trainers["recompute"], ("clients", "recompute", "overlapped, two servers"), both
+                servers["recompute"],
+                trainers["recompute"],
+                ("clients", "recompute", "overlapped, two servers"),
+                both,
             )
         for name in INFLIGHT:
             trainers[name].stop()
             servers[name].stop()
 
-    def _under_loads(self, server: VllmServer, trainer: Worker, place: tuple[str, ...], how: dict[str, Any]) -> None:
+    def _under_loads(
+        self, server: VllmServer, trainer: Worker, place: tuple[str, ...], how: dict[str, Any]
+    ) -> None:
         measure = partial(self.results.measure, *place)
-        if measure("connect", run=partial(trainer.ask, "connect", timeout=ASK_SECONDS, **how)) is None:
+        if (
+            measure("connect", run=partial(trainer.ask, "connect", timeout=ASK_SECONDS, **how))
+            is None
+        ):
             return
-        measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)))
+        measure(
+            "idle",
+            run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)),
+        )
         for concurrency in self.args.concurrency:
             under_load = partial(
-                self.under_load, server, trainer, concurrency, first_steps=True, steps=self._steps(server.name)
+                self.under_load,
+                server,
+                trainer,
+                concurrency,
+                first_steps=True,
+                steps=self._steps(server.name),
             )
             measure(f"load_{concurrency}", run=under_load)
         if "ports" not in how:
@@ -123,15 +168,25 @@ class Benchmark(LoadedSitting):
     def _engine(self) -> None:
         """vLLM's own NCCL weight-transfer engine, with the same model, weights and load."""
         server = self._start("vllm own engine", **OWN_ENGINE)
-        trainer = self._trainer("trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", server)
+        trainer = self._trainer(
+            "trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", server
+        )
         measure = partial(self.results.measure, "vllm_engine")
         self.ready(server)
         measure("model", run=lambda: trainer.ask("load", timeout=180, spare=True))
         self.warm_up(server, max(self.args.concurrency))
         if measure("join", run=lambda: trainer.ask("join", timeout=180)) is not None:
-            measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)))
+            measure(
+                "idle",
+                run=lambda: figures(
+                    trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)
+                ),
+            )
             for concurrency in self.args.concurrency:
-                measure(f"load_{concurrency}", run=partial(self.under_load, server, trainer, concurrency))
+                measure(
+                    f"load_{concurrency}",
+                    run=partial(self.under_load, server, trainer, concurrency),
+                )
         trainer.stop()
         server.stop()
 
@@ -140,14 +195,25 @@ class Benchmark(LoadedSitting):
         return self.work / f"steps-{name}.txt"
 
     def _start(
-        self, name: str, flags: tuple[str, ...] = (), mirrored: bool = False, steps: bool = False, gpu: str = "", **options: Any
+        self,
+        name: str,
+        flags: tuple[str, ...] = (),
+        mirrored: bool = False,
+        steps: bool = False,
+        gpu: str = "",
+        **options: Any,
     ) -> VllmServer:
         seats = max(256, *self.args.concurrency)
         if steps:
-            options["environment"] = tuple(engine_clock.variables(self._steps(name), engine_clock.STEPS_FILE).items())
-        # Nobody is preempted for want of room, whose keys and values would be computed anew without an update.
+            options["environment"] = tuple(
+                engine_clock.variables(self._steps(name), engine_clock.STEPS_FILE).items()
+            )
+        # Nobody is preempted for want of room, whose keys and values would be computed anew without
+        # an update.
         room = {"max_num_seqs": seats, "cache_gib": 16 * math.ceil(seats / 256)}
-        return self.server(name, self.model, gpu or ("1" if mirrored else "0"), flags=flags, **room, **options)
+        return self.server(
+            name, self.model, gpu or ("1" if mirrored else "0"), flags=flags, **room, **options
+        )
 
     def _trainer(self, name: str, module: str, server: VllmServer) -> Worker:
         gpu = "1" if server.options.gpus == "0" else "0"
@@ -156,7 +222,9 @@ class Benchmark(LoadedSitting):
     # -- several servers
 
     def _own_gpus(self) -> None:
-        """Whole updates of 1, 2, … vLLM servers, each on a GPU of its own, by a trainer on the first; then by vLLM's engine."""
+        """Whole updates of 1, 2, … vLLM servers, each on a GPU of its own, by a trainer on the
+        first; then by vLLM's engine.
+        """
         most, gpus = max(self.args.servers), torch.cuda.device_count()
         if most >= gpus:
             raise BenchError(
@@ -172,40 +240,76 @@ class Benchmark(LoadedSitting):
             for transfer in self.args.transfers:
                 for count in self.args.servers:
                     how = {"kind": "broadcast", "transfer": transfer, "ports": ports[:count]}
-                    self._several(servers[:count], trainer, (transfer, str(count)), partial(trainer.ask, "connect", **how))
+                    self._several(
+                        servers[:count],
+                        trainer,
+                        (transfer, str(count)),
+                        partial(trainer.ask, "connect", **how),
+                    )
         for started in (trainer, *servers):
             started.stop()
 
-        servers = [self._start(f"vllm own engine {number}", gpu=str(number), **OWN_ENGINE) for number in range(1, most + 1)]
+        servers = [
+            self._start(f"vllm own engine {number}", gpu=str(number), **OWN_ENGINE)
+            for number in range(1, most + 1)
+        ]
         self.ready(*servers)
         self._warm_up_all(servers)
-        for count in reversed(self.args.servers):  # each number with a trainer of its own: a group is met once
+        for count in reversed(
+            self.args.servers
+        ):  # each number with a trainer of its own: a group is met once
             own, *more = servers[:count]
-            trainer = self._trainer(f"trainer of vllm own engine {count}", "bench.gpu.vllm_engine_trainer", own)
-            if measure("vLLM's own engine", str(count), "trainer", run=partial(trainer.ask, "load", timeout=180, spare=True)):
+            trainer = self._trainer(
+                f"trainer of vllm own engine {count}", "bench.gpu.vllm_engine_trainer", own
+            )
+            if measure(
+                "vLLM's own engine",
+                str(count),
+                "trainer",
+                run=partial(trainer.ask, "load", timeout=180, spare=True),
+            ):
                 join = partial(trainer.ask, "join", others=[server.port for server in more])
                 self._several(servers[:count], trainer, ("vLLM's own engine", str(count)), join)
             trainer.stop()
 
-    def _several(self, servers: list[VllmServer], trainer: Worker, place: tuple[str, str], connect: Callable[..., Any]) -> None:
-        """Updates of these servers, idle and with so many requests in flight at each, and whether all hold what was sent."""
+    def _several(
+        self,
+        servers: list[VllmServer],
+        trainer: Worker,
+        place: tuple[str, str],
+        connect: Callable[..., Any],
+    ) -> None:
+        """Updates of these servers, idle and with so many requests in flight at each, and whether
+        all hold what was sent.
+        """
         measure = partial(self.results.measure, "servers", self.args.shape, *place)
         if measure("connect", run=partial(connect, timeout=ASK_SECONDS)) is None:
             return
-        measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)))
+        measure(
+            "idle",
+            run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)),
+        )
         for concurrency in self.args.concurrency:
             with self._loaded_too(servers[1:], concurrency):
-                measure(f"load_{concurrency}", run=partial(self.under_load, servers[0], trainer, concurrency))
+                measure(
+                    f"load_{concurrency}",
+                    run=partial(self.under_load, servers[0], trainer, concurrency),
+                )
         measure("check", run=lambda: self._checked(servers, trainer))
 
     def _checked(self, servers: list[VllmServer], trainer: Worker) -> dict[str, Any]:
         """Raise BenchError unless every server samples what the trainer's weights say."""
-        found = [trainer.ask("check", timeout=ASK_SECONDS, seed=1, port=server.port) for server in servers]
+        found = [
+            trainer.ask("check", timeout=ASK_SECONDS, seed=1, port=server.port)
+            for server in servers
+        ]
         if not all(row["new_not_old"] and row.get("checksums_equal", True) for row in found):
             raise BenchError(f"not all servers hold the weights that were sent: {found}")
         return {
             "servers": len(found),
-            "largest_difference": max(row["mean_logprob_difference_to_new_weights"] for row in found),
+            "largest_difference": max(
+                row["mean_logprob_difference_to_new_weights"] for row in found
+            ),
         }
 
     def _warm_up_all(self, servers: list[VllmServer]) -> None:
@@ -218,7 +322,9 @@ class Benchmark(LoadedSitting):
         with ExitStack() as loads:
             for number, server in enumerate(servers):
                 if number == len(self.more_loads):
-                    self.more_loads.append(self.worker(f"load {number + 2}", "bench.gpu.load", gpus=""))
+                    self.more_loads.append(
+                        self.worker(f"load {number + 2}", "bench.gpu.load", gpus="")
+                    )
                 loads.enter_context(self.loaded(server, concurrency, 0.0, self.more_loads[number]))
             yield
 
@@ -226,7 +332,10 @@ class Benchmark(LoadedSitting):
         """Whole updates of 1, 2, 4, … light servers by one trainer."""
         fleet = LightFleet(shape, self.args.output, TRAINER_TIMEOUT)
         self.stack.callback(fleet.stop)
-        ports = [fleet.start(self.work / f"light-{shape}-{number}") for number in range(max(self.args.servers))]
+        ports = [
+            fleet.start(self.work / f"light-{shape}-{number}")
+            for number in range(max(self.args.servers))
+        ]
         arguments = trainer_arguments(shape, ports[0], self.args.device, TRAINER_TIMEOUT)
         trainer = self.worker(f"trainer of {shape}", "bench.gpu.trainer", arguments)
         measure = partial(self.results.measure, "servers", shape)
@@ -239,14 +348,19 @@ class Benchmark(LoadedSitting):
                 connect = partial(trainer.ask, "connect", timeout=ASK_SECONDS, **how)
                 if measure(*place, "connect", run=connect) is not None:
                     measure(
-                        *place, "idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates))
+                        *place,
+                        "idle",
+                        run=lambda: figures(
+                            trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)
+                        ),
                     )
         trainer.stop()
         fleet.stop()
 
 
 def times_one(found: dict[str, Any], condition: str = "idle") -> dict[str, float]:
-    """How many times as long an update of N servers takes as that of one: {N: ratio of the medians}.
+    """How many times as long an update of N servers takes as that of one: {N: ratio of the
+    medians}.
 
     Args:
         found: rows of one shape and transfer, by the number of servers.
@@ -266,19 +380,43 @@ def report(data: dict[str, Any]) -> str:
     """The tables of a results file; what a client sees comes first."""
     rows: list[list[object]] = []
     sides = {
-        f"{name}, {way}": row for name, part in data.get("clients", {}).items() for way, row in part.items() if way != "trainer"
+        f"{name}, {way}": row
+        for name, part in data.get("clients", {}).items()
+        for way, row in part.items()
+        if way != "trainer"
     }
     sides |= {"vLLM's engine": data["vllm_engine"]} if "vllm_engine" in data else {}
     for side, part in sides.items():
         for condition in [key for key in part if key == "idle" or key.startswith("load_")]:
             found = part[condition]
             if "updates" in found:
-                waits = ("largest_gap_per_update_ms median p90 max", "usual_gap_ms", "whole_update_ms median max")
+                waits = (
+                    "largest_gap_per_update_ms median p90 max",
+                    "usual_gap_ms",
+                    "whole_update_ms median max",
+                )
                 anew = found.get("computed_anew", {})
-                cells = [*spreads(found, *waits, "halted_ms", "stalled_ms"), anew.get("tokens"), *spreads(anew, "ms")]
+                cells = [
+                    *spreads(found, *waits, "halted_ms", "stalled_ms"),
+                    anew.get("tokens"),
+                    *spreads(anew, "ms"),
+                ]
                 rows.append([f"{side}, {condition}", *cells, found["updates"]])
-    head = ["", "longest gap between two tokens at a client, per update: median ms", "p90", "max", "usual gap ms"]
-    head += ["the trainer waits: median ms", "max", "halted ms", "to the first step ms", "tokens computed anew", "ms for them"]
+    head = [
+        "",
+        "longest gap between two tokens at a client, per update: median ms",
+        "p90",
+        "max",
+        "usual gap ms",
+    ]
+    head += [
+        "the trainer waits: median ms",
+        "max",
+        "halted ms",
+        "to the first step ms",
+        "tokens computed anew",
+        "ms for them",
+    ]
     head += ["updates"]
     lines = [table(head, rows)] if rows else []
     rows = []
@@ -286,30 +424,55 @@ def report(data: dict[str, Any]) -> str:
         for transfer in [key for key in by_transfer if key != "trainer"]:
             for number, row in by_transfer[transfer].items():
                 for condition in [key for key in row if key == "idle" or key.startswith("load_")]:
-                    found, ratio = row[condition], times_one(by_transfer[transfer], condition).get(number)
+                    found, ratio = (
+                        row[condition],
+                        times_one(by_transfer[transfer], condition).get(number),
+                    )
                     if "updates" in found:
-                        waits = ("whole_update_ms median p90 max", "halted_ms", "largest_gap_per_update_ms")
+                        waits = (
+                            "whole_update_ms median p90 max",
+                            "halted_ms",
+                            "largest_gap_per_update_ms",
+                        )
                         side = f"{shape}, {transfer}, {number} servers, {condition}"
                         rows.append([side, *spreads(found, *waits), ratio, found["updates"]])
-    head = ["servers", "the trainer waits: median ms", "p90", "max", "halted ms", "gap at a client ms", "times one server"]
+    head = [
+        "servers",
+        "the trainer waits: median ms",
+        "p90",
+        "max",
+        "halted ms",
+        "gap at a client ms",
+        "times one server",
+    ]
     lines += [table([*head, "updates"], rows)] if rows else []
-    lines += [f"load of the machine before and after: {data.get('load_before')}, {data.get('load_after')}"]
+    lines += [
+        f"load of the machine before and after: {data.get('load_before')}, {data.get('load_after')}"
+    ]
     return "\n".join(lines)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__, "qwen3-1.7b", "fleet")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--servers", type=int, nargs="+", help="how many; by default 1, 2, 4, 8, or one for each GPU but one")
+    parser.add_argument(
+        "--servers",
+        type=int,
+        nargs="+",
+        help="how many; by default 1, 2, 4, 8, or one for each GPU but one",
+    )
     parser.add_argument("--transfers", nargs="+", default=["direct", "overlapped"])
     add_load(parser, [256, 512], 0.5)
     parser.set_defaults(shape=None, concurrency=None)
     args = parser.parse_args(arguments)
     on_gpu = args.device == "cuda"
-    # Two servers and their trainers must fit into a small machine's memory, and its cores into the load.
+    # Two servers and their trainers must fit into a small machine's memory, and its cores into the
+    # load.
     args.shape = args.shape or ("qwen3-1.7b" if on_gpu else "100mb")
     args.concurrency = args.concurrency or ([256, 512] if on_gpu else [8])
-    args.servers = args.servers or (list(range(1, max(2, torch.cuda.device_count()))) if on_gpu else [1, 2, 4, 8])
+    args.servers = args.servers or (
+        list(range(1, max(2, torch.cuda.device_count()))) if on_gpu else [1, 2, 4, 8]
+    )
     if args.tiny:
         args.servers = [count for count in args.servers if count <= 2]
     return shrink_if_tiny(args)

@@ -1,10 +1,12 @@
-"""How long would an update of a fleet take that we do not have? Computed from what was measured, with the formula written out.
+"""How long would an update of a fleet take that we do not have? Computed from what was measured,
+with the formula written out.
 
     python bench/fleet_on_paper.py                                               72B to 32 servers of TP 4 from 32 trainer GPUs
     python bench/fleet_on_paper.py --servers 64 --tp 8 --trainer-gpus 64 --output FILE
 
-Measured (bench/results): what share of NCCL's own broadcast our transfer reaches, how fast sums and copies run on a GPU, and
-how long a server under load takes for its answers. Assumed, and said in the output: what NCCL gets out of a network interface.
+Measured (bench/results): what share of NCCL's own broadcast our transfer reaches, how fast sums and
+copies run on a GPU, and how long a server under load takes for its answers. Assumed, and said in
+the output: what NCCL gets out of a network interface.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from vllm_patching.protocol.pieces import BUCKET_BYTES
 RESULTS = ROOT / "bench" / "results"
 SOURCE = "weight_sync_qwen2.5-14b_crossed.json"
 NCCL_CHUNK = 512 << 10
-"""Bytes that a member of NCCL's ring hands on at once: its buffer of 4 MiB in eight steps (NCCL_BUFFSIZE, NCCL_STEPS)."""
+"""Bytes that a member of NCCL's ring hands on at once: its buffer of 4 MiB in eight steps
+(NCCL_BUFFSIZE, NCCL_STEPS)."""
 
 FORMULA = """\
 rank_bytes    = bytes of one of vLLM's ranks (its tensor-parallel share of all layers)
@@ -54,7 +57,8 @@ class Measured:
 
     Attributes:
         share_of_nccl: our transfer's bytes per second by those of NCCL's broadcast alone.
-        sums, copies: bytes per second of one GPU: its part summed up, and copied from the staging buffer to the live weights.
+        sums, copies: bytes per second of one GPU: its part summed up, and copied from the staging
+            buffer to the live weights.
         begin, commit: seconds that a server with 64 requests in flight takes to answer.
     """
 
@@ -91,7 +95,9 @@ def read_measured(path: Path = RESULTS / SOURCE) -> Measured:
     direct, overlapped = data["bridge"]["direct"], data["bridge"]["overlapped"]
     part = data["model_bytes"] / data["tensor_parallel_size"]
     idle, loaded = direct["idle"]["phases_ms"], direct["load_64"]["phases_ms"]
-    rate = data["model_bytes"] / idle["transfer"]["median"] / 1e6  # GB/s, both ranks at the same time
+    rate = (
+        data["model_bytes"] / idle["transfer"]["median"] / 1e6
+    )  # GB/s, both ranks at the same time
     return Measured(
         share_of_nccl=rate / data["ceiling"]["broadcast_gb_per_s"],
         sums=part / idle["checksum"]["median"] * 1e3,
@@ -108,9 +114,15 @@ def update_seconds(fleet: Fleet, measured: Measured) -> dict[str, float]:
         ValueError: the trainer's GPUs are no multiple of the servers'.
     """
     if fleet.trainer_gpus % fleet.tp:
-        raise ValueError(f"{fleet.trainer_gpus} trainer GPUs are no multiple of TP {fleet.tp}: lanes would differ in length")
-    itemsize = model_bytes(fleet.shape) / sum(math.prod(shape) for shape in shard_shapes(fleet.shape))
-    rank_bytes = itemsize * sum(math.prod(shape) for shape in shard_shapes(fleet.shape, 0, fleet.tp))
+        raise ValueError(
+            f"{fleet.trainer_gpus} trainer GPUs are no multiple of TP {fleet.tp}: lanes would differ in length"
+        )
+    itemsize = model_bytes(fleet.shape) / sum(
+        math.prod(shape) for shape in shard_shapes(fleet.shape)
+    )
+    rank_bytes = itemsize * sum(
+        math.prod(shape) for shape in shard_shapes(fleet.shape, 0, fleet.tp)
+    )
     senders = fleet.trainer_gpus // fleet.tp
     lane_bytes = rank_bytes / senders
     nic = fleet.gbit * 1e9 / 8 * fleet.nccl_share * measured.share_of_nccl
@@ -153,7 +165,8 @@ def report(fleet: Fleet, measured: Measured, found: dict[str, float]) -> str:
             f"measured ({SOURCE}): our transfer reaches {m.share_of_nccl:.1%} of NCCL's broadcast,",
             f"  sums {m.sums / 1e9:.0f} GB/s, copies {m.copies / 1e9:.0f} GB/s",
             f"  begin {m.begin * 1e3:.1f} ms, commit {m.commit * 1e3:.1f} ms",
-            f"rank_bytes {found['rank_bytes'] / 1e9:.2f} GB, " + _milliseconds(found, "receive", "send", "fill", "copy"),
+            f"rank_bytes {found['rank_bytes'] / 1e9:.2f} GB, "
+            + _milliseconds(found, "receive", "send", "fill", "copy"),
             table(head, rows),
         ]
     )
@@ -176,13 +189,19 @@ def to_json(fleet: Fleet, measured: Measured, found: dict[str, float]) -> dict[s
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     default = Fleet()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default=default.shape)
     parser.add_argument("--servers", type=int, default=default.servers)
     parser.add_argument("--tp", type=int, default=default.tp)
     parser.add_argument("--trainer-gpus", type=int, default=default.trainer_gpus)
-    parser.add_argument("--gbit", type=float, default=default.gbit, help="line rate of a GPU's network interface")
-    parser.add_argument("--nccl-share", type=float, default=default.nccl_share, help="of it that NCCL reaches")
+    parser.add_argument(
+        "--gbit", type=float, default=default.gbit, help="line rate of a GPU's network interface"
+    )
+    parser.add_argument(
+        "--nccl-share", type=float, default=default.nccl_share, help="of it that NCCL reaches"
+    )
     parser.add_argument("--output", type=Path, help="a results file to put it into, under on_paper")
     return parser.parse_args(arguments)
 

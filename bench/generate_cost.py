@@ -3,11 +3,12 @@
     python bench/generate_cost.py --output DIR                        1 GPU
     python bench/generate_cost.py --output DIR --tiny --device cpu    everything but the figures, without a GPU
 
-Keeps 512 sequences in flight in groups of 8 with prompts of 103 token ids and lengths with a mean of 450 under a cap of 1,024,
-in turn through /generate with numbers alone, through /generate with text and tables of logprobs, and through vLLM's own
-/v1/completions with token ids; then numbers alone from a server whose worker is a process of its own, and the same work by
-vLLM's engine without a server. For each: tokens a second, and µs of processor time a token in the front end and
-in each process of the engine; and what the engine core's thread does in that time, by clocks put into it
+Keeps 512 sequences in flight in groups of 8 with prompts of 103 token ids and lengths with a mean
+of 450 under a cap of 1,024, in turn through /generate with numbers alone, through /generate with
+text and tables of logprobs, and through vLLM's own /v1/completions with token ids; then numbers
+alone from a server whose worker is a process of its own, and the same work by vLLM's engine without
+a server. For each: tokens a second, and µs of processor time a token in the front end and in each
+process of the engine; and what the engine core's thread does in that time, by clocks put into it
 (bench/gpu/engine_clock.py). Prints tables and writes generate_cost.json after each way.
 """
 
@@ -67,9 +68,13 @@ class Lengths:
 
 
 class Load:
-    """Groups kept in flight against one route; answers are read and dropped, as another machine would take them away."""
+    """Groups kept in flight against one route; answers are read and dropped, as another machine
+    would take them away.
+    """
 
-    def __init__(self, server: VllmServer, form: str, args: argparse.Namespace, vocab: int, clock: Path) -> None:
+    def __init__(
+        self, server: VllmServer, form: str, args: argparse.Namespace, vocab: int, clock: Path
+    ) -> None:
         self._server, self._args, self._vocab, self._clock = server, args, vocab, clock
         self._path, self._fields = FORMS[form]
         self.answers, self.bytes, self.failures = 0, 0, list[str]()
@@ -77,7 +82,9 @@ class Load:
     async def run(self) -> dict[str, Any]:
         """Figures over `--seconds`, after `--ramp` seconds in which the groups fall out of step."""
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self._server.url, timeout=REQUEST_SECONDS, limits=limits) as client:
+        async with httpx.AsyncClient(
+            base_url=self._server.url, timeout=REQUEST_SECONDS, limits=limits
+        ) as client:
             groups = self._args.in_flight // GROUP
             tasks = [asyncio.create_task(self._repeat(client, number)) for number in range(groups)]
             try:
@@ -90,11 +97,16 @@ class Load:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         if self.failures or not self.answers:
-            raise BenchError(f"{self._path}: {len(self.failures)} requests failed: {self.failures[:3]}")
+            raise BenchError(
+                f"{self._path}: {len(self.failures)} requests failed: {self.failures[:3]}"
+            )
         tokens, seconds = after["tokens"] - before["tokens"], after["at"] - before["at"]
         if tokens <= 0:
             raise BenchError(f"{self._path}: no token came within {seconds:.0f} s; raise --seconds")
-        spent = {name: (after["processes"][name] - before["processes"][name]) / tokens * 1e6 for name in after["processes"]}
+        spent = {
+            name: (after["processes"][name] - before["processes"][name]) / tokens * 1e6
+            for name in after["processes"]
+        }
         front_end = spent.pop("front end")
         return {
             "tokens_per_second": tokens / seconds,
@@ -112,7 +124,13 @@ class Load:
         lengths = Lengths(self._args.mean_tokens, self._args.most_tokens, number)
         while True:
             prompt = [draw.randrange(3, self._vocab) for _ in range(self._args.prompt_tokens)]
-            body = {"n": GROUP, "max_tokens": lengths.draw(), "temperature": 1.0, "ignore_eos": True, **self._fields}
+            body = {
+                "n": GROUP,
+                "max_tokens": lengths.draw(),
+                "temperature": 1.0,
+                "ignore_eos": True,
+                **self._fields,
+            }
             if self._path == "/generate":
                 body["prompt"] = {"prompt_token_ids": prompt}
             else:
@@ -127,14 +145,21 @@ class Load:
             self.bytes += len(response.content)
 
     def _look(self) -> dict[str, Any]:
-        """The server's count of tokens, the seconds of processor time that its processes have used so far, and its clocks."""
+        """The server's count of tokens, the seconds of processor time that its processes have used
+        so far, and its clocks.
+        """
         processes = {"front end": _processor_seconds(psutil.Process(self._server.pid))}
         for process in self._server.engine_processes():
             name = _name(process)
             processes[name] = processes.get(name, 0.0) + _processor_seconds(process)
         # A version of vLLM that the clocks do not fit is measured without them.
         clock = json.loads(self._clock.read_text(encoding="utf-8")) if self._clock.exists() else {}
-        return {"at": time.monotonic(), "tokens": self._server.generated_tokens(), "processes": processes, "clock": clock}
+        return {
+            "at": time.monotonic(),
+            "tokens": self._server.generated_tokens(),
+            "processes": processes,
+            "clock": clock,
+        }
 
 
 def _name(process: psutil.Process) -> str:
@@ -154,10 +179,26 @@ class Benchmark(Sitting):
         """Measure each way that was asked for, those of one server together."""
         args = self.args
         self.model = write_model_folder(self.work / "model", args.shape)
-        asked = ("shape", "in_flight", "mean_tokens", "most_tokens", "prompt_tokens", "seconds", "ramp")
+        asked = (
+            "shape",
+            "in_flight",
+            "mean_tokens",
+            "most_tokens",
+            "prompt_tokens",
+            "seconds",
+            "ramp",
+        )
         self.describe(work={**{name: getattr(args, name) for name in asked}, "group": GROUP})
-        self._server("vllm", [form for form in FORMS if form in args.ways], ("--distributed-executor-backend", "uni"))
-        self._server("vllm-apart", [APART] if APART in args.ways else [], ("--distributed-executor-backend", "mp"))
+        self._server(
+            "vllm",
+            [form for form in FORMS if form in args.ways],
+            ("--distributed-executor-backend", "uni"),
+        )
+        self._server(
+            "vllm-apart",
+            [APART] if APART in args.ways else [],
+            ("--distributed-executor-backend", "mp"),
+        )
         if ALONE in args.ways:
             self.results.measure("ways", ALONE, run=lambda: self._engine_alone(self.model))
 
@@ -167,25 +208,37 @@ class Benchmark(Sitting):
         args, clock = self.args, self.work / f"{name}-clock.json"
         measured = tuple(engine_clock.variables(clock).items())
         server = self.server(
-            name, self.model, max_num_seqs=args.in_flight, cache_gib=args.cache_gib, flags=flags, environment=measured
+            name,
+            self.model,
+            max_num_seqs=args.in_flight,
+            cache_gib=args.cache_gib,
+            flags=flags,
+            environment=measured,
         )
         self.ready(server)
         vocab = SHAPES[args.shape]["vocab_size"]
-        # Whichever way comes first would pay for what is compiled and captured at the first batches of each size.
+        # Whichever way comes first would pay for what is compiled and captured at the first batches
+        # of each size.
         warm_up = argparse.Namespace(**vars(args) | {"seconds": 1.0})
-        asyncio.run(Load(server, ways[0].removesuffix(", worker apart"), warm_up, vocab, clock).run())
+        asyncio.run(
+            Load(server, ways[0].removesuffix(", worker apart"), warm_up, vocab, clock).run()
+        )
         for way in ways:
             load = Load(server, way.removesuffix(", worker apart"), args, vocab, clock)
             self.results.measure("ways", way, run=lambda load=load: asyncio.run(load.run()))  # type: ignore[misc]
         server.stop()
 
     def _engine_alone(self, model: Path) -> dict[str, Any]:
-        on_cpu = {} if self.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+        on_cpu = (
+            {} if self.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+        )
         worker = self.worker("engine", "bench.generate_cost", ["--engine"], **on_cpu)
         names = ("shape", "in_flight", "mean_tokens", "most_tokens", "prompt_tokens", "cache_gib")
         asked = {name: getattr(self.args, name) for name in names}
         limit = READY_SECONDS + REQUEST_SECONDS
-        found: dict[str, Any] = worker.ask("generate", timeout=limit, model=str(model), on_gpu=self.on_gpu, **asked)
+        found: dict[str, Any] = worker.ask(
+            "generate", timeout=limit, model=str(model), on_gpu=self.on_gpu, **asked
+        )
         worker.stop()
         return found
 
@@ -197,23 +250,36 @@ WAVES = 6
 def generate_without_server(model: str, on_gpu: bool, **work: Any) -> dict[str, Any]:
     """Have vLLM's engine sample without a server, with as many sequences in flight.
 
-    The figure leaves out the first wave, in which all sequences are young, and the last one, in which fewer and fewer run.
+    The figure leaves out the first wave, in which all sequences are young, and the last one, in
+    which fewer and fewer run.
     """
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     if on_gpu:
-        fitting: Mapping[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": work["cache_gib"] << 30}
+        fitting: Mapping[str, Any] = {
+            "gpu_memory_utilization": 0.1,
+            "kv_cache_memory_bytes": work["cache_gib"] << 30,
+        }
     else:
         fitting = {"dtype": "float32", "enforce_eager": True}
     most = work["prompt_tokens"] + work["most_tokens"]
     in_flight = work["in_flight"]
-    engine = LLM(model, load_format="dummy", max_num_seqs=in_flight, max_model_len=most, **fitting).llm_engine
+    engine = LLM(
+        model, load_format="dummy", max_num_seqs=in_flight, max_model_len=most, **fitting
+    ).llm_engine
     draw, vocab = random.Random(1), SHAPES[work["shape"]]["vocab_size"]
     lengths = Lengths(work["mean_tokens"], work["most_tokens"], 1)
-    numbers = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+    numbers = {
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "detokenize": False,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
     for group in range(WAVES * in_flight // GROUP):
-        prompt = {"prompt_token_ids": [draw.randrange(3, vocab) for _ in range(work["prompt_tokens"])]}
+        prompt = {
+            "prompt_token_ids": [draw.randrange(3, vocab) for _ in range(work["prompt_tokens"])]
+        }
         sampling = SamplingParams(n=GROUP, max_tokens=lengths.draw(), ignore_eos=True, **numbers)
         engine.add_request(str(group), prompt, sampling)
     ended, tokens = 0, 0
@@ -231,11 +297,19 @@ def generate_without_server(model: str, on_gpu: bool, **work: Any) -> dict[str, 
 def report(data: dict[str, Any]) -> str:
     """Tables of the results' data."""
     ways = data.get("ways", {})
-    columns = ("tokens_per_second", "front_end_us_per_token", "engine_us_per_token", "answer_bytes_per_group")
+    columns = (
+        "tokens_per_second",
+        "front_end_us_per_token",
+        "engine_us_per_token",
+        "answer_bytes_per_group",
+    )
     rows = [[name, *(way.get(column) for column in columns)] for name, way in ways.items()]
     tables = [table(["", "tokens/s", "front end µs/token", "engine µs/token", "bytes/group"], rows)]
     for name, way in ways.items():
-        clocks = [[what, one["us"], one["processor_us"]] for what, one in way.get("engine_core", {}).items()]
+        clocks = [
+            [what, one["us"], one["processor_us"]]
+            for what, one in way.get("engine_core", {}).items()
+        ]
         if clocks:
             tables.append(table([f"engine core: {name}", "µs/token", "of the processor"], clocks))
     return "\n\n".join(tables)
@@ -249,13 +323,27 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most-tokens", type=int, default=1024)
     parser.add_argument("--prompt-tokens", type=int, default=103)
     parser.add_argument(
-        "--cache-gib", type=int, default=80, help="GPU memory for keys and values; 512 sequences need about 30 GiB"
+        "--cache-gib",
+        type=int,
+        default=80,
+        help="GPU memory for keys and values; 512 sequences need about 30 GiB",
     )
-    parser.add_argument("--ramp", type=float, default=15.0, help="seconds from the load's start to the measurement's")
+    parser.add_argument(
+        "--ramp",
+        type=float,
+        default=15.0,
+        help="seconds from the load's start to the measurement's",
+    )
     parser.add_argument("--seconds", type=float, default=40.0, help="of each measurement")
     args = parser.parse_args(arguments)
     if args.tiny:
-        args.shape, args.in_flight, args.mean_tokens, args.most_tokens, args.prompt_tokens = "tiny", 64, 60, 128, 16
+        args.shape, args.in_flight, args.mean_tokens, args.most_tokens, args.prompt_tokens = (
+            "tiny",
+            64,
+            60,
+            128,
+            16,
+        )
         args.ramp, args.seconds = 4.0, 12.0
     return args
 
@@ -265,7 +353,9 @@ def main(arguments: list[str] | None = None) -> int:
         serve(Answers(), {"generate": generate_without_server})
         return 0
     args = parse(arguments)
-    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack, "generate_cost"), report)
+    return run_and_report(
+        args.output, lambda work, stack: Benchmark(args, work, stack, "generate_cost"), report
+    )
 
 
 if __name__ == "__main__":

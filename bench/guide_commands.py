@@ -1,4 +1,5 @@
-"""The commands of the user's guide, typed into a shell on a machine with GPUs, until the trainer has taken some steps.
+"""The commands of the user's guide, typed into a shell on a machine with GPUs, until the trainer
+has taken some steps.
 
     python bench/guide_commands.py headline --output DIR       14B: vLLM on the first GPUs, the trainer on the last one
     python bench/guide_commands.py single-copy --output DIR    14B: trainer and vLLM on the same two GPUs
@@ -7,10 +8,11 @@
     CUDA_VISIBLE_DEVICES=0 python bench/guide_commands.py legacy --output DIR --trainer-flags "--vllm-gpus 1"   on two GPUs
     python bench/guide_commands.py headline --output DIR --dry-run    the starter model on the CPU: that it runs
 
-Nothing is replaced but the model's name (by a folder of random weights of the same shape) and lists of devices.
-The environment is bench/gpu/length_env.py, since random weights solve no problem of GSM8K. At the end everything is killed as
-the guide says. Prints a table and writes guide_NAME.json: seconds until the first step and for each step, the highest memory of
-GPUs and host, the trainer's memory plan, and which of the promised log lines came. If a command fails, the ends of all logs are
+Nothing is replaced but the model's name (by a folder of random weights of the same shape) and lists
+of devices. The environment is bench/gpu/length_env.py, since random weights solve no problem of
+GSM8K. At the end everything is killed as the guide says. Prints a table and writes guide_NAME.json:
+seconds until the first step and for each step, the highest memory of GPUs and host, the trainer's
+memory plan, and which of the promised log lines came. If a command fails, the ends of all logs are
 in that file as well.
 """
 
@@ -49,7 +51,11 @@ from example_trainer.child_processes.ports import PortReservations
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
 LOGS = ("api.log", "gsm8k.log", "vllm.log", "trainer.log", "shell.log")
-SERVER_LINES = ("[vLLM Patch] ✓ Shared memory setup complete!", "[vLLM Patch] ✓ Exported ", "(name: WeightUpdater_TP0)")
+SERVER_LINES = (
+    "[vLLM Patch] ✓ Shared memory setup complete!",
+    "[vLLM Patch] ✓ Exported ",
+    "(name: WeightUpdater_TP0)",
+)
 TRAINER_LINES = ("[Bridge] Mapped ", "Step 1/")
 BROADCAST_LINES = (
     "[Bridge] ✓ Gloo group created",
@@ -88,7 +94,9 @@ class Guide:
     restarts: int = 0
 
     def devices(self, gpus: int) -> tuple[str, str]:
-        """The GPUs of vLLM and of the trainer where there are so many; the trainer's are the last ones."""
+        """The GPUs of vLLM and of the trainer where there are so many; the trainer's are the last
+        ones.
+        """
         if self.trainer == "single copy trainer":
             return "0,1", "0,1"
         if not self.vllm:
@@ -100,10 +108,24 @@ class Guide:
 
 
 PARTS = {
-    "headline": Guide("vllm", "trainer", "qwen2.5-14b", 2, 10, (*SERVER_LINES, *TRAINER_LINES, *BROADCAST_LINES)),
-    "single-copy": Guide("single copy vllm", "single copy trainer", "qwen2.5-14b", 2, 10, (*SERVER_LINES, *TRAINER_LINES)),
+    "headline": Guide(
+        "vllm", "trainer", "qwen2.5-14b", 2, 10, (*SERVER_LINES, *TRAINER_LINES, *BROADCAST_LINES)
+    ),
+    "single-copy": Guide(
+        "single copy vllm",
+        "single copy trainer",
+        "qwen2.5-14b",
+        2,
+        10,
+        (*SERVER_LINES, *TRAINER_LINES),
+    ),
     "multi-gpu": Guide(
-        "multi-gpu vllm", "multi-gpu trainer", "qwen2.5-14b", 3, 10, (*SERVER_LINES, *TRAINER_LINES, *BROADCAST_LINES)
+        "multi-gpu vllm",
+        "multi-gpu trainer",
+        "qwen2.5-14b",
+        3,
+        10,
+        (*SERVER_LINES, *TRAINER_LINES, *BROADCAST_LINES),
     ),
     "legacy": Guide("", "legacy trainer", "qwen2.5-3b", 1, 20, ("Step 1/",), restarts=2),
 }
@@ -120,8 +142,13 @@ def write_questions(file: Path) -> Path:
     rows = []
     for number in range(QUESTIONS):
         first, second = 100 + 7 * number % 900, 100 + 13 * number % 900
-        text = f"Box {number} holds {first} nails and a second box {second}. " * 4 + "How many nails do both boxes hold?"
-        rows.append(json.dumps({"question": text, "answer": f"{first} + {second}\n#### {first + second}"}))
+        text = (
+            f"Box {number} holds {first} nails and a second box {second}. " * 4
+            + "How many nails do both boxes hold?"
+        )
+        rows.append(
+            json.dumps({"question": text, "answer": f"{first} + {second}\n#### {first + second}"})
+        )
     file.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return file
 
@@ -132,13 +159,20 @@ class GuideCommands:
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
         self.args, self.work, self.stack, self.began = args, work, stack, time.monotonic()
         guide = PARTS[args.part]
-        self.guide = replace(guide, steps=args.steps or guide.steps, shape=args.shape or guide.shape)
+        self.guide = replace(
+            guide, steps=args.steps or guide.steps, shape=args.shape or guide.shape
+        )
         gpus = 0 if args.dry_run else torch.cuda.device_count()
         self.vllm_gpus, self.trainer_gpus = self.guide.devices(gpus or guide.gpus)
         shown = ("part", "max_tokens", "group", "vllm_flags", "trainer_flags", "dry_run", "seconds")
-        settings = {name: getattr(args, name) for name in shown} | {"shape": self.guide.shape, "steps": self.guide.steps}
+        settings = {name: getattr(args, name) for name in shown} | {
+            "shape": self.guide.shape,
+            "steps": self.guide.steps,
+        }
         settings |= {"vllm_gpus": self.vllm_gpus, "trainer_gpus": self.trainer_gpus}
-        self.results = Results(args.output / f"guide_{args.part.replace('-', '_')}.json", settings=settings)
+        self.results = Results(
+            args.output / f"guide_{args.part.replace('-', '_')}.json", settings=settings
+        )
         self.found: dict[str, Any] = {}
         self.peaks = MemoryPeaks()
         self.next_progress = 0.0
@@ -147,7 +181,9 @@ class GuideCommands:
         self.results.put("machine", value=describe())
         gpus = torch.cuda.device_count()
         if not self.args.dry_run and gpus < PARTS[self.args.part].gpus:
-            raise BenchError(f"{self.args.part} needs {PARTS[self.args.part].gpus} GPUs, and {gpus} are here")
+            raise BenchError(
+                f"{self.args.part} needs {PARTS[self.args.part].gpus} GPUs, and {gpus} are here"
+            )
         model = STARTER if self.args.dry_run else self._checkpoint()
         self.shell = self._shell()
         try:
@@ -159,7 +195,13 @@ class GuideCommands:
         folder: Path = (self.args.checkpoint or self.work / "model").resolve()
         if not (folder / "generation_config.json").exists():
             asked = {"shape": self.guide.shape, "folder": str(folder), "cap": self.args.max_tokens}
-            task = Task("random checkpoint", "bench.gpu.random_checkpoint", asked, self.args.output, self._left())
+            task = Task(
+                "random checkpoint",
+                "bench.gpu.random_checkpoint",
+                asked,
+                self.args.output,
+                self._left(),
+            )
             self.stack.callback(task.stop)
             self.results.put("checkpoint", value=task.answer() | {"seconds": self._since_start()})
             self._say("checkpoint written")
@@ -169,15 +211,24 @@ class GuideCommands:
         folder = self.work / "checkout"
         folder.mkdir()
         reserved = self.stack.enter_context(PortReservations())
-        ports = {port: port if reserved.take(port) else reserved.pick() for port in (SERVICE, VLLM, RENDEZVOUS)}
+        ports = {
+            port: port if reserved.take(port) else reserved.pick()
+            for port in (SERVICE, VLLM, RENDEZVOUS)
+        }
         no_multicast = {name: os.environ.get(name, value) for name, value in NO_MULTICAST.items()}
         variables = {**no_multicast, **OFFLINE, "VLLM_API_KEY": None, "ROLLOUT_API_KEY": None}
-        shell = TypedShell(folder, variables | ({"OMP_NUM_THREADS": "1"} if self.args.dry_run else {}), ports)
+        shell = TypedShell(
+            folder, variables | ({"OMP_NUM_THREADS": "1"} if self.args.dry_run else {}), ports
+        )
         self.stack.callback(shell.process.stop)
         return shell
 
     def _typed(self, model: Path) -> dict[str, Any]:
-        """Type everything. If the trainer refuses vLLM's share of the memory and names another, do it again with that one."""
+        """Type everything.
+
+        If the trainer refuses vLLM's share of the memory and names another, do it again with that
+        one.
+        """
         questions = write_questions(self.work / "questions.jsonl")
         flags = f"--env.questions {questions} --env.group_size {self.args.group} --env.max_token_length {self.args.max_tokens}"
         flags += " --env.steps_per_eval 0 --openai.server_type vllm"
@@ -188,7 +239,9 @@ class GuideCommands:
             trainer = self.shell.read("trainer.log")
             if not (share := re.search(SMALLER_SHARE, trainer)) or self.args.vllm_flags:
                 raise
-            self.found["refused_share_of_vllm"] = next(line for line in trainer.splitlines() if share[0] in line)
+            self.found["refused_share_of_vllm"] = next(
+                line for line in trainer.splitlines() if share[0] in line
+            )
             self._say(f"again with a smaller share: {self.found['refused_share_of_vllm']}")
             self.shell.kill()
             self._type_services(flags)
@@ -204,7 +257,9 @@ class GuideCommands:
         for name in ("folder", "old files", "variables", "service"):
             self.shell.type(COMMANDS[name])
         environment = f"bench/gpu/length_env.py serve {flags}"
-        self.shell.type(COMMANDS["environment"].replace("environments/gsm8k_server.py", environment))
+        self.shell.type(
+            COMMANDS["environment"].replace("environments/gsm8k_server.py", environment)
+        )
 
     def _type_training(self, model: Path, vllm_flags: str) -> None:
         if self.guide.vllm:
@@ -212,29 +267,42 @@ class GuideCommands:
         self._type_trainer(model)
 
     def _type_server(self, model: Path, flags: str) -> None:
-        ranks = 1 if self.args.dry_run and self.guide.vllm != "single copy vllm" else len(self.vllm_gpus.split(","))
-        command = self._with_model(on_devices(COMMANDS[self.guide.vllm], self.vllm_gpus, ranks), model)
+        ranks = (
+            1
+            if self.args.dry_run and self.guide.vllm != "single copy vllm"
+            else len(self.vllm_gpus.split(","))
+        )
+        command = self._with_model(
+            on_devices(COMMANDS[self.guide.vllm], self.vllm_gpus, ranks), model
+        )
         command = command.replace("vllm_api_server.py", f"vllm_api_server.py {flags}".rstrip())
         self.shell.type(command)
         self._say(f"typed: {command}")
         ready = f"Uvicorn running on http://0.0.0.0:{self.shell.ports[VLLM]}"
-        self.found["seconds_to_vllm"] = round(self._wait("vllm.log", ready, "vllm_api_server.py"), 1)
+        self.found["seconds_to_vllm"] = round(
+            self._wait("vllm.log", ready, "vllm_api_server.py"), 1
+        )
 
     def _type_trainer(self, model: Path) -> None:
-        command = self._with_model(on_devices(COMMANDS[self.guide.trainer], self.trainer_gpus, 1), model)
+        command = self._with_model(
+            on_devices(COMMANDS[self.guide.trainer], self.trainer_gpus, 1), model
+        )
         command = command.replace("grpo.py", f"grpo.py {self.args.trainer_flags}".rstrip())
         if "trainer.log" not in command:  # where the guide leaves its lines on the terminal
             command += " 2>&1 | tee trainer.log"
         self.shell.type(f"{command} > /dev/null &")
         self._say(f"typed: {command}")
         self.found["commands"] = self.shell.at_its_ports(command)
-        self.found["seconds_to_first_step"] = round(self._wait("trainer.log", "Step 1/", "grpo.py"), 1)
+        self.found["seconds_to_first_step"] = round(
+            self._wait("trainer.log", "Step 1/", "grpo.py"), 1
+        )
 
     def _with_model(self, command: str, model: Path) -> str:
         return re.sub(r"Qwen/Qwen2\.5-\w+-Instruct", str(model), command)
 
     def _steps(self) -> RowsAsTheyCome:
-        """The rows of the steps, when there are enough of them and vLLM has been restarted often enough.
+        """The rows of the steps, when there are enough of them and vLLM has been restarted often
+        enough.
 
         Raises:
             BenchError: the trainer ended before, or the time is over.
@@ -245,10 +313,14 @@ class GuideCommands:
                 rows.look()
                 if len(rows.rows) >= self.guide.steps and self._restarts() >= self.guide.restarts:
                     break
-                raise BenchError(f"the trainer ended after {len(rows.rows)} steps:\n{tail(self.shell.folder / 'trainer.log')}")
+                raise BenchError(
+                    f"the trainer ended after {len(rows.rows)} steps:\n{tail(self.shell.folder / 'trainer.log')}"
+                )
             if self._left() <= 0:
                 self._figures(rows)
-                raise BenchError(f"only {len(rows.rows)} steps and {self._restarts()} restarts in {self.args.seconds:g} s")
+                raise BenchError(
+                    f"only {len(rows.rows)} steps and {self._restarts()} restarts in {self.args.seconds:g} s"
+                )
             self._idle()
             rows.look()
             time.sleep(0.1)
@@ -275,15 +347,25 @@ class GuideCommands:
         }
 
         if self.guide.restarts:
-            self.found |= legacy_figures(trainer, rows, self.shell.folder / "trained_model_checkpoints")
+            self.found |= legacy_figures(
+                trainer, rows, self.shell.folder / "trained_model_checkpoints"
+            )
 
     @staticmethod
     def _phases(rows: RowsAsTheyCome) -> dict[str, float]:
-        names = [name for name in rows.rows[-1][1] if name.startswith("seconds_")] if rows.rows else []
-        return {n.removeprefix("seconds_"): round(statistics.median(row[n] or 0.0 for row in rows), 3) for n in names}
+        names = (
+            [name for name in rows.rows[-1][1] if name.startswith("seconds_")] if rows.rows else []
+        )
+        return {
+            n.removeprefix("seconds_"): round(statistics.median(row[n] or 0.0 for row in rows), 3)
+            for n in names
+        }
 
     def _clean_up(self) -> dict[str, Any]:
-        """Kill everything as the guide does. Keeps the logs, and their ends in the results if something failed."""
+        """Kill everything as the guide does.
+
+        Keeps the logs, and their ends in the results if something failed.
+        """
         try:
             found: dict[str, Any] = {"seconds_until_nothing_was_left": round(self.shell.kill(), 2)}
             found |= wait_until_free(GPU_SECONDS)
@@ -291,7 +373,10 @@ class GuideCommands:
             self.results.failures.append(str(error))
             found = {"failed": str(error), "gpus_gib": gpu_memory()}
         if self.results.failures:
-            self.results.put("logs", value={name: tail(self.shell.folder / name, 60).splitlines() for name in LOGS})
+            self.results.put(
+                "logs",
+                value={name: tail(self.shell.folder / name, 60).splitlines() for name in LOGS},
+            )
             self.results.put("so_far", value=self.found)
         for name in LOGS:
             (self.args.output / name).write_text(self.shell.read(name)[-500_000:], encoding="utf-8")
@@ -310,7 +395,10 @@ class GuideCommands:
         self.peaks.sample(self.shell.pids())
         if time.monotonic() >= self.next_progress:
             self.next_progress = time.monotonic() + PROGRESS_SECONDS
-            last = {name: tail(self.shell.folder / name, 1)[:150] for name in ("vllm.log", "trainer.log")}
+            last = {
+                name: tail(self.shell.folder / name, 1)[:150]
+                for name in ("vllm.log", "trainer.log")
+            }
             self._say(" | ".join(f"{name}: {line}" for name, line in last.items() if line))
 
     def _say(self, text: str) -> None:
@@ -323,8 +411,22 @@ def report(data: dict[str, Any]) -> str:
     if "steps" not in found:
         return f"no steps: {found.get('failed', 'nothing was typed')}"
     memory = found["memory"]
-    heads = ["", "steps", "first step s", "s/step", "trainer GPU GiB", "vLLM GPU GiB", "host GiB", "clean-up s"]
-    row = [data["settings"]["part"], found["steps"], found["seconds_to_first_step"], found["seconds_per_step"]]
+    heads = [
+        "",
+        "steps",
+        "first step s",
+        "s/step",
+        "trainer GPU GiB",
+        "vLLM GPU GiB",
+        "host GiB",
+        "clean-up s",
+    ]
+    row = [
+        data["settings"]["part"],
+        found["steps"],
+        found["seconds_to_first_step"],
+        found["seconds_per_step"],
+    ]
     row += [memory["trainer_gpu_gib"], memory["vllm_gpu_gib"], memory["host_gib"]]
     row += [data.get("clean_up", {}).get("seconds_until_nothing_was_left")]
     legacy = [legacy_table(found)] if "starts" in found else []
@@ -332,19 +434,37 @@ def report(data: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=PARTS)
     out = os.environ.get("OUT")
-    parser.add_argument("--output", type=Path, default=out, required=not out, help="folder of the results and the logs")
-    parser.add_argument("--checkpoint", type=Path, help="folder for the random weights, used again if it has some")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=out,
+        required=not out,
+        help="folder of the results and the logs",
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="folder for the random weights, used again if it has some"
+    )
     parser.add_argument("--shape", choices=SHAPES, help="another shape than the guide's")
-    parser.add_argument("--steps", type=int, default=0, help="steps to wait for (default: 10; 20 for legacy)")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="steps to wait for (default: 10; 20 for legacy)"
+    )
     parser.add_argument("--group", type=int, default=8, help="answers to a question")
     parser.add_argument("--max-tokens", type=int, default=128, help="most tokens of an answer")
-    parser.add_argument("--vllm-flags", default="", help="more flags for vLLM, such as --gpu-memory-utilization=0.5")
+    parser.add_argument(
+        "--vllm-flags", default="", help="more flags for vLLM, such as --gpu-memory-utilization=0.5"
+    )
     parser.add_argument("--trainer-flags", default="", help="more flags for the trainer")
-    parser.add_argument("--seconds", type=float, default=480.0, help="time limit of everything but the clean-up")
-    parser.add_argument("--dry-run", action="store_true", help="starter model on the CPU, at free ports")
+    parser.add_argument(
+        "--seconds", type=float, default=480.0, help="time limit of everything but the clean-up"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="starter model on the CPU, at free ports"
+    )
     args = parser.parse_args(arguments)
     if args.dry_run:
         args.shape, args.max_tokens, args.steps = "tiny", 16, args.steps or 3

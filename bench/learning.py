@@ -93,7 +93,10 @@ class Learning:
         self.results = Results(args.output / "learning.json", settings=self._settings())
         self.running: list[Running] = []
         self.made_of: dict[str, str] = {}
-        self.environment: dict[str, str] = {"OMP_NUM_THREADS": "1" if self.on_cpu else "2", "VLLM_API_KEY": ""}
+        self.environment: dict[str, str] = {
+            "OMP_NUM_THREADS": "1" if self.on_cpu else "2",
+            "VLLM_API_KEY": "",
+        }
         self.environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.folders = args.output / "trainings"
         self._last_start = 0.0
@@ -103,16 +106,40 @@ class Learning:
 
     def _settings(self) -> dict[str, Any]:
         args = self.args
-        names = ("steps", "groups", "group_size", "max_tokens", "lr", "evaluate_every", "held_out", "problems", "jobs", "rest")
+        names = (
+            "steps",
+            "groups",
+            "group_size",
+            "max_tokens",
+            "lr",
+            "evaluate_every",
+            "held_out",
+            "problems",
+            "jobs",
+            "rest",
+        )
         log = args.model / "training_log.jsonl"
         rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        made = {key: value for row in rows for key, value in row.items() if key.startswith(("solved_", "parameters", "plan"))}
-        return {name: getattr(args, name) for name in names} | {"model": made or args.model.name, "mps": args.mps}
+        made = {
+            key: value
+            for row in rows
+            for key, value in row.items()
+            if key.startswith(("solved_", "parameters", "plan"))
+        }
+        return {name: getattr(args, name) for name in names} | {
+            "model": made or args.model.name,
+            "mps": args.mps,
+        }
 
     def run(self) -> None:
-        """Everything that is not there yet, as far as the time goes. Raises BenchError if there is no model, or no GPU."""
+        """Everything that is not there yet, as far as the time goes.
+
+        Raises BenchError if there is no model, or no GPU.
+        """
         if not (self.args.model / "config.json").exists():
-            raise BenchError(f"there is no model in {self.args.model}; make one: python -m bench.word_problems.make_model")
+            raise BenchError(
+                f"there is no model in {self.args.model}; make one: python -m bench.word_problems.make_model"
+            )
         if not self.gpus:
             raise BenchError("no GPU can be seen; --device cpu --tiny tries it without one")
         self.results.put("machine", value=describe())
@@ -125,20 +152,33 @@ class Learning:
         while waiting or self.running:
             if free and waiting and self._may_start(len(waiting)):
                 self._start(waiting.pop(0), free.pop(0))
-            for one in [one for one in self.running if one.child.process.poll() is not None or self._late(one)]:
+            for one in [
+                one
+                for one in self.running
+                if one.child.process.poll() is not None or self._late(one)
+            ]:
                 self.running.remove(one)
                 free.append(one.slot)
                 self._finish(one)
             if waiting and not self.running and self._remaining() < self._seconds_each():
-                print(f"no time is left for {len(waiting)} trainings; the same command goes on with them", flush=True)
+                print(
+                    f"no time is left for {len(waiting)} trainings; the same command goes on with them",
+                    flush=True,
+                )
                 return
             if self._remaining() < 0:
-                print(f"out of time: {len(self.running)} trainings are cut off, {len(waiting)} were not begun", flush=True)
+                print(
+                    f"out of time: {len(self.running)} trainings are cut off, {len(waiting)} were not begun",
+                    flush=True,
+                )
                 return
             time.sleep(0.2)
 
     def _take_over(self) -> None:
-        """Put what --add-to has of the flags and the model of now into the results. Raises BenchError if it cannot be read."""
+        """Put what --add-to has of the flags and the model of now into the results.
+
+        Raises BenchError if it cannot be read.
+        """
         if self.args.add_to is None:
             return
         try:
@@ -149,15 +189,28 @@ class Learning:
             variant = VARIANTS.get(found["variant"])
             if variant is None or found["status"] != "done":
                 continue
-            others = [what for what in self._differences(Training(variant, found["seed"]), found) if what != "code"]
+            others = [
+                what
+                for what in self._differences(Training(variant, found["seed"]), found)
+                if what != "code"
+            ]
             if others:
-                print(f"{name} of {self.args.add_to} is left out: it is of other {' and '.join(others)}", flush=True)
+                print(
+                    f"{name} of {self.args.add_to} is left out: it is of other {' and '.join(others)}",
+                    flush=True,
+                )
             else:
                 self.results.put("runs", name, value=found)
 
     def _say_what_is_missing(self) -> None:
-        """Keep the names of the trainings, of all variants and the seeds of now, of which there is no result."""
-        done = {name for name, run in self.results.data.get("runs", {}).items() if run["status"] == "done"}
+        """Keep the names of the trainings, of all variants and the seeds of now, of which there is
+        no result.
+        """
+        done = {
+            name
+            for name, run in self.results.data.get("runs", {}).items()
+            if run["status"] == "done"
+        }
         every = [training.name for training in plan(list(VARIANTS), self.args.seeds)]
         self.results.put("missing", value=[name for name in every if name not in done])
 
@@ -167,7 +220,9 @@ class Learning:
         for training in plan(self.args.only, self.args.seeds):
             reason = refusal(training.variant, self.on_cpu)
             kept = self._folder(training) / "result.json"
-            found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() and not reason else {}
+            found = (
+                json.loads(kept.read_text(encoding="utf-8")) if kept.exists() and not reason else {}
+            )
             others = self._differences(training, found)
             if reason:
                 self.results.put("skipped", training.variant.name, value=reason)
@@ -203,8 +258,16 @@ class Learning:
 
     def _seconds_each(self) -> float:
         """What a training takes: as the options say, until three have ended."""
-        ended = sorted(run["seconds"] for run in self.results.data.get("runs", {}).values() if run["status"] == "done")
-        return ended[-1] if len(ended) >= 3 else self.args.start_seconds + self.args.steps * self.args.step_seconds
+        ended = sorted(
+            run["seconds"]
+            for run in self.results.data.get("runs", {}).values()
+            if run["status"] == "done"
+        )
+        return (
+            ended[-1]
+            if len(ended) >= 3
+            else self.args.start_seconds + self.args.steps * self.args.step_seconds
+        )
 
     def _remaining(self) -> float:
         return self.args.seconds - GRACE_SECONDS - (time.monotonic() - self.began)
@@ -218,7 +281,9 @@ class Learning:
         return path
 
     def _flags(self, training: Training) -> list[str]:
-        """What simple_rl.py is told but for the folders of model and output, which are this machine's."""
+        """What simple_rl.py is told but for the folders of model and output, which are this
+        machine's.
+        """
         args = self.args
         common = {
             "problems": args.problems, "steps": args.steps, "groups": args.groups,
@@ -228,7 +293,8 @@ class Learning:
         flags = [word for name, value in common.items() for word in (f"--{name}", str(value))]
         vllm = f"--max-num-seqs {args.max_num_seqs}"
         if not self.on_cpu:
-            # A share of the GPU is measured at the start, and would be measured wrong beside other starts.
+            # A share of the GPU is measured at the start, and would be measured wrong beside other
+            # starts.
             flags += ["--gpu-memory", "0.02", "--cache-gib", str(args.cache_gib)]
             vllm += "" if "--batch-invariant" in training.variant.flags else f" {GRAPHS}"
         return [*flags, "--vllm-args", vllm, *training.variant.flags, *args.rest]
@@ -236,7 +302,12 @@ class Learning:
     def _start(self, training: Training, slot: tuple[int, int]) -> None:
         folder = self._folder(training)
         shutil.rmtree(folder, ignore_errors=True)
-        command = [sys.executable, "-u", str(ROOT / "example_trainer" / "simple_rl.py"), *self._flags(training)]
+        command = [
+            sys.executable,
+            "-u",
+            str(ROOT / "example_trainer" / "simple_rl.py"),
+            *self._flags(training),
+        ]
         environment = dict(self.environment)
         if not self.on_cpu:
             environment["CUDA_VISIBLE_DEVICES"] = gpus_of(training, slot[0], self.gpus)
@@ -254,7 +325,9 @@ class Learning:
         seconds = round(time.monotonic() - one.began, 1)
         one.child.stop()
         shutil.rmtree(one.folder / "checkpoints", ignore_errors=True)  # the curves are what is kept
-        rows, evaluations = (read_rows(one.folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
+        rows, evaluations = (
+            read_rows(one.folder / name) for name in ("metrics.jsonl", "evaluations.jsonl")
+        )
         last = tail(one.child.log, 1)[:500]
         wrong = divergence(rows, last if status else "")
         failed = bool(status is None or (status and not wrong))
@@ -294,12 +367,17 @@ class Learning:
 
 
 def made_of(model: Path, root: Path = ROOT) -> dict[str, str]:
-    """What decides beside the flags what a training comes to, as digests: `model` of its weights, `code` of the Python in CODE.
+    """What decides beside the flags what a training comes to, as digests: `model` of its weights,
+    `code` of the Python in CODE.
 
-    A commit would not do: it says nothing of edited files, and changes with those that no training reads.
+    A commit would not do: it says nothing of edited files, and changes with those that no training
+    reads.
     """
     code = sorted(path for folder in CODE for path in (root / folder).rglob("*.py"))
-    return {"model": _digest(model, sorted(model.glob("*.safetensors"))), "code": _digest(root, code)}
+    return {
+        "model": _digest(model, sorted(model.glob("*.safetensors"))),
+        "code": _digest(root, code),
+    }
 
 
 def _digest(folder: Path, files: list[Path]) -> str:
@@ -307,20 +385,32 @@ def _digest(folder: Path, files: list[Path]) -> str:
     whole = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
-            whole.update(f"{path.relative_to(folder)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            whole.update(
+                f"{path.relative_to(folder)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
+            )
     return whole.hexdigest()[:16]
 
 
 def start_mps(folder: Path, stack: ExitStack) -> dict[str, str]:
     """Start CUDA's MPS for the programs that get the variables returned; it ends with the stack."""
-    variables = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
+    variables = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
+    }
     for path in variables.values():
         Path(path).mkdir(parents=True)
 
     def control(*arguments: str, told: str | None = None) -> None:
         command = ["nvidia-cuda-mps-control", *arguments]
         try:
-            subprocess.run(command, env={**os.environ, **variables}, input=told, text=True, timeout=60, check=True)
+            subprocess.run(
+                command,
+                env={**os.environ, **variables},
+                input=told,
+                text=True,
+                timeout=60,
+                check=True,
+            )
         except (OSError, subprocess.SubprocessError) as error:
             raise BenchError(f"--mps: {shlex.join(command)}: {error}; leave --mps out") from error
 
@@ -334,19 +424,51 @@ def report(data: dict[str, Any]) -> str:
     runs = data.get("runs", {})
     rows = variant_rows(runs, [(variant.name, variant.name) for variant in VARIANTS.values()])
     notes = [f"{name}: not trained: {reason}" for name, reason in data.get("skipped", {}).items()]
-    notes += [f"{name}: failed: {run['last_line']}" for name, run in runs.items() if run["status"] == "failed"]
+    notes += [
+        f"{name}: failed: {run['last_line']}"
+        for name, run in runs.items()
+        if run["status"] == "failed"
+    ]
     if data.get("missing"):
         notes.append(f"not there yet: {', '.join(data['missing'])}")
-    return "\n".join([table(HEADS, rows), *notes]) if rows else "\n".join(["nothing was trained", *notes])
+    return (
+        "\n".join([table(HEADS, rows), *notes])
+        if rows
+        else "\n".join(["nothing was trained", *notes])
+    )
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="folder of learning.json, and of each training's files")
-    add("--model", type=Path, default=None, help="what bench.word_problems.make_model wrote; --tiny: the starter model")
-    add("--add-to", type=Path, default=None, metavar="FILE", help="an earlier learning.json, whose runs are taken over")
-    add("--only", nargs="+", choices=VARIANTS, metavar="VARIANT", help="variants to train; default: all of --list")
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        help="folder of learning.json, and of each training's files",
+    )
+    add(
+        "--model",
+        type=Path,
+        default=None,
+        help="what bench.word_problems.make_model wrote; --tiny: the starter model",
+    )
+    add(
+        "--add-to",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="an earlier learning.json, whose runs are taken over",
+    )
+    add(
+        "--only",
+        nargs="+",
+        choices=VARIANTS,
+        metavar="VARIANT",
+        help="variants to train; default: all of --list",
+    )
     add("--seeds", nargs="+", type=int, default=None, help="default: 0 1 2; --tiny: 0")
     add("--steps", type=int, default=None, help="default: 150; --tiny: 3")
     add("--groups", type=int, default=16, help="problems in a step (default: %(default)s)")
@@ -357,22 +479,56 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-4, help="learning rate (default: %(default)s)")
     add("--problems", default=f"{TASK}REWARDED", help="see simple_rl.py (default: %(default)s)")
     add("--evaluate-every", type=int, default=25, help="steps (default: %(default)s)")
-    add("--held-out", type=int, default=250, help="problems of an evaluation (default: %(default)s)")
+    add(
+        "--held-out", type=int, default=250, help="problems of an evaluation (default: %(default)s)"
+    )
     add("--device", choices=["cuda", "cpu"], default="cuda")
-    add("--tiny", action="store_true", help="the starter model, few steps, one seed and three variants, to try the script")
-    add("--jobs", type=int, default=6, help="trainings at a time on each GPU (default: %(default)s); --tiny: 1")
+    add(
+        "--tiny",
+        action="store_true",
+        help="the starter model, few steps, one seed and three variants, to try the script",
+    )
+    add(
+        "--jobs",
+        type=int,
+        default=6,
+        help="trainings at a time on each GPU (default: %(default)s); --tiny: 1",
+    )
     add("--cache-gib", type=float, default=3.0, help="of each vLLM server (default: %(default)s)")
     add("--mps", action="store_true", help="start CUDA's MPS for the trainings")
-    add("--stagger", type=float, default=1.0, help="seconds between two starts (default: %(default)s)")
-    add("--start-seconds", type=float, default=100.0, help="expected, until trainings have ended (default: %(default)s)")
+    add(
+        "--stagger",
+        type=float,
+        default=1.0,
+        help="seconds between two starts (default: %(default)s)",
+    )
+    add(
+        "--start-seconds",
+        type=float,
+        default=100.0,
+        help="expected, until trainings have ended (default: %(default)s)",
+    )
     add("--step-seconds", type=float, default=2.0, help="likewise (default: %(default)s)")
-    add("--run-timeout", type=float, default=900.0, help="seconds that one training may take (default: %(default)s)")
+    add(
+        "--run-timeout",
+        type=float,
+        default=900.0,
+        help="seconds that one training may take (default: %(default)s)",
+    )
     add("--seconds", type=float, default=float("inf"), help="time limit of everything")
     add("--list", action="store_true", help="name the variants and end")
     add("rest", nargs="*", help="further options of simple_rl.py for all, behind --")
     args = parser.parse_args(arguments)
     if args.tiny:
-        small = {"groups": 2, "group_size": 4, "max_tokens": 32, "evaluate_every": 2, "held_out": 4, "jobs": 1, "lr": 3e-4}
+        small = {
+            "groups": 2,
+            "group_size": 4,
+            "max_tokens": 32,
+            "evaluate_every": 2,
+            "held_out": 4,
+            "jobs": 1,
+            "lr": 3e-4,
+        }
         vars(args).update({**small, "problems": f"{TASK}STARTER"})
     args.only = args.only or list(TINY if args.tiny else VARIANTS)
     args.seeds = args.seeds or ([0] if args.tiny else [0, 1, 2])

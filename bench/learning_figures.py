@@ -19,21 +19,33 @@ SHOWN_COLUMNS = [heading for heading in COLUMNS if heading != "solved before"]
 
 
 def chapter_text(chapter: str, book: Book) -> str:
-    """Return a chapter's picture and table: its variants and what they are compared with, mean ± deviation over the seeds."""
+    """Return a chapter's picture and table: its variants and what they are compared with, mean ±
+    deviation over the seeds.
+    """
     if not _measured(book):
         return NOT_YET
     runs, variants = book.get(LEARNING, "runs"), shown_in(chapter)
-    if not any(variant.name in {run["variant"] for run in runs.values()} for variant in variants if variant.chapter == chapter):
+    if not any(
+        variant.name in {run["variant"] for run in runs.values()}
+        for variant in variants
+        if variant.chapter == chapter
+    ):
         return "Not measured yet."
     names = {variant.label: variant.name for variant in variants}
     rows = [
-        [cells[""], *(cells[heading] for heading in SHOWN_COLUMNS), f"{_diverged(runs, names[cells['']])} of {cells['runs']}"]
+        [
+            cells[""],
+            *(cells[heading] for heading in SHOWN_COLUMNS),
+            f"{_diverged(runs, names[cells['']])} of {cells['runs']}",
+        ]
         for row in variant_rows(runs, [(variant.name, variant.label) for variant in variants])
         if (cells := dict(zip(HEADS, row, strict=True)))
     ]
     picture = f"![{CHAPTERS[chapter][0]}](images/learning_{chapter}.png)"
     of_chapter = [name for name, run in runs.items() if run["variant"] in names.values()]
-    dates = sorted(book.measured(LEARNING, f"runs/{name}")["date"].split()[0] for name in of_chapter)
+    dates = sorted(
+        book.measured(LEARNING, f"runs/{name}")["date"].split()[0] for name in of_chapter
+    )
     return f"{picture}\n\n{markdown(['', *SHOWN_COLUMNS, 'diverged'], rows)}\n\nMeasured from {dates[0]} to {dates[-1]}."
 
 
@@ -48,7 +60,11 @@ def divergences(book: Book) -> str:
 
 
 def _diverged(runs: Mapping[str, Mapping[str, Any]], variant: str) -> int:
-    return sum(run["variant"] == variant and bool(run["diverged"]) for run in runs.values() if run["status"] != "failed")
+    return sum(
+        run["variant"] == variant and bool(run["diverged"])
+        for run in runs.values()
+        if run["status"] != "failed"
+    )
 
 
 def _measured(book: Book) -> bool:

@@ -1,4 +1,7 @@
-"""Which trainings bench/learning.py compares, in which order, and how long that takes. Pure: no I/O, no processes."""
+"""Which trainings bench/learning.py compares, in which order, and how long that takes.
+
+Pure: no I/O, no processes.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,30 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 }
 SLOW = ("--lr", "3e-5")
 DAMPED = (
-    ("token_mask_now", "token mask, bounds around the sampler", ("--correction", "token_mask", "--correction-ratio", "now")),
+    (
+        "token_mask_now",
+        "token mask, bounds around the sampler",
+        ("--correction", "token_mask", "--correction-ratio", "now"),
+    ),
     (
         "sequence_mask_now",
         "sequence mask, bounds around the sampler",
         ("--correction", "sequence_mask", "--correction-ratio", "now"),
     ),
-    ("token_truncate_at_1", "token truncate at 1", ("--correction", "token_truncate", "--correction-high", "1")),
+    (
+        "token_truncate_at_1",
+        "token truncate at 1",
+        ("--correction", "token_truncate", "--correction-high", "1"),
+    ),
     ("slow", "uncorrected, 0.3 of the learning rate", (*UNCORRECTED, *SLOW)),
-    ("token_truncate_slow", "token truncate, 0.3 of the learning rate", ("--correction", "token_truncate", *SLOW)),
+    (
+        "token_truncate_slow",
+        "token truncate, 0.3 of the learning rate",
+        ("--correction", "token_truncate", *SLOW),
+    ),
 )
-"""What may hold runs of old batches that a correction alone does not: name, label, flags (the last of a name counts)."""
+"""What may hold runs of old batches that a correction alone does not: name, label, flags (the last
+of a name counts)."""
 TWICE = ("--ppo-epochs", "2", "--minibatches", "2", "--two-copies")
 """What vLLM holds must not change between the updates of a batch."""
 
@@ -65,17 +81,26 @@ def _variants() -> list[Variant]:
     for age in (1, 4, 16):
         found.append(
             Variant(
-                f"stale_{age}", "staleness", f"{age} step{'s' if age > 1 else ''} old", (*ORDINARY, *UNCORRECTED, *_stale(age))
+                f"stale_{age}",
+                "staleness",
+                f"{age} step{'s' if age > 1 else ''} old",
+                (*ORDINARY, *UNCORRECTED, *_stale(age)),
             )
         )
     for age in (4, 16):
         for name, flags in CORRECTIONS.items():
             label = name.replace("_", " ")
-            found.append(Variant(f"{name}_{age}", f"corrections_{age}", label, (*ORDINARY, *flags, *_stale(age))))
+            found.append(
+                Variant(
+                    f"{name}_{age}", f"corrections_{age}", label, (*ORDINARY, *flags, *_stale(age))
+                )
+            )
     for name, label, flags in DAMPED:
         found.append(Variant(f"{name}_4", "damping_4", label, (*ORDINARY, *flags, *_stale(4))))
     for loss in ("dapo", "gspo", "cispo"):
-        found.append(Variant(loss, "losses", loss.upper(), (*ORDINARY, *UNCORRECTED, "--loss", loss)))
+        found.append(
+            Variant(loss, "losses", loss.upper(), (*ORDINARY, *UNCORRECTED, "--loss", loss))
+        )
     for loss in ("grpo", "dapo", "gspo", "cispo"):
         flags = (*ORDINARY, *UNCORRECTED, "--loss", loss, *TWICE)
         found.append(Variant(f"{loss}_2x2", "losses_2x2", loss.upper(), flags, gpus=2))
@@ -96,7 +121,8 @@ CHAPTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "losses": ("Losses, one update a batch", ("ordinary",)),
     "losses_2x2": ("Losses, two epochs of two minibatches", ()),
 }
-"""What is compared with what: a title, and the variants of other chapters that are shown beside it."""
+"""What is compared with what: a title, and the variants of other chapters that are shown beside
+it."""
 TINY = ("stale_1", "sequence_mask_4", "gspo_2x2")
 """One of each kind, for a CPU."""
 
@@ -104,7 +130,9 @@ TINY = ("stale_1", "sequence_mask_4", "gspo_2x2")
 def shown_in(chapter: str) -> list[Variant]:
     """The variants of a picture or a table: those it is compared with first."""
     beside = CHAPTERS[chapter][1]
-    return [VARIANTS[name] for name in beside] + [v for v in VARIANTS.values() if v.chapter == chapter]
+    return [VARIANTS[name] for name in beside] + [
+        v for v in VARIANTS.values() if v.chapter == chapter
+    ]
 
 
 @dataclass(frozen=True)
@@ -120,7 +148,9 @@ class Training:
 
 
 def plan(only: Sequence[str], seeds: Sequence[int]) -> list[Training]:
-    """All trainings, every variant's first seed before any second one: who is cut short has some of everything."""
+    """All trainings, every variant's first seed before any second one: who is cut short has some of
+    everything.
+    """
     chosen = [variant for variant in VARIANTS.values() if variant.name in only]
     return [Training(variant, seed) for seed in seeds for variant in chosen]
 
@@ -131,8 +161,12 @@ def refusal(variant: Variant, on_cpu: bool) -> str | None:
 
 
 def gpus_of(training: Training, slot: int, gpus: int) -> str:
-    """For CUDA_VISIBLE_DEVICES: the slot's GPU, which is the trainer's, and those behind it, going round."""
-    return ",".join(str((slot + number) % gpus) for number in range(min(training.variant.gpus, gpus)))
+    """For CUDA_VISIBLE_DEVICES: the slot's GPU, which is the trainer's, and those behind it, going
+    round.
+    """
+    return ",".join(
+        str((slot + number) % gpus) for number in range(min(training.variant.gpus, gpus))
+    )
 
 
 def estimated_seconds(trainings: int, slots: int, seconds_each: float) -> float:

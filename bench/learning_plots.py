@@ -1,10 +1,12 @@
-"""Draw what bench/learning.py found: for each chapter of its plan one PNG with rewards, held-out problems and KL.
+"""Draw what bench/learning.py found: for each chapter of its plan one PNG with rewards, held-out
+problems and KL.
 
     python bench/learning_plots.py                                     bench/results/learning.json into docs/images/
     python bench/learning_plots.py out/learning.json --output out
 
-A line is the mean over the seeds, the band around it reaches from the least to the greatest. Runs that diverged are drawn too,
-as far as they came. A chapter of which nothing was trained gets no picture.
+A line is the mean over the seeds, the band around it reaches from the least to the greatest. Runs
+that diverged are drawn too, as far as they came. A chapter of which nothing was trained gets no
+picture.
 """
 
 from __future__ import annotations
@@ -38,11 +40,18 @@ Runs = Mapping[str, Mapping[str, Any]]
 
 def of_variant(runs: Runs, variant: Variant) -> list[Mapping[str, Any]]:
     """A variant's runs that were trained, by seed."""
-    mine = [run for run in runs.values() if run["variant"] == variant.name and run["status"] != "failed"]
+    mine = [
+        run for run in runs.values() if run["variant"] == variant.name and run["status"] != "failed"
+    ]
     return sorted(mine, key=lambda run: int(run["seed"]))
 
 
-def draw_band(axes: Axes, runs: Sequence[tuple[Sequence[float], Sequence[float | None]]], colour: str, label: str) -> None:
+def draw_band(
+    axes: Axes,
+    runs: Sequence[tuple[Sequence[float], Sequence[float | None]]],
+    colour: str,
+    label: str,
+) -> None:
     """Mean and band of some runs."""
     places, means, least, greatest = band(runs)
     axes.plot(places, means, color=colour, linewidth=1.8, label=label, solid_capstyle="round")
@@ -74,10 +83,23 @@ def draw(chapter: str, runs: Runs) -> Figure | None:
         lost = sum(run["diverged"] is not None for run in mine)
         label = variant.label + (f" ({lost} of {len(mine)} diverged)" if lost else "")
         draw_band(
-            reward, [(run["curves"]["step"], run["curves"]["reward_mean"]) for run in mine if run["steps"]], colour, label
+            reward,
+            [(run["curves"]["step"], run["curves"]["reward_mean"]) for run in mine if run["steps"]],
+            colour,
+            label,
         )
-        draw_band(solved, [(run["evaluation"]["weight_version"], run["evaluation"]["solved"]) for run in mine], colour, label)
-        draw_band(kl, [(run["curves"]["step"], run["curves"]["kl"]) for run in mine if run["steps"]], colour, label)
+        draw_band(
+            solved,
+            [(run["evaluation"]["weight_version"], run["evaluation"]["solved"]) for run in mine],
+            colour,
+            label,
+        )
+        draw_band(
+            kl,
+            [(run["curves"]["step"], run["curves"]["kl"]) for run in mine if run["steps"]],
+            colour,
+            label,
+        )
     solved.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
     kl.set_yscale("symlog", linthresh=1e-5)
     kl.set_ylim(bottom=0)
@@ -85,15 +107,32 @@ def draw(chapter: str, runs: Runs) -> Figure | None:
         axes.set_xlabel("optimizer step", fontsize=9, color=MUTED)
         axes.margins(x=0.02)
     handles, labels = reward.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False, labelcolor=INK)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=4,
+        fontsize=9,
+        frameon=False,
+        labelcolor=INK,
+    )
     return figure
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     results = ROOT / "bench" / "results" / "learning.json"
-    parser.add_argument("results", type=Path, nargs="?", default=results, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images", help="folder (default: %(default)s)")
+    parser.add_argument(
+        "results", type=Path, nargs="?", default=results, help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "docs" / "images",
+        help="folder (default: %(default)s)",
+    )
     args = parser.parse_args(arguments)
     runs = json.loads(args.results.read_text(encoding="utf-8")).get("runs", {})
     args.output.mkdir(parents=True, exist_ok=True)

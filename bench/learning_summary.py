@@ -1,4 +1,7 @@
-"""What became of trainings: curves short enough to keep, divergence, figures over seeds. Pure: no I/O, no torch."""
+"""What became of trainings: curves short enough to keep, divergence, figures over seeds.
+
+Pure: no I/O, no torch.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,11 @@ WINDOW = 0.1
 """Share of a run's steps over which a reward is a mean: its first and its last ones."""
 LOWEST_REWARD = -1.0
 COLLAPSE = 0.5
-"""A run has collapsed if at its end it has lost this share of the reward that it had, counted from the lowest."""
+"""A run has collapsed if at its end it has lost this share of the reward that it had, counted from
+the lowest."""
 KL_LIMIT = 0.5
-"""Nats per token between trainer and sampler, as a mean over a window, from which they are different models."""
+"""Nats per token between trainer and sampler, as a mean over a window, from which they are
+different models."""
 NOT_FINITE = ("is NaN or infinite", "non-finite", "not finite")
 """What the trainer's last line says if its gradient or weights are."""
 
@@ -48,7 +53,11 @@ def window_of(count: int, points: int = POINTS) -> int:
 
 def curves(rows: Sequence[Row]) -> dict[str, list[float | None]]:
     """The kept curves of a run, and the steps that they stand for."""
-    found = {name: downsampled([row.get(name) for row in rows]) for name in CURVES if any(name in row for row in rows)}
+    found = {
+        name: downsampled([row.get(name) for row in rows])
+        for name in CURVES
+        if any(name in row for row in rows)
+    }
     return {"step": list(steps_of(len(rows))), **found}
 
 
@@ -66,8 +75,12 @@ def divergence(rows: Sequence[Row], last_line: str) -> str | None:
     if last_line:
         return None
     span = window_of(len(rows), round(1 / WINDOW))
-    rewards, kls = (_windows([row.get(name) for row in rows], span) for name in ("reward_mean", "kl"))
-    large = next((number for number, kl in enumerate(kls) if kl is not None and not kl <= KL_LIMIT), None)
+    rewards, kls = (
+        _windows([row.get(name) for row in rows], span) for name in ("reward_mean", "kl")
+    )
+    large = next(
+        (number for number, kl in enumerate(kls) if kl is not None and not kl <= KL_LIMIT), None
+    )
     if large is not None:
         return f"KL of {kls[large]:.2g} nats a token at step {min((large + 1) * span, len(rows))}"
     known = [reward for reward in rewards if reward is not None]
@@ -77,14 +90,21 @@ def divergence(rows: Sequence[Row], last_line: str) -> str | None:
 
 
 def figures(rows: Sequence[Row], evaluations: Sequence[Row]) -> dict[str, float]:
-    """A run in a few numbers: rewards of its first and last steps, solved before and after, the largest KL, seconds a step."""
+    """A run in a few numbers: rewards of its first and last steps, solved before and after, the
+    largest KL, seconds a step.
+    """
     span = window_of(len(rows), round(1 / WINDOW))
     found: dict[str, float] = {}
     if rows:
-        rewards, kls = _windows([r["reward_mean"] for r in rows], span), _windows([r["kl"] for r in rows], span)
+        rewards, kls = (
+            _windows([r["reward_mean"] for r in rows], span),
+            _windows([r["kl"] for r in rows], span),
+        )
         found |= {"reward_first": rewards[0] or 0.0, "reward_last": rewards[-1] or 0.0}
         found |= {"kl_max": max((kl for kl in kls if kl is not None), default=0.0)}
-        found["step_seconds"] = round(statistics.median(r["seconds_wait"] + r["seconds_train"] for r in rows), 3)
+        found["step_seconds"] = round(
+            statistics.median(r["seconds_wait"] + r["seconds_train"] for r in rows), 3
+        )
     if evaluations:
         found |= {
             "solved_first": evaluations[0]["metrics"]["solved"],
@@ -95,14 +115,18 @@ def figures(rows: Sequence[Row], evaluations: Sequence[Row]) -> dict[str, float]
 
 
 def over_seeds(runs: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float] | None:
-    """Mean and standard deviation of a figure over the runs that have it; None if none has, 0 for the spread of one."""
+    """Mean and standard deviation of a figure over the runs that have it; None if none has, 0 for
+    the spread of one.
+    """
     values = [run["figures"][name] for run in runs if name in run.get("figures", {})]
     if not values:
         return None
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def variant_rows(runs: Mapping[str, Mapping[str, Any]], variants: Sequence[tuple[str, str]]) -> list[list[str]]:
+def variant_rows(
+    runs: Mapping[str, Mapping[str, Any]], variants: Sequence[tuple[str, str]]
+) -> list[list[str]]:
     """The cells of a table, one row for each variant that was trained.
 
     Args:
@@ -111,7 +135,9 @@ def variant_rows(runs: Mapping[str, Mapping[str, Any]], variants: Sequence[tuple
     """
     rows = []
     for name, label in variants:
-        mine = [run for run in runs.values() if run["variant"] == name and run["status"] != "failed"]
+        mine = [
+            run for run in runs.values() if run["variant"] == name and run["status"] != "failed"
+        ]
         if not mine:
             continue
         wrong = [run["diverged"] for run in mine if run["diverged"]]
@@ -133,7 +159,8 @@ HEADS = ["", "runs", *COLUMNS, "diverged"]
 def band(
     runs: Sequence[tuple[Sequence[float], Sequence[float | None]]],
 ) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Where at least one run has a value: places, means, and the least and the greatest of the runs' values there.
+    """Where at least one run has a value: places, means, and the least and the greatest of the
+    runs' values there.
 
     Args:
         runs: places (ascending) and values of each.
@@ -153,8 +180,14 @@ def band(
 
 
 def _windows(values: Sequence[float | None], span: int) -> list[float | None]:
-    """Means over neighbours, `span` of them each. The last one is over the last `span`, which may overlap those before."""
-    return [_mean(values[max(0, min(start, len(values) - span)) :][:span]) for start in range(0, max(1, len(values)), span)]
+    """Means over neighbours, `span` of them each.
+
+    The last one is over the last `span`, which may overlap those before.
+    """
+    return [
+        _mean(values[max(0, min(start, len(values) - span)) :][:span])
+        for start in range(0, max(1, len(values)), span)
+    ]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

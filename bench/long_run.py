@@ -1,8 +1,10 @@
-"""The files of a long run that nobody ran: rows of a trainer, and an archive of rollouts as a rollout service keeps it.
+"""The files of a long run that nobody ran: rows of a trainer, and an archive of rollouts as a
+rollout service keeps it.
 
-The archive's first groups are kept by the service's own Archive, with a tokenizer of 150,000 tokens and what a trainer reports
-of every twelfth rollout; all others are copies of these within the file, row by row, with drifts and versions of their own. So
-a million rollouts take a minute and no memory, and every index has the size and the order that it has in a real archive.
+The archive's first groups are kept by the service's own Archive, with a tokenizer of 150,000 tokens
+and what a trainer reports of every twelfth rollout; all others are copies of these within the file,
+row by row, with drifts and versions of their own. So a million rollouts take a minute and no
+memory, and every index has the size and the order that it has in a real archive.
 """
 
 from __future__ import annotations
@@ -35,8 +37,15 @@ SHOWN = (
 EVALUATED_EVERY = 20
 GROUP_SIZE = 8
 PROMPT, RESPONSE = (12, 40), (16, 48)
-"""Fewest and most tokens: short, so that a million rollouts are within the bytes that a service keeps by default."""
-ENVIRONMENTS = (("arithmetic", 0.5), ("code", 0.3), ("games", 0.15), ("tools", 0.049), ("rare", 0.001))
+"""Fewest and most tokens: short, so that a million rollouts are within the bytes that a service
+keeps by default."""
+ENVIRONMENTS = (
+    ("arithmetic", 0.5),
+    ("code", 0.3),
+    ("games", 0.15),
+    ("tools", 0.049),
+    ("rare", 0.001),
+)
 """Name and share of the groups."""
 TOKENS = 150_000
 NEEDLE = "zqxjkv"
@@ -58,34 +67,59 @@ class Rows:
     def line(self) -> str:
         """The next one."""
         self.step += 1
-        self._figures = {name: value + self._draw.gauss(0, 0.01) for name, value in self._figures.items()}
-        return json.dumps({"step": self.step, **self._figures, "checksum": f"{self.step:032x}"}) + "\n"
+        self._figures = {
+            name: value + self._draw.gauss(0, 0.01) for name, value in self._figures.items()
+        }
+        return (
+            json.dumps({"step": self.step, **self._figures, "checksum": f"{self.step:032x}"}) + "\n"
+        )
 
 
 def write_figures(folder: Path, steps: int) -> Rows:
-    """The trainer's rows and the evaluations of a run of so many steps, in `folder`/trainer. Returns the rows."""
+    """The trainer's rows and the evaluations of a run of so many steps, in `folder`/trainer.
+
+    Returns the rows.
+    """
     (folder / "trainer").mkdir(parents=True)
     rows, draw = Rows(), random.Random(1)
     with (folder / "trainer" / "metrics.jsonl").open("w") as file:
         file.writelines(rows.line() for _ in range(steps))
     with (folder / "trainer" / "evaluations.jsonl").open("w") as file:
         for number in range(1, steps // EVALUATED_EVERY + 1):
-            told = {"id": number, "time": 1e9 + number, "step": EVALUATED_EVERY * number, "name": "task"}
+            told = {
+                "id": number,
+                "time": 1e9 + number,
+                "step": EVALUATED_EVERY * number,
+                "name": "task",
+            }
             file.write(json.dumps(told | {"metrics": {"eval/correct": draw.random()}}) + "\n")
     return rows
 
 
 def tokenizer_file(tokens: int = TOKENS) -> bytes:
-    """A tokenizer.json of byte pairs, of as many tokens as those of today's models; the texts that it makes are no language."""
+    """A tokenizer.json of byte pairs, of as many tokens as those of today's models; the texts that
+    it makes are no language.
+    """
     draw = random.Random(2)
-    single = [chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)]]
+    single = [
+        chr(code)
+        for code in [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)]
+    ]
     letters = [chr(code) for code in range(97, 123)]
     words, known, merges = [*letters, *("Ġ" + letter for letter in letters)], set(single), []
     vocabulary = {text: number for number, text in enumerate(single)}
     while len(vocabulary) < tokens:
-        left, right = draw.choice(words), draw.choice(letters) if draw.random() < 0.6 else draw.choice(words).strip("Ġ")
+        left, right = (
+            draw.choice(words),
+            draw.choice(letters) if draw.random() < 0.6 else draw.choice(words).strip("Ġ"),
+        )
         text = left + right
-        if text not in known and len(text) <= 12 and right in vocabulary and (left in vocabulary or left[0] == "Ġ"):
+        if (
+            text not in known
+            and len(text) <= 12
+            and right in vocabulary
+            and (left in vocabulary or left[0] == "Ġ")
+        ):
             if left not in vocabulary:
                 vocabulary[left] = len(vocabulary)
                 merges.append(["Ġ", left[1:]])
@@ -94,19 +128,41 @@ def tokenizer_file(tokens: int = TOKENS) -> bytes:
             merges.append([left, right])
             known.add(text)
             words.append(text)
-    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": False, "ignore_merges": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    parts = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": level, "post_processor": None}
+    model = {
+        "type": "BPE",
+        "vocab": vocabulary,
+        "merges": merges,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    parts = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+    }
     return orjson.dumps(parts | {"decoder": level, "model": model})
 
 
 def groups(count: int) -> Iterator[tuple[PostedGroup, TrainedTokens | None]]:
-    """Groups as an environment posts them, and what the trainer tells of the first rollout of most of them."""
+    """Groups as an environment posts them, and what the trainer tells of the first rollout of most
+    of them.
+    """
     draw = random.Random(3)
     names, shares = zip(*ENVIRONMENTS, strict=True)
     for number in range(count):
         prompt = [int(TOKENS ** draw.random()) for _ in range(draw.randint(*PROMPT))]
-        answers = [[int(TOKENS ** draw.random()) for _ in range(draw.randint(*RESPONSE))] for _ in range(GROUP_SIZE)]
+        answers = [
+            [int(TOKENS ** draw.random()) for _ in range(draw.randint(*RESPONSE))]
+            for _ in range(GROUP_SIZE)
+        ]
         if number == 0:
             answers[0][: len(_SPELLED)] = _SPELLED
         logprobs = [[round(-draw.expovariate(2.0), 6) for _ in answer] for answer in answers]
@@ -114,15 +170,29 @@ def groups(count: int) -> Iterator[tuple[PostedGroup, TrainedTokens | None]]:
         body = {
             "tokens": [prompt + answer for answer in answers],
             "masks": [[-100] * len(prompt) + answer for answer in answers],
-            "scores": [float(draw.random() < 0.4) if number % 2 else round(draw.gauss(0, 1), 3) for _ in answers],
+            "scores": [
+                float(draw.random() < 0.4) if number % 2 else round(draw.gauss(0, 1), 3)
+                for _ in answers
+            ],
             "inference_logprobs": [[1.0] * len(prompt) + row for row in logprobs],
             "weight_versions": [version] * GROUP_SIZE,
             "finish_reasons": ["stop" if draw.random() < 0.9 else "length" for _ in answers],
         }
-        posted = PostedGroup(number, 1.7e9 + number, draw.choices(names, shares)[0], orjson.dumps(body))
+        posted = PostedGroup(
+            number, 1.7e9 + number, draw.choices(names, shares)[0], orjson.dumps(body)
+        )
         told = np.asarray(logprobs[0], np.float32)
-        columns = (told - np.float32(draw.expovariate(20.0)), np.abs(told), np.full(len(told), 0.5, np.float32))
-        yield posted, TrainedTokens(version, len(told), *columns) if draw.random() < GROUP_SIZE / 12 else None
+        columns = (
+            told - np.float32(draw.expovariate(20.0)),
+            np.abs(told),
+            np.full(len(told), 0.5, np.float32),
+        )
+        yield (
+            posted,
+            TrainedTokens(version, len(told), *columns)
+            if draw.random() < GROUP_SIZE / 12
+            else None,
+        )
 
 
 def keep(archive: Archive, count: int) -> float:
@@ -154,7 +224,10 @@ def write_archive(path: Path, kept: int) -> dict[str, Any]:
 
 
 def multiply(path: Path, rollouts: int) -> dict[str, Any]:
-    """Copy the groups of an archive until it has so many rollouts, or a few more. Returns their number and the bytes."""
+    """Copy the groups of an archive until it has so many rollouts, or a few more.
+
+    Returns their number and the bytes.
+    """
     connection = sqlite3.connect(path, isolation_level=None)
     run = connection.execute
     run("PRAGMA synchronous = OFF")
@@ -163,7 +236,11 @@ def multiply(path: Path, rollouts: int) -> dict[str, Any]:
     copies = max(0, -(-rollouts // rollouts_of_one) - 1)
     run("BEGIN")
     for copy in range(1, copies + 1):
-        at = {"g": groups_of_one * copy, "r": rollouts_of_one * copy, "v": groups_of_one // 64 * copy}
+        at = {
+            "g": groups_of_one * copy,
+            "r": rollouts_of_one * copy,
+            "v": groups_of_one // 64 * copy,
+        }
         of_original = {"groups": groups_of_one, "rollouts": rollouts_of_one}
         run(
             "INSERT INTO groups SELECT id + :g, seq + :g, time + :g, environment, size, first + :r, n_bytes, body FROM groups "

@@ -3,8 +3,9 @@
     python bench/lora_swap.py --output DIR                        1 GPU
     python bench/lora_swap.py --output DIR --tiny --device cpu    everything but the figures, without a GPU
 
-Exchanges adapters of rank 16 on all linear layers, idle and under load: from the trainer's call to the server's answer, by
-phase on both sides, with the time to the first token of the next request. Prints a table and writes lora_swap.json.
+Exchanges adapters of rank 16 on all linear layers, idle and under load: from the trainer's call to
+the server's answer, by phase on both sides, with the time to the first token of the next request.
+Prints a table and writes lora_swap.json.
 """
 
 from __future__ import annotations
@@ -42,16 +43,33 @@ class Benchmark(LoadedSitting):
         model = self.work / "model"
         results.put("adapter", value=trainer.ask("save_base", timeout=180, folder=str(model)))
         flags = ("--enable-lora", "--max-lora-rank", "16")
-        server = self.vllm = self.server("vllm", model, shared=False, load_format="auto", flags=flags)
+        server = self.vllm = self.server(
+            "vllm", model, shared=False, load_format="auto", flags=flags
+        )
         self.describe(shape=args.shape)
         results.put("seconds_to_ready", value=self.ready(server)["vllm"])
-        connect = {"port": server.port, "base_model": str(model), "folder": str(self.work / "adapters")}
-        if results.measure("connect", run=partial(trainer.ask, "connect_lora", timeout=120, **connect)) is None:
+        connect = {
+            "port": server.port,
+            "base_model": str(model),
+            "folder": str(self.work / "adapters"),
+        }
+        if (
+            results.measure(
+                "connect", run=partial(trainer.ask, "connect_lora", timeout=120, **connect)
+            )
+            is None
+        ):
             return
         self.warm_up(server, max(args.concurrency))
         trainer.ask("sync", timeout=ASK_SECONDS, count=3)
-        results.measure("first_token_without_swaps", run=lambda: spread_ms(trainer.ask("first_tokens", 60, count=20)["all"]))
-        results.measure("idle", run=lambda: swap_figures(trainer.ask("sync", timeout=ASK_SECONDS, count=args.updates)))
+        results.measure(
+            "first_token_without_swaps",
+            run=lambda: spread_ms(trainer.ask("first_tokens", 60, count=20)["all"]),
+        )
+        results.measure(
+            "idle",
+            run=lambda: swap_figures(trainer.ask("sync", timeout=ASK_SECONDS, count=args.updates)),
+        )
         results.measure("check", run=lambda: self._check(trainer))
         for concurrency in args.concurrency:
             swaps = partial(self.under_load, server, trainer, concurrency, summarise=swap_figures)
@@ -60,7 +78,11 @@ class Benchmark(LoadedSitting):
             results.measure(f"first_token_without_swaps, load_{concurrency}", run=usual)
         results.measure("check_after_load", run=lambda: self._check(trainer))
         results.put(
-            "lora_status", value={k: server.get("/lora/status")[k] for k in ("swaps", "slots", "capacity", "last_error")}
+            "lora_status",
+            value={
+                k: server.get("/lora/status")[k]
+                for k in ("swaps", "slots", "capacity", "last_error")
+            },
         )
 
     def _first_tokens_under_load(self, trainer: Worker, concurrency: int) -> dict[str, float]:
@@ -75,7 +97,9 @@ class Benchmark(LoadedSitting):
 
 
 def swap_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Milliseconds of exchanges: from the trainer's call to the answer, by phase on both sides, and the next first token."""
+    """Milliseconds of exchanges: from the trainer's call to the answer, by phase on both sides, and
+    the next first token.
+    """
     return {
         "swaps": len(rows),
         "adapter_bytes": rows[0]["bytes_moved"],
@@ -95,13 +119,28 @@ def report(data: dict[str, Any]) -> str:
         row = data[name]
         usual = data.get("first_token_without_swaps" + ("" if name == "idle" else f", {name}"), {})
         if "swap_ms" in row:
-            waits = spreads(row, "swap_ms median p90 max", "request_to_served_ms", "first_token_after_swap_ms")
+            waits = spreads(
+                row, "swap_ms median p90 max", "request_to_served_ms", "first_token_after_swap_ms"
+            )
             gaps = spreads(row, "usual_gap_ms", "largest_gap_per_update_ms")
             rows.append([name, row["swaps"], *waits, usual.get("median"), *gaps])
             for side in ("phases_ms", "server_ms"):
-                lines.append(f"{name}, {side}: " + ", ".join(f"{k} {v['median']:.2f}" for k, v in row[side].items()))
-    head = ["", "swaps", "swap: median ms", "p90", "max", "request to served ms", "first token after ms"]
-    return "\n".join([table([*head, "usual first token ms", "usual gap ms", "gap at a swap ms"], rows), *lines])
+                lines.append(
+                    f"{name}, {side}: "
+                    + ", ".join(f"{k} {v['median']:.2f}" for k, v in row[side].items())
+                )
+    head = [
+        "",
+        "swaps",
+        "swap: median ms",
+        "p90",
+        "max",
+        "request to served ms",
+        "first token after ms",
+    ]
+    return "\n".join(
+        [table([*head, "usual first token ms", "usual gap ms", "gap at a swap ms"], rows), *lines]
+    )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -112,7 +151,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack, "lora_swap"), report)
+    return run_and_report(
+        args.output, lambda work, stack: Benchmark(args, work, stack, "lora_swap"), report
+    )
 
 
 if __name__ == "__main__":

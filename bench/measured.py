@@ -1,4 +1,7 @@
-"""When a row was measured, and by which code: what every row of a results file carries. Needs nothing but Python."""
+"""When a row was measured, and by which code: what every row of a results file carries.
+
+Needs nothing but Python.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ _BEGAN = datetime.now(UTC)
 
 
 def commit() -> str:
-    """The commit of this code, shortened, with `+` if files differ from it; `unknown` if neither git nor the variable says."""
+    """The commit of this code, shortened, with `+` if files differ from it; `unknown` if neither
+    git nor the variable says.
+    """
     told = os.environ.get(COMMIT_VARIABLE, "").strip()
     if told:
         return told
@@ -29,12 +34,16 @@ def commit() -> str:
 
 
 def measured() -> dict[str, str]:
-    """`commit`, `date` (UTC, of this moment) and `run` (when this process began: rows of one run have it in common)."""
+    """`commit`, `date` (UTC, of this moment) and `run` (when this process began: rows of one run
+    have it in common).
+    """
     return {"commit": commit(), "date": _minutes(datetime.now(UTC)), "run": _minutes(_BEGAN)}
 
 
 def put_into(path: Path, key: str, value: dict[str, Any]) -> None:
-    """Put what one script found into a results file that several share, in place of what it had under that key."""
+    """Put what one script found into a results file that several share, in place of what it had
+    under that key.
+    """
     data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     path.write_text(json.dumps(data | {key: value}, indent=1), encoding="utf-8")
 
@@ -45,4 +54,6 @@ def _minutes(moment: datetime) -> str:
 
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=30, check=True
+    ).stdout.strip()

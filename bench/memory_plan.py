@@ -1,14 +1,15 @@
-"""Does the memory plan say what a training takes? Real steps with random weights of real shapes; no vLLM, no network, no files.
+"""Does the memory plan say what a training takes? Real steps with random weights of real shapes; no
+vLLM, no network, no files.
 
     python bench/memory_plan.py --output DIR                    every configuration that the GPUs at hand suffice for
     python bench/memory_plan.py --output DIR --only lora_8b     some of them
     python bench/memory_plan.py --output DIR --device cpu       tiny models on the CPU, to try the script
 
-Each configuration is a process of its own (under torchrun if it has several ranks). Measured is what torch's allocator has
-given out (`torch.cuda.max_memory_allocated`; on a CPU tensors are counted one by one); the plan's workspace, which is
-for what the allocator does not count, is left out. Prints
-for each part of a step planned and measured GB, and writes memory_plan.json. Ends
-with status 1 if the plan of a configuration is more than 10 % off, or one did not run.
+Each configuration is a process of its own (under torchrun if it has several ranks). Measured is
+what torch's allocator has given out (`torch.cuda.max_memory_allocated`; on a CPU tensors are
+counted one by one); the plan's workspace, which is for what the allocator does not count, is left
+out. Prints for each part of a step planned and measured GB, and writes memory_plan.json. Ends with
+status 1 if the plan of a configuration is more than 10 % off, or one did not run.
 """
 
 from __future__ import annotations
@@ -48,18 +49,38 @@ CONFIGURATIONS = [
 
 def on_cpu(asked: Configuration) -> Configuration:
     """The same, tiny."""
-    return replace(asked, shape="tiny", batch=2, length=128, lora_rank=min(4, asked.lora_rank), device="cpu", offload=False)
+    return replace(
+        asked,
+        shape="tiny",
+        batch=2,
+        length=128,
+        lora_rank=min(4, asked.lora_rank),
+        device="cpu",
+        offload=False,
+    )
 
 
 def run(asked: Configuration, output: Path) -> dict[str, Any]:
     """Start the configuration's processes and wait for them. Returns the result, or an `error`."""
-    task = Task(f"memory_plan-{asked.name}", "bench.gpu.memory_worker", asdict(asked), output, SECONDS, asked.ranks)
+    task = Task(
+        f"memory_plan-{asked.name}",
+        "bench.gpu.memory_worker",
+        asdict(asked),
+        output,
+        SECONDS,
+        asked.ranks,
+    )
     with all_stopped(task):
         try:
             return task.answer() | {"measured": measured()}
         except BenchError as error:
             reason, *log = str(error).splitlines()
-            return {"configuration": asdict(asked), "measured": measured(), "error": reason, "log": log}
+            return {
+                "configuration": asdict(asked),
+                "measured": measured(),
+                "error": reason,
+                "log": log,
+            }
 
 
 def ratio(result: dict[str, Any]) -> float:
@@ -101,7 +122,9 @@ class Benchmark(Sitting):
             self.results.put("results", value=found)
             print(report_of_one(found[-1]) + "\n", flush=True)
             if "error" in found[-1] or abs(ratio(found[-1]) - 1) > WITHIN:
-                self.results.failures.append(f"{asked.name}: {found[-1].get('error', 'the plan is too far off')}")
+                self.results.failures.append(
+                    f"{asked.name}: {found[-1].get('error', 'the plan is too far off')}"
+                )
 
 
 def report(data: dict[str, Any]) -> str:
@@ -116,7 +139,9 @@ def report(data: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[one.name for one in CONFIGURATIONS])
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=[one.name for one in CONFIGURATIONS]
+    )
     args = parser.parse_args(arguments)
     return run_and_report(args.output, partial(Benchmark, args, name="memory_plan"), report)
 

@@ -9,12 +9,24 @@ from typing import Any
 
 WINDOW = 10
 """Steps whose mean reward is reported: the first, the last, and the best that follow each other."""
-STUDENT_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+STUDENT_95 = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+}
 """Degrees of freedom -> quantile 0.975 of Student's t."""
 
 
 def best_window(rewards: list[float]) -> float:
-    """Return the highest mean of WINDOW rewards that follow each other; of all of them if there are fewer."""
+    """Return the highest mean of WINDOW rewards that follow each other; of all of them if there are
+    fewer.
+    """
     ends = range(min(WINDOW, len(rewards)), len(rewards) + 1)
     return max(statistics.fmean(rewards[max(0, end - WINDOW) : end]) for end in ends)
 
@@ -33,7 +45,10 @@ def row_of(course: dict[str, Any]) -> list[str]:
     return [
         name,
         str(course["steps"]),
-        *(f"{value:+.3f}" for value in (statistics.fmean(rewards[:WINDOW]), statistics.fmean(rewards[-WINDOW:]))),
+        *(
+            f"{value:+.3f}"
+            for value in (statistics.fmean(rewards[:WINDOW]), statistics.fmean(rewards[-WINDOW:]))
+        ),
         f"{best_window(rewards):+.3f}",
         f"{statistics.fmean(kl for kl in course['parity_kl'] if kl is not None):.1e}",
         f"{sum(course['mismatched_tokens']):,} of {tokens:,}",
@@ -49,7 +64,8 @@ HEAD = [
 
 
 def differences(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return one line for each learning rate: by how much the mode changes the reward of the last WINDOW steps.
+    """Return one line for each learning rate: by how much the mode changes the reward of the last
+    WINDOW steps.
 
     The difference is taken seed by seed. Its 95 % interval is Student's t.
     """
@@ -62,7 +78,11 @@ def _difference(runs: Sequence[dict[str, Any]], lr: float) -> str:
         for run in runs
         if run["lr"] == lr and run["reward_mean"]
     }
-    found = [last["on", seed] - last["off", seed] for mode, seed in sorted(last) if mode == "on" and ("off", seed) in last]
+    found = [
+        last["on", seed] - last["off", seed]
+        for mode, seed in sorted(last)
+        if mode == "on" and ("off", seed) in last
+    ]
     if len(found) - 1 not in STUDENT_95:
         return f"Learning rate {lr:g}: {len(found)} seeds ran in both modes; 2 to {len(STUDENT_95) + 1} give an interval."
     mean = statistics.fmean(found)

@@ -1,14 +1,15 @@
-"""The cost of each optimizer choice: step time and peak memory on one GPU, beside the memory plan. Random weights, no network.
+"""The cost of each optimizer choice: step time and peak memory on one GPU, beside the memory plan.
+Random weights, no network.
 
     python bench/optimizer_choices.py --output DIR                       every choice that fits this GPU and host
     python bench/optimizer_choices.py --output DIR --only "1.7B, adamw"  some of them
     python bench/optimizer_choices.py --output DIR --device cpu          a tiny shape on the CPU, to try the script
 
-A choice is a process of its own. It trains real shapes with the trainer's own step and optimizer: --optimizer adamw and
-adamw-8bit, with --optimizer-offload on and off. Measured are the seconds of the gradient, of the update and of writing the
-weights (medians), and the peak of torch's allocator; on a CPU tensors are counted one by one. Prints a table and writes
-optimizer_choices.json after each choice. Ends with status 1 if a choice failed, or the plan of one is more than 10 % off on a
-GPU.
+A choice is a process of its own. It trains real shapes with the trainer's own step and optimizer:
+--optimizer adamw and adamw-8bit, with --optimizer-offload on and off. Measured are the seconds of
+the gradient, of the update and of writing the weights (medians), and the peak of torch's allocator;
+on a CPU tensors are counted one by one. Prints a table and writes optimizer_choices.json after each
+choice. Ends with status 1 if a choice failed, or the plan of one is more than 10 % off on a GPU.
 """
 
 from __future__ import annotations
@@ -64,12 +65,16 @@ def refusal(choice: Choice) -> str | None:
     needed = plan_memory(request).total, room.host_needed(request)
     on_device, on_host = (f"{size / 2**30:.1f} GiB" for size in needed)
     return (
-        f"needs {on_device} on {device} and {on_host} of host memory; {free / 2**30:.1f} and {room.host / 2**30:.1f} are free"
+        f"needs {on_device} on {device} and {on_host} of host memory; "
+        f"{free / 2**30:.1f} and {room.host / 2**30:.1f} are free"
     )
 
 
 def run(choice: Choice, output: Path) -> dict[str, Any]:
-    """Start the choice's process and wait for it. Returns the result, or an `error`, or why it was `skipped`."""
+    """Start the choice's process and wait for it.
+
+    Returns the result, or an `error`, or why it was `skipped`.
+    """
     reason = refusal(choice)
     if reason is not None:
         return {"choice": asdict(choice), "measured": measured(), "skipped": reason}
@@ -101,9 +106,12 @@ class Benchmark(Sitting):
             found.append(run(choice if self.on_gpu else on_cpu(choice), self.args.output))
             self.results.put("results", value=found)
             print(report({"results": found[-1:]}) + "\n", flush=True)
-            # On a CPU nothing is staged, and a tiny model is small beside the buffers of an update: the plan is of GPUs.
+            # On a CPU nothing is staged, and a tiny model is small beside the buffers of an update:
+            # the plan is of GPUs.
             if self.on_gpu and "bytes" in found[-1] and abs(ratio(found[-1]) - 1) > WITHIN:
-                self.results.failures.append(f"{choice.name}: the plan is {ratio(found[-1]):.3f} of what was measured")
+                self.results.failures.append(
+                    f"{choice.name}: the plan is {ratio(found[-1]):.3f} of what was measured"
+                )
             if "error" in found[-1]:
                 self.results.failures.append(f"{choice.name}: {found[-1]['error']}")
 
@@ -118,9 +126,12 @@ def report(data: dict[str, Any]) -> str:
             notes += [f"    {line}" for line in result.get("log", [])]
             continue
         device, host = (
-            [f"{result[where][what] / 1e9:.2f}" for what in ("planned", "measured")] for where in ("bytes", "host_bytes")
+            [f"{result[where][what] / 1e9:.2f}" for what in ("planned", "measured")]
+            for where in ("bytes", "host_bytes")
         )
-        seconds = [result["seconds"][part]["median"] for part in ("gradient", "update", "write_weights")]
+        seconds = [
+            result["seconds"][part]["median"] for part in ("gradient", "update", "write_weights")
+        ]
         rows.append(
             [name, *device, f"{ratio(result):.3f}", *host, *(f"{value:.3f}" for value in seconds),
              f"{result['first_update_seconds']:.2f}"]
@@ -142,7 +153,9 @@ def report(data: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="CHOICE", choices=[one.name for one in CHOICES])
+    parser.add_argument(
+        "--only", nargs="+", metavar="CHOICE", choices=[one.name for one in CHOICES]
+    )
     args = parser.parse_args(arguments)
     return run_and_report(args.output, partial(Benchmark, args, name="optimizer_choices"), report)
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""What the page at /ui costs: the rollout service under load without it and with ten pages open; what becomes of its
-memory; and how long it takes until a run of 10,000 steps and a million rollouts is open.
+"""What the page at /ui costs: the rollout service under load without it and with ten pages open;
+what becomes of its memory; and how long it takes until a run of 10,000 steps and a million rollouts
+is open.
 
     python bench/page_cost.py                                  # everything, 20 minutes on two idle cores
     python bench/page_cost.py --parts load --rounds 20         # ten of them, and what decides
@@ -15,9 +16,9 @@ memory   the same load again and again on one service with ten pages open, and t
 open     a run that nobody has opened yet: every list of rollouts by a fresh process, with nothing of the file in the system's
          memory. And what it costs to keep a group, in an empty archive and in one that is full.
 
-Open pages are a process of their own, and share the machine's cores with service and load: eight overviews, one list of
-rollouts, one page of weights, each asking as often as its script does (static/overview.js, rollouts.js, weights.js).
-Writes bench/results/page_cost.json.
+Open pages are a process of their own, and share the machine's cores with service and load: eight
+overviews, one list of rollouts, one page of weights, each asking as often as its script does
+(static/overview.js, rollouts.js, weights.js). Writes bench/results/page_cost.json.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # run by path: import from the repository, and never a sibling file by a bare name
+sys.path[0] = str(
+    ROOT
+)  # run by path: import from the repository, and never a sibling file by a bare name
 
 import argparse
 import asyncio
@@ -49,7 +52,17 @@ from urllib.parse import quote
 
 from atroposlib.dashboard.rollouts.archive import MAX_BYTES, Archive
 from bench.gpu.processes import free_port
-from bench.long_run import GROUP_SIZE, NEEDLE, SHOWN, Rows, forget_cached, keep, multiply, write_archive, write_figures
+from bench.long_run import (
+    GROUP_SIZE,
+    NEEDLE,
+    SHOWN,
+    Rows,
+    forget_cached,
+    keep,
+    multiply,
+    write_archive,
+    write_figures,
+)
 from bench.measured import measured, put_into
 from bench.rollout_api_load import LOAD, cpu_seconds, machine, put_load, rss_mib, server
 
@@ -72,7 +85,8 @@ LISTS = {
 """What a list is of -> how it is asked for."""
 WARM_GROUPS, CLIENTS = 128, 16
 QUIET_SHARE, QUIET_SECONDS, SETTLE_SECONDS = 0.05, 0.5, 30.0
-"""Of a core, over such a while, and the deadline: when a service has done what was left to be done behind its answers."""
+"""Of a core, over such a while, and the deadline: when a service has done what was left to be done
+behind its answers."""
 MOST_SECONDS, MOST_SLOWER, MOST_GROWTH_MIB = 2.0, 0.05, 8.0
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t of two sides at 95 %, by degrees of freedom from 1 on."""
@@ -80,9 +94,13 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 
 
 async def hold_open(port: int, pages: int) -> None:
     """Follow a run on so many pages until the process is ended. Says `open` as soon as all are."""
-    kinds: list[tuple[Sequence[str], Sequence[bytes], float]] = [(OVERVIEW, (), 0.0)] * max(0, pages - 2)
+    kinds: list[tuple[Sequence[str], Sequence[bytes], float]] = [(OVERVIEW, (), 0.0)] * max(
+        0, pages - 2
+    )
     kinds += [(("/ui/api/rollouts?limit=50",), (b"event: rollouts",), 3.0)] * (pages > 1)
-    kinds += [(("/ui/api/weights", "/ui/api/stack"), (b"event: rows", b"event: weights"), 5.0)] * (pages > 0)
+    kinds += [(("/ui/api/weights", "/ui/api/stack"), (b"event: rows", b"event: weights"), 5.0)] * (
+        pages > 0
+    )
 
     async def ask(path: str) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -93,7 +111,9 @@ async def hold_open(port: int, pages: int) -> None:
         if not answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 404")):  # no rollout yet
             raise SystemExit(f"{path}: {answer[:300]!r}")
 
-    async def follow(opened: asyncio.Event, paths: Sequence[str], renewed_by: Sequence[bytes], every: float) -> None:
+    async def follow(
+        opened: asyncio.Event, paths: Sequence[str], renewed_by: Sequence[bytes], every: float
+    ) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
         writer.write(b"GET /ui/api/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         asked = -every
@@ -109,7 +129,9 @@ async def hold_open(port: int, pages: int) -> None:
         raise SystemExit("the service closed a page")
 
     opened = [asyncio.Event() for _ in kinds]
-    following = [asyncio.create_task(follow(event, *kind)) for event, kind in zip(opened, kinds, strict=True)]
+    following = [
+        asyncio.create_task(follow(event, *kind)) for event, kind in zip(opened, kinds, strict=True)
+    ]
     waiting = asyncio.gather(*(event.wait() for event in opened))
     await asyncio.wait([waiting, *following], return_when=asyncio.FIRST_COMPLETED)
     if waiting.done():
@@ -144,14 +166,29 @@ def long_run(steps: int) -> Iterator[tuple[Path, Rows]]:
 
 @contextmanager
 def service(page: bool, run: tuple[Path, Rows]) -> Iterator[tuple[int, int]]:
-    """A fresh service of a copy of such a run, which gets another step each second. Yields port and process id."""
+    """A fresh service of a copy of such a run, which gets another step each second.
+
+    Yields port and process id.
+    """
     port, over = free_port(), threading.Event()
     with tempfile.TemporaryDirectory(prefix="page", dir=ROOT / "runs") as name:
         folder, rows = Path(name), copy.deepcopy(run[1])
         shutil.copytree(run[0], folder, dirs_exist_ok=True)
         trainer = threading.Thread(target=_train, args=(folder, rows, over), daemon=True)
-        command: list[str | Path] = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)]
-        command += ["--store", folder / "rollouts.db", "--run-folder", folder, *([] if page else ["--no-ui"])]
+        command: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "atroposlib.cli.run_api",
+            "--port",
+            str(port),
+        ]
+        command += [
+            "--store",
+            folder / "rollouts.db",
+            "--run-folder",
+            folder,
+            *([] if page else ["--no-ui"]),
+        ]
         with server(command, port, ROOT) as pid:
             trainer.start()
             try:
@@ -169,7 +206,9 @@ def _train(folder: Path, rows: Rows, over: threading.Event) -> None:
 
 
 def under_load(port: int, pid: int, pages: int, groups: int) -> dict[str, float]:
-    """One load on a service with so many pages open: what came of it, and processor time of the service for a group."""
+    """One load on a service with so many pages open: what came of it, and processor time of the
+    service for a group.
+    """
     with open_pages(port, pages):
         put_load(port, CLIENTS, WARM_GROUPS)
         settle(pid)
@@ -183,7 +222,9 @@ def settle(pid: int) -> None:
     deadline, busy = time.monotonic() + SETTLE_SECONDS, math.inf
     while busy > QUIET_SHARE * QUIET_SECONDS:
         if time.monotonic() > deadline:
-            sys.exit(f"error: the service still takes {busy / QUIET_SECONDS:.0%} of a core {SETTLE_SECONDS:g} s after its load")
+            sys.exit(
+                f"error: the service still takes {busy / QUIET_SECONDS:.0%} of a core {SETTLE_SECONDS:g} s after its load"
+            )
         used = cpu_seconds(pid)
         time.sleep(QUIET_SECONDS)
         busy = cpu_seconds(pid) - used
@@ -192,19 +233,29 @@ def settle(pid: int) -> None:
 def interval(shares: Sequence[float]) -> dict[str, float]:
     """The mean of some shares, two or more, and the interval in which it is with 95 %."""
     mean, free = statistics.fmean(shares), len(shares) - 1
-    t = T95[free - 1] if free <= len(T95) else 1.960 + 2.372 / free + 2.823 / free**2  # its expansion: exact to three digits
+    t = (
+        T95[free - 1] if free <= len(T95) else 1.960 + 2.372 / free + 2.823 / free**2
+    )  # its expansion: exact to three digits
     half = t * statistics.stdev(shares) / len(shares) ** 0.5
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
-def grown(runs: dict[str, list[dict[str, float]]], key: str, most: bool = False) -> dict[str, float]:
-    """By what share a figure is worse with pages: of each round's two loads of a kind, the sums are compared.
+def grown(
+    runs: dict[str, list[dict[str, float]]], key: str, most: bool = False
+) -> dict[str, float]:
+    """By what share a figure is worse with pages: of each round's two loads of a kind, the sums are
+    compared.
 
     Args:
         most: a rate, which is worse if it is less.
     """
-    bare, paged = ([one[key] + other[key] for one, other in zip(of[::2], of[1::2], strict=True)] for of in runs.values())
-    return interval([(one / other if most else other / one) - 1 for one, other in zip(bare, paged, strict=True)])
+    bare, paged = (
+        [one[key] + other[key] for one, other in zip(of[::2], of[1::2], strict=True)]
+        for of in runs.values()
+    )
+    return interval(
+        [(one / other if most else other / one) - 1 for one, other in zip(bare, paged, strict=True)]
+    )
 
 
 def said(share: dict[str, float]) -> str:
@@ -218,11 +269,19 @@ def compare(rounds: int, groups: int, steps: int) -> dict[str, Any]:
     with long_run(steps) as run, service(False, run) as bare, service(True, run) as paged:
         at = {BARE: (*bare, 0), PAGED: (*paged, PAGES)}
         for number in range(rounds):
-            for kind in (BARE, PAGED, PAGED, BARE) if number % 2 == 0 else (PAGED, BARE, BARE, PAGED):
+            for kind in (
+                (BARE, PAGED, PAGED, BARE) if number % 2 == 0 else (PAGED, BARE, BARE, PAGED)
+            ):
                 runs[kind].append(under_load(*at[kind], groups))
             if number:
-                print(f"round {number + 1}: processor time {said(grown(runs, 'cpu_ms_per_group'))} so far", flush=True)
-    middle = {kind: {key: statistics.median(run[key] for run in found) for key in found[0]} for kind, found in runs.items()}
+                print(
+                    f"round {number + 1}: processor time {said(grown(runs, 'cpu_ms_per_group'))} so far",
+                    flush=True,
+                )
+    middle = {
+        kind: {key: statistics.median(run[key] for run in found) for key in found[0]}
+        for kind, found in runs.items()
+    }
     slower = {
         "processor": grown(runs, "cpu_ms_per_group"), "p50": grown(runs, "p50"),
         **{what: grown(runs, what, most=True) for what in ("posted", "drained")},
@@ -230,7 +289,11 @@ def compare(rounds: int, groups: int, steps: int) -> dict[str, Any]:
     verdict = {}
     for what, share in slower.items():
         verdict[f"ten pages cost at most 5 % of {what}"] = (
-            "yes" if share["high"] <= MOST_SLOWER else "no" if share["low"] > MOST_SLOWER else "not decided"
+            "yes"
+            if share["high"] <= MOST_SLOWER
+            else "no"
+            if share["low"] > MOST_SLOWER
+            else "not decided"
         )
         print(f"{what:10} {said(share)}")
     return {
@@ -248,19 +311,37 @@ def memory_of_service(loads: int, groups: int, steps: int) -> dict[str, Any]:
             found.append(rss_mib(pid))
             print(f"after load {number + 1}: {found[-1]:.0f} MiB", flush=True)
     half = len(found) // 2
-    growth = statistics.fmean(found[half:]) - statistics.fmean(found[half // 2 : half]) if half > 1 else 0.0
-    verdict = {f"grows by at most {MOST_GROWTH_MIB:g} MiB": "yes" if growth <= MOST_GROWTH_MIB else "no"}
-    return {"loads": loads, "groups": groups, "pages": PAGES, "rss_mib": found, "growth_mib": growth, "verdict": verdict}
+    growth = (
+        statistics.fmean(found[half:]) - statistics.fmean(found[half // 2 : half])
+        if half > 1
+        else 0.0
+    )
+    verdict = {
+        f"grows by at most {MOST_GROWTH_MIB:g} MiB": "yes" if growth <= MOST_GROWTH_MIB else "no"
+    }
+    return {
+        "loads": loads,
+        "groups": groups,
+        "pages": PAGES,
+        "rss_mib": found,
+        "growth_mib": growth,
+        "verdict": verdict,
+    }
 
 
 @contextmanager
 def viewed(folder: Path) -> Iterator[tuple[int, int]]:
-    """The page of a folder by a fresh process, of whose files the system has nothing in memory. Yields port and process id."""
+    """The page of a folder by a fresh process, of whose files the system has nothing in memory.
+
+    Yields port and process id.
+    """
     for path in folder.rglob("*"):
         if path.is_file():
             forget_cached(path)
     port = free_port()
-    with server([sys.executable, "-m", "atroposlib.cli.view_run", folder, "--port", str(port)], port, ROOT) as pid:
+    with server(
+        [sys.executable, "-m", "atroposlib.cli.view_run", folder, "--port", str(port)], port, ROOT
+    ) as pid:
         yield port, pid
 
 
@@ -285,8 +366,8 @@ def peak_mib(pid: int) -> float:
 
 
 def look(folder: Path, paths: Sequence[str]) -> dict[str, float]:
-    """A fresh process is asked for some addresses: seconds at first, of the processor too, and again (the median of three); and
-    its memory at most."""
+    """A fresh process is asked for some addresses: seconds at first, of the processor too, and
+    again (the median of three); and its memory at most."""
     with viewed(folder) as (port, pid):
         before = cpu_seconds(pid)
         first = sum(asked(port, path)[0] for path in paths)
@@ -302,10 +383,16 @@ def lists_of(folder: Path, middle: int) -> dict[str, dict[str, float]]:
         path = f"/ui/api/rollouts?{query.format(middle=middle)}"
         found[name] = look(folder, ["/ui/rollouts", path])
     group = middle // GROUP_SIZE
-    pages = [f"/ui/rollouts/{group}", *(f"/ui/api/rollouts/{group}{end}" for end in ("", "/0?count=500", "/1?count=500"))]
+    pages = [
+        f"/ui/rollouts/{group}",
+        *(f"/ui/api/rollouts/{group}{end}" for end in ("", "/0?count=500", "/1?count=500")),
+    ]
     found["one group with two of its rollouts"] = look(folder, pages)
     for name, row in found.items():
-        print(f"  {name:35} " + " ".join(f"{key}={value:.3g}" for key, value in row.items()), flush=True)
+        print(
+            f"  {name:35} " + " ".join(f"{key}={value:.3g}" for key, value in row.items()),
+            flush=True,
+        )
     return found
 
 
@@ -321,7 +408,13 @@ def whole_search(folder: Path) -> dict[str, float]:
             if told["rollouts"] or told["next"] is None:
                 break
             cursor = f"&cursor={quote(told['next'])}"
-    return {"seconds": seconds, "longest": longest, "requests": requests, "searched": searched, "found": len(told["rollouts"])}
+    return {
+        "seconds": seconds,
+        "longest": longest,
+        "requests": requests,
+        "searched": searched,
+        "found": len(told["rollouts"]),
+    }
 
 
 def opening(steps: int, rollouts: int) -> dict[str, Any]:
@@ -346,11 +439,18 @@ def opening(steps: int, rollouts: int) -> dict[str, Any]:
     verdict = {
         f"everything opens within {MOST_SECONDS:g} s": "yes" if slowest <= MOST_SECONDS else "no",
         "memory is that of a small archive": "yes"
-        if all(row["peak_mib"] - few[name]["peak_mib"] <= MOST_GROWTH_MIB for name, row in many.items())
+        if all(
+            row["peak_mib"] - few[name]["peak_mib"] <= MOST_GROWTH_MIB for name, row in many.items()
+        )
         else "no",
-        "within the bytes that are kept by default": "yes" if size["counted_bytes"] <= MAX_BYTES else "no",
+        "within the bytes that are kept by default": "yes"
+        if size["counted_bytes"] <= MAX_BYTES
+        else "no",
     }
-    keeping = {"empty_ms_per_group": kept["processor_ms_per_group"], "full_ms_per_group": seconds * 1e3}
+    keeping = {
+        "empty_ms_per_group": kept["processor_ms_per_group"],
+        "full_ms_per_group": seconds * 1e3,
+    }
     return {
         "steps": steps, **size, "slowest": slowest, "overview": overview, "weights": weights, "rollouts_lists": many,
         "small_archive": {"rollouts": kept["groups"] * GROUP_SIZE, "lists": few}, "search": search, "keeping": keeping,
@@ -362,11 +462,17 @@ def main() -> None:
     """Run what was asked for, and add it to the results file."""
     parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n", 1)[0].split()))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument("--rounds", type=int, default=20, help="of four loads each (default: 20, ten minutes)")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="of four loads each (default: 20, ten minutes)"
+    )
     parser.add_argument("--groups", type=int, default=1536, help="of each load (default: 1536)")
     parser.add_argument("--loads", type=int, default=10, help="of the part of memory (default: 10)")
-    parser.add_argument("--steps", type=int, default=10_000, help="of the long run (default: 10000)")
-    parser.add_argument("--rollouts", type=int, default=1_000_000, help="of the long run (default: 1000000)")
+    parser.add_argument(
+        "--steps", type=int, default=10_000, help="of the long run (default: 10000)"
+    )
+    parser.add_argument(
+        "--rollouts", type=int, default=1_000_000, help="of the long run (default: 1000000)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--hold-open", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -378,7 +484,9 @@ def main() -> None:
         parser.error(f"--rounds {arguments.rounds}: give at least 2")
     os.makedirs(ROOT / "runs", exist_ok=True)
     if not LOAD.exists() and set(arguments.parts) != {"open"}:
-        parser.error("../shared/bench/api_load.py, the load, is not there: only --parts open can be measured")
+        parser.error(
+            "../shared/bench/api_load.py, the load, is not there: only --parts open can be measured"
+        )
     for part in arguments.parts:
         described = {"machine": machine(), "measured": measured()}
         if part == "load":

@@ -1,12 +1,13 @@
-"""Pictures of the page for README and docs, of a real run: the quick start, looked at with a headless Chromium.
+"""Pictures of the page for README and docs, of a real run: the quick start, looked at with a
+headless Chromium.
 
     python bench/page_screenshots.py                 runs the quick start, four minutes on two cores, and looks while it trains
     python bench/page_screenshots.py --run FOLDER …  pictures of a run that is there already, from its files; others beside it
     python bench/page_screenshots.py --only NAME …   some of them
 
-From files there are none of a run that goes on (LIVE), and of the quick start none of several runs (SEVERAL). They go to
-docs/images/ui_*.png. No picture is taken of what does not work: a run whose reward does not rise is an error, and so is a page
-that writes one into the console.
+From files there are none of a run that goes on (LIVE), and of the quick start none of several runs
+(SEVERAL). They go to docs/images/ui_*.png. No picture is taken of what does not work: a run whose
+reward does not rise is an error, and so is a page that writes one into the console.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ SEVERAL = {"history_dark": ("/ui/history", DESK | {"color_scheme": "dark"})}
 PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "rollouts_light": ("/ui/rollouts?sort=drifted", DESK | {"color_scheme": "light"}),
     "rollout_dark": (f"/ui/rollouts/{EARLY_GROUP}", DESK | {"color_scheme": "dark"}),
-    "rollout_difference": ("/ui/rollouts/{drifted}?shade=difference", DESK | {"color_scheme": "light"}),
+    "rollout_difference": (
+        "/ui/rollouts/{drifted}?shade=difference",
+        DESK | {"color_scheme": "light"},
+    ),
     "weights_light": ("/ui/weights", DESK | {"color_scheme": "light"}),
 }
 """Of any run."""
@@ -70,11 +74,23 @@ class PictureError(RuntimeError):
 @contextmanager
 def quickstart(folder: Path) -> Iterator[str]:
     """The address of the page of a quick start that has taken WATCHED_STEPS, and goes on."""
-    command = [sys.executable, "-m", "example_trainer.launcher.quickstart", "--cpu", "--keep-running", "--output", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "example_trainer.launcher.quickstart",
+        "--cpu",
+        "--keep-running",
+        "--output",
+        str(folder),
+    ]
     folder.parent.mkdir(exist_ok=True)
     with Supervisor() as supervisor:
-        process = supervisor.start("quick start", command, folder.with_suffix(".log"), {}, ROOT, 30.0)
-        origin = wait_for(supervisor, process, r"rollout service +ready after .*(http://\S+)", RUN_SECONDS)
+        process = supervisor.start(
+            "quick start", command, folder.with_suffix(".log"), {}, ROOT, 30.0
+        )
+        origin = wait_for(
+            supervisor, process, r"rollout service +ready after .*(http://\S+)", RUN_SECONDS
+        )
 
         def missing_steps() -> str | None:
             taken = len(rewards(origin, "live"))
@@ -108,11 +124,17 @@ def wait_for(supervisor: Supervisor, process: ManagedProcess, pattern: str, seco
     return found[1]
 
 
-def take(browser: Browser, origin: str, run: str, pictures: dict[str, tuple[str, dict[str, Any]]]) -> None:
+def take(
+    browser: Browser, origin: str, run: str, pictures: dict[str, tuple[str, dict[str, Any]]]
+) -> None:
     """Pictures of one run, by its id."""
     for name, (address, window) in pictures.items():
-        path = address.format(drifted=most_drifted(origin, run)) if "{drifted}" in address else address
-        with look(browser, origin, f"{path}{'&' if '?' in path else '?'}run={run}", window) as visit:
+        path = (
+            address.format(drifted=most_drifted(origin, run)) if "{drifted}" in address else address
+        )
+        with look(
+            browser, origin, f"{path}{'&' if '?' in path else '?'}run={run}", window
+        ) as visit:
             if name in LIVE:
                 visit.until(LIVE_STREAM)
             visit.until(ALL_IN_SIGHT)
@@ -134,13 +156,17 @@ def most_drifted(origin: str, run: str) -> int:
     """
     found = asked(origin, "rollouts", run=run, sort="drifted", limit=1)["rollouts"]
     if not found:
-        raise PictureError("the trainer has reported no rollout of this run: nothing can be shaded by a difference")
+        raise PictureError(
+            "the trainer has reported no rollout of this run: nothing can be shaded by a difference"
+        )
     return int(found[0]["group"])
 
 
 def rewards(origin: str, run: str) -> list[float]:
     """The mean reward of each step."""
-    told = asked(origin, "series", run=run, names="reward_mean", points=2000)["series"]["reward_mean"]["mean"]
+    told = asked(origin, "series", run=run, names="reward_mean", points=2000)["series"][
+        "reward_mean"
+    ]["mean"]
     return [value for value in told if value is not None]
 
 
@@ -166,7 +192,9 @@ def require_rise(values: list[float]) -> None:
     """
     third = len(values) // 3
     if third < 3 or sum(values[-third:]) <= sum(values[:third]):
-        raise PictureError(f"the reward does not rise over the {len(values)} steps of this run: {values}")
+        raise PictureError(
+            f"the reward does not rise over the {len(values)} steps of this run: {values}"
+        )
 
 
 def picture(visit: Visit, name: str) -> None:
@@ -179,8 +207,19 @@ def picture(visit: Visit, name: str) -> None:
 def main() -> None:
     """Take the pictures."""
     parser = argparse.ArgumentParser(description="Pictures of the page for README and docs.")
-    parser.add_argument("--run", type=Path, nargs="+", help="folders of runs that have ended (default: run the quick start)")
-    parser.add_argument("--only", nargs="+", choices=[*LIVE, *SEVERAL, *PICTURES], metavar="NAME", help="these pictures")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        nargs="+",
+        help="folders of runs that have ended (default: run the quick start)",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[*LIVE, *SEVERAL, *PICTURES],
+        metavar="NAME",
+        help="these pictures",
+    )
     arguments = parser.parse_args()
     if (reason := missing()) is not None:
         raise SystemExit(f"error: {reason}")
@@ -189,7 +228,9 @@ def main() -> None:
     wanted = (SEVERAL if arguments.run else LIVE) | PICTURES
     if arguments.only:
         if not_to_be_had := sorted({*arguments.only} - wanted.keys()):
-            parser.error(f"no picture of {', '.join(not_to_be_had)} {'with' if arguments.run else 'without'} --run")
+            parser.error(
+                f"no picture of {', '.join(not_to_be_had)} {'with' if arguments.run else 'without'} --run"
+            )
         wanted = {name: wanted[name] for name in arguments.only}
     source = files(arguments.run) if arguments.run else quickstart(ROOT / "runs" / "page")
     with source as origin, sync_playwright() as playwright:

@@ -1,15 +1,18 @@
-"""How fast does a parameter server take weights, and hand them on? To light vLLM servers without an engine, on this machine.
+"""How fast does a parameter server take weights, and hand them on? To light vLLM servers without an
+engine, on this machine.
 
     python bench/parameter_server.py --output DIR --device cpu                               1, 2 and 4 of them
     python bench/parameter_server.py --output DIR --shape qwen3-1.7b                         on one or two GPUs, by every route
     python bench/parameter_server.py --output DIR --device cpu --into bench/results/async.json
 
-It takes about two minutes. On CPUs the weights go the way that a run's on one machine would: through memory that receivers
-read where it is, and Gloo where there is none to share (`read_in_place` in the results says how many read it). On GPUs each
-route is tried: all on one GPU (CUDA IPC), the parameter server in the host's memory, and on a GPU of its own (NCCL) where there
-are two. A trainer pushes one version after the other and waits for the servers in between, so that a push and a pull do not
-share the cores; at the end the servers must hold what it does, by their checksums. How long a pull takes is what the parameter
-server wrote down itself (docs/timelines.md). Writes parameter_server.json.
+It takes about two minutes. On CPUs the weights go the way that a run's on one machine would:
+through memory that receivers read where it is, and Gloo where there is none to share
+(`read_in_place` in the results says how many read it). On GPUs each route is tried: all on one GPU
+(CUDA IPC), the parameter server in the host's memory, and on a GPU of its own (NCCL) where there
+are two. A trainer pushes one version after the other and waits for the servers in between, so that
+a push and a pull do not share the cores; at the end the servers must hold what it does, by their
+checksums. How long a pull takes is what the parameter server wrote down itself (docs/timelines.md).
+Writes parameter_server.json.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ from vllm_patching.protocol.timeline import VARIABLE
 
 @dataclass(frozen=True)
 class Way:
-    """Where the weights are, and so how they travel. The trainer's are on the first GPU, if there is one.
+    """Where the weights are, and so how they travel. The trainer's are on the first GPU, if there
+    is one.
 
     Attributes:
         holder, servers: the devices of the parameter server's and of each vLLM server's weights.
@@ -57,14 +61,23 @@ class Way:
     @property
     def needs(self) -> int:
         """GPUs."""
-        return 1 + max((int(device[5:]) for device in (self.holder, *self.servers) if device != "cpu"), default=-1)
+        return 1 + max(
+            (int(device[5:]) for device in (self.holder, *self.servers) if device != "cpu"),
+            default=-1,
+        )
 
 
 def ways(on_gpu: bool, numbers: list[int]) -> dict[str, Way]:
-    """What is measured, by name. NCCL connects no two processes on one GPU, so one server is all it can have there."""
+    """What is measured, by name.
+
+    NCCL connects no two processes on one GPU, so one server is all it can have there.
+    """
     if not on_gpu:
         return {str(number): Way("cpu", ("cpu",) * number) for number in numbers}
-    found = {"GPU to GPU": Way("cuda:1", ("cuda:0",)), "one GPU and another": Way("cuda:0", ("cuda:0", "cuda:1"))}
+    found = {
+        "GPU to GPU": Way("cuda:1", ("cuda:0",)),
+        "one GPU and another": Way("cuda:0", ("cuda:0", "cuda:1")),
+    }
     found |= {f"one GPU, {number}": Way("cuda:0", ("cuda:0",) * number) for number in numbers}
     return {**found, f"host memory, {numbers[0]}": Way("cpu", ("cuda:0",) * numbers[0])}
 
@@ -87,7 +100,11 @@ class Benchmark(Sitting):
             else:
                 print(f"skipped {name}: needs {way.needs} GPUs, there are {gpus}")
         if args.into and not self.results.failures:
-            put_into(args.into, "parameter_server_gpu" if self.on_gpu else "parameter_server", self.results.data)
+            put_into(
+                args.into,
+                "parameter_server_gpu" if self.on_gpu else "parameter_server",
+                self.results.data,
+            )
 
     def _servers(self, devices: tuple[str, ...]) -> list[int]:
         """The ports of vLLM servers with weights there; they are kept for the next way."""
@@ -106,31 +123,62 @@ class Benchmark(Sitting):
         port, ports = free_port(), self._servers(way.servers)
         mark = re.sub(r"\W+", "-", name)
         folder = self.work / f"timeline-{mark}"
-        command = [sys.executable, "-u", "-m", "example_trainer.parameter_server", "--model-name", str(self.model)]
-        command += ["--port", str(port), "--device", way.holder, "--bridge-timeout", f"{TRAINER_TIMEOUT:g}"]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "example_trainer.parameter_server",
+            "--model-name",
+            str(self.model),
+        ]
+        command += [
+            "--port",
+            str(port),
+            "--device",
+            way.holder,
+            "--bridge-timeout",
+            f"{TRAINER_TIMEOUT:g}",
+        ]
         command += ["--dtype", "bfloat16" if self.on_gpu else "float32"]
-        command += ["--log-dir", str(self.work), "--vllm-servers", ",".join(f"127.0.0.1:{each}" for each in ports)]
+        command += [
+            "--log-dir",
+            str(self.work),
+            "--vllm-servers",
+            ",".join(f"127.0.0.1:{each}" for each in ports),
+        ]
         log = self.args.output / f"parameter-server-{mark}.log"
         threads = {} if self.on_gpu else {"OMP_NUM_THREADS": "1"}
-        holder = Child("parameter server", command, log, {VARIABLE: str(folder), **threads}, pipes=False)
+        holder = Child(
+            "parameter server", command, log, {VARIABLE: str(folder), **threads}, pipes=False
+        )
         self.stack.callback(holder.stop)
         wait_all({"parameter server": lambda: answers(f"http://127.0.0.1:{port}/weights")}, 90)
         arguments = trainer_arguments(self.args.shape, port, self.args.device, TRAINER_TIMEOUT)
         trainer = self.worker(f"trainer of {mark}", "bench.gpu.trainer", arguments)
         size = trainer.ask("load", timeout=180, spare=True)["model_bytes"]
-        trainer.ask("connect", timeout=ASK_SECONDS, kind="broadcast", transfer="overlapped", ports=[port])
+        trainer.ask(
+            "connect", timeout=ASK_SECONDS, kind="broadcast", transfer="overlapped", ports=[port]
+        )
         self._until_all_serve(ports, holder)
         pushes = []
         for _ in range(self.args.updates):
             (row,) = trainer.ask("sync", timeout=ASK_SECONDS, count=1)
             pushes.append(row["end"] - row["start"])
             self._until_all_serve(ports, holder)
-        if different := [each for each in ports if not trainer.ask("is_served_by", timeout=ASK_SECONDS, port=each)]:
-            raise BenchError(f"the vLLM servers at {different} do not hold the trainer's weights:\n{tail(log)}")
+        if different := [
+            each
+            for each in ports
+            if not trainer.ask("is_served_by", timeout=ASK_SECONDS, port=each)
+        ]:
+            raise BenchError(
+                f"the vLLM servers at {different} do not hold the trainer's weights:\n{tail(log)}"
+            )
         trainer.stop()
         holder.stop()
         processes, _ = read_folder(folder)
-        pulls = [(s.end - s.begin) / 1e9 for p in processes for s in p.spans if s.what == "pull"][-self.args.updates :]
+        pulls = [(s.end - s.begin) / 1e9 for p in processes for s in p.spans if s.what == "pull"][
+            -self.args.updates :
+        ]
         push, pull = statistics.median(pushes), statistics.median(pulls)
         return {
             "updates": len(pulls),
@@ -147,45 +195,85 @@ class Benchmark(Sitting):
         """Wait until all have the same version, which is the parameter server's."""
         deadline = time.monotonic() + TRAINER_TIMEOUT
         while True:
-            states = [httpx.get(f"http://127.0.0.1:{port}/bridge/state", timeout=30).json() for port in ports]
-            held = [state["weight_version"] for state in states if state["healthy"] and state["target_version"] is None]
+            states = [
+                httpx.get(f"http://127.0.0.1:{port}/bridge/state", timeout=30).json()
+                for port in ports
+            ]
+            held = [
+                state["weight_version"]
+                for state in states
+                if state["healthy"] and state["target_version"] is None
+            ]
             if len(held) == len(ports) and len(set(held)) == 1 and held[0] == self._held(holder):
                 return
             if time.monotonic() > deadline:
-                raise BenchError(f"the servers are at {held} after {TRAINER_TIMEOUT:g} s:\n{tail(holder.log)}")
+                raise BenchError(
+                    f"the servers are at {held} after {TRAINER_TIMEOUT:g} s:\n{tail(holder.log)}"
+                )
             time.sleep(0.05)
 
     def _held(self, holder: Child) -> int:
         port = holder.process.args[holder.process.args.index("--port") + 1]  # type: ignore[union-attr,index]
-        version: int = httpx.get(f"http://127.0.0.1:{port}/weights", timeout=30).json()["weight_version"]
+        version: int = httpx.get(f"http://127.0.0.1:{port}/weights", timeout=30).json()[
+            "weight_version"
+        ]
         return version
 
 
 def read_in_place(log: Path, servers: int) -> int:
-    """How many of so many vLLM servers read a parameter server's memory where it is, as its log last said."""
-    told = re.findall(rf"The weights are read where they are by (\d+) of {servers} receivers", log.read_text(errors="replace"))
+    """How many of so many vLLM servers read a parameter server's memory where it is, as its log
+    last said.
+    """
+    told = re.findall(
+        rf"The weights are read where they are by (\d+) of {servers} receivers",
+        log.read_text(errors="replace"),
+    )
     return int(told[-1]) if told else 0
 
 
 def report(data: dict[str, Any]) -> str:
     """The table of a results file."""
-    keys = ("push_ms", "pull_ms", "push_gb_per_second", "pull_gb_per_second", "delivered_gb_per_second", "updates")
+    keys = (
+        "push_ms",
+        "pull_ms",
+        "push_gb_per_second",
+        "pull_gb_per_second",
+        "delivered_gb_per_second",
+        "updates",
+    )
     rows = [
         [number, *(found.get(key, found.get("failed", "")) for key in keys)]
         for number, found in data.get("servers", {}).items()
     ]
-    return table(["vLLM servers", "push ms", "pull ms", "push GB/s", "pull GB/s", "delivered GB/s", "updates"], rows)
+    return table(
+        [
+            "vLLM servers",
+            "push ms",
+            "pull ms",
+            "push GB/s",
+            "pull GB/s",
+            "delivered GB/s",
+            "updates",
+        ],
+        rows,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__, shape="100mb", name="parameter_server")
-    parser.add_argument("--servers", type=int, nargs="+", help="vLLM servers; 1, 2 and 4 on a CPU, 1 and 2 on GPUs")
+    parser.add_argument(
+        "--servers", type=int, nargs="+", help="vLLM servers; 1, 2 and 4 on a CPU, 1 and 2 on GPUs"
+    )
     parser.add_argument("--updates", type=int, default=10)
-    parser.add_argument("--into", type=Path, help="results file that gets the figures, if nothing failed")
+    parser.add_argument(
+        "--into", type=Path, help="results file that gets the figures, if nothing failed"
+    )
     args = parser.parse_args(arguments)
     args.output, args.shape = args.output.resolve(), "tiny" if args.tiny else args.shape
     args.servers = args.servers or ([1, 2] if args.device == "cuda" else [1, 2, 4])
-    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report)
+    return run_and_report(
+        args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report
+    )
 
 
 if __name__ == "__main__":

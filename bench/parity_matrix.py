@@ -1,13 +1,15 @@
-"""Does the trainer recompute every logprob of vLLM's, bit for bit, whatever vLLM was doing at the same time?
+"""Does the trainer recompute every logprob of vLLM's, bit for bit, whatever vLLM was doing at the
+same time?
 
     python bench/parity_matrix.py --output DIR                      1 GPU: servers and trainers on it
     python bench/parity_matrix.py --output DIR --shape qwen3-1.7b
     python bench/parity_matrix.py --output DIR --gpus 2             broadcast from a trainer on the second GPU
     python bench/parity_matrix.py --output DIR --tiny --device cpu  only the control, to try the script without a GPU
 
-Three servers in deterministic mode (CUDA graphs with chunked prefill and prefix cache; eager without either; one whose cache is
-too small, which preempts) and one without it, the control. Prints a table, writes parity_matrix_SHAPE.json; ends with status
-1 if a token differs in deterministic mode, or if none does in the control.
+Three servers in deterministic mode (CUDA graphs with chunked prefill and prefix cache; eager
+without either; one whose cache is too small, which preempts) and one without it, the control.
+Prints a table, writes parity_matrix_SHAPE.json; ends with status 1 if a token differs in
+deterministic mode, or if none does in the control.
 """
 
 from __future__ import annotations
@@ -40,26 +42,78 @@ SERVERS: dict[str, tuple[tuple[str, ...], int, dict[str, Cell]]] = {
         ("--deterministic", "--max-num-batched-tokens", "2048"),
         28,
         {
-            "1 at a time": {"concurrency": 1, "requests": 6, "prompts": (1, 127, 300), "new": (128, 256)},
+            "1 at a time": {
+                "concurrency": 1,
+                "requests": 6,
+                "prompts": (1, 127, 300),
+                "new": (128, 256),
+            },
             "8 at a time": {"concurrency": 8, "requests": 32, "prompts": EDGES, "new": (200, 400)},
-            "64 at a time": {"concurrency": 64, "requests": 128, "prompts": EDGES, "new": (200, 500)},
-            "256 at a time": {"concurrency": 256, "requests": 512, "prompts": EDGES, "new": (200, 500)},
-            "512 at a time": {"concurrency": 512, "requests": 1024, "prompts": EDGES, "new": (200, 500)},
-            "long prompts": {"concurrency": 64, "requests": 96, "prompts": (1000, 2047, 2049, 3000, 3600), "new": (100, 300)},
-            "long answers": {"concurrency": 64, "requests": 64, "prompts": EDGES, "new": (2500, 3700)},
-            "prefix, cold": {"concurrency": 64, "requests": 64, "prompts": (1100, 1300), "new": (100, 200), "shared": 1024},
-            "prefix, warm": {"concurrency": 64, "requests": 64, "prompts": (1100, 1300), "new": (100, 200), "shared": 1024},
+            "64 at a time": {
+                "concurrency": 64,
+                "requests": 128,
+                "prompts": EDGES,
+                "new": (200, 500),
+            },
+            "256 at a time": {
+                "concurrency": 256,
+                "requests": 512,
+                "prompts": EDGES,
+                "new": (200, 500),
+            },
+            "512 at a time": {
+                "concurrency": 512,
+                "requests": 1024,
+                "prompts": EDGES,
+                "new": (200, 500),
+            },
+            "long prompts": {
+                "concurrency": 64,
+                "requests": 96,
+                "prompts": (1000, 2047, 2049, 3000, 3600),
+                "new": (100, 300),
+            },
+            "long answers": {
+                "concurrency": 64,
+                "requests": 64,
+                "prompts": EDGES,
+                "new": (2500, 3700),
+            },
+            "prefix, cold": {
+                "concurrency": 64,
+                "requests": 64,
+                "prompts": (1100, 1300),
+                "new": (100, 200),
+                "shared": 1024,
+            },
+            "prefix, warm": {
+                "concurrency": 64,
+                "requests": 64,
+                "prompts": (1100, 1300),
+                "new": (100, 200),
+                "shared": 1024,
+            },
         },
     ),
     "eager, whole prefills, no prefix cache": (
         (
-            *("--deterministic", "--enforce-eager", "--no-enable-chunked-prefill", "--no-enable-prefix-caching"),
+            *(
+                "--deterministic",
+                "--enforce-eager",
+                "--no-enable-chunked-prefill",
+                "--no-enable-prefix-caching",
+            ),
             *("--max-num-batched-tokens", "8192"),
         ),
         14,
         {
             "8 at a time": {"concurrency": 8, "requests": 16, "prompts": EDGES, "new": (100, 200)},
-            "256 at a time": {"concurrency": 256, "requests": 512, "prompts": (*EDGES, 1500), "new": (100, 250)},
+            "256 at a time": {
+                "concurrency": 256,
+                "requests": 512,
+                "prompts": (*EDGES, 1500),
+                "new": (100, 250),
+            },
         },
     ),
     "graphs, small cache": (
@@ -88,7 +142,9 @@ class Matrix(Sitting):
     def run(self) -> None:
         """All servers start at the same time; one trainer after the other, as its server is ready."""
         self.describe()
-        kinds = [name for name in SERVERS if self.on_gpu or "--deterministic" not in SERVERS[name][0]]
+        kinds = [
+            name for name in SERVERS if self.on_gpu or "--deterministic" not in SERVERS[name][0]
+        ]
         chosen = [name for name in kinds if self.args.only in name]
         servers = {name: self._start(name) for name in chosen}
         for name, server in servers.items():
@@ -119,9 +175,20 @@ class Matrix(Sitting):
         for label, cell in cells.items():
             self._cell(trainer, name, bridge, label, cell if self.on_gpu else TINY_CELL)
         deterministic = not name.startswith("control")
-        for update in range(1, 4 if deterministic and (bridge == "broadcast" or "graphs, chunks" in name) else 1):
-            if measure(f"update {update}", run=lambda: trainer.ask("sync", timeout=120, count=1)) is not None:
-                self._cell(trainer, name, bridge, f"after update {update}", {**SYNC_CELL, "seed": 100 * update})
+        for update in range(
+            1, 4 if deterministic and (bridge == "broadcast" or "graphs, chunks" in name) else 1
+        ):
+            if (
+                measure(f"update {update}", run=lambda: trainer.ask("sync", timeout=120, count=1))
+                is not None
+            ):
+                self._cell(
+                    trainer,
+                    name,
+                    bridge,
+                    f"after update {update}",
+                    {**SYNC_CELL, "seed": 100 * update},
+                )
         trainer.stop()
 
     def _gpu(self, bridge: str) -> str:
@@ -129,15 +196,24 @@ class Matrix(Sitting):
         return "1" if bridge == "broadcast" and self.args.gpus > 1 else "0"
 
     def _cell(self, trainer: Worker, name: str, bridge: str, label: str, cell: Cell) -> None:
-        found = self.results.measure(name, bridge, label, run=lambda: trainer.ask("cell", timeout=CELL_SECONDS, **cell))
+        found = self.results.measure(
+            name, bridge, label, run=lambda: trainer.ask("cell", timeout=CELL_SECONDS, **cell)
+        )
         if found is None:
             return
-        print(f"        {found['mismatched']} of {found['tokens']} differ  {found['first'] or ''}", flush=True)
+        print(
+            f"        {found['mismatched']} of {found['tokens']} differ  {found['first'] or ''}",
+            flush=True,
+        )
         control = name.startswith("control")
         if control and not found["mismatched"]:
-            self.results.failures.append("the control shows no difference, so the comparison proves nothing")
+            self.results.failures.append(
+                "the control shows no difference, so the comparison proves nothing"
+            )
         elif not control and found["mismatched"]:
-            self.results.failures.append(f"{name}, {bridge}, {label}: {found['mismatched']} tokens differ")
+            self.results.failures.append(
+                f"{name}, {bridge}, {label}: {found['mismatched']} tokens differ"
+            )
         self.results.put("total", value=total(self.results.data))
 
 

@@ -22,7 +22,8 @@ def is_ready(folder: Path = FOLDER) -> bool:
 
 
 def public_python(folder: Path = FOLDER) -> Path:
-    """The interpreter of a virtual environment that holds the public server; made at the first call.
+    """The interpreter of a virtual environment that holds the public server; made at the first
+    call.
 
     Raises:
         subprocess.SubprocessError: pip failed, or took longer than ten minutes.
@@ -31,10 +32,20 @@ def public_python(folder: Path = FOLDER) -> Path:
     if not is_ready(folder):
         print(f"installing {PUBLIC} in {folder} …", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=120)
-        install: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        # The server needs a few packages only; the environments' (datasets, nltk, …) would take minutes.
+        install: list[str | Path] = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]
+        # The server needs a few packages only; the environments' (datasets, nltk, …) would take
+        # minutes.
         subprocess.run([*install, "--no-deps", PUBLIC], check=True, timeout=600)
-        subprocess.run([*install, *PUBLIC_NEEDS], check=True, timeout=600, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [*install, *PUBLIC_NEEDS], check=True, timeout=600, stderr=subprocess.DEVNULL
+        )
         (folder / "ready").touch()
     return python
 

@@ -1,4 +1,6 @@
-"""Tables of the quick starts: the README's closing lines, the range of its runs, and the calculator's runs."""
+"""Tables of the quick starts: the README's closing lines, the range of its runs, and the
+calculator's runs.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def quick_starts(book: Book) -> dict[str, dict[str, Any]]:
 
 
 def quick_start_range(book: Book) -> str:
-    """Return one clause about all runs: their number, the load of the machine and the range of their ends."""
+    """Return one clause about all runs: their number, the load of the machine and the range of
+    their ends.
+    """
     runs = quick_starts(book).values()
     ends = [run["eval_after"] for run in runs]
     loads = [run["load"]["mean"] for run in runs]

@@ -4,10 +4,10 @@
     python bench/quick_starts.py --output DIR --runs 3 "0 flat"          some runs; the other rows of the file stay
     python bench/quick_starts.py --output DIR --environment calculator   seeds 0, 1 and 2, and seed 0 with learning rate 0
 
-Each run is `scripts/quickstart.sh --cpu` without the set-up. As soon as it has ended, its figures go into
-bench/results/quick_starts.json (calculator.json for the calculator), or into --into FILE. A row has the machine's load
-during the run, because timing decides which rollouts make up a batch. It also has the processor time of all processes
-of the run, which depends little on the load.
+Each run is `scripts/quickstart.sh --cpu` without the set-up. As soon as it has ended, its figures
+go into bench/results/quick_starts.json (calculator.json for the calculator), or into --into FILE. A
+row has the machine's load during the run, because timing decides which rollouts make up a batch. It
+also has the processor time of all processes of the run, which depends little on the load.
 """
 
 from __future__ import annotations
@@ -51,25 +51,40 @@ LOAD_INTERVAL = 5.0
 
 
 def run_name(text: str) -> str:
-    """Check the name of a run: a seed, `SEED flat` for learning rate 0, or `SEED #2` for another run of that seed."""
+    """Check the name of a run: a seed, `SEED flat` for learning rate 0, or `SEED #2` for another
+    run of that seed.
+    """
     if not re.fullmatch(r"\d+( flat)?( #\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} names no run: give a seed such as 3, '3 flat' or '3 #2'")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no run: give a seed such as 3, '3 flat' or '3 #2'"
+        )
     return text
 
 
 def command(run: str, environment: str, steps: int, output: Path, model: Path) -> list[str]:
     """Return the command of one run."""
     seed, *how = run.split()
-    words = [sys.executable, "-m", "example_trainer.launcher.quickstart", "--cpu", "--environment", environment, "--seed", seed]
+    words = [
+        sys.executable,
+        "-m",
+        "example_trainer.launcher.quickstart",
+        "--cpu",
+        "--environment",
+        environment,
+        "--seed",
+        seed,
+    ]
     words += ["--steps", str(steps), "--output", str(output), "--model", str(model)]
     return [*words, "--lr", "0"] if "flat" in how else words
 
 
 def curves(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the shares of right answers and of answers that used a tool, each a mean over `EVERY` lines.
+    """Return the shares of right answers and of answers that used a tool, each a mean over `EVERY`
+    lines.
 
     Args:
-        lines: rows of the environment's metrics.jsonl; those without `train/percent_correct` do not count.
+        lines: rows of the environment's metrics.jsonl; those without `train/percent_correct` do not
+            count.
     """
     known = [line for line in lines if "train/percent_correct" in line]
     parts = [known[begin : begin + EVERY] for begin in range(0, len(known), EVERY)]
@@ -85,7 +100,8 @@ def late_batches(lines: list[dict[str, Any]]) -> dict[str, float]:
     """Return the mean and the lowest share of right answers in a batch, over the last `LATE` steps.
 
     Args:
-        lines: rows of the trainer's metrics.jsonl, in which a right answer has reward 1 and a wrong one -1.
+        lines: rows of the trainer's metrics.jsonl, in which a right answer has reward 1 and a wrong
+            one -1.
     """
     solved = [(1 + line["reward_mean"]) / 2 for line in lines[-LATE:]]
     return {"mean": round(sum(solved) / len(solved), 4), "lowest": round(min(solved), 4)}
@@ -118,7 +134,8 @@ def run_and_read_load(words: list[str], log: Path, seconds: float) -> list[float
     """Run a command with its output in `log`; return the readings of the machine's load.
 
     Raises:
-        RuntimeError: the command failed or took longer than `seconds`; the message ends with the end of its output.
+        RuntimeError: the command failed or took longer than `seconds`; the message ends with the
+            end of its output.
     """
     problem = ""
     with log.open("w", encoding="utf-8") as file:
@@ -149,7 +166,10 @@ def measure(run: str, args: argparse.Namespace) -> dict[str, Any]:
     loads = run_and_read_load(words, output.with_suffix(".log"), args.seconds)
     summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
     environment, trainer = (
-        [json.loads(line) for line in (output / part / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        [
+            json.loads(line)
+            for line in (output / part / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         for part in ("environment", "trainer")
     )
     late = {} if args.environment == "calculator" else {"late_batches": late_batches(trainer)}
@@ -160,7 +180,11 @@ def measure(run: str, args: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 1),
         "processor_seconds": round(processor_seconds() - used, 1),
         "load_before": [round(value, 1) for value in before],
-        "load": {"lowest": min(loads), "mean": round(sum(loads) / len(loads), 2), "highest": max(loads)},
+        "load": {
+            "lowest": min(loads),
+            "mean": round(sum(loads) / len(loads), 2),
+            "highest": max(loads),
+        },
         "model_sha256": hashlib.sha256((args.model / "model.safetensors").read_bytes()).hexdigest(),
         "machine": describe(),
         "measured": measured(),
@@ -169,14 +193,32 @@ def measure(run: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for the runs and their logs")
-    parser.add_argument("--into", type=Path, default=None, help="results file (default: the environment's in bench/results)")
-    parser.add_argument("--environment", choices=tuple(FILES), default="arithmetic")
-    parser.add_argument("--model", type=Path, default=None, help="folder of a checkpoint (default: the environment's)")
     parser.add_argument(
-        "--runs", nargs="+", type=run_name, default=None, help="seeds; '0 flat': learning rate 0; '0 #2': again"
+        "--output", type=Path, required=True, help="folder for the runs and their logs"
     )
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps (default: the environment's)")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        default=None,
+        help="results file (default: the environment's in bench/results)",
+    )
+    parser.add_argument("--environment", choices=tuple(FILES), default="arithmetic")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=None,
+        help="folder of a checkpoint (default: the environment's)",
+    )
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        type=run_name,
+        default=None,
+        help="seeds; '0 flat': learning rate 0; '0 #2': again",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=None, help="optimizer steps (default: the environment's)"
+    )
     parser.add_argument("--seconds", type=float, default=1800.0, help="longest time of a run")
     args = parser.parse_args(arguments)
     args.output = args.output.absolute()

@@ -37,7 +37,10 @@ class Book:
         return (self.folder / f"{file}.json").exists()
 
     def get(self, file: str, path: str) -> Any:
-        """What lies at `path`, keys separated by `/` (of a list: the index). Raises FigureError if nothing does."""
+        """What lies at `path`, keys separated by `/` (of a list: the index).
+
+        Raises FigureError if nothing does.
+        """
         return self._walk(file, path)[-1]
 
     def number(self, file: str, path: str) -> float:
@@ -57,7 +60,9 @@ class Book:
         return self.number(file, path)
 
     def measured(self, file: str, path: str) -> dict[str, str]:
-        """Commit (or `recorded_in`), date and run of what lies at `path`: of the row itself, or of what it lies in."""
+        """Commit (or `recorded_in`), date and run of what lies at `path`: of the row itself, or of
+        what it lies in.
+        """
         for node in reversed(self._walk(file, path)):
             if isinstance(node, dict) and _is_dated(node.get("measured")):
                 found: dict[str, str] = node["measured"]
@@ -68,7 +73,9 @@ class Book:
         """Every place of every file that holds measurements without a commit and a date."""
         names = sorted(path.stem for path in self.folder.glob("*.json"))
         return [
-            f"bench/results/{name}.json {place}: no commit and date" for name in names for place in _undated(self.page(name))
+            f"bench/results/{name}.json {place}: no commit and date"
+            for name in names
+            for place in _undated(self.page(name))
         ]
 
     def _walk(self, file: str, path: str) -> list[Any]:
@@ -77,7 +84,9 @@ class Book:
         for key in path.split("/") if path else []:
             node = nodes[-1]
             inside = isinstance(node, dict) and key in node
-            if not inside and not (isinstance(node, list) and key.isdecimal() and int(key) < len(node)):
+            if not inside and not (
+                isinstance(node, list) and key.isdecimal() and int(key) < len(node)
+            ):
                 raise FigureError(f"{file}.json has no {path} (nothing at {key!r})")
             nodes.append(node[key] if inside else node[int(key)])
         return nodes
@@ -85,7 +94,11 @@ class Book:
 
 def commit_of(measured: dict[str, str]) -> str:
     """What a table says of where a row's code stands: `commit X`, or `recorded in X`."""
-    return f"commit {measured['commit']}" if "commit" in measured else f"recorded in {measured['recorded_in']}"
+    return (
+        f"commit {measured['commit']}"
+        if "commit" in measured
+        else f"recorded in {measured['recorded_in']}"
+    )
 
 
 def _is_dated(measured: Any) -> bool:
@@ -96,7 +109,9 @@ def _is_dated(measured: Any) -> bool:
 
 
 def _undated(node: Any, place: str = "") -> Iterator[str]:
-    """The topmost places below `node` that hold values of which none above is dated; a list of rows needs one for each."""
+    """The topmost places below `node` that hold values of which none above is dated; a list of rows
+    needs one for each.
+    """
     if isinstance(node, dict):
         if not _is_dated(node.get("measured")):
             held = [value for key, value in node.items() if key not in NO_ROWS]

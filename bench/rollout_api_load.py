@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""The same load on the public Atropos server and on ours, side by side, and what our memory does over many groups.
+"""The same load on the public Atropos server and on ours, side by side, and what our memory does
+over many groups.
 
     python bench/rollout_api_load.py                    # both servers in turn, three rounds
     python bench/rollout_api_load.py --order            # where the order of hand-out comes from: see arrival_order.py
     python bench/rollout_api_load.py --memory-groups 100000
 
-Ours keeps every group in SQLite (an answered post is on the disk); the public server keeps them in memory. The load comes
-from ../shared/bench/api_load.py: 1,024 groups of 8 x 512 tokens with logprobs, 16 clients, one trainer that drains. It
-shares the machine's cores with the server. Prints a table and writes bench/results/rollout_api_load.json.
+Ours keeps every group in SQLite (an answered post is on the disk); the public server keeps them in
+memory. The load comes from ../shared/bench/api_load.py: 1,024 groups of 8 x 512 tokens with
+logprobs, 16 clients, one trainer that drains. It shares the machine's cores with the server. Prints
+a table and writes bench/results/rollout_api_load.json.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # run by path: import from the repository, and never a sibling file by a bare name
+sys.path[0] = str(
+    ROOT
+)  # run by path: import from the repository, and never a sibling file by a bare name
 
 import argparse
 import http.client
@@ -49,7 +53,9 @@ RESULT = re.compile(
 def server(command: Sequence[str | Path], port: int, directory: Path) -> Iterator[int]:
     """A server process, from its first answer on. Yields its process id."""
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([str(part) for part in command], cwd=directory, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [str(part) for part in command], cwd=directory, stdout=log, stderr=log
+        )
         try:
             deadline = time.monotonic() + 180
             while True:
@@ -61,7 +67,9 @@ def server(command: Sequence[str | Path], port: int, directory: Path) -> Iterato
                 except OSError:
                     if process.poll() is not None or time.monotonic() > deadline:
                         log.seek(0)
-                        sys.exit(f"error: {command[0]} did not start: {log.read()[-1000:].decode(errors='replace')}")
+                        sys.exit(
+                            f"error: {command[0]} did not start: {log.read()[-1000:].decode(errors='replace')}"
+                        )
                     time.sleep(0.05)
             yield process.pid
         finally:
@@ -81,7 +89,9 @@ def cpu_seconds(pid: int) -> float:
 
 def rss_mib(pid: int) -> float:
     """Resident memory in MiB."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return (
+        int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    )
 
 
 def put_load(port: int, clients: int, groups: int = 1024) -> dict[str, float]:
@@ -91,11 +101,15 @@ def put_load(port: int, clients: int, groups: int = 1024) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     match = RESULT.search(done.stdout)
     if match is None:
-        sys.exit(f"error: the load ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
+        sys.exit(
+            f"error: the load ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}"
+        )
     return {name: float(value) for name, value in match.groupdict().items()}
 
 
-def measure(command: Sequence[str | Path], port: int, directory: Path, clients: int) -> dict[str, float]:
+def measure(
+    command: Sequence[str | Path], port: int, directory: Path, clients: int
+) -> dict[str, float]:
     """One run of the load on a fresh server."""
     with server(command, port, directory) as pid:
         before = cpu_seconds(pid)
@@ -111,7 +125,9 @@ def ours(port: int, folder: Path) -> list[str | Path]:
 
 
 def theirs(port: int) -> list[str | Path]:
-    """The command of the public server, isolated from the working directory and PYTHONPATH: its package is named as ours."""
+    """The command of the public server, isolated from the working directory and PYTHONPATH: its
+    package is named as ours.
+    """
     return [public_python(), "-I", "-m", "atroposlib.cli.run_api", "--port", str(port)]
 
 
@@ -127,13 +143,23 @@ def compare(rounds: int, clients: int) -> dict[str, list[dict[str, float]]]:
                 else:
                     result = measure(ours(port, Path(folder)), port, ROOT, clients)
             runs[name].append(result)
-            print(f"round {number + 1} {name:6} " + " ".join(f"{k}={v:g}" for k, v in result.items()), flush=True)
+            print(
+                f"round {number + 1} {name:6} " + " ".join(f"{k}={v:g}" for k, v in result.items()),
+                flush=True,
+            )
     return runs
 
 
 def order(rounds: int, clients: int) -> dict[str, Any]:
-    """The same load on a recorder that only notes arrivals, and on both servers with the recorder in front of them."""
-    runs: dict[str, list[dict[str, float]]] = {"arrivals only": [], "ours": [], "ours, one client": [], "public": []}
+    """The same load on a recorder that only notes arrivals, and on both servers with the recorder
+    in front of them.
+    """
+    runs: dict[str, list[dict[str, float]]] = {
+        "arrivals only": [],
+        "ours": [],
+        "ours, one client": [],
+        "public": [],
+    }
     for number in range(rounds):
         for name, found in runs.items():
             count = 1 if name.endswith("one client") else clients
@@ -144,29 +170,52 @@ def order(rounds: int, clients: int) -> dict[str, Any]:
             port, behind = free_port(), free_port()
             with tempfile.TemporaryDirectory(prefix="rollouts", dir=ROOT / "runs") as folder:
                 if name == "arrivals only":  # as slow to answer as a durable service
-                    result = arrival_order.run(sys.executable, server, load, port, ROOT, "--pace", "0.02")
+                    result = arrival_order.run(
+                        sys.executable, server, load, port, ROOT, "--pace", "0.02"
+                    )
                 else:
                     public = name == "public"
                     command = theirs(behind) if public else ours(behind, Path(folder))
                     with server(command, behind, Path(folder) if public else ROOT):
-                        result = arrival_order.run(sys.executable, server, load, port, ROOT, "--upstream", str(behind))
+                        result = arrival_order.run(
+                            sys.executable, server, load, port, ROOT, "--upstream", str(behind)
+                        )
             found.append(result)
-            print(f"round {number + 1} {name:17} " + ", ".join(f"{k}: {v:g}" for k, v in result.items()), flush=True)
+            print(
+                f"round {number + 1} {name:17} "
+                + ", ".join(f"{k}: {v:g}" for k, v in result.items()),
+                flush=True,
+            )
     arrival_order.table(runs)
-    kept = all(entry["answered before the other was sent"] == 0 for name in runs if "ours" in name for entry in runs[name])
-    print(f"{'yes' if kept else 'NO':>4}  what was answered before another was sent is handed out before it")
+    kept = all(
+        entry["answered before the other was sent"] == 0
+        for name in runs
+        if "ours" in name
+        for entry in runs[name]
+    )
+    print(
+        f"{'yes' if kept else 'NO':>4}  what was answered before another was sent is handed out before it"
+    )
     return {"clients": clients, "runs": runs, "verdict": {"order of acceptance kept": kept}}
 
 
 def flat_memory(groups: int) -> dict[str, Any]:
     """Post and drain so many small groups, and watch the service's memory.
 
-    A trainer that acknowledges takes batches while four clients post groups of 8 x 64 tokens, never more than 256 ahead of
-    it: what a queue holds needs memory, and here only what stays behind is of interest.
+    A trainer that acknowledges takes batches while four clients post groups of 8 x 64 tokens, never
+    more than 256 ahead of it: what a queue holds needs memory, and here only what stays behind is
+    of interest.
     """
     port = free_port()
     row = list(range(64))
-    body = json.dumps({"tokens": [row] * 8, "masks": [row] * 8, "scores": [0.5] * 8, "inference_logprobs": [[-0.5] * 64] * 8})
+    body = json.dumps(
+        {
+            "tokens": [row] * 8,
+            "masks": [row] * 8,
+            "scores": [0.5] * 8,
+            "inference_logprobs": [[-0.5] * 64] * 8,
+        }
+    )
     headers = {"content-type": "application/json"}
     samples: list[tuple[int, float]] = []
     drained = 0
@@ -176,7 +225,12 @@ def flat_memory(groups: int) -> dict[str, Any]:
         server(ours(port, Path(folder)), port, ROOT) as pid,
     ):
 
-        def call(connection: http.client.HTTPConnection, method: str, path: str, content: str | None = None) -> Any:
+        def call(
+            connection: http.client.HTTPConnection,
+            method: str,
+            path: str,
+            content: str | None = None,
+        ) -> Any:
             connection.request(method, path, content, headers)
             response = connection.getresponse()
             data = response.read()
@@ -195,10 +249,23 @@ def flat_memory(groups: int) -> dict[str, Any]:
                     time.sleep(1)
 
         trainer = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        registration = {"wandb_group": "g", "wandb_project": "p", "batch_size": 64, "max_token_len": 65, "checkpoint_dir": "x"}
-        registration |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10**6, "ack_batches": True}
+        registration = {
+            "wandb_group": "g",
+            "wandb_project": "p",
+            "batch_size": 64,
+            "max_token_len": 65,
+            "checkpoint_dir": "x",
+        }
+        registration |= {
+            "save_checkpoint_interval": 0,
+            "starting_step": 0,
+            "num_steps": 10**6,
+            "ack_batches": True,
+        }
         call(trainer, "POST", "/register", json.dumps(registration))
-        clients = [threading.Thread(target=post, args=(groups // 4,), daemon=True) for _ in range(4)]
+        clients = [
+            threading.Thread(target=post, args=(groups // 4,), daemon=True) for _ in range(4)
+        ]
         for client in clients:
             client.start()
         stalled = time.monotonic()
@@ -218,7 +285,12 @@ def flat_memory(groups: int) -> dict[str, Any]:
                 print(f"{drained:7d} groups: {samples[-1][1]:.0f} MiB", flush=True)
         file_mib = sum(path.stat().st_size for path in Path(folder).iterdir()) / 2**20
     first, last = samples[len(samples) // 4][1], samples[-1][1]
-    return {"groups": drained, "rss_mib": samples, "growth_mib_after_first_quarter": last - first, "store_mib": file_mib}
+    return {
+        "groups": drained,
+        "rss_mib": samples,
+        "growth_mib_after_first_quarter": last - first,
+        "store_mib": file_mib,
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -237,8 +309,13 @@ def machine() -> dict[str, Any]:
 
 def table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Print medians side by side; return them with the verdicts."""
-    middle = {name: {key: statistics.median(run[key] for run in found) for key in found[0]} for name, found in runs.items()}
-    print(f"\n{'median of ' + str(len(runs['ours'])) + ' rounds':34}{'public':>10}{'ours':>10}{'ours/public':>13}")
+    middle = {
+        name: {key: statistics.median(run[key] for run in found) for key in found[0]}
+        for name, found in runs.items()
+    }
+    print(
+        f"\n{'median of ' + str(len(runs['ours'])) + ' rounds':34}{'public':>10}{'ours':>10}{'ours/public':>13}"
+    )
     for key, text in (
         ("posted", "groups/s posted"),
         ("drained", "groups/s drained"),
@@ -250,7 +327,9 @@ def table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         ("inversions", "ids out of order (see --order)"),
     ):
         public, mine = middle["public"][key], middle["ours"][key]
-        print(f"{text:34}{public:10.1f}{mine:10.1f}{mine / public if public else float('nan'):13.2f}")
+        print(
+            f"{text:34}{public:10.1f}{mine:10.1f}{mine / public if public else float('nan'):13.2f}"
+        )
     verdict = {
         "posted at least 4 x": middle["ours"]["posted"] >= 4 * middle["public"]["posted"],
         "drained at least 6 x": middle["ours"]["drained"] >= 6 * middle["public"]["drained"],
@@ -266,22 +345,42 @@ def main() -> None:
     """Run what was asked for, and add it to the results file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each server (default: 3)")
-    parser.add_argument("--clients", type=int, default=16, help="connections that post (default: 16)")
-    parser.add_argument("--order", action="store_true", help="instead, tell the clients' disorder from the servers'")
-    parser.add_argument("--memory-groups", type=int, metavar="N", help="instead, post and drain N groups and watch the memory")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "rollout_api_load.json")
+    parser.add_argument(
+        "--clients", type=int, default=16, help="connections that post (default: 16)"
+    )
+    parser.add_argument(
+        "--order", action="store_true", help="instead, tell the clients' disorder from the servers'"
+    )
+    parser.add_argument(
+        "--memory-groups",
+        type=int,
+        metavar="N",
+        help="instead, post and drain N groups and watch the memory",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "bench" / "results" / "rollout_api_load.json"
+    )
     arguments = parser.parse_args()
     (ROOT / "runs").mkdir(exist_ok=True)
     results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     described = machine()
     if arguments.memory_groups:
-        results["memory"] = {"machine": described, "measured": measured(), **flat_memory(arguments.memory_groups)}
+        results["memory"] = {
+            "machine": described,
+            "measured": measured(),
+            **flat_memory(arguments.memory_groups),
+        }
     elif not LOAD.exists():
         print("skipped: ../shared/bench/api_load.py, the load that both servers get, is not there")
         return
     elif arguments.order:
         counted = order(arguments.rounds, arguments.clients)
-        results["order"] = {"machine": described, "measured": measured(), "public_server": PUBLIC, **counted}
+        results["order"] = {
+            "machine": described,
+            "measured": measured(),
+            "public_server": PUBLIC,
+            **counted,
+        }
     else:
         runs = compare(arguments.rounds, arguments.clients)
         name = "load" if arguments.clients == 16 else f"load, {arguments.clients} clients"
@@ -295,7 +394,9 @@ def main() -> None:
         }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"written to {arguments.out.relative_to(ROOT) if arguments.out.is_relative_to(ROOT) else arguments.out}")
+    print(
+        f"written to {arguments.out.relative_to(ROOT) if arguments.out.is_relative_to(ROOT) else arguments.out}"
+    )
 
 
 if __name__ == "__main__":

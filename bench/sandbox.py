@@ -2,8 +2,9 @@
 
     python bench/sandbox.py --output bench/results/sandbox.json
 
-Runs the code environment's held-out problems with their reference solutions, eight hidden calls each, some at a time; and, to
-compare with, an interpreter started for each program without any isolation. Needs no GPU.
+Runs the code environment's held-out problems with their reference solutions, eight hidden calls
+each, some at a time; and, to compare with, an interpreter started for each program without any
+isolation. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -69,9 +70,13 @@ def without_sandbox(problems: list[CodeProblem], count: int) -> dict[str, Any]:
     seconds = []
     for number in range(count):
         problem = problems[number % len(problems)]
-        code = f"{problem.reference}\nfor call in {calls_of(problem)[0]!r}: {problem.function}(*call)"
+        code = (
+            f"{problem.reference}\nfor call in {calls_of(problem)[0]!r}: {problem.function}(*call)"
+        )
         began = time.perf_counter()
-        subprocess.run([os.path.realpath(sys.executable), "-I", "-S", "-c", code], check=True, timeout=60)
+        subprocess.run(
+            [os.path.realpath(sys.executable), "-I", "-S", "-c", code], check=True, timeout=60
+        )
         seconds.append(time.perf_counter() - began)
     return {
         "how": "an interpreter for each program, without isolation",
@@ -84,7 +89,9 @@ def without_sandbox(problems: list[CodeProblem], count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--programs", type=int, default=400, help="for each row (default: 400)")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     arguments = parser.parse_args()
@@ -92,8 +99,15 @@ def main() -> None:
     load = os.getloadavg()[0]
     rows = [asyncio.run(sandboxed(problems, arguments.programs, at_once)) for at_once in (1, 2, 4)]
     rows.append(without_sandbox(problems, arguments.programs // 4))
-    machine: dict[str, Any] = {"processors": os.cpu_count(), "load_before": round(load, 1), "kernel": platform.release()}
-    result = {"rows": [row | {"measured": measured()} for row in rows], "machine": machine | {"measured": measured()}}
+    machine: dict[str, Any] = {
+        "processors": os.cpu_count(),
+        "load_before": round(load, 1),
+        "kernel": platform.release(),
+    }
+    result = {
+        "rows": [row | {"measured": measured()} for row in rows],
+        "machine": machine | {"measured": measured()},
+    }
     for row in rows:
         print(json.dumps(row))
     if arguments.output:

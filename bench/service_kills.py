@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Load on the durable rollout service while it is killed and started again. No accepted group may be lost, doubled or changed.
+"""Load on the durable rollout service while it is killed and started again. No accepted group may
+be lost, doubled or changed.
 
     python bench/service_kills.py                                   # 200 clients, two minutes, five kills
     python bench/service_kills.py --clients 50 --minutes 10 --kills 40
 
-Each client posts one group after the other. It repeats a post with the same idempotency key until the service accepts it.
-One trainer takes and acknowledges batches, and compares every group with the posted one. The load shares the machine's
-cores with the service. Prints a table, writes bench/results/service_kills.json, and ends with status 1 if a group went wrong.
+Each client posts one group after the other. It repeats a post with the same idempotency key until
+the service accepts it. One trainer takes and acknowledges batches, and compares every group with
+the posted one. The load shares the machine's cores with the service. Prints a table, writes
+bench/results/service_kills.json, and ends with status 1 if a group went wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # run by path: import from the repository, and never a sibling file by a bare name
+sys.path[0] = str(
+    ROOT
+)  # run by path: import from the repository, and never a sibling file by a bare name
 
 import argparse
 import http.client
@@ -49,9 +53,14 @@ PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "pydantic", "orjson"
 
 
 def group_of(number: int) -> dict[str, Any]:
-    """Return the group with this number. Its first token is the number, and the number decides all other values."""
+    """Return the group with this number.
+
+    Its first token is the number, and the number decides all other values.
+    """
     chance = random.Random(number)
-    rows = [[number, *(chance.randrange(100_000) for _ in range(TOKENS - 1))] for _ in range(SEQUENCES)]
+    rows = [
+        [number, *(chance.randrange(100_000) for _ in range(TOKENS - 1))] for _ in range(SEQUENCES)
+    ]
     return {
         "tokens": rows,
         "masks": [[-100, *row[1:]] for row in rows],
@@ -103,7 +112,8 @@ class Connection:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        """Return the answer to a request that is repeated until the service has answered it with 200.
+        """Return the answer to a request that is repeated until the service has answered it with
+        200.
 
         Raises:
             RuntimeError: the service refused it, or did not answer in time.
@@ -129,13 +139,23 @@ class Connection:
 
 
 class Poster(threading.Thread):
-    """A client that posts groups until the load ends. `failure` has the reason if it ended before."""
+    """A client that posts groups until the load ends.
 
-    def __init__(self, port: int, index: int, ledger: Ledger, lock: threading.Lock, over: threading.Event) -> None:
+    `failure` has the reason if it ended before.
+    """
+
+    def __init__(
+        self, port: int, index: int, ledger: Ledger, lock: threading.Lock, over: threading.Event
+    ) -> None:
         super().__init__(daemon=True)
         self.connection = Connection(port)
         self.failure = ""
-        self._first, self._ledger, self._lock, self._over = (index + 1) * PER_CLIENT, ledger, lock, over
+        self._first, self._ledger, self._lock, self._over = (
+            (index + 1) * PER_CLIENT,
+            ledger,
+            lock,
+            over,
+        )
 
     def run(self) -> None:
         """Post."""
@@ -149,7 +169,9 @@ class Poster(threading.Thread):
 
     def post(self, number: int) -> None:
         """Post one group."""
-        answer = self.connection.request("POST", "/scored_data", group_of(number) | {"idempotency_key": f"group {number}"})
+        answer = self.connection.request(
+            "POST", "/scored_data", group_of(number) | {"idempotency_key": f"group {number}"}
+        )
         if answer["status"] != "received":
             raise RuntimeError(f"group {number} was not received: {answer}")
         with self._lock:
@@ -157,7 +179,10 @@ class Poster(threading.Thread):
 
 
 class Trainer(threading.Thread):
-    """A trainer that acknowledges each batch. Like every trainer it recognises a batch that it has trained already."""
+    """A trainer that acknowledges each batch.
+
+    Like every trainer it recognises a batch that it has trained already.
+    """
 
     def __init__(self, port: int, ledger: Ledger) -> None:
         super().__init__(daemon=True)
@@ -179,7 +204,9 @@ class Trainer(threading.Thread):
                 if answer["batch_id"] != last:
                     self._ledger.train(answer["batch"])
                     last = answer["batch_id"]
-                self.connection.request("POST", "/batch/ack", {"batch_id": last, "weight_version": self._ledger.batches})
+                self.connection.request(
+                    "POST", "/batch/ack", {"batch_id": last, "weight_version": self._ledger.batches}
+                )
         except RuntimeError as error:
             self.failure = str(error)
 
@@ -209,7 +236,9 @@ class Service:
             finally:
                 connection.close()
         self._log.seek(0)
-        sys.exit(f"error: the service did not start: {self._log.read()[-1000:].decode(errors='replace')}")
+        sys.exit(
+            f"error: the service did not start: {self._log.read()[-1000:].decode(errors='replace')}"
+        )
 
     def kill(self) -> None:
         """Kill the service as a crash would, and wait for its end."""
@@ -222,7 +251,10 @@ def put_load(clients: int, seconds: float, kills: int) -> dict[str, Any]:
     port, ledger, lock, over = free_port(), Ledger(), threading.Lock(), threading.Event()
     chance = random.Random(0)
     (ROOT / "runs").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="rollouts", dir=ROOT / "runs") as folder, tempfile.TemporaryFile() as log:
+    with (
+        tempfile.TemporaryDirectory(prefix="rollouts", dir=ROOT / "runs") as folder,
+        tempfile.TemporaryFile() as log,
+    ):
         service = Service(port, Path(folder), log)
         try:
             trainer = Trainer(port, ledger)
@@ -242,15 +274,29 @@ def put_load(clients: int, seconds: float, kills: int) -> dict[str, Any]:
             service.kill()
     failures = [thread.failure for thread in (trainer, *posters) if thread.failure]
     broken = sum(thread.connection.broken for thread in (trainer, *posters))
-    times = {"restart_seconds": restarts, "restart_seconds_median": statistics.median(restarts) if restarts else None}
-    return {**ledger.verdict(), "failed clients": failures, "requests without an answer": broken, **times}
+    times = {
+        "restart_seconds": restarts,
+        "restart_seconds_median": statistics.median(restarts) if restarts else None,
+    }
+    return {
+        **ledger.verdict(),
+        "failed clients": failures,
+        "requests without an answer": broken,
+        **times,
+    }
 
 
 def register(connection: Connection) -> None:
     """Register a trainer that acknowledges its batches."""
     names = {"wandb_group": "g", "wandb_project": "p", "checkpoint_dir": "c", "ack_batches": True}
-    numbers = {"batch_size": SEQUENCES * GROUPS_IN_BATCH, "max_token_len": TOKENS, "save_checkpoint_interval": 0}
-    connection.request("POST", "/register", {**names, **numbers, "starting_step": 0, "num_steps": 10**6})
+    numbers = {
+        "batch_size": SEQUENCES * GROUPS_IN_BATCH,
+        "max_token_len": TOKENS,
+        "save_checkpoint_interval": 0,
+    }
+    connection.request(
+        "POST", "/register", {**names, **numbers, "starting_step": 0, "num_steps": 10**6}
+    )
 
 
 def finish(trainer: Trainer, posters: list[Poster], ledger: Ledger) -> None:
@@ -262,28 +308,51 @@ def finish(trainer: Trainer, posters: list[Poster], ledger: Ledger) -> None:
         posters[0].post((len(posters) + 1) * PER_CLIENT + number)
     trainer.until = len(ledger.accepted)
     trainer.join(max(0.0, deadline - time.monotonic()))
-    trainer.failure = trainer.failure or ("it waits for batches after the end" if trainer.is_alive() else "")
+    trainer.failure = trainer.failure or (
+        "it waits for batches after the end" if trainer.is_alive() else ""
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the load, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--clients", type=int, default=200, help="connections that post (default: 200)")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of the load, restarts not counted (default: 2)")
-    parser.add_argument("--kills", type=int, default=5, help="kill -9 of the service, each with a start after it (default: 5)")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "service_kills.json")
+    parser.add_argument(
+        "--clients", type=int, default=200, help="connections that post (default: 200)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=2.0, help="of the load, restarts not counted (default: 2)"
+    )
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=5,
+        help="kill -9 of the service, each with a start after it (default: 5)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "bench" / "results" / "service_kills.json"
+    )
     given = parser.parse_args(arguments)
     described = machine()
     versions = {name: version(name) for name in PACKAGES} | {"sqlite": sqlite3.sqlite_version}
     counted = put_load(given.clients, 60 * given.minutes, given.kills)
     asked = {"clients": given.clients, "minutes": given.minutes, "kills": given.kills}
-    results = {"machine": described, "versions": versions, "measured": measured(), **asked, **counted}
+    results = {
+        "machine": described,
+        "versions": versions,
+        "measured": measured(),
+        **asked,
+        **counted,
+    }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(results, indent=2) + "\n")
     for name, value in (asked | counted).items():
         print(f"{name:28} {value}")
     good = not counted["failed clients"] and not any(counted[name] for name in FAULTS)
-    print("every accepted group was trained once, unchanged" if good else "ERROR: groups or clients went wrong, see above")
+    print(
+        "every accepted group was trained once, unchanged"
+        if good
+        else "ERROR: groups or clients went wrong, see above"
+    )
     return 0 if good else 1
 
 

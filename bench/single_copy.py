@@ -1,11 +1,13 @@
-"""One copy of the weights for trainer and vLLM on the same GPU: is it one, and how long does generation stand still?
+"""One copy of the weights for trainer and vLLM on the same GPU: is it one, and how long does
+generation stand still?
 
     python bench/single_copy.py --output DIR                                      1 GPU
     python bench/single_copy.py --output DIR --shape qwen2.5-14b --tp 2           2 GPUs: two ranks of vLLM, two of the trainer
     python bench/single_copy.py --output DIR --tiny --device cpu                  everything but the figures, without a GPU
 
-Proves by the GPU's memory, by writing on one side and reading on the other, and by bytes moved that there is one copy; then
-measures the pause of updates, idle and under load, also (with one rank) with a real optimizer. Writes single_copy.json.
+Proves by the GPU's memory, by writing on one side and reading on the other, and by bytes moved that
+there is one copy; then measures the pause of updates, idle and under load, also (with one rank)
+with a real optimizer. Writes single_copy.json.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from bench.gpu.shapes import model_bytes, write_model_folder
 from bench.gpu.summary import spread_ms, table
 
 ONE_COPY_SHARE = 0.05
-"""Largest share of the model's bytes that joining may add to the GPU's memory; a second copy would add all of them."""
+"""Largest share of the model's bytes that joining may add to the GPU's memory; a second copy would
+add all of them."""
 
 
 class Benchmark(LoadedSitting):
@@ -47,28 +50,45 @@ class Benchmark(LoadedSitting):
         """Everything, in the order in which a reader wants to believe it."""
         results, args = self.results, self.args
         gpus = ",".join(map(str, range(args.tp)))
-        server = self.vllm = self.server("vllm", write_model_folder(self.work / "model", args.shape), gpus, tp=args.tp)
-        self.describe(shape=args.shape, tensor_parallel_size=args.tp, model_bytes=model_bytes(args.shape))
+        server = self.vllm = self.server(
+            "vllm", write_model_folder(self.work / "model", args.shape), gpus, tp=args.tp
+        )
+        self.describe(
+            shape=args.shape, tensor_parallel_size=args.tp, model_bytes=model_bytes(args.shape)
+        )
         results.put("seconds_to_ready", value=self.ready(server)["vllm"])
-        module, flags = ("bench.gpu.trainer", ()) if args.tp == 1 else ("bench.gpu.spread_trainer", ("--split",))
+        module, flags = (
+            ("bench.gpu.trainer", ())
+            if args.tp == 1
+            else ("bench.gpu.spread_trainer", ("--split",))
+        )
         trainer = self.trainer("trainer", module, server.port, gpus, args.tp, *flags)
         if results.measure("one_copy", run=lambda: self._one_copy(trainer)) is None:
             return
         results.measure("read_on_the_other_side", run=lambda: self._write_here_read_there(trainer))
-        results.measure("idle", run=lambda: pause_figures(trainer.ask("sync", timeout=ASK_SECONDS, count=args.updates)))
+        results.measure(
+            "idle",
+            run=lambda: pause_figures(trainer.ask("sync", timeout=ASK_SECONDS, count=args.updates)),
+        )
         results.measure("check", run=lambda: self.check(trainer))
         for concurrency in args.concurrency:
-            results.measure(f"load_{concurrency}", run=partial(self._loaded, trainer, concurrency, "sync"))
+            results.measure(
+                f"load_{concurrency}", run=partial(self._loaded, trainer, concurrency, "sync")
+            )
         results.measure("check_after_load", run=lambda: self.check(trainer))
         if args.tp > 1:
-            return  # the masters and moments of a model that needs several GPUs would not fit beside two sets of weights
+            # the masters and moments of a model that needs several GPUs would not fit beside two
+            # sets of weights
+            return
         results.measure("optimizer, idle", run=partial(self._optimizer, trainer))
         for concurrency in args.concurrency:
             run = partial(self._loaded, trainer, concurrency, "sync_with_optimizer")
             results.measure(f"optimizer, load_{concurrency}", run=run)
 
     def _one_copy(self, trainer: Worker) -> dict[str, Any]:
-        """Load, join, and account for the (first) GPU's memory: what loading took must come back when the server's is used."""
+        """Load, join, and account for the (first) GPU's memory: what loading took must come back
+        when the server's is used.
+        """
         tp = self.args.tp
         before = trainer.ask("memory", timeout=60)
         loaded = trainer.ask("load", timeout=180, optimizer=tp == 1)
@@ -81,7 +101,11 @@ class Benchmark(LoadedSitting):
             "params_total": connected["params_total"],
             "model_bytes": loaded["model_bytes"] // tp,
             "bytes_moved_by_an_update": moved,
-            "gpu_bytes_used": {"before_loading": before, "model_loaded": with_own_copy, "joined": joined},
+            "gpu_bytes_used": {
+                "before_loading": before,
+                "model_loaded": with_own_copy,
+                "joined": joined,
+            },
         }
         # The optimizer's masters and the two sets to write from stay; the model's own copy goes.
         freed = with_own_copy["gpu_bytes_used"] - joined["gpu_bytes_used"]
@@ -89,11 +113,15 @@ class Benchmark(LoadedSitting):
         if moved:
             raise BenchError(f"an update of a single copy moved {moved} bytes")
         if self.args.device == "cuda" and freed < (1 - ONE_COPY_SHARE) * answer["model_bytes"]:
-            raise BenchError(f"joining freed {freed} bytes of the {answer['model_bytes']} that the trainer's own copy took")
+            raise BenchError(
+                f"joining freed {freed} bytes of the {answer['model_bytes']} that the trainer's own copy took"
+            )
         return answer
 
     def _write_here_read_there(self, trainer: Worker) -> dict[str, Any]:
-        """Zeros in the last norm, without a message to the server: every token must become equally likely."""
+        """Zeros in the last norm, without a message to the server: every token must become equally
+        likely.
+        """
         trainer.ask("sync", timeout=ASK_SECONDS, count=1)
         _, before = self.vllm.greedy([5, 6, 7], max_tokens=1)
         vocab = trainer.ask("flatten_head", timeout=30)["vocab"]
@@ -103,13 +131,23 @@ class Benchmark(LoadedSitting):
             trainer.ask("flatten_head", timeout=30, undo=True)
         _, again = self.vllm.greedy([11, 6, 7], max_tokens=1)
         expected = -math.log(vocab)
-        found = {"before": before[0], "zeroed": flat[0], "expected_when_zeroed": expected, "restored": again[0]}
-        if abs(flat[0] - expected) > 0.01 or min(abs(v[0] - expected) for v in (before, again)) < 0.1:
+        found = {
+            "before": before[0],
+            "zeroed": flat[0],
+            "expected_when_zeroed": expected,
+            "restored": again[0],
+        }
+        if (
+            abs(flat[0] - expected) > 0.01
+            or min(abs(v[0] - expected) for v in (before, again)) < 0.1
+        ):
             raise BenchError(f"vLLM does not read what the trainer writes: {found}")
         return found
 
     def _loaded(self, trainer: Worker, concurrency: int, command: str) -> dict[str, Any]:
-        return self.under_load(self.vllm, trainer, concurrency, command, summarise=pause_figures, first_steps=True)
+        return self.under_load(
+            self.vllm, trainer, concurrency, command, summarise=pause_figures, first_steps=True
+        )
 
     def _optimizer(self, trainer: Worker) -> dict[str, Any]:
         rows = trainer.ask("sync_with_optimizer", timeout=ASK_SECONDS, count=self.args.updates)
@@ -119,8 +157,8 @@ class Benchmark(LoadedSitting):
 def pause_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures of updates, and how much longer than the write itself the engine stood still.
 
-    Its end is the answer to resume (`pause_beyond_write_ms`) and, with requests in flight, also the first step of the worker
-    (`stalled_beyond_write_ms`), which may come before that answer.
+    Its end is the answer to resume (`pause_beyond_write_ms`) and, with requests in flight, also the
+    first step of the worker (`stalled_beyond_write_ms`), which may come before that answer.
     """
     found = figures(rows)
     found["write_ms"] = spread_ms([row["write"] for row in rows])
@@ -131,7 +169,11 @@ def pause_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     if "optimizer_step" in rows[0]:
         found["optimizer_step_ms"] = spread_ms([row["optimizer_step"] for row in rows])
         found["median_seconds_per_training_step"] = round(
-            statistics.median(row["forward_backward"] + row["optimizer_step"] + row["end"] - row["start"] for row in rows), 4
+            statistics.median(
+                row["forward_backward"] + row["optimizer_step"] + row["end"] - row["start"]
+                for row in rows
+            ),
+            4,
         )
     return found
 
@@ -157,11 +199,35 @@ def report(data: dict[str, Any]) -> str:
     rows = []
     for name, row in data.items():
         if isinstance(row, dict) and "pause_beyond_write_ms" in row:
-            waits = ("whole_update_ms median max", "largest_gap_per_update_ms median max", "usual_gap_ms")
+            waits = (
+                "whole_update_ms median max",
+                "largest_gap_per_update_ms median max",
+                "usual_gap_ms",
+            )
             waits += ("pause_beyond_write_ms median p90 max", "stalled_beyond_write_ms median max")
-            rows.append([name, row["updates"], *spreads(row, *waits, "halted_ms", "write_ms", "optimizer_step_ms")])
-    head = ["", "updates", "the trainer waits: median ms", "max", "gap at an update: median ms", "max", "usual gap ms"]
-    head += ["pause beyond the write: median ms", "p90", "max", "to the first step: median ms", "max"]
+            rows.append(
+                [
+                    name,
+                    row["updates"],
+                    *spreads(row, *waits, "halted_ms", "write_ms", "optimizer_step_ms"),
+                ]
+            )
+    head = [
+        "",
+        "updates",
+        "the trainer waits: median ms",
+        "max",
+        "gap at an update: median ms",
+        "max",
+        "usual gap ms",
+    ]
+    head += [
+        "pause beyond the write: median ms",
+        "p90",
+        "max",
+        "to the first step: median ms",
+        "max",
+    ]
     head += ["halted ms", "write ms", "optimizer step ms"]
     lines += [table(head, rows)] if rows else []
     for name in ("idle", "optimizer, idle"):
@@ -169,7 +235,10 @@ def report(data: dict[str, Any]) -> str:
         server = data.get(name, {}).get("server_ms", {})
         for side, part in (("trainer", phases), ("server", server)):
             if part:
-                lines.append(f"{name}, {side}: " + ", ".join(f"{key} {row['median']:.2f}" for key, row in part.items()))
+                lines.append(
+                    f"{name}, {side}: "
+                    + ", ".join(f"{key} {row['median']:.2f}" for key, row in part.items())
+                )
     return "\n".join(lines)
 
 
@@ -182,7 +251,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report)
+    return run_and_report(
+        args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Roles that compute nothing: a generator that sleeps as long as its model would take, and a trainer that acknowledges.
+"""Roles that compute nothing: a generator that sleeps as long as its model would take, and a
+trainer that acknowledges.
 
-Run by bench/async_scaling.py, each in a process of its own; the rollout service that they speak to is the real one.
+Run by bench/async_scaling.py, each in a process of its own; the rollout service that they speak to
+is the real one.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Work:
 
 
 def work_of(tokens_per_second: float, sequences: int, group: int, tokens: int) -> Work:
-    """What keeps so many sequences in flight at this rate: by Little's law a group takes in_flight x its tokens / rate.
+    """What keeps so many sequences in flight at this rate: by Little's law a group takes in_flight
+    x its tokens / rate.
 
     Args:
         tokens_per_second: that the model samples in all.
@@ -47,7 +50,9 @@ def work_of(tokens_per_second: float, sequences: int, group: int, tokens: int) -
 
 
 def body_of(work: Work, seed: int) -> bytes:
-    """A group as environments post it: tokens, masks, scores, logprobs, versions; gzipped as the SDK does."""
+    """A group as environments post it: tokens, masks, scores, logprobs, versions; gzipped as the
+    SDK does.
+    """
     chance = random.Random(seed)
     rows = [[chance.randrange(150_000) for _ in range(work.tokens)] for _ in range(work.group)]
     group = {
@@ -70,7 +75,9 @@ class Caller:
         self.times: list[tuple[float, float]] = []
         """When each call was sent (time.monotonic), and the seconds it took."""
 
-    def call(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+    def call(
+        self, method: str, path: str, body: bytes | None = None, **headers: str
+    ) -> tuple[int, bytes]:
         """Status and body of an answer."""
         began = time.monotonic()
         self._connection.request(method, path, body, JSON | headers)
@@ -88,12 +95,24 @@ class Caller:
 
 
 def generate(asked: dict[str, Any]) -> dict[str, Any]:
-    """Post groups as they come due, from `begin` to `end`, and sleep meanwhile; with `seconds` 0 as fast as it goes."""
-    work, begin, end, count_from = Work(**asked["work"]), asked["begin"], asked["end"], asked["count_from"]
+    """Post groups as they come due, from `begin` to `end`, and sleep meanwhile; with `seconds` 0 as
+    fast as it goes.
+    """
+    work, begin, end, count_from = (
+        Work(**asked["work"]),
+        asked["begin"],
+        asked["end"],
+        asked["count_from"],
+    )
     chance = random.Random(asked["seed"])
     body = body_of(work, asked["seed"])
     posts, asks = Caller(asked["port"]), Caller(asked["port"])
-    registration = {"max_token_length": work.tokens + 1, "desired_name": "asleep", "weight": 1.0, "group_size": work.group}
+    registration = {
+        "max_token_length": work.tokens + 1,
+        "desired_name": "asleep",
+        "weight": 1.0,
+        "group_size": work.group,
+    }
     environment = asks.json("POST", "/register-env", registration)["env_id"]
     # As if it had been at work for long: what is in flight ends at any time from now on.
     due = [begin + chance.uniform(0, work.seconds) for _ in range(work.in_flight)]
@@ -115,14 +134,23 @@ def generate(asked: dict[str, Any]) -> dict[str, Any]:
         if status != 200:
             raise RuntimeError(f"/scored_data: {status} {answer[:200]!r}")
         posted += now >= count_from
-        heapq.heapreplace(due, max(due[0], time.monotonic() - 1.0) + work.seconds * chance.uniform(0.5, 1.5))
+        heapq.heapreplace(
+            due, max(due[0], time.monotonic() - 1.0) + work.seconds * chance.uniform(0.5, 1.5)
+        )
     seconds = [took for began, took in posts.times if began >= count_from]
     return {"posted": posted, "refused": refused, "post_seconds": seconds, "body_bytes": len(body)}
 
 
 def acknowledge(asked: dict[str, Any]) -> dict[str, Any]:
-    """Take batches and acknowledge them until `end`, or until so many groups have come: a trainer whose steps cost nothing."""
-    caller, end, count_from, most = Caller(asked["port"]), asked["end"], asked["count_from"], asked.get("groups", 1 << 60)
+    """Take batches and acknowledge them until `end`, or until so many groups have come: a trainer
+    whose steps cost nothing.
+    """
+    caller, end, count_from, most = (
+        Caller(asked["port"]),
+        asked["end"],
+        asked["count_from"],
+        asked.get("groups", 1 << 60),
+    )
     groups = version = 0
     busy = 0.0
     while time.monotonic() < end and groups < most:
@@ -141,7 +169,10 @@ def acknowledge(asked: dict[str, Any]) -> dict[str, Any]:
     return {"groups": groups, "busy_seconds": busy, "batches": version}
 
 
-ROLES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"generator": generate, "trainer": acknowledge}
+ROLES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "generator": generate,
+    "trainer": acknowledge,
+}
 
 if __name__ == "__main__":
     answer_once(lambda asked: ROLES[asked["role"]](asked))

@@ -1,4 +1,6 @@
-"""Timelines that processes wrote (see vllm_patching/protocol/timeline.py): read, summed up, made a Chrome trace of."""
+"""Timelines that processes wrote (see vllm_patching/protocol/timeline.py): read, summed up, made a
+Chrome trace of.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ASIDE = ("update", "pull")
 
 @dataclass(frozen=True)
 class Span:
-    """What was done in a stretch of time; `begin` and `end` are Unix nanoseconds, `facts` whatever else stands in its line."""
+    """What was done in a stretch of time; `begin` and `end` are Unix nanoseconds, `facts` whatever
+    else stands in its line.
+    """
 
     what: str
     begin: int
@@ -27,7 +31,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Process:
-    """The spans of the processes of one role and name (a restarted one goes on in the same file), by begin."""
+    """The spans of the processes of one role and name (a restarted one goes on in the same file),
+    by begin.
+    """
 
     role: str
     name: str
@@ -35,14 +41,17 @@ class Process:
 
 
 def read_folder(folder: Path) -> tuple[list[Process], int]:
-    """Every timeline of a folder, and how many lines were none: a process that is killed may leave half a line.
+    """Every timeline of a folder, and how many lines were none: a process that is killed may leave
+    half a line.
 
     Raises:
         ValueError: there is no timeline in it.
     """
     files = sorted(folder.glob("timeline-*.jsonl"))
     if not files:
-        raise ValueError(f"no timeline-*.jsonl in {folder}: start the processes with LOCKSTEP_TIMELINE={folder}")
+        raise ValueError(
+            f"no timeline-*.jsonl in {folder}: start the processes with LOCKSTEP_TIMELINE={folder}"
+        )
     found: dict[tuple[str, str], list[Span]] = {}
     unreadable = 0
     for path in files:
@@ -53,16 +62,24 @@ def read_folder(folder: Path) -> tuple[list[Process], int]:
                 if "role" in content:
                     spans = found.setdefault((str(content["role"]), str(content["name"])), [])
                 elif spans is not None:
-                    what, begin, end = str(content.pop("what")), int(content.pop("begin")), int(content.pop("end"))
+                    what, begin, end = (
+                        str(content.pop("what")),
+                        int(content.pop("begin")),
+                        int(content.pop("end")),
+                    )
                     spans.append(Span(what, begin, max(begin, end), content))
                 else:
                     unreadable += 1
             except (ValueError, KeyError, TypeError):
                 unreadable += 1
     processes = [
-        Process(role, name, tuple(sorted(spans, key=lambda s: (s.begin, s.end)))) for (role, name), spans in found.items()
+        Process(role, name, tuple(sorted(spans, key=lambda s: (s.begin, s.end))))
+        for (role, name), spans in found.items()
     ]
-    return sorted(processes, key=lambda p: (ROLES.index(p.role) if p.role in ROLES else len(ROLES), p.role, p.name)), unreadable
+    return sorted(
+        processes,
+        key=lambda p: (ROLES.index(p.role) if p.role in ROLES else len(ROLES), p.role, p.name),
+    ), unreadable
 
 
 def extent(processes: Iterable[Process]) -> tuple[int, int]:
@@ -84,7 +101,9 @@ def within(process: Process, begin: int, end: int) -> Process:
 
 
 def merged(spans: Iterable[Span], gap: int = 0) -> list[Span]:
-    """Spans of one kind that touch, or lie no further apart than `gap` nanoseconds, made one; by begin."""
+    """Spans of one kind that touch, or lie no further apart than `gap` nanoseconds, made one; by
+    begin.
+    """
     last: dict[str, Span] = {}
     done: list[Span] = []
     for span in sorted(spans, key=lambda s: (s.begin, s.end)):
@@ -108,11 +127,17 @@ def seconds_by_kind(spans: Iterable[Span]) -> dict[str, float]:
 def shares(process: Process, begin: int, end: int) -> dict[str, float]:
     """Share of the time between two moments that a process was at each kind of work; 0 to 1."""
     seconds = seconds_by_kind(within(process, begin, end).spans)
-    return {what: value * 1e9 / (end - begin) for what, value in seconds.items()} if end > begin else {}
+    return (
+        {what: value * 1e9 / (end - begin) for what, value in seconds.items()}
+        if end > begin
+        else {}
+    )
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans laid into few lanes, none overlapping another in its lane; what goes on beside the work itself comes last."""
+    """Spans laid into few lanes, none overlapping another in its lane; what goes on beside the work
+    itself comes last.
+    """
     work, aside = list[Span](), list[Span]()
     for span in sorted(spans, key=lambda s: (s.begin, s.end)):
         (aside if span.what in ASIDE else work).append(span)
@@ -132,8 +157,8 @@ def _laid(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
-    """The trace that chrome://tracing and Perfetto open: a process for each of ours, a thread for each lane, a complete event
-    (`ph: X`, microseconds since the first span) for each span.
+    """The trace that chrome://tracing and Perfetto open: a process for each of ours, a thread for
+    each lane, a complete event (`ph: X`, microseconds since the first span) for each span.
 
     Raises:
         ValueError: there is no span.
@@ -144,7 +169,14 @@ def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
         events.append(_metadata("process_name", pid, 0, name=f"{process.role} {process.name}"))
         events.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
         for tid, lane in enumerate(lanes(process.spans), start=1):
-            events.append(_metadata("thread_name", pid, tid, name="works" if tid == 1 else f"at the same time {tid - 1}"))
+            events.append(
+                _metadata(
+                    "thread_name",
+                    pid,
+                    tid,
+                    name="works" if tid == 1 else f"at the same time {tid - 1}",
+                )
+            )
             events += [
                 {
                     "name": span.what,
@@ -158,14 +190,20 @@ def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
                 }
                 for span in lane
             ]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begins_unix_ns": str(start)}}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"begins_unix_ns": str(start)},
+    }
 
 
 def check_trace(trace: Mapping[str, Any]) -> None:
-    """Hold a trace against the trace event format: what the viewers need, and do not say when they miss it.
+    """Hold a trace against the trace event format: what the viewers need, and do not say when they
+    miss it.
 
     Raises:
-        ValueError: an event lacks a field, has a time that is none, or overlaps another of its thread, which a viewer drops.
+        ValueError: an event lacks a field, has a time that is none, or overlaps another of its
+            thread, which a viewer drops.
     """
     events = trace.get("traceEvents")
     if not isinstance(events, list):
@@ -178,17 +216,29 @@ def check_trace(trace: Mapping[str, Any]) -> None:
         if not all(isinstance(event.get(key), int) for key in ("pid", "tid")):
             raise ValueError(f"{told} has no pid and tid")
         if event.get("ph") == "M":
-            if not isinstance(event.get("args"), dict) or not {"name", "sort_index"} & event["args"].keys():
+            if (
+                not isinstance(event.get("args"), dict)
+                or not {"name", "sort_index"} & event["args"].keys()
+            ):
                 raise ValueError(f"{told} names nothing")
             continue
         if event.get("ph") != "X":
-            raise ValueError(f"{told} is of the phase {event.get('ph')!r}, which is never written here")
+            raise ValueError(
+                f"{told} is of the phase {event.get('ph')!r}, which is never written here"
+            )
         ts, dur = event.get("ts"), event.get("dur")
-        if not all(isinstance(value, int | float) and math.isfinite(value) and value >= 0 for value in (ts, dur)):
+        if not all(
+            isinstance(value, int | float) and math.isfinite(value) and value >= 0
+            for value in (ts, dur)
+        ):
             raise ValueError(f"{told} ({event['name']}) has ts {ts!r} and dur {dur!r}")
         thread = (event["pid"], event["tid"])
-        if ts < ends.get(thread, 0.0) - 1e-3:  # a nanosecond is what the division may have rounded away
-            raise ValueError(f"{told} ({event['name']}) begins before the one before it in its thread has ended")
+        if (
+            ts < ends.get(thread, 0.0) - 1e-3
+        ):  # a nanosecond is what the division may have rounded away
+            raise ValueError(
+                f"{told} ({event['name']}) begins before the one before it in its thread has ended"
+            )
         ends[thread] = ts + dur
     json.dumps(trace, allow_nan=False)
 

@@ -1,16 +1,19 @@
-"""How fast does the trainer train, and how long a sequence? Random weights of real shapes; no network, no server.
+"""How fast does the trainer train, and how long a sequence? Random weights of real shapes; no
+network, no server.
 
     python bench/trainer_speed.py --output DIR                       one GPU; with two also 14B over both (FSDP2)
     python bench/trainer_speed.py --output DIR --only "1.7B, 512"    some cases
     python bench/trainer_speed.py --output DIR --seconds 560         begin no case that might end later than this
     python bench/trainer_speed.py --output DIR --shape tiny --device cpu      that the script runs, without a GPU
 
-A case is a process of its own. It times forward and backward of one bin of packed tokens, with the trainer's own step and loss,
-and then whole steps of several bins, optimizer and write of the weights included; the best of several each. "with a
-checkpoint": and what each step takes while one is written to the disk in the background. Beside ours in the same sitting: plain
-packed PyTorch (bench/gpu/plain_decoder.py). Where there are several GPUs, cases for one GPU run on all of them at the same
-time, unless --alone is given. mfu is 6 · parameters of the layers' and the output matrix · forwarded tokens over seconds, of
-790 TFLOP/s for each GPU; counted: what observe/perf.py counts. Prints a table and writes trainer_speed.json after each case.
+A case is a process of its own. It times forward and backward of one bin of packed tokens, with the
+trainer's own step and loss, and then whole steps of several bins, optimizer and write of the
+weights included; the best of several each. "with a checkpoint": and what each step takes while one
+is written to the disk in the background. Beside ours in the same sitting: plain packed PyTorch
+(bench/gpu/plain_decoder.py). Where there are several GPUs, cases for one GPU run on all of them at
+the same time, unless --alone is given. mfu is 6 · parameters of the layers' and the output matrix ·
+forwarded tokens over seconds, of 790 TFLOP/s for each GPU; counted: what observe/perf.py counts.
+Prints a table and writes trainer_speed.json after each case.
 """
 
 from __future__ import annotations
@@ -41,7 +44,14 @@ from bench.gpu.summary import table
 
 GROUPS = {"length": 553, "prompt": 103, "group": 8}
 """GSM8K's questions and answers of 450 tokens on average, in groups."""
-LONG = {"length": 32768, "tokens": 32768, "checkpointing": False, "bins": 2, "repeats": 4, "warm_up": 2}
+LONG = {
+    "length": 32768,
+    "tokens": 32768,
+    "checkpointing": False,
+    "bins": 2,
+    "repeats": 4,
+    "warm_up": 2,
+}
 
 CASES: dict[str, Case] = {
     "1.7B, 512": Case("ours"),
@@ -49,7 +59,16 @@ CASES: dict[str, Case] = {
     "1.7B, 512, plain PyTorch": Case("plain"),
     "1.7B, 512, deterministic": Case("ours, deterministic"),
     "14B, 4k, FSDP2 over two GPUs": Case(
-        "ours", "qwen3-14b", length=4096, checkpointing=True, offload=True, ranks=2, bins=4, warm_up=2, repeats=4, seconds=280
+        "ours",
+        "qwen3-14b",
+        length=4096,
+        checkpointing=True,
+        offload=True,
+        ranks=2,
+        bins=4,
+        warm_up=2,
+        repeats=4,
+        seconds=280,
     ),
     "1.7B, 4k": Case("ours", length=4096),
     "1.7B, 4k, plain PyTorch, layers compiled": Case("plain, layers compiled", length=4096),
@@ -63,23 +82,49 @@ CASES: dict[str, Case] = {
     "1.7B, groups of 8, prompt repeated": Case("ours", **GROUPS),
     "1.7B, 512, with a checkpoint": Case("ours", saved_steps=5, repeats=2, seconds=300),
     "8B, one GPU, offloaded": Case(
-        "ours", "qwen3-8b", length=4096, checkpointing=True, offload=True, bins=2, warm_up=1, repeats=2, seconds=400
+        "ours",
+        "qwen3-8b",
+        length=4096,
+        checkpointing=True,
+        offload=True,
+        bins=2,
+        warm_up=1,
+        repeats=2,
+        seconds=400,
     ),
 }
-"""In this order, so that what is compared with each other is measured together and what must be there comes first."""
+"""In this order, so that what is compared with each other is measured together and what must be
+there comes first."""
 LONGEST = [1 << 15, 1 << 16, 1 << 17, 1 << 18]
 """Lengths that are tried one after the other, until one runs out of memory."""
 
 
 def longest(length: int) -> Case:
     """One sequence of this length in one bin, and a whole step on it."""
-    return Case("ours", length=length, tokens=length, checkpointing=True, bins=1, warm_up=1, repeats=1, seconds=240)
+    return Case(
+        "ours",
+        length=length,
+        tokens=length,
+        checkpointing=True,
+        bins=1,
+        warm_up=1,
+        repeats=1,
+        seconds=240,
+    )
 
 
 def tiny(case: Case, device: str) -> Case:
     """The same case, of the tiny shape and with few tokens."""
-    shrunk = {"length": max(24, case.length // 128), "prompt": min(case.prompt, 9), "warm_up": 1, "repeats": 2}
-    shrunk |= {"tokens": max(case.tokens // 128, shrunk["length"] * case.group), "bins": min(case.bins, 2)}
+    shrunk = {
+        "length": max(24, case.length // 128),
+        "prompt": min(case.prompt, 9),
+        "warm_up": 1,
+        "repeats": 2,
+    }
+    shrunk |= {
+        "tokens": max(case.tokens // 128, shrunk["length"] * case.group),
+        "bins": min(case.bins, 2),
+    }
     return replace(case, shape="tiny", device=device, **shrunk)
 
 
@@ -92,20 +137,35 @@ class TrainerSpeed(Sitting):
         self.gpus = list(range(torch.cuda.device_count())) if self.on_gpu else [0, 1]
 
     def run(self) -> None:
-        """Every case that was asked for and that the GPUs suffice for; then longer and longer sequences."""
+        """Every case that was asked for and that the GPUs suffice for; then longer and longer
+        sequences.
+        """
         alone = self.args.alone or not self.on_gpu
         self.describe(cases_at_a_time=1 if alone else len(self.gpus))
-        asked = {name: case for name, case in CASES.items() if not self.args.only or name in self.args.only}
+        asked = {
+            name: case
+            for name, case in CASES.items()
+            if not self.args.only or name in self.args.only
+        }
         # Whoever has several GPUs has them for what needs several: that comes first.
         self._together({name: case for name, case in asked.items() if case.ranks > 1}, places=1)
-        self._together({name: case for name, case in asked.items() if case.ranks == 1}, 1 if alone else len(self.gpus))
+        self._together(
+            {name: case for name, case in asked.items() if case.ranks == 1},
+            1 if alone else len(self.gpus),
+        )
         if not self.args.only or "longest" in self.args.only:
-            self._together({f"1.7B, one sequence of {length // 1024}k": longest(length) for length in LONGEST}, 1, "longest")
+            self._together(
+                {f"1.7B, one sequence of {length // 1024}k": longest(length) for length in LONGEST},
+                1,
+                "longest",
+            )
 
     def _together(self, cases: dict[str, Case], places: int, part: str = "cases") -> None:
-        """Run these in their order, as many at a time as there are places, each on the GPUs of its place.
+        """Run these in their order, as many at a time as there are places, each on the GPUs of its
+        place.
 
-        Where there is one place, the next one's process starts while one is measured, and imports; that is half of its time.
+        Where there is one place, the next one's process starts while one is measured, and imports;
+        that is half of its time.
         """
         waiting, running, held = list(cases.items()), dict[int, Task](), dict[str, Task]()
         while waiting or running:
@@ -116,10 +176,18 @@ class TrainerSpeed(Sitting):
                 if reason:
                     self.results.put(part, name, value={"skipped": reason})
                 else:
-                    task = held.pop(name, None) or self._start(name, case, self._gpus(case, free[0]))
+                    task = held.pop(name, None) or self._start(
+                        name, case, self._gpus(case, free[0])
+                    )
                     task.begin(min(self._left, case.seconds))
                     running[free[0]] = task
-            if places == 1 and running and waiting and not held and not self._refusal(waiting[0][1]):
+            if (
+                places == 1
+                and running
+                and waiting
+                and not held
+                and not self._refusal(waiting[0][1])
+            ):
                 held[waiting[0][0]] = self._start(*waiting[0], self._gpus(waiting[0][1], 0))
             for place, task in list(running.items()):
                 if task.ended:
@@ -127,7 +195,9 @@ class TrainerSpeed(Sitting):
                     running.pop(place).stop()
                     if part == "longest" and not self._is_longer(task.name):
                         for name, _ in waiting:
-                            self.results.put(part, name, value={"skipped": f"{task.name} did not train"})
+                            self.results.put(
+                                part, name, value={"skipped": f"{task.name} did not train"}
+                            )
                         waiting.clear()
             time.sleep(0.1)
         for task in held.values():
@@ -156,10 +226,27 @@ class TrainerSpeed(Sitting):
 
     def _start(self, name: str, case: Case, gpus: list[int]) -> Task:
         if self.args.shape:
-            case = tiny(case, self.args.device) if self.args.shape == "tiny" else replace(case, shape=self.args.shape)
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if self.on_gpu else {"OMP_NUM_THREADS": "1"}
+            case = (
+                tiny(case, self.args.device)
+                if self.args.shape == "tiny"
+                else replace(case, shape=self.args.shape)
+            )
+        environment = (
+            {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+            if self.on_gpu
+            else {"OMP_NUM_THREADS": "1"}
+        )
         module = "bench.gpu.speed_worker"
-        task = Task(name, module, asdict(case), self.args.output, case.seconds, case.ranks, environment, held=True)
+        task = Task(
+            name,
+            module,
+            asdict(case),
+            self.args.output,
+            case.seconds,
+            case.ranks,
+            environment,
+            held=True,
+        )
         self.stack.callback(task.stop)
         return task
 
@@ -169,7 +256,11 @@ def report(data: dict[str, Any]) -> str:
     rows, notes = [], []
     for name, found in [*data.get("cases", {}).items(), *data.get("longest", {}).items()]:
         if "pass" not in found:
-            notes += [f"{name}: {key}: {found[key]}" for key in ("skipped", "failed", "out_of_memory") if key in found]
+            notes += [
+                f"{name}: {key}: {found[key]}"
+                for key in ("skipped", "failed", "out_of_memory")
+                if key in found
+            ]
             continue
         one, step = found["pass"], found.get("step", {})
         if "checkpoint" in found:
@@ -185,17 +276,37 @@ def report(data: dict[str, Any]) -> str:
              round(step["forwarded_tokens_per_second"]) if step else None, f"{step['mfu']:.3f}" if step else None,
              found.get("attention")]
         )  # fmt: skip
-    heads = ["forward and backward", "tokens/s", "of sequences", "mfu", "counted", "peak GB", "whole steps", "mfu", "attention"]
-    longest_line = [f"longest sequence that trained: {data['longest_sequence']}"] if "longest_sequence" in data else []
+    heads = [
+        "forward and backward",
+        "tokens/s",
+        "of sequences",
+        "mfu",
+        "counted",
+        "peak GB",
+        "whole steps",
+        "mfu",
+        "attention",
+    ]
+    longest_line = (
+        [f"longest sequence that trained: {data['longest_sequence']}"]
+        if "longest_sequence" in data
+        else []
+    )
     return "\n".join([table(heads, rows), *longest_line, *notes])
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, help="all cases with this shape; tiny: and with few tokens")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="all cases with this shape; tiny: and with few tokens"
+    )
     parser.add_argument("--only", nargs="+", metavar="CASE", choices=[*CASES, "longest"])
-    parser.add_argument("--seconds", type=float, default=inf, help="time limit of all cases together")
-    parser.add_argument("--alone", action="store_true", help="one case at a time, whatever the number of GPUs")
+    parser.add_argument(
+        "--seconds", type=float, default=inf, help="time limit of all cases together"
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="one case at a time, whatever the number of GPUs"
+    )
     args = parser.parse_args(arguments)
     return run_and_report(args.output, partial(TrainerSpeed, args), report)
 

@@ -1,4 +1,5 @@
-"""Does a whole training run work on GPUs, in each mode? Service, vLLM, environment, trainer are real; the model is the starter.
+"""Does a whole training run work on GPUs, in each mode? Service, vLLM, environment, trainer are
+real; the model is the starter.
 
     python bench/training_modes.py --output DIR                            every mode that the GPUs at hand suffice for
     python bench/training_modes.py --output DIR --only single_copy lora    some of them
@@ -6,12 +7,13 @@
     python bench/training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2
     python bench/training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2 --kill-after 25
 
-Where there are no GPUs for the trainer beside vLLM's, it shares those.
-Each mode trains a few steps on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, every
-parameter was mapped, and the policy that was trained is the one that sampled (KL to the rollouts near 0; in deterministic mode
-no token differs). With --repeat, other processes do the same beside it; in deterministic mode the weights must then be the
-same, bit for bit, after each step. With --kill-after, all four processes of the last run get SIGKILL after that step, and it is
-resumed: its weights must be those of the runs that nobody killed. Prints a table and writes training_modes.json.
+Where there are no GPUs for the trainer beside vLLM's, it shares those. Each mode trains a few steps
+on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, every
+parameter was mapped, and the policy that was trained is the one that sampled (KL to the rollouts
+near 0; in deterministic mode no token differs). With --repeat, other processes do the same beside
+it; in deterministic mode the weights must then be the same, bit for bit, after each step. With
+--kill-after, all four processes of the last run get SIGKILL after that step, and it is resumed: its
+weights must be those of the runs that nobody killed. Prints a table and writes training_modes.json.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
 
 CACHE_GIB, MODEL_LENGTH = 4, 512
 MOST_KL = 0.02
-"""Nats per token between the policy that sampled and the one that is trained: bf16 kernels of two programs differ that much."""
+"""Nats per token between the policy that sampled and the one that is trained: bf16 kernels of two
+programs differ that much."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,17 @@ class Mode:
     """Where the processes of a run are, and their flags.
 
     Attributes:
-        vllm_gpus, trainer_gpus: numbers, separated by commas; a trainer with several GPUs starts a rank on each. vLLM's of
-            several servers are separated by semicolons; the environment samples from the first.
+        vllm_gpus, trainer_gpus: numbers, separated by commas; a trainer with several GPUs starts a
+            rank on each. vLLM's of several servers are separated by semicolons; the environment
+            samples from the first.
         trainer, vllm: flags.
         own_server: the trainer starts vLLM itself.
         shared: vLLM shares its weights.
         ahead: batches that the environment may sample before a step has been taken.
-        squeezed: the trainer's GPUs where there are vLLM's alone; empty: the run needs those that `trainer_gpus` says.
-        parameter_server: the GPU of the one that hands the weights on, empty if it keeps them in the host's memory; None: the
-            trainer sends them itself.
+        squeezed: the trainer's GPUs where there are vLLM's alone; empty: the run needs those that
+            `trainer_gpus` says.
+        parameter_server: the GPU of the one that hands the weights on, empty if it keeps them in
+            the host's memory; None: the trainer sends them itself.
     """
 
     vllm_gpus: str
@@ -96,7 +101,9 @@ class Mode:
 
     @property
     def gpus_needed(self) -> int:
-        places = re.split("[,;]", f"{self.vllm_gpus},{self.trainer_gpus},{self.parameter_server or 0}")
+        places = re.split(
+            "[,;]", f"{self.vllm_gpus},{self.trainer_gpus},{self.parameter_server or 0}"
+        )
         return 1 + max(int(gpu) for gpu in places)
 
 
@@ -113,9 +120,19 @@ MODES = {
         ("--enable-lora", "--max-lora-rank", "16"),
         shared=False,
     ),
-    "broadcast_direct": Mode("0", "1", (*_SHARED, "--use-shared-memory", "--weight-transfer", "direct"), squeezed="0"),
-    "broadcast_overlapped": Mode("0", "1", (*_SHARED, "--use-shared-memory", "--weight-transfer", "overlapped"), squeezed="0"),
-    "restart": Mode("0", "1", ("--weight-bridge-mode", "none", "--vllm-restart-interval", "3"), own_server=True, squeezed="0"),
+    "broadcast_direct": Mode(
+        "0", "1", (*_SHARED, "--use-shared-memory", "--weight-transfer", "direct"), squeezed="0"
+    ),
+    "broadcast_overlapped": Mode(
+        "0", "1", (*_SHARED, "--use-shared-memory", "--weight-transfer", "overlapped"), squeezed="0"
+    ),
+    "restart": Mode(
+        "0",
+        "1",
+        ("--weight-bridge-mode", "none", "--vllm-restart-interval", "3"),
+        own_server=True,
+        squeezed="0",
+    ),
     "single_copy_tp2": Mode("0,1", "0,1", (*_SHARED, "--single-copy")),
     "chosen_tp2": Mode("0,1", "0,1", _SHARED),
     "broadcast_fsdp2": Mode("0", "1,2", (*_SHARED, "--use-shared-memory"), squeezed="0,1"),
@@ -134,9 +151,16 @@ MODES = {
     "parameter_server": Mode("0", "0", _HANDED_ON, parameter_server="1"),
     "parameter_server_one_gpu": Mode("0", "0", _HANDED_ON, parameter_server="0"),
     "parameter_server_host_memory": Mode("0", "0", _HANDED_ON, parameter_server=""),
-    "deterministic_single_copy": Mode("0", "0", (*_SHARED, "--single-copy", *_DETERMINISTIC), _DETERMINISTIC, ahead=0),
+    "deterministic_single_copy": Mode(
+        "0", "0", (*_SHARED, "--single-copy", *_DETERMINISTIC), _DETERMINISTIC, ahead=0
+    ),
     "deterministic_broadcast": Mode(
-        "0", "1", (*_SHARED, "--use-shared-memory", *_DETERMINISTIC), _DETERMINISTIC, ahead=0, squeezed="0"
+        "0",
+        "1",
+        (*_SHARED, "--use-shared-memory", *_DETERMINISTIC),
+        _DETERMINISTIC,
+        ahead=0,
+        squeezed="0",
     ),
 }
 
@@ -145,21 +169,34 @@ class Run:
     """One mode's processes and what came of them."""
 
     def __init__(
-        self, name: str, mode: Mode, args: argparse.Namespace, stack: ExitStack, work: Path, kill_after: int = 0
+        self,
+        name: str,
+        mode: Mode,
+        args: argparse.Namespace,
+        stack: ExitStack,
+        work: Path,
+        kill_after: int = 0,
     ) -> None:
         """
         Args:
-            kill_after: the step after which every process is killed and the run resumed; 0: it is left alone.
+            kill_after: the step after which every process is killed and the run resumed; 0: it is
+                left alone.
         """
-        self.name, self.mode, self.args, self.stack, self.kill_after = name, mode, args, stack, kill_after
+        self.name, self.mode, self.args, self.stack, self.kill_after = (
+            name,
+            mode,
+            args,
+            stack,
+            kill_after,
+        )
         self.processes = TrainingStack(name, args.output, work, stack, args.device == "cpu")
         servers = 1 if mode.own_server else len(mode.servers)
         self.ports = [free_port() for _ in range(servers)]
         self.handing_on = free_port() if mode.parameter_server is not None else 0
 
     def servers(self) -> list[VllmServer]:
-        """Servers that the trainer does not start itself. The first one's folder is the trainer's, for a single copy's handles;
-        each other has its own."""
+        """Servers that the trainer does not start itself. The first one's folder is the trainer's,
+        for a single copy's handles; each other has its own."""
         started = []
         for number, gpus in enumerate(self.mode.servers):
             name = f"{self.processes.name}-vllm{number or ''}"
@@ -169,7 +206,11 @@ class Run:
                 flags=self.mode.vllm,
             )  # fmt: skip
             folder = self.processes.folder / name if number else self.processes.folder
-            started.append(VllmServer(name, STARTER, self.args.output, options, self.ports[number], logs=folder))
+            started.append(
+                VllmServer(
+                    name, STARTER, self.args.output, options, self.ports[number], logs=folder
+                )
+            )
             self.stack.callback(started[-1].stop)
         return started
 
@@ -199,7 +240,9 @@ class Run:
             "kl": [round(row["kl"], 6) for row in rows],
             "params": f"{rows[-1]['params_mapped']}/{rows[-1]['params_total']}",
             "bytes_moved": rows[-1]["bytes_moved"],
-            "seconds_sync_ms": sorted(round(row["seconds_sync"] * 1e3, 2) for row in rows)[len(rows) // 2],
+            "seconds_sync_ms": sorted(round(row["seconds_sync"] * 1e3, 2) for row in rows)[
+                len(rows) // 2
+            ],
             "served": served,
             "ranks": ranks_in(self.trainer.log),
             "compared_tokens": sum(row.get("compared_tokens", 0) for row in rows),
@@ -212,34 +255,68 @@ class Run:
         return found
 
     def start(self, *resume: str) -> None:
-        """Everything, in the order in which it is wanted; the trainer is `trainer`, the environment the last of `others`."""
+        """Everything, in the order in which it is wanted; the trainer is `trainer`, the environment
+        the last of `others`.
+        """
         mode, exact = self.mode, bool(self.args.kill_after)
-        service = self.processes.start_service(self.processes.folder / "rollouts.db" if exact else None)
+        service = self.processes.start_service(
+            self.processes.folder / "rollouts.db" if exact else None
+        )
         servers: list[Child] = [] if mode.own_server else [*self.servers()]
         wait_all({server.name: server.ready for server in servers}, READY_SECONDS)
         if self.handing_on:
             servers.append(self.start_parameter_server())
-        self.trainer = self.processes.start_trainer(STARTER, mode.trainer_gpus, *self.trainer_flags(self.ports), *resume)
+        self.trainer = self.processes.start_trainer(
+            STARTER, mode.trainer_gpus, *self.trainer_flags(self.ports), *resume
+        )
         environment = self.processes.start_environment(
             "environments/arithmetic_server.py", f"http://localhost:{self.ports[0]}", "--env.max_token_length", "96",
             "--env.group_size", "16", "--env.max_batches_offpolicy", str(mode.ahead),
             "--env.seed_rollouts", str(mode.deterministic).lower(), "--env.exact_resume", str(exact).lower(),
-            # Once the task is solved most groups are of equal scores: many would be sampled for each that is trained on.
+            # Once the task is solved most groups are of equal scores: many would be sampled for
+            # each that is trained on.
             "--env.ensure_scores_are_not_same", "false",
         )  # fmt: skip
         self.others: list[Child] = [service, *servers, environment]
 
     def start_parameter_server(self) -> Child:
         """Once it listens; it holds nothing until the trainer has pushed."""
-        command = ["-m", "example_trainer.parameter_server", "--model-name", str(STARTER), "--port", str(self.handing_on)]
-        command += ["--vllm-servers", ",".join(f"localhost:{port}" for port in self.ports), "--bridge-timeout", "60"]
-        command += ["--atropos-url", self.processes.service_url, "--log-dir", str(self.processes.folder / "handing_on")]
+        command = [
+            "-m",
+            "example_trainer.parameter_server",
+            "--model-name",
+            str(STARTER),
+            "--port",
+            str(self.handing_on),
+        ]
+        command += [
+            "--vllm-servers",
+            ",".join(f"localhost:{port}" for port in self.ports),
+            "--bridge-timeout",
+            "60",
+        ]
+        command += [
+            "--atropos-url",
+            self.processes.service_url,
+            "--log-dir",
+            str(self.processes.folder / "handing_on"),
+        ]
         child = self.processes.start("parameter-server", command, self.mode.parameter_server or "")
-        wait_all({"parameter server": lambda: answers(f"http://localhost:{self.handing_on}/bridge/state")}, 120)
+        wait_all(
+            {
+                "parameter server": lambda: answers(
+                    f"http://localhost:{self.handing_on}/bridge/state"
+                )
+            },
+            120,
+        )
         return child
 
     def served_by(self, port: int) -> int:
-        """The version that a server ends with. A parameter server hands the last one on when the trainer is through with it."""
+        """The version that a server ends with.
+
+        A parameter server hands the last one on when the trainer is through with it.
+        """
         if self.handing_on:
             last = self.args.steps
             wait_all({f"version {last} at port {port}": lambda: _served(port) == last}, 60)
@@ -247,26 +324,64 @@ class Run:
 
     def learned(self) -> list[dict[str, Any]]:
         """A row for each step, in their order; of a step that was done again, the later one."""
-        # Not by weight version: where vLLM is restarted every few steps, that of the steps between is the same.
+        # Not by weight version: where vLLM is restarted every few steps, that of the steps between
+        # is the same.
         return list({row["step"]: row for row in read_rows(self.processes.metrics)}.values())
 
     def trainer_flags(self, ports: list[int]) -> list[str]:
         """What grpo.py is started with in this mode."""
         mode, args = self.mode, self.args
-        flags = ["--vllm-servers", ",".join(f"localhost:{port}" for port in ports)] if len(ports) > 1 else []
-        flags += ["--vllm-port", str(ports[0]), "--training-steps", str(args.steps), "--lr", "3e-4", "--batch-size", "16"]
-        flags += ["--gradient-accumulation-steps", "8", "--seq-len", str(MODEL_LENGTH), "--bridge-timeout", "60"]
+        flags = (
+            ["--vllm-servers", ",".join(f"localhost:{port}" for port in ports)]
+            if len(ports) > 1
+            else []
+        )
+        flags += [
+            "--vllm-port",
+            str(ports[0]),
+            "--training-steps",
+            str(args.steps),
+            "--lr",
+            "3e-4",
+            "--batch-size",
+            "16",
+        ]
+        flags += [
+            "--gradient-accumulation-steps",
+            "8",
+            "--seq-len",
+            str(MODEL_LENGTH),
+            "--bridge-timeout",
+            "60",
+        ]
         flags += ["--batch-timeout", "200", *mode.trainer]
         if self.handing_on:
             flags += ["--parameter-servers", f"localhost:{self.handing_on}"]
         if args.kill_after:
-            flags += ["--checkpoint-interval", "1", "--keep-checkpoints", "1", "--max-staleness", "0"]
+            flags += [
+                "--checkpoint-interval",
+                "1",
+                "--keep-checkpoints",
+                "1",
+                "--max-staleness",
+                "0",
+            ]
         if mode.own_server:
             vllm = ["--max-model-len", str(MODEL_LENGTH), "--max-num-seqs", "256", *mode.vllm]
-            if args.device == "cuda":  # an exact size, so that other programs may use the GPU at the same time
-                vllm += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(CACHE_GIB << 30)]
+            if (
+                args.device == "cuda"
+            ):  # an exact size, so that other programs may use the GPU at the same time
+                vllm += [
+                    "--gpu-memory-utilization",
+                    "0.1",
+                    "--kv-cache-memory-bytes",
+                    str(CACHE_GIB << 30),
+                ]
                 flags += ["--vllm-gpus", mode.vllm_gpus]
-            flags += ["--vllm-args", " ".join([*vllm, *(["--enforce-eager"] if args.eager else [])])]
+            flags += [
+                "--vllm-args",
+                " ".join([*vllm, *(["--enforce-eager"] if args.eager else [])]),
+            ]
         return flags
 
     def judge(self, found: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -278,31 +393,42 @@ class Run:
         if mapped[0] != mapped[1]:
             raise BenchError(f"{self.name}: only {found['params']} parameters were mapped")
         if self.args.device == "cuda" and found["ranks"] != len(self.mode.trainer_gpus.split(",")):
-            raise BenchError(f"{self.name}: the trainer started {found['ranks']} ranks on GPUs {self.mode.trainer_gpus}")
+            raise BenchError(
+                f"{self.name}: the trainer started {found['ranks']} ranks on GPUs {self.mode.trainer_gpus}"
+            )
         worst = max(abs(value) for value in found["kl"])
         if self.mode.on_policy and worst > MOST_KL:
             raise BenchError(f"{self.name}: KL to the rollouts' policy reached {worst}")
-        if self.mode.deterministic and (not found["compared_tokens"] or found["mismatched_tokens"] or worst):
+        if self.mode.deterministic and (
+            not found["compared_tokens"] or found["mismatched_tokens"] or worst
+        ):
             tokens = f"{found['mismatched_tokens']} of {found['compared_tokens']} tokens differ"
             raise BenchError(f"{self.name}: {tokens}, KL {worst}")
 
 
 def ranks_in(log: Path) -> int:
     """How many ranks a trainer started, by its log; 1 if it stayed one process."""
-    started = re.search(r"\[Ranks\] Starting (\d+) ranks", log.read_text(encoding="utf-8", errors="replace"))
+    started = re.search(
+        r"\[Ranks\] Starting (\d+) ranks", log.read_text(encoding="utf-8", errors="replace")
+    )
     return int(started[1]) if started else 1
 
 
 def first_difference(runs: list[dict[str, Any]]) -> int | None:
-    """The first step, from 1, after which the weights of a run are not those of the first one; None if there is none."""
-    for step, checksums in enumerate(zip(*(run["checksums"] for run in runs), strict=True), start=1):
+    """The first step, from 1, after which the weights of a run are not those of the first one; None
+    if there is none.
+    """
+    for step, checksums in enumerate(
+        zip(*(run["checksums"] for run in runs), strict=True), start=1
+    ):
         if len(set(checksums)) > 1:
             return step
     return None
 
 
 def repeated(name: str, mode: Mode, args: argparse.Namespace) -> dict[str, Any]:
-    """Run a mode as often as asked, all at the same time. Returns the last run's figures, and how the runs compare.
+    """Run a mode as often as asked, all at the same time. Returns the last run's figures, and how
+    the runs compare.
 
     Raises:
         BenchError: a run failed, or two runs of a deterministic mode ended differently.
@@ -315,7 +441,9 @@ def repeated(name: str, mode: Mode, args: argparse.Namespace) -> dict[str, Any]:
         print(f"{label}: weights {found['checksums'][-1]}", flush=True)
         return found
 
-    labels = [f"{name}-{number}" for number in range(1, args.repeat + 1)] if args.repeat > 1 else [name]
+    labels = (
+        [f"{name}-{number}" for number in range(1, args.repeat + 1)] if args.repeat > 1 else [name]
+    )
     with ThreadPoolExecutor(len(labels)) as pool:
         runs = list(pool.map(one, labels))
     found = runs[-1]
@@ -325,7 +453,9 @@ def repeated(name: str, mode: Mode, args: argparse.Namespace) -> dict[str, Any]:
         if args.kill_after:
             found["killed_after_step"] = args.kill_after
         if mode.deterministic and step is not None:
-            raise BenchError(f"{name}: after step {step} the weights of {args.repeat} runs are not the same")
+            raise BenchError(
+                f"{name}: after step {step} the weights of {args.repeat} runs are not the same"
+            )
     return found
 
 
@@ -372,20 +502,42 @@ def report(data: dict[str, Any]) -> str:
             rows.append([name, *cells, found["seconds_training"]])
         else:
             rows.append([name, *found.values(), "", "", "", "", "", ""])
-    return table(["mode", "steps", "ranks", "parameters", "reward", "largest KL", "sync ms", "training s"], rows)
+    return table(
+        ["mode", "steps", "ranks", "parameters", "reward", "largest KL", "sync ms", "training s"],
+        rows,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__, name="training_modes")
     parser.add_argument("--only", nargs="+", choices=MODES)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each mode, compared with each other")
-    parser.add_argument("--kill-after", type=int, default=0, metavar="STEP", help="kill all of the last run, resume it")
-    parser.add_argument("--seconds", type=float, default=300.0, help="for a training, which may start vLLM three times")
-    parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs (starts faster)")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="runs of each mode, compared with each other"
+    )
+    parser.add_argument(
+        "--kill-after",
+        type=int,
+        default=0,
+        metavar="STEP",
+        help="kill all of the last run, resume it",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=300.0,
+        help="for a training, which may start vLLM three times",
+    )
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="vLLM without compilation and CUDA graphs (starts faster)",
+    )
     args = parser.parse_args(arguments)
     args.output = args.output.resolve()
-    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report)
+    return run_and_report(
+        args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report
+    )
 
 
 if __name__ == "__main__":

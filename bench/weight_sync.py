@@ -1,4 +1,5 @@
-"""How fast does a full set of weights get from the trainer's GPU into vLLM, and what does generation lose by it?
+"""How fast does a full set of weights get from the trainer's GPU into vLLM, and what does
+generation lose by it?
 
     python bench/weight_sync.py --output DIR                                     2 GPUs: vLLM on 0, the trainer on 1
     python bench/weight_sync.py --output DIR --shape qwen2.5-14b --tp 2          4 GPUs: vLLM on 0 and 1, the trainer on 2
@@ -6,8 +7,9 @@
                                                      2 GPUs: a rank of both on each, and each sends to the other GPU
     python bench/weight_sync.py --output DIR --tiny --device cpu                 everything but the figures, without a GPU
 
-In one run and on the same GPUs: NCCL's own ceiling, this project's broadcast bridge (each way of transfer), and vLLM's own NCCL
-weight-transfer engine. Prints tables and writes weight_sync_SHAPE.json.
+In one run and on the same GPUs: NCCL's own ceiling, this project's broadcast bridge (each way of
+transfer), and vLLM's own NCCL weight-transfer engine. Prints tables and writes
+weight_sync_SHAPE.json.
 """
 
 from __future__ import annotations
@@ -58,25 +60,40 @@ class Benchmark(LoadedSitting):
         server = self._start("vllm", mirrored=False)
         second: VllmServer | None = None
         # Trainers import what they need while the servers start, and make their models afterwards.
-        first = self._trainer("trainer recompute", self._module(), server, mirrored=False) if self._bridge_first() else None
+        first = (
+            self._trainer("trainer recompute", self._module(), server, mirrored=False)
+            if self._bridge_first()
+            else None
+        )
         engine: Worker | None = None
-        # A second server starts at the same time, mirrored: its workers where our trainer will be, and the other way round.
+        # A second server starts at the same time, mirrored: its workers where our trainer will be,
+        # and the other way round.
         if "engine" in args.parts and self.on_gpu:
             second = self._start_engine()
-            engine = self._trainer("trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", second, mirrored=True)
+            engine = self._trainer(
+                "trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", second, mirrored=True
+            )
         elif "throughput" in args.parts:
             second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
         self.describe(
             shape=args.shape, tensor_parallel_size=args.tp, trainer_ranks=args.trainer_ranks, crossed=args.crossed,
             model_bytes=model_bytes(args.shape),
         )  # fmt: skip
-        results.put("seconds_to_ready", value=self.ready(*(s for s in (server, second) if s is not None)))
+        results.put(
+            "seconds_to_ready", value=self.ready(*(s for s in (server, second) if s is not None))
+        )
         if "ceiling" in args.parts:
             ranks = args.trainer_ranks if args.crossed else 1
-            senders, receivers = self._trainer_gpus(ranks, mirrored=False), self._server_gpus(mirrored=False)
+            senders, receivers = (
+                self._trainer_gpus(ranks, mirrored=False),
+                self._server_gpus(mirrored=False),
+            )
             gpus = [*senders, *receivers] if self.on_gpu else ["cpu"] * (ranks + args.tp)
             options = {"gibibyte": 1 << 30 if self.on_gpu else 1 << 20, "pairs": args.crossed}
-            results.measure("ceiling", run=lambda: ceiling.measure(args.shape, gpus, args.output, args.updates, **options))
+            results.measure(
+                "ceiling",
+                run=lambda: ceiling.measure(args.shape, gpus, args.output, args.updates, **options),
+            )
         if first is not None:
             self._measure_bridge(server, "recompute", first)
         if engine is not None and second is not None:
@@ -87,17 +104,23 @@ class Benchmark(LoadedSitting):
             if second is None:
                 second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
                 self.ready(second)
-            self._measure_bridge(second, "keep", self._trainer("trainer keep", self._module(), second, mirrored=True))
+            self._measure_bridge(
+                second, "keep", self._trainer("trainer keep", self._module(), second, mirrored=True)
+            )
 
     # -- processes
 
     def _start(self, name: str, mirrored: bool, **options: Any) -> VllmServer:
-        return self.server(name, self.model, ",".join(self._server_gpus(mirrored)), tp=self.args.tp, **options)
+        return self.server(
+            name, self.model, ",".join(self._server_gpus(mirrored)), tp=self.args.tp, **options
+        )
 
     def _start_engine(self) -> VllmServer:
         flags = ("--weight-transfer-config", '{"backend": "nccl"}')
         environment = (("VLLM_SERVER_DEV_MODE", "1"),)
-        return self._start("vllm own engine", mirrored=True, shared=False, flags=flags, environment=environment)
+        return self._start(
+            "vllm own engine", mirrored=True, shared=False, flags=flags, environment=environment
+        )
 
     def _server_gpus(self, mirrored: bool) -> list[str]:
         """The GPUs of a server's ranks; the mirrored one's are behind those of the first."""
@@ -105,7 +128,9 @@ class Benchmark(LoadedSitting):
         return [str(first + rank) for rank in range(self.args.tp)]
 
     def _trainer_gpus(self, ranks: int, mirrored: bool) -> list[str]:
-        """The GPUs of a trainer's ranks: behind the server's or (mirrored) before; crossed, those of the server's next rank."""
+        """The GPUs of a trainer's ranks: behind the server's or (mirrored) before; crossed, those
+        of the server's next rank.
+        """
         if self.args.crossed:
             return crossed_gpus(ranks)
         first = 0 if mirrored else self.args.tp
@@ -113,7 +138,9 @@ class Benchmark(LoadedSitting):
 
     def _trainer(self, name: str, module: str, server: VllmServer, mirrored: bool) -> Worker:
         ranks = self.args.trainer_ranks if module == "bench.gpu.spread_trainer" else 1
-        return self.trainer(name, module, server.port, ",".join(self._trainer_gpus(ranks, mirrored)), ranks)
+        return self.trainer(
+            name, module, server.port, ",".join(self._trainer_gpus(ranks, mirrored)), ranks
+        )
 
     # -- measurements
 
@@ -125,7 +152,9 @@ class Benchmark(LoadedSitting):
         return "bench.gpu.trainer" if self.args.trainer_ranks == 1 else "bench.gpu.spread_trainer"
 
     def _measure_bridge(self, server: VllmServer, inflight: str, trainer: Worker) -> None:
-        """Our bridge to one server: updates idle and under load (recompute alone), and what generation loses."""
+        """Our bridge to one server: updates idle and under load (recompute alone), and what
+        generation loses.
+        """
         args, results = self.args, self.results
         results.put("trainer", value=trainer.ask("load", timeout=180, spare=True))
         self.warm_up(server, max(self.args.throughput_concurrency, *self.args.concurrency))
@@ -136,7 +165,11 @@ class Benchmark(LoadedSitting):
             if "bridge" in args.parts and inflight == "recompute":
                 self._measure_updates(server, trainer, transfer)
             if "throughput" in args.parts:
-                results.measure("throughput", f"{transfer}, {inflight}", run=partial(self._steady, server, trainer))
+                results.measure(
+                    "throughput",
+                    f"{transfer}, {inflight}",
+                    run=partial(self._steady, server, trainer),
+                )
         trainer.stop()
 
     def _measure_updates(self, server: VllmServer, trainer: Worker, transfer: str) -> None:
@@ -145,7 +178,10 @@ class Benchmark(LoadedSitting):
         measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=count)))
         measure("check", run=lambda: self.check(trainer))
         for concurrency in self.args.concurrency:
-            measure(f"load_{concurrency}", run=partial(self.under_load, server, trainer, concurrency, first_steps=True))
+            measure(
+                f"load_{concurrency}",
+                run=partial(self.under_load, server, trainer, concurrency, first_steps=True),
+            )
         measure("check_after_load", run=lambda: self.check(trainer))
 
     def _measure_engine(self, server: VllmServer, trainer: Worker) -> None:
@@ -155,10 +191,15 @@ class Benchmark(LoadedSitting):
         self.warm_up(server, max(self.args.throughput_concurrency, *self.args.concurrency))
         if measure("join", run=lambda: trainer.ask("join", timeout=180)) is None:
             return
-        measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)))
+        measure(
+            "idle",
+            run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)),
+        )
         measure("check", run=lambda: trainer.ask("check", timeout=ASK_SECONDS))
         for concurrency in self.args.concurrency:
-            measure(f"load_{concurrency}", run=partial(self.under_load, server, trainer, concurrency))
+            measure(
+                f"load_{concurrency}", run=partial(self.under_load, server, trainer, concurrency)
+            )
         trainer.stop()
 
     def _steady(self, server: VllmServer, trainer: Worker) -> dict[str, Any]:
@@ -170,7 +211,9 @@ class Benchmark(LoadedSitting):
             def work() -> None:
                 ends = time.monotonic() + args.update_every
                 if updates:
-                    rows.extend(trainer.ask("sync", timeout=args.update_every + ASK_SECONDS, count=1))
+                    rows.extend(
+                        trainer.ask("sync", timeout=args.update_every + ASK_SECONDS, count=1)
+                    )
                 time.sleep(max(0.0, ends - time.monotonic()))
 
             return tokens_per_second(server, work)[0]
@@ -194,12 +237,17 @@ class Benchmark(LoadedSitting):
 def report(data: dict[str, Any]) -> str:
     """The tables of a results file."""
     ceiling_found = data.get("ceiling") or {}
-    broadcast, coalesced = ceiling_found.get("broadcast_gb_per_s"), ceiling_found.get("model_gb_per_s")
+    broadcast, coalesced = (
+        ceiling_found.get("broadcast_gb_per_s"),
+        ceiling_found.get("model_gb_per_s"),
+    )
     lines = [
         f"{data.get('shape')}, {data.get('model_bytes', 0) / 1e9:.2f} GB, vLLM on {data.get('tensor_parallel_size')} rank(s)"
     ]
     for name, row in (ceiling_found.get("patterns") or {}).items():
-        lines.append(f"  {ceiling_found['backend']} {name}: {row['gb_per_s']} GB/s, {row['ms']['median']:.2f} ms")
+        lines.append(
+            f"  {ceiling_found['backend']} {name}: {row['gb_per_s']} GB/s, {row['ms']['median']:.2f} ms"
+        )
     rows = []
     sides = {f"bridge, {name}": part for name, part in data.get("bridge", {}).items()}
     sides |= {"vLLM's engine": data["vllm_engine"]} if "vllm_engine" in data else {}
@@ -210,13 +258,53 @@ def report(data: dict[str, Any]) -> str:
                 continue
             speed = found["gb_per_s"]
             transfer = found.get("phases_ms", {}).get("transfer", {}).get("median")
-            waits = ("whole_update_ms median max", "largest_gap_per_update_ms median max", "usual_gap_ms")
-            waits += ("halted_ms median max", "stalled_ms", "first_byte_to_verified_ms median p90 max")
-            rates = [round(100 * speed / rate, 1) if rate else None for rate in (broadcast, coalesced)]
-            alone = round(100 * data["model_bytes"] / transfer / 1e6 / broadcast, 1) if transfer and broadcast else None
-            rows.append([f"{side}, {condition}", found["updates"], *spreads(found, *waits), speed, *rates, transfer, alone])
-    head = ["", "updates", "the trainer waits: median ms", "max", "gap at an update: median ms", "max", "usual gap ms"]
-    head += ["halted: median ms", "max", "to the first step ms", "first byte to verified: median ms", "p90", "max", "GB/s"]
+            waits = (
+                "whole_update_ms median max",
+                "largest_gap_per_update_ms median max",
+                "usual_gap_ms",
+            )
+            waits += (
+                "halted_ms median max",
+                "stalled_ms",
+                "first_byte_to_verified_ms median p90 max",
+            )
+            rates = [
+                round(100 * speed / rate, 1) if rate else None for rate in (broadcast, coalesced)
+            ]
+            alone = (
+                round(100 * data["model_bytes"] / transfer / 1e6 / broadcast, 1)
+                if transfer and broadcast
+                else None
+            )
+            rows.append(
+                [
+                    f"{side}, {condition}",
+                    found["updates"],
+                    *spreads(found, *waits),
+                    speed,
+                    *rates,
+                    transfer,
+                    alone,
+                ]
+            )
+    head = [
+        "",
+        "updates",
+        "the trainer waits: median ms",
+        "max",
+        "gap at an update: median ms",
+        "max",
+        "usual gap ms",
+    ]
+    head += [
+        "halted: median ms",
+        "max",
+        "to the first step ms",
+        "first byte to verified: median ms",
+        "p90",
+        "max",
+        "GB/s",
+    ]
     head += ["% of broadcast", "% of coalesced", "the bytes alone: ms", "% of broadcast, alone"]
     lines += [table(head, rows)] if rows else []
     for side, part in sides.items():
@@ -224,7 +312,9 @@ def report(data: dict[str, Any]) -> str:
         server = part.get("idle", {}).get("server_ms", {})
         if phases:
             lines.append(
-                f"{side}, idle, median ms by phase: " + _phases(phases) + ("; server: " + _phases(server) if server else "")
+                f"{side}, idle, median ms by phase: "
+                + _phases(phases)
+                + ("; server: " + _phases(server) if server else "")
             )
         check = part.get("check", {})
         if "mean_logprob_difference_to_new_weights" in check:
@@ -233,9 +323,13 @@ def report(data: dict[str, Any]) -> str:
                 f"{check['mean_logprob_difference_to_old_weights']:.3f} from the old ones'; checksums equal: "
                 f"{check.get('checksums_equal', 'not known')}"
             )
-        connect: dict[str, Any] = next((row for key, row in part.items() if key.startswith("connect")), {})
+        connect: dict[str, Any] = next(
+            (row for key, row in part.items() if key.startswith("connect")), {}
+        )
         if "params_mapped" in connect:
-            lines.append(f"  mapped {connect['params_mapped']}/{connect['params_total']} parameters")
+            lines.append(
+                f"  mapped {connect['params_mapped']}/{connect['params_total']} parameters"
+            )
     steady = data.get("throughput", {})
     if steady:
         cells = []
@@ -246,31 +340,53 @@ def report(data: dict[str, Any]) -> str:
             rates = [row.get(key) for key in ("tokens_per_s_without_updates", "tokens_per_s")]
             ratio = None if row.get("ratio") is None else f"{row['ratio']:.3f}"
             cells.append([name, row.get("pairs"), *rates, ratio, spread, *gaps])
-        head = ["generation", "pairs", "tokens/s without", "with updates", "ratio", "of single pairs", "usual gap ms"]
+        head = [
+            "generation",
+            "pairs",
+            "tokens/s without",
+            "with updates",
+            "ratio",
+            "of single pairs",
+            "usual gap ms",
+        ]
         lines.append(table([*head, "gap at an update ms"], cells))
     return "\n".join(lines)
 
 
 def _phases(phases: dict[str, dict[str, float]]) -> str:
-    return ", ".join(f"{name} {row['median']:.2f}" for name, row in phases.items() if "median" in row)
+    return ", ".join(
+        f"{name} {row['median']:.2f}" for name, row in phases.items() if "median" in row
+    )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__, "qwen3-1.7b")
     parser.add_argument("--name", help="of the results file, without .json")
     parser.add_argument("--tp", type=int, default=1, help="vLLM's tensor-parallel degree")
-    parser.add_argument("--trainer-ranks", type=int, default=1, help="processes of the trainer (torchrun, FSDP2)")
+    parser.add_argument(
+        "--trainer-ranks", type=int, default=1, help="processes of the trainer (torchrun, FSDP2)"
+    )
     crossed = "each rank of the trainer on the GPU of one of vLLM's that another sends to"
     parser.add_argument("--crossed", action="store_true", help=crossed)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--transfers", nargs="+", default=["direct", "overlapped"])
     add_load(parser, [64, 256], 0.5)
-    parser.add_argument("--throughput-seconds", type=float, default=30.0, help="with updates; as many without")
+    parser.add_argument(
+        "--throughput-seconds", type=float, default=30.0, help="with updates; as many without"
+    )
     parser.add_argument("--throughput-concurrency", type=int, default=256)
-    parser.add_argument("--update-every", type=float, default=5.0, help="seconds, when throughput is measured")
+    parser.add_argument(
+        "--update-every", type=float, default=5.0, help="seconds, when throughput is measured"
+    )
     args = parser.parse_args(arguments)
-    if args.crossed and (args.tp < 2 or args.trainer_ranks != args.tp or not {"ceiling", "bridge"}.issuperset(args.parts)):
-        parser.error("--crossed needs --tp 2 or more, as many --trainer-ranks, and --parts ceiling bridge (or one of them)")
+    if args.crossed and (
+        args.tp < 2
+        or args.trainer_ranks != args.tp
+        or not {"ceiling", "bridge"}.issuperset(args.parts)
+    ):
+        parser.error(
+            "--crossed needs --tp 2 or more, as many --trainer-ranks, and --parts ceiling bridge (or one of them)"
+        )
     if args.tiny:
         args.throughput_concurrency, args.update_every = 4, 1.0
         args.throughput_seconds = min(args.throughput_seconds, 2.0)

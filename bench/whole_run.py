@@ -1,16 +1,19 @@
-"""A whole training run on two GPUs, vLLM on one and the trainer on the other: ours, and TRL's asynchronous GRPO beside it.
+"""A whole training run on two GPUs, vLLM on one and the trainer on the other: ours, and TRL's
+asynchronous GRPO beside it.
 
     python bench/whole_run.py --output DIR --questions train.jsonl              ours, then TRL, in the same sitting
     python bench/whole_run.py --output DIR --questions train.jsonl --parts ours deterministic
     python bench/whole_run.py --output DIR --dry-run                            the starter model on the CPU: that it runs
 
-Questions of GSM8K, groups of 8; of TRL's answers 512 are in flight, of ours as many groups as may still be trained on, of
-whose answers about a half has ended while the longest goes on, and at most 512 are sampled at the same time. Random weights of
-the shape of Qwen3-1.7B, several hundred of whose tokens end an answer, so that lengths are geometric under a cap; 256 sequences
-an optimizer step; staleness at most 2. The first steps are left out, which wait for the first answers and compile; figures are
-over the wall clock between the rows of the steps that are counted. A client that streams one answer at a time beside the load
-sees the longest gap between two tokens. Samples thrown away are those that were sampled and not trained on. Prints a table and
-writes whole_run.json after each part.
+Questions of GSM8K, groups of 8; of TRL's answers 512 are in flight, of ours as many groups as may
+still be trained on, of whose answers about a half has ended while the longest goes on, and at most
+512 are sampled at the same time. Random weights of the shape of Qwen3-1.7B, several hundred of
+whose tokens end an answer, so that lengths are geometric under a cap; 256 sequences an optimizer
+step; staleness at most 2. The first steps are left out, which wait for the first answers and
+compile; figures are over the wall clock between the rows of the steps that are counted. A client
+that streams one answer at a time beside the load sees the longest gap between two tokens. Samples
+thrown away are those that were sampled and not trained on. Prints a table and writes whole_run.json
+after each part.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ PARTS = ("ours", "trl", "deterministic")
 STARTER = ROOT / "assets" / "starter_model"
 SHIM = ROOT / "bench" / "gpu" / "trl_shim"
 TRL_TOKENS = 131072
-"""Of a step of TRL's, which counts no sequences, in passes of its token budget: about as many as ours has in one."""
+"""Of a step of TRL's, which counts no sequences, in passes of its token budget: about as many as
+ours has in one."""
 PROMPT_ROOM = 1024
 
 
@@ -60,13 +64,21 @@ def summarise(rows: list[tuple[float, Row]], leave_out: int) -> dict[str, Any]:
         BenchError: no step is left to count.
     """
     if len(rows) <= leave_out or leave_out < 1:
-        raise BenchError(f"{len(rows)} steps are too few, of which {leave_out} are left out; at least one must be")
+        raise BenchError(
+            f"{len(rows)} steps are too few, of which {leave_out} are left out; at least one must be"
+        )
     seconds = rows[-1][0] - rows[leave_out - 1][0]
     counted = [row for _, row in rows[leave_out:]]
-    names = list(dict.fromkeys(name for row in counted for name in row if name.startswith("seconds_")))
-    phases = {name.removeprefix("seconds_"): sum(row[name] or 0.0 for row in counted) for name in names}
+    names = list(
+        dict.fromkeys(name for row in counted for name in row if name.startswith("seconds_"))
+    )
+    phases = {
+        name.removeprefix("seconds_"): sum(row[name] or 0.0 for row in counted) for name in names
+    }
     sums = {name: sum(row[name] for row in counted) for name in ("tokens", "sequences")}
-    trained = sum(row.get("forwarded_targets", row["tokens"]) for row in counted)  # others than ours forward all
+    trained = sum(
+        row.get("forwarded_targets", row["tokens"]) for row in counted
+    )  # others than ours forward all
     found = {
         "steps": len(counted),
         "seconds": round(seconds, 2),
@@ -79,13 +91,17 @@ def summarise(rows: list[tuple[float, Row]], leave_out: int) -> dict[str, Any]:
     }
     for name in ("forwarded_tokens", "flops"):
         if all(row.get(name) for row in counted):
-            found[f"{name}_per_second_of_training"] = round(sum(row[name] for row in counted) / phases["train"], 1)
+            found[f"{name}_per_second_of_training"] = round(
+                sum(row[name] for row in counted) / phases["train"], 1
+            )
     ages = [row["age_mean"] for row in counted if row.get("age_mean") is not None]
     return found | ({"age_mean": round(sum(ages) / len(ages), 3)} if ages else {})
 
 
 def longest_gap(streams: list[list[float]], since: float) -> float | None:
-    """Seconds between two tokens of a stream, at most, of those that came after a moment; None if none did."""
+    """Seconds between two tokens of a stream, at most, of those that came after a moment; None if
+    none did.
+    """
     gaps = [after - before for before, after in gaps_of(streams) if before >= since]
     return round(max(gaps), 4) if gaps else None
 
@@ -100,13 +116,28 @@ class WholeRun:
         self.servers: dict[str, Child] = {}
 
     def _settings(self) -> dict[str, Any]:
-        shown = ["shape", "steps", "leave_out", "sequences", "group", "in_flight", "cap", "staleness", "ahead"]
+        shown = [
+            "shape",
+            "steps",
+            "leave_out",
+            "sequences",
+            "group",
+            "in_flight",
+            "cap",
+            "staleness",
+            "ahead",
+        ]
         shown += ["cache_gib", "dry_run"]
         settings = {name: getattr(self.args, name) for name in shown}
-        return settings | {"end_tokens": len(end_tokens(SHAPES[self.args.shape]["vocab_size"], self.args.cap))}
+        return settings | {
+            "end_tokens": len(end_tokens(SHAPES[self.args.shape]["vocab_size"], self.args.cap))
+        }
 
     def run(self) -> None:
-        """One part after the other. Their servers start at the same time, which is most of the waiting."""
+        """One part after the other.
+
+        Their servers start at the same time, which is most of the waiting.
+        """
         self.results.put("machine", value=describe())
         todo = []
         for part in self.args.parts:
@@ -118,7 +149,12 @@ class WholeRun:
         if todo and not self.args.dry_run and not (self.model / "generation_config.json").exists():
             asked = {"shape": self.args.shape, "folder": str(self.model), "cap": self.args.cap}
             task = Task(
-                "random checkpoint", "bench.gpu.random_checkpoint", asked, self.args.output, 240, environment=self._gpus(1)
+                "random checkpoint",
+                "bench.gpu.random_checkpoint",
+                asked,
+                self.args.output,
+                240,
+                environment=self._gpus(1),
             )
             self.stack.callback(task.stop)
             self.results.put("checkpoint", value=task.answer())
@@ -126,11 +162,17 @@ class WholeRun:
             self._start_server(part)
         self._wait_for_servers()
         for part in todo:
-            if self.results.measure("parts", part, run=partial(self._measure, part)) is None and part in self.servers:
+            if (
+                self.results.measure("parts", part, run=partial(self._measure, part)) is None
+                and part in self.servers
+            ):
                 self.servers[part].stop()
 
     def _wait_for_servers(self) -> None:
-        """Until none is starting any more and takes time from another's training. What has failed, its part tells."""
+        """Until none is starting any more and takes time from another's training.
+
+        What has failed, its part tells.
+        """
         deadline, starting = time.monotonic() + self.args.ready_seconds, list(self.servers.values())
         while starting and time.monotonic() < deadline:
             for server in list(starting):
@@ -147,11 +189,19 @@ class WholeRun:
             return f"it needs 2 GPUs, and {torch.cuda.device_count()} are here"
         if part == "trl":
             missing = [name for name in ("trl", "accelerate", "datasets") if not _version(name)]
-            return f"not installed: {', '.join(missing)}" if missing else "it has no CPU" if self.args.dry_run else None
+            return (
+                f"not installed: {', '.join(missing)}"
+                if missing
+                else "it has no CPU"
+                if self.args.dry_run
+                else None
+            )
         return "its kernels want a GPU" if part == "deterministic" and self.args.dry_run else None
 
     def _gpus(self, number: int) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": "1"} if self.args.dry_run else {"CUDA_VISIBLE_DEVICES": str(number)}
+        return (
+            {"OMP_NUM_THREADS": "1"} if self.args.dry_run else {"CUDA_VISIBLE_DEVICES": str(number)}
+        )
 
     def _start_server(self, part: str) -> None:
         most = self.args.cap + PROMPT_ROOM
@@ -166,7 +216,11 @@ class WholeRun:
                 flags=("--deterministic",) if part == "deterministic" else (),
             )  # fmt: skip
             self.servers[part] = server = VllmServer(
-                f"vllm {part}", self.model, self.args.output, options, logs=self.work / f"vllm-{part}"
+                f"vllm {part}",
+                self.model,
+                self.args.output,
+                options,
+                logs=self.work / f"vllm-{part}",
             )
         self.stack.callback(server.stop)
 
@@ -175,7 +229,9 @@ class WholeRun:
             self._start_server(part)
         server = self.servers[part]
         wait_all({server.name: server.ready}, self.args.ready_seconds)  # type: ignore[attr-defined]
-        seconds = min(self.args.training_seconds, self.args.seconds - (time.monotonic() - self.began) - 10)
+        seconds = min(
+            self.args.training_seconds, self.args.seconds - (time.monotonic() - self.began) - 10
+        )
         if seconds < 30:
             raise BenchError(f"--seconds {self.args.seconds:g} leave no time for it")
         client = Worker("client", "bench.gpu.load", [], self.args.output / f"client-{part}.log", {})
@@ -194,7 +250,9 @@ class WholeRun:
         gap = longest_gap(seen["streams"], rows[self.args.leave_out - 1][0])
         return figures | found | {"longest_gap_seconds": gap, "client_failures": seen["failures"]}
 
-    def _train_ours(self, part: str, server: VllmServer, seconds: float) -> tuple[list[tuple[float, Row]], dict[str, Any]]:
+    def _train_ours(
+        self, part: str, server: VllmServer, seconds: float
+    ) -> tuple[list[tuple[float, Row]], dict[str, Any]]:
         args = self.args
         stack = TrainingStack(part, args.output, self.work, self.stack, args.dry_run)
         stack.start_service()
@@ -205,7 +263,10 @@ class WholeRun:
             str(args.sequences // micro), "--lr", "1e-6", "--max-staleness", str(args.staleness), "--seq-len",
             str(args.cap + PROMPT_ROOM), *(["--deterministic"] if part == "deterministic" else []), *args.trainer_flags.split(),
         )  # fmt: skip
-        questions, workers = str(args.questions.resolve()), str((args.staleness + 1) * args.sequences // args.group)
+        questions, workers = (
+            str(args.questions.resolve()),
+            str((args.staleness + 1) * args.sequences // args.group),
+        )
         environment = stack.start_environment(
             "bench/gpu/length_env.py", f"{server.url}/v1", "--env.questions", questions, "--env.group_size", str(args.group),
             "--env.max_token_length", str(args.cap), "--env.max_num_workers", workers,
@@ -217,10 +278,16 @@ class WholeRun:
         environment.stop()
         invalid = sum(row["groups_invalid"] for row in rows)
         thrown = args.group * (invalid + sum(dropped.values()))
-        found = {"samples_thrown_away": thrown, "groups_dropped_by_service": dropped, "groups_invalid": invalid}
+        found = {
+            "samples_thrown_away": thrown,
+            "groups_dropped_by_service": dropped,
+            "groups_invalid": invalid,
+        }
         return rows.rows, found | {"ahead": args.ahead}
 
-    def _train_trl(self, server: TrlServer, seconds: float) -> tuple[list[tuple[float, Row]], dict[str, Any]]:
+    def _train_trl(
+        self, server: TrlServer, seconds: float
+    ) -> tuple[list[tuple[float, Row]], dict[str, Any]]:
         args = self.args
         settings, file = self.work / "trl.json", self.work / "trl_rows.jsonl"
         config = {
@@ -230,11 +297,22 @@ class WholeRun:
             "max_inflight_tasks": args.in_flight, "queue_maxsize": 1024, "learning_rate": 1e-6, "dtype": args.trl_dtype,
             "vllm_server_base_url": server.url,
         }  # fmt: skip
-        asked = {"model": str(self.model), "questions": str(args.questions), "folder": str(self.work / "trl"), "config": config}
+        asked = {
+            "model": str(self.model),
+            "questions": str(args.questions),
+            "folder": str(self.work / "trl"),
+            "config": config,
+        }
         settings.write_text(json.dumps(asked), encoding="utf-8")
         command = [sys.executable, "-u", "-m", "bench.gpu.trl_trainer", str(settings), str(file)]
-        paths = os.pathsep.join([str(SHIM), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        variables = self._gpus(1) | {"PYTHONPATH": paths, "TRL_EXPERIMENTAL_SILENCE": "1", **OFFLINE}
+        paths = os.pathsep.join(
+            [str(SHIM), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        variables = self._gpus(1) | {
+            "PYTHONPATH": paths,
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+            **OFFLINE,
+        }
         trainer = Child("trainer", command, args.output / "trl-trainer.log", variables, pipes=False)
         self.stack.callback(trainer.stop)
         rows = RowsAsTheyCome(file)
@@ -252,26 +330,61 @@ class WholeRun:
         return rows.rows, {"samples_thrown_away": thrown, "versions": versions, "config": config}
 
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
 
 
 class TrlServer(Child):
     """vLLM's own server, as TRL wants it."""
 
-    def __init__(self, model: Path, output: Path, max_model_len: int, max_num_seqs: int, cache_gib: int) -> None:
+    def __init__(
+        self, model: Path, output: Path, max_model_len: int, max_num_seqs: int, cache_gib: int
+    ) -> None:
         self.port = free_port()
         self.url = f"http://localhost:{self.port}"
-        command = [sys.executable, "-u", "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(self.port)]
-        command += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(cache_gib << 30)]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "vllm.entrypoints.cli.main",
+            "serve",
+            str(model),
+            "--port",
+            str(self.port),
+        ]
+        command += [
+            "--dtype",
+            "bfloat16",
+            "--gpu-memory-utilization",
+            "0.1",
+            "--kv-cache-memory-bytes",
+            str(cache_gib << 30),
+        ]
         command += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
-        command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend":"nccl"}']
-        variables = {"CUDA_VISIBLE_DEVICES": "0", "VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "", **OFFLINE}
+        command += [
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--weight-transfer-config",
+            '{"backend":"nccl"}',
+        ]
+        variables = {
+            "CUDA_VISIBLE_DEVICES": "0",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_API_KEY": "",
+            **OFFLINE,
+        }
         super().__init__("vllm trl", command, output / "vllm-trl.log", variables, pipes=False)
 
     def ready(self) -> bool:
         """Whether it answers. Raises BenchError if it has ended."""
         if self.process.poll() is not None:
-            raise BenchError(f"{self.name} ended with status {self.process.returncode}; see {self.log.name}")
+            raise BenchError(
+                f"{self.name} ended with status {self.process.returncode}; see {self.log.name}"
+            )
         return answers(f"{self.url}/health")
 
 
@@ -287,46 +400,98 @@ def report(data: dict[str, Any]) -> str:
     rows, notes = [], []
     for part, found in data.get("parts", {}).items():
         if "trained_tokens_per_second" not in found:
-            notes += [f"{part}: {key}: {found[key]}" for key in ("skipped", "failed") if key in found]
+            notes += [
+                f"{part}: {key}: {found[key]}" for key in ("skipped", "failed") if key in found
+            ]
             continue
-        phases = ", ".join(f"{name} {value / found['steps']:.2f}" for name, value in found["seconds_by_phase"].items())
+        phases = ", ".join(
+            f"{name} {value / found['steps']:.2f}"
+            for name, value in found["seconds_by_phase"].items()
+        )
         rows.append(
             [part, found["steps"], round(found["trained_tokens_per_second"]), f"{100 * found['waiting_share']:.1f} %",
              found["mean_length"], found["samples_thrown_away"], found["longest_gap_seconds"], phases]
         )  # fmt: skip
-    heads = ["", "steps", "trained tokens/s", "waits", "length", "thrown away", "longest gap s", "seconds a step"]
+    heads = [
+        "",
+        "steps",
+        "trained tokens/s",
+        "waits",
+        "length",
+        "thrown away",
+        "longest gap s",
+        "seconds a step",
+    ]
     return "\n".join([table(heads, rows), *notes])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder of whole_run.json and the logs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder of whole_run.json and the logs"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["ours", "trl"])
     questions = ROOT.parent / "shared" / "gsm8k" / "train.jsonl"
-    parser.add_argument("--questions", type=Path, default=questions, help="GSM8K's training questions, JSON lines")
+    parser.add_argument(
+        "--questions", type=Path, default=questions, help="GSM8K's training questions, JSON lines"
+    )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
-    parser.add_argument("--checkpoint", type=Path, help="folder for the random weights, used again if it has some")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="folder for the random weights, used again if it has some"
+    )
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--leave-out", type=int, default=3, help="first steps that are not counted")
     parser.add_argument("--sequences", type=int, default=256, help="of an optimizer step")
     parser.add_argument("--group", type=int, default=8, help="answers to a question")
-    parser.add_argument("--in-flight", type=int, default=512, help="answers that are sampled at the same time, at most")
+    parser.add_argument(
+        "--in-flight",
+        type=int,
+        default=512,
+        help="answers that are sampled at the same time, at most",
+    )
     parser.add_argument("--cap", type=int, default=1024, help="most tokens of an answer")
-    parser.add_argument("--staleness", type=int, default=2, help="weight versions that an answer may be old")
-    parser.add_argument("--ahead", type=int, default=3, help="batches that our environment may have queued or in work")
-    kept = "keys and values of each server; all are on one GPU, and one computes while the others wait"
+    parser.add_argument(
+        "--staleness", type=int, default=2, help="weight versions that an answer may be old"
+    )
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        default=3,
+        help="batches that our environment may have queued or in work",
+    )
+    kept = (
+        "keys and values of each server; all are on one GPU, and one computes while the others wait"
+    )
     parser.add_argument("--cache-gib", type=int, default=34, help=kept)
     parser.add_argument("--trainer-flags", default="", help="more flags for grpo.py")
-    parser.add_argument("--trl-dtype", default="float32", help="of TRL's weights; float32 is its default")
+    parser.add_argument(
+        "--trl-dtype", default="float32", help="of TRL's weights; float32 is its default"
+    )
     few = "tokens of a pass of TRL's; a smaller one takes less of the GPU's memory, in more passes (default: %(default)s)"
     parser.add_argument("--trl-token-budget", type=int, default=16384, help=few)
-    parser.add_argument("--ready-seconds", type=float, default=400.0, help="that a server may take to start")
-    parser.add_argument("--training-seconds", type=float, default=240.0, help="time limit of each training")
+    parser.add_argument(
+        "--ready-seconds", type=float, default=400.0, help="that a server may take to start"
+    )
+    parser.add_argument(
+        "--training-seconds", type=float, default=240.0, help="time limit of each training"
+    )
     parser.add_argument("--seconds", type=float, default=inf, help="time limit of everything")
-    parser.add_argument("--dry-run", action="store_true", help="starter model, few and short answers, no GPU")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="starter model, few and short answers, no GPU"
+    )
     args = parser.parse_args(arguments)
     if args.dry_run:
-        small = {"shape": "tiny", "steps": 3, "leave_out": 1, "sequences": 16, "group": 4, "in_flight": 16, "cap": 24}
+        small = {
+            "shape": "tiny",
+            "steps": 3,
+            "leave_out": 1,
+            "sequences": 16,
+            "group": 4,
+            "in_flight": 16,
+            "cap": 24,
+        }
         vars(args).update(small)
     args.output = args.output.resolve()
     return run_and_report(args.output, partial(WholeRun, args), report)

@@ -1,8 +1,10 @@
-"""Short word problems that need one addition or one subtraction, made on the fly and without any download.
+"""Short word problems that need one addition or one subtraction, made on the fly and without any
+download.
 
-Training problems and held-out problems are disjoint by construction. A keyed hash of the *unordered pair of operands* says
-on which side a problem lies, so two numbers that appear together in a held-out problem never appear together in training:
-not under another story, not in the other order, and not with the other operation.
+Training problems and held-out problems are disjoint by construction. A keyed hash of the *unordered
+pair of operands* says on which side a problem lies, so two numbers that appear together in a
+held-out problem never appear together in training: not under another story, not in the other order,
+and not with the other operation.
 
 >>> held_out_problems(1)[0] == held_out_problems(200)[0]
 True
@@ -19,13 +21,15 @@ from typing import Literal
 Operator = Literal["+", "-"]
 
 HELD_OUT_SEED = 20_250_107
-"""Key of the split and seed of the held-out list. Another value would be another benchmark, so it never changes."""
+"""Key of the split and seed of the held-out list. Another value would be another benchmark, so it
+never changes."""
 
 HELD_OUT_ONE_IN = 10
 """One pair of operands in this many is held out."""
 
 MAX_HELD_OUT = 1_000
-"""Most held-out problems that one call gives; the easiest level alone has more distinct sums than this."""
+"""Most held-out problems that one call gives; the easiest level alone has more distinct sums than
+this."""
 
 OPERAND_DIGITS: dict[int, tuple[int, int]] = {1: (2, 2), 2: (3, 2), 3: (3, 3)}
 """Difficulty level -> decimal digits of the larger and of the smaller operand."""
@@ -42,7 +46,22 @@ ITEMS = tuple(
     """apples beads books boxes bricks buttons cakes cards chairs coins cups eggs flowers grapes keys lamps marbles nails nuts
     oranges pears pencils pens photos plants plums shells socks songs stamps stars stickers stones tickets toys""".split()  # noqa: SIM905
 )
-PLACES = tuple("bakery farm garden hall library market museum park school shop station store".split())  # noqa: SIM905
+PLACES = tuple(
+    [
+        "bakery",
+        "farm",
+        "garden",
+        "hall",
+        "library",
+        "market",
+        "museum",
+        "park",
+        "school",
+        "shop",
+        "station",
+        "store",
+    ]
+)
 
 # {a} and {b} are the operands in reading order, and the answer is a + b or a - b.
 ADDITION_TEMPLATES = (
@@ -82,12 +101,18 @@ class Problem:
 
 
 def is_held_out(left: int, right: int) -> bool:
-    """Return whether problems over these two operands belong to the held-out side; the order of the two does not matter."""
+    """Return whether problems over these two operands belong to the held-out side; the order of the
+    two does not matter.
+    """
     key = f"{HELD_OUT_SEED}:{min(left, right)}:{max(left, right)}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % HELD_OUT_ONE_IN == 0
+    return (
+        int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % HELD_OUT_ONE_IN == 0
+    )
 
 
-def held_out_problems(n: int, difficulty: int | Sequence[int] = DEFAULT_DIFFICULTY) -> list[Problem]:
+def held_out_problems(
+    n: int, difficulty: int | Sequence[int] = DEFAULT_DIFFICULTY
+) -> list[Problem]:
     """The first ``n`` held-out problems, always the same ones, no sum twice.
 
     Several levels take turns, so that each has an equal share of the list.
@@ -110,8 +135,11 @@ def held_out_problems(n: int, difficulty: int | Sequence[int] = DEFAULT_DIFFICUL
     return problems
 
 
-def training_problems(seed: int, difficulty: int | Sequence[int] = DEFAULT_DIFFICULTY) -> Iterator[Problem]:
-    """An endless stream of problems, the same for the same seed, in which no held-out pair of operands ever appears.
+def training_problems(
+    seed: int, difficulty: int | Sequence[int] = DEFAULT_DIFFICULTY
+) -> Iterator[Problem]:
+    """An endless stream of problems, the same for the same seed, in which no held-out pair of
+    operands ever appears.
 
     Raises:
         ValueError: a level does not exist (raised by the call itself, not by the first ``next``).
@@ -128,7 +156,9 @@ def _levels(difficulty: int | Sequence[int]) -> tuple[int, ...]:
     levels = (difficulty,) if isinstance(difficulty, int) else tuple(difficulty)
     unknown = [level for level in levels if level not in OPERAND_DIGITS]
     if unknown or not levels:
-        raise ValueError(f"difficulty={difficulty!r}: choose one or more of {sorted(OPERAND_DIGITS)}")
+        raise ValueError(
+            f"difficulty={difficulty!r}: choose one or more of {sorted(OPERAND_DIGITS)}"
+        )
     return levels
 
 
@@ -144,10 +174,17 @@ def _make_problem(rng: random.Random, difficulty: int, *, held_out: bool) -> Pro
     return Problem(question, answer, difficulty, left, operator, right)
 
 
-def _draw_operands(rng: random.Random, difficulty: int, operator: Operator, *, held_out: bool) -> tuple[int, int]:
-    """Operands in reading order. One pair in ten is held out, so either side is hit after about ten draws at most."""
+def _draw_operands(
+    rng: random.Random, difficulty: int, operator: Operator, *, held_out: bool
+) -> tuple[int, int]:
+    """Operands in reading order.
+
+    One pair in ten is held out, so either side is hit after about ten draws at most.
+    """
     while True:
-        large, small = (rng.randrange(10 ** (digits - 1), 10**digits) for digits in OPERAND_DIGITS[difficulty])
+        large, small = (
+            rng.randrange(10 ** (digits - 1), 10**digits) for digits in OPERAND_DIGITS[difficulty]
+        )
         if is_held_out(large, small) is not held_out:
             continue
         if operator == "+":
@@ -157,7 +194,9 @@ def _draw_operands(rng: random.Random, difficulty: int, operator: Operator, *, h
 
 
 def read_levels(value: object) -> object:
-    """What a flag says of levels, `2` or `1,2`, as a tuple of what stands there; anything else as it is."""
+    """What a flag says of levels, `2` or `1,2`, as a tuple of what stands there; anything else as
+    it is.
+    """
     if isinstance(value, int):
         return (value,)
     return tuple(value.strip("[]() ").split(",")) if isinstance(value, str) else value

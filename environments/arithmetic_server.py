@@ -30,7 +30,8 @@ class ArithmeticConfig(BaseEnvConfig):
     """Settings of the arithmetic environment."""
 
     difficulty: tuple[int, ...] = Field(
-        default=DEFAULT_DIFFICULTY, description=f"Levels to draw from, one or more of {sorted(OPERAND_DIGITS)}, such as 1,2"
+        default=DEFAULT_DIFFICULTY,
+        description=f"Levels to draw from, one or more of {sorted(OPERAND_DIGITS)}, such as 1,2",
     )
 
     _read_levels = field_validator("difficulty", mode="before")(read_levels)
@@ -44,7 +45,9 @@ class ArithmeticConfig(BaseEnvConfig):
 
 
 class ArithmeticEnv(SingleTurnEnv):
-    """Generated sums and differences, two or three digits; the held-out problems never appear in training."""
+    """Generated sums and differences, two or three digits; the held-out problems never appear in
+    training.
+    """
 
     name = "arithmetic"
     env_config_cls = ArithmeticConfig
@@ -64,7 +67,9 @@ class ArithmeticEnv(SingleTurnEnv):
         return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
 
     async def setup(self) -> None:
-        self.problems: Iterator[Problem] = training_problems(self.config.seed, self.config.difficulty)
+        self.problems: Iterator[Problem] = training_problems(
+            self.config.seed, self.config.difficulty
+        )
 
     async def get_next_item(self) -> Problem:
         return next(self.problems)
@@ -82,7 +87,11 @@ class ArithmeticEnv(SingleTurnEnv):
         return held_out_problems(min(count, MAX_HELD_OUT), self.config.difficulty)
 
     def describe(self, problem: Problem) -> dict[str, object]:
-        return {"question": problem.question, "gold_answer": str(problem.answer), "difficulty": problem.difficulty}
+        return {
+            "question": problem.question,
+            "gold_answer": str(problem.answer),
+            "difficulty": problem.difficulty,
+        }
 
 
 if __name__ == "__main__":

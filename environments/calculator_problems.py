@@ -35,10 +35,12 @@ DEFAULT_LEVELS = (3, 4)
 """Levels that the environment uses by default."""
 CALL_START, CALL_END = "<calc>", "</calc>"
 OFFER = f"You may use {CALL_START}."
-"""The system prompt that tells the model of the tool; without it nobody answers a call. It is short for a small model."""
+"""The system prompt that tells the model of the tool; without it nobody answers a call. It is short
+for a small model."""
 
 MAX_EXPRESSION = 64
-"""Characters of an expression, at most; its value has no more digits than that, and its brackets are no deeper."""
+"""Characters of an expression, at most; its value has no more digits than that, and its brackets
+are no deeper."""
 
 # {a} and {b} are the factors in reading order.
 PRODUCT_TEMPLATES = (
@@ -66,7 +68,10 @@ PRODUCT_AND_LESS = (
 
 @dataclass(frozen=True, slots=True)
 class Calculation:
-    """One problem. ``numbers`` are those of the question in reading order, and ``signs`` what stands between them."""
+    """One problem.
+
+    ``numbers`` are those of the question in reading order, and ``signs`` what stands between them.
+    """
 
     question: str
     level: int
@@ -77,7 +82,9 @@ class Calculation:
     def expression(self) -> str:
         """What to ask the calculator, such as ``374*52-906``."""
         first, *others = map(str, self.numbers)
-        return first + "".join(sign + number for sign, number in zip(self.signs, others, strict=True))
+        return first + "".join(
+            sign + number for sign, number in zip(self.signs, others, strict=True)
+        )
 
     @property
     def answer(self) -> int:
@@ -85,8 +92,11 @@ class Calculation:
         return calculate(self.expression)
 
 
-def training_calculations(seed: int, levels: Sequence[int] = DEFAULT_LEVELS) -> Iterator[Calculation]:
-    """An endless stream, the same for the same seed, in which no held-out pair of numbers ever appears.
+def training_calculations(
+    seed: int, levels: Sequence[int] = DEFAULT_LEVELS
+) -> Iterator[Calculation]:
+    """An endless stream, the same for the same seed, in which no held-out pair of numbers ever
+    appears.
 
     Raises:
         ValueError: a level does not exist (raised by the call itself, not by the first ``next``).
@@ -95,7 +105,8 @@ def training_calculations(seed: int, levels: Sequence[int] = DEFAULT_LEVELS) -> 
 
 
 def held_out_calculations(n: int, levels: Sequence[int] = DEFAULT_LEVELS) -> list[Calculation]:
-    """The first ``n`` held-out problems, always the same ones, none twice; several levels take turns.
+    """The first ``n`` held-out problems, always the same ones, none twice; several levels take
+    turns.
 
     Raises:
         ValueError: ``n`` is not within 1..``MAX_HELD_OUT``, or a level does not exist.
@@ -120,10 +131,13 @@ def calculate(expression: str) -> int:
     """The value of an expression of whole numbers, ``+``, ``-``, ``*`` and brackets.
 
     Raises:
-        ValueError: it is no such expression, or too long. The message is one that a model can be shown.
+        ValueError: it is no such expression, or too long. The message is one that a model can be
+            shown.
     """
     if len(expression) > MAX_EXPRESSION:
-        raise ValueError(f"expression of {len(expression)} characters: write at most {MAX_EXPRESSION}")
+        raise ValueError(
+            f"expression of {len(expression)} characters: write at most {MAX_EXPRESSION}"
+        )
     tokens = re.findall(r"[0-9]+|\S", expression)
     tokens.reverse()  # so that the next one is taken from the end
     value = _sum(tokens)
@@ -133,7 +147,9 @@ def calculate(expression: str) -> int:
 
 
 def _sum(tokens: list[str]) -> int:
-    """The terms up to what is neither ``+`` nor ``-``; takes them from the end of the list, as the others here do."""
+    """The terms up to what is neither ``+`` nor ``-``; takes them from the end of the list, as the
+    others here do.
+    """
     value = _product(tokens)
     while tokens and tokens[-1] in "+-":
         sign = tokens.pop()

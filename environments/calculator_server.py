@@ -35,7 +35,8 @@ class CalculatorConfig(MultiTurnConfig):
     """Settings of the calculator environment."""
 
     difficulty: tuple[int, ...] = Field(
-        default=DEFAULT_LEVELS, description=f"Levels to draw from, one or more of {list(LEVELS)}, such as 2,3"
+        default=DEFAULT_LEVELS,
+        description=f"Levels to draw from, one or more of {list(LEVELS)}, such as 2,3",
     )
 
     _read_levels = field_validator("difficulty", mode="before")(read_levels)
@@ -81,7 +82,9 @@ class CalculatorEnv(MultiTurnEnv):
         return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
 
     async def setup(self) -> None:
-        self.problems: Iterator[Calculation] = training_calculations(self.config.seed, self.config.difficulty)
+        self.problems: Iterator[Calculation] = training_calculations(
+            self.config.seed, self.config.difficulty
+        )
 
     async def get_next_item(self) -> Calculation:
         return next(self.problems)
@@ -99,7 +102,11 @@ class CalculatorEnv(MultiTurnEnv):
         return held_out_calculations(min(count, MAX_HELD_OUT), self.config.difficulty)
 
     def describe(self, problem: Calculation) -> dict[str, object]:
-        return {"question": problem.question, "gold_answer": str(problem.answer), "difficulty": problem.level}
+        return {
+            "question": problem.question,
+            "gold_answer": str(problem.answer),
+            "difficulty": problem.level,
+        }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Small programming problems, made on the fly: a typed function in words, examples, and hidden calls with what they return.
+"""Small programming problems, made on the fly: a typed function in words, examples, and hidden
+calls with what they return.
 
-A problem is put together of parts, each of which is a phrase and the Python that it means, so the reference solution says what
-the text says. Training and held-out problems are disjoint: a keyed hash of the reference's source says on which side it lies.
+A problem is put together of parts, each of which is a phrase and the Python that it means, so the
+reference solution says what the text says. Training and held-out problems are disjoint: a keyed
+hash of the reference's source says on which side it lies.
 
 >>> held_out_problems(1)[0].question == held_out_problems(50)[0].question
 True
@@ -18,7 +20,8 @@ from typing import Any
 from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
 
 HELD_OUT_SEED = 20_260_511
-"""Key of the split and seed of the held-out list. Another value would be another benchmark, so it never changes."""
+"""Key of the split and seed of the held-out list. Another value would be another benchmark, so it
+never changes."""
 HELD_OUT_ONE_IN = 8
 MAX_HELD_OUT = 200
 EXAMPLES, HIDDEN = 2, 8
@@ -78,8 +81,16 @@ NUMBER_ENDS = (
     ("the smallest, or 0 if there is none", "int", "min(chosen, default=0)"),
     ("the list of them, sorted", "list[int]", "sorted(chosen)"),
     ("the list of them, in reverse order", "list[int]", "chosen[::-1]"),
-    ("the list of their running sums", "list[int]", "[sum(chosen[: i + 1]) for i in range(len(chosen))]"),
-    ("the difference of the last and the first, or 0 if there is none", "int", "chosen[-1] - chosen[0] if chosen else 0"),
+    (
+        "the list of their running sums",
+        "list[int]",
+        "[sum(chosen[: i + 1]) for i in range(len(chosen))]",
+    ),
+    (
+        "the difference of the last and the first, or 0 if there is none",
+        "int",
+        "chosen[-1] - chosen[0] if chosen else 0",
+    ),
 )
 WORD_TESTS = (
     ("have more than {k} letters", "len(w) > {k}"),
@@ -101,9 +112,17 @@ WORD_CHANGES = (
 WORD_ENDS = (
     ("them joined by '{s}'", "str", "'{s}'.join(chosen)"),
     ("how many letters and signs they have together", "int", "sum(len(w) for w in chosen)"),
-    ("the longest, the first of equals, or '' if there is none", "str", "max(chosen, key=len, default='')"),
+    (
+        "the longest, the first of equals, or '' if there is none",
+        "str",
+        "max(chosen, key=len, default='')",
+    ),
     ("the list of them, sorted", "list[str]", "sorted(chosen)"),
-    ("a dictionary from each of them to how often it is there", "dict[str, int]", "{{w: chosen.count(w) for w in chosen}}"),
+    (
+        "a dictionary from each of them to how often it is there",
+        "dict[str, int]",
+        "{{w: chosen.count(w) for w in chosen}}",
+    ),
     ("the list of their lengths", "list[int]", "[len(w) for w in chosen]"),
 )
 PAIR_CHANGES = (
@@ -125,15 +144,27 @@ def _numbers(rng: random.Random) -> list[int]:
     return [rng.randint(-20, 40) for _ in range(rng.randint(0, 9))]
 
 
-def _numbers_family(rng: random.Random, function: str) -> tuple[str, str, Callable[[random.Random], tuple[Any, ...]]]:
-    test, change, end = rng.choice(NUMBER_TESTS), rng.choice(NUMBER_CHANGES), rng.choice(NUMBER_ENDS)
+def _numbers_family(
+    rng: random.Random, function: str
+) -> tuple[str, str, Callable[[random.Random], tuple[Any, ...]]]:
+    test, change, end = (
+        rng.choice(NUMBER_TESTS),
+        rng.choice(NUMBER_CHANGES),
+        rng.choice(NUMBER_ENDS),
+    )
     values = {"k": rng.randint(2, 9), "m": rng.randint(2, 9)}
     text = f"Take the numbers that {test[0]}, {change[0]}, and return {end[0]}.".format(**values)
     source = f"def {function}(numbers: list[int]) -> {end[1]}:\n    chosen = [{change[1]} for x in numbers if {test[1]}]\n"
-    return text, (source + f"    return {end[2]}\n").format(**values), lambda draw: (_numbers(draw),)
+    return (
+        text,
+        (source + f"    return {end[2]}\n").format(**values),
+        lambda draw: (_numbers(draw),),
+    )
 
 
-def _words_family(rng: random.Random, function: str) -> tuple[str, str, Callable[[random.Random], tuple[Any, ...]]]:
+def _words_family(
+    rng: random.Random, function: str
+) -> tuple[str, str, Callable[[random.Random], tuple[Any, ...]]]:
     test, change, end = rng.choice(WORD_TESTS), rng.choice(WORD_CHANGES), rng.choice(WORD_ENDS)
     values = {"k": rng.randint(3, 5), "c": rng.choice("aenor"), "s": rng.choice("-+ ,")}
     text = "The text holds words of small letters with single spaces between them. "
@@ -143,7 +174,9 @@ def _words_family(rng: random.Random, function: str) -> tuple[str, str, Callable
     return text, source, lambda draw: (" ".join(draw.choices(WORDS, k=draw.randint(0, 8))),)
 
 
-def _pairs_family(rng: random.Random, function: str) -> tuple[str, str, Callable[[random.Random], tuple[Any, ...]]]:
+def _pairs_family(
+    rng: random.Random, function: str
+) -> tuple[str, str, Callable[[random.Random], tuple[Any, ...]]]:
     change, end = rng.choice(PAIR_CHANGES), rng.choice(NUMBER_ENDS)
     values = {"m": rng.randint(2, 9)}
     text = "Put together the numbers of both lists that have the same place, as far as the shorter one goes: "
@@ -153,20 +186,30 @@ def _pairs_family(rng: random.Random, function: str) -> tuple[str, str, Callable
     return text, head + source.format(**values), lambda draw: (_numbers(draw), _numbers(draw))
 
 
-def _digits_family(rng: random.Random, function: str) -> tuple[str, str, Callable[[random.Random], tuple[Any, ...]]]:
+def _digits_family(
+    rng: random.Random, function: str
+) -> tuple[str, str, Callable[[random.Random], tuple[Any, ...]]]:
     test, end = rng.choice(NUMBER_TESTS), rng.choice(NUMBER_ENDS)
     values = {"k": rng.randint(2, 6)}
-    text = f"Take the decimal digits of n, from left to right, that {test[0]}, and return {end[0]}.".format(**values)
+    text = f"Take the decimal digits of n, from left to right, that {test[0]}, and return {end[0]}.".format(
+        **values
+    )
     head = f"def {function}(n: int) -> {end[1]}:\n"
     source = f"    chosen = [x for x in map(int, str(n)) if {test[1]}]\n    return {end[2]}\n"
-    return text, head + source.format(**values), lambda draw: (draw.randrange(10 ** draw.randint(1, 8)),)
+    return (
+        text,
+        head + source.format(**values),
+        lambda draw: (draw.randrange(10 ** draw.randint(1, 8)),),
+    )
 
 
 FAMILIES = (_numbers_family, _words_family, _pairs_family, _digits_family)
 
 
 def is_held_out(reference: str) -> bool:
-    """Return whether a problem with this reference lies on the held-out side; the function's name does not matter."""
+    """Return whether a problem with this reference lies on the held-out side; the function's name
+    does not matter.
+    """
     body = reference.partition("\n")[2]
     digest = hashlib.blake2b(f"{HELD_OUT_SEED}:{body}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
@@ -203,7 +246,10 @@ def _stream(rng: random.Random, *, held_out: bool) -> Iterator[CodeProblem]:
         exec(compile(reference, "reference.py", "exec"), names)
         calls = _distinct_calls(names[function], draw, rng)
         # Otherwise a function that always returns the same would be right.
-        if calls is None or len({json.dumps(call.expected) for call in calls[EXAMPLES:]}) < HIDDEN // 2:
+        if (
+            calls is None
+            or len({json.dumps(call.expected) for call in calls[EXAMPLES:]}) < HIDDEN // 2
+        ):
             continue
         head = reference.partition("\n")[0]
         shown = "\n".join(shown_call(function, call) for call in calls[:EXAMPLES])
@@ -217,9 +263,13 @@ def shown_call(function: str, call: Call) -> str:
 
 
 def _distinct_calls(
-    function: Callable[..., Any], draw: Callable[[random.Random], tuple[Any, ...]], rng: random.Random
+    function: Callable[..., Any],
+    draw: Callable[[random.Random], tuple[Any, ...]],
+    rng: random.Random,
 ) -> list[Call] | None:
-    """As many calls as a problem has, no two with the same arguments; None where these are not to be had."""
+    """As many calls as a problem has, no two with the same arguments; None where these are not to
+    be had.
+    """
     calls: dict[str, Call] = {}
     for _ in range(20 * (EXAMPLES + HIDDEN)):
         arguments = draw(rng)
@@ -230,7 +280,8 @@ def _distinct_calls(
 
 
 def read_problem(row: Any) -> CodeProblem:
-    """A problem of a row `{"question": …, "function": …, "tests": [{"args": […], "expected": …}, …]}`.
+    """A problem of a row `{"question": …, "function": …, "tests": [{"args": […], "expected": …},
+    …]}`.
 
     Raises:
         BadRow: something is missing, such as what a test expects; says what.
@@ -244,15 +295,24 @@ def read_problem(row: Any) -> CodeProblem:
         raise BadRow(f"'function' {row['function']!r:.60} is not the name of a function")
     tests = row.get("tests")
     if not isinstance(tests, list) or not tests:
-        raise BadRow("'tests' is missing, empty or not a list: give at least one test, which decides what is right")
+        raise BadRow(
+            "'tests' is missing, empty or not a list: give at least one test, which decides what is right"
+        )
     for number, test in enumerate(tests, start=1):
         if not isinstance(test, dict) or not isinstance(test.get("args"), list):
             raise BadRow(f"test {number} has no list `args`")
         if "expected" not in test:
-            raise BadRow(f"test {number} has no `expected`: what a right function returns for its `args`")
+            raise BadRow(
+                f"test {number} has no `expected`: what a right function returns for its `args`"
+            )
     calls = tuple(Call(tuple(test["args"]), test["expected"]) for test in tests)
     reference = row.get("reference")
-    return CodeProblem(row["question"].strip(), row["function"], calls, reference if isinstance(reference, str) else "")
+    return CodeProblem(
+        row["question"].strip(),
+        row["function"],
+        calls,
+        reference if isinstance(reference, str) else "",
+    )
 
 
 def read_rows(path: Path) -> tuple[list[CodeProblem], list[str]]:

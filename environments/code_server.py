@@ -21,16 +21,33 @@ from pydantic import Field, field_validator
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
-from atroposlib.sandbox import ISOLATIONS, Limits, LocalSandbox, Program, Sandbox, SandboxBroken, SandboxUnavailable
+from atroposlib.sandbox import (
+    ISOLATIONS,
+    Limits,
+    LocalSandbox,
+    Program,
+    Sandbox,
+    SandboxBroken,
+    SandboxUnavailable,
+)
 from atroposlib.sandbox.verdict import Verdict, verdict
 from atroposlib.type_definitions import Message
 from atroposlib.utils.code_blocks import program_in
 from atroposlib.utils.data_files import train_and_test
-from environments.code_problems import MAX_HELD_OUT, CodeProblem, calls_of, held_out_problems, read_problem, training_problems
+from environments.code_problems import (
+    MAX_HELD_OUT,
+    CodeProblem,
+    calls_of,
+    held_out_problems,
+    read_problem,
+    training_problems,
+)
 
 logger = logging.getLogger(__name__)
 
-SYSTEM_PROMPT = "You write Python. Think first if you like, then give the whole program in one ```python block."
+SYSTEM_PROMPT = (
+    "You write Python. Think first if you like, then give the whole program in one ```python block."
+)
 KINDS = ("timeout", "contained", "crash", "wrong")
 REMEDIES = {
     "timeout": "if right programs need longer, raise --env.sandbox_seconds",
@@ -48,7 +65,10 @@ class CodeConfig(BaseEnvConfig):
     )
     system_prompt: str = Field(default=SYSTEM_PROMPT, description="System prompt; empty for none")
     partial_credit: float = Field(
-        default=0.0, ge=0, lt=2, description="Credit that a wrong program has for its share of right calls, added to the -1"
+        default=0.0,
+        ge=0,
+        lt=2,
+        description="Credit that a wrong program has for its share of right calls, added to the -1",
     )
     format_reward: float = Field(
         default=0.0,
@@ -57,21 +77,30 @@ class CodeConfig(BaseEnvConfig):
         description="Credit of a wrong answer, added to the -1: half for defining the function, half for finishing",
     )
     sandbox: str = Field(
-        default="local", description="`local`, or `package.module:factory`, called with limits and allow_missing, of your own"
+        default="local",
+        description="`local`, or `package.module:factory`, called with limits and allow_missing, of your own",
     )
     sandbox_allow_missing: tuple[str, ...] = Field(
         default=(),
         description=f"Isolations that may be missing where the host cannot give them, of {', '.join(ISOLATIONS)}; any other "
         "that is missing ends the environment",
     )
-    sandbox_seconds: float = Field(default=10.0, gt=0, description="Longest time for a program, over all hidden calls")
-    sandbox_memory_mib: int = Field(default=512, ge=32, description="Most memory of a program, in MiB")
+    sandbox_seconds: float = Field(
+        default=10.0, gt=0, description="Longest time for a program, over all hidden calls"
+    )
+    sandbox_memory_mib: int = Field(
+        default=512, ge=32, description="Most memory of a program, in MiB"
+    )
 
     @field_validator("sandbox_allow_missing", mode="before")
     @classmethod
     def _read_names(cls, value: object) -> object:
         """Accept `disk,network` from a flag."""
-        return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+        return (
+            tuple(name.strip() for name in value.split(",") if name.strip())
+            if isinstance(value, str)
+            else value
+        )
 
     @field_validator("sandbox_allow_missing")
     @classmethod
@@ -128,25 +157,40 @@ class CodeEnv(SingleTurnEnv):
         return self.train[(self.position - 1) % len(self.train)]
 
     def messages(self, problem: CodeProblem) -> list[Message]:
-        system: list[Message] = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+        system: list[Message] = (
+            [{"role": "system", "content": self.config.system_prompt}]
+            if self.config.system_prompt
+            else []
+        )
         return [*system, {"role": "user", "content": problem.question}]
 
     async def grade(self, problem: CodeProblem, response: Response) -> Grade:
-        """Run the answer's program. That it could not be run says nothing of the answer, and is no score."""
+        """Run the answer's program.
+
+        That it could not be run says nothing of the answer, and is no score.
+        """
         assert self.box is not None, "setup makes it"
         calls, expected = calls_of(problem)
         try:
-            program = Program(program_in(response.answer, problem.function), problem.function, calls)
+            program = Program(
+                program_in(response.answer, problem.function), problem.function, calls
+            )
             outcome = await self.box.run(program)
         except SandboxBroken as error:
             self.drops.add("sandbox_broken")
-            self.say_once("broken", f"a program could not be run: {error}; is the machine short of memory or processes?")
+            self.say_once(
+                "broken",
+                f"a program could not be run: {error}; is the machine short of memory or processes?",
+            )
             raise RolloutFailure(f"the sandbox could not run a program: {error}") from error
         except SandboxUnavailable as error:
             raise EnvironmentFailure(f"{error}{allowing(error)}") from error
         judged = verdict(outcome, expected)
         if judged.kind in REMEDIES:
-            self.say_once(judged.kind, f"a program is counted as {judged.kind}: {judged.why}; {REMEDIES[judged.kind]}")
+            self.say_once(
+                judged.kind,
+                f"a program is counted as {judged.kind}: {judged.why}; {REMEDIES[judged.kind]}",
+            )
         defined = outcome.problem is None and judged.kind != "contained" and bool(outcome.results)
         return Grade(
             score=self.score(judged, len(expected), defined, response.finished),
@@ -198,7 +242,9 @@ def make_sandbox(config: CodeConfig) -> Sandbox:
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"--env.sandbox {config.sandbox}: neither `local` nor package.module:factory ({error})") from error
+        raise UsageError(
+            f"--env.sandbox {config.sandbox}: neither `local` nor package.module:factory ({error})"
+        ) from error
     box: Sandbox = factory(limits=limits, allow_missing=config.sandbox_allow_missing)
     return box
 

@@ -10,7 +10,8 @@ The reward is +1 for a right answer, else -1. See `MathConfig` for partial credi
 import sys
 from pathlib import Path
 
-# The guide installs example_trainer/requirements.txt and runs this file by path: the package itself need not be installed.
+# The guide installs example_trainer/requirements.txt and runs this file by path: the package itself
+# need not be installed.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from atroposlib.envs.base import APIServerConfig
@@ -30,7 +31,11 @@ class Gsm8kEnv(MathEnv):
     @classmethod
     def config_init(cls) -> tuple[MathConfig, list[APIServerConfig]]:
         config, servers = super().config_init()
-        config.dataset, config.dataset_config, config.system_prompt = "openai/gsm8k", "main", SYSTEM_PROMPT
+        config.dataset, config.dataset_config, config.system_prompt = (
+            "openai/gsm8k",
+            "main",
+            SYSTEM_PROMPT,
+        )
         return config, servers
 
 

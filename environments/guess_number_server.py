@@ -1,4 +1,7 @@
-"""Find a number by comparing. A whole environment with several turns and a tool, explained in docs/multi-turn.md."""
+"""Find a number by comparing.
+
+A whole environment with several turns and a tool, explained in docs/multi-turn.md.
+"""
 
 import random
 
@@ -28,7 +31,9 @@ class GuessNumber(MultiTurnEnv):
         return [3, 14, 15, 92, 65]
 
     async def reset(self, item: int) -> Conversation:
-        return Conversation([{"role": "user", "content": "Find my number, from 1 to 100."}], state={"found": False})
+        return Conversation(
+            [{"role": "user", "content": "Find my number, from 1 to 100."}], state={"found": False}
+        )
 
     async def step(self, talk: Conversation) -> Step:
         found = talk.state["found"]

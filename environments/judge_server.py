@@ -43,7 +43,10 @@ HIGHEST = 10.0
 MAX_ANSWER = 20_000
 """Characters of an answer that the judge is shown."""
 RUBRIC = "Is it right, does it do what was asked, and is it said clearly and without padding?"
-SCORE = re.compile(r"^[\s*_#>]*score[\s*_:=]*(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?[\s*_.]*$", re.IGNORECASE | re.MULTILINE)
+SCORE = re.compile(
+    r"^[\s*_#>]*score[\s*_:=]*(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?[\s*_.]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 TOPICS = (
     *(
@@ -74,7 +77,14 @@ TOPICS = (
     ),
     *("a volcano", "wool"),
 )
-READERS = ("a child of eight", "a new colleague", "somebody who is in a hurry", "a sceptic", "a poet", "an engineer")
+READERS = (
+    "a child of eight",
+    "a new colleague",
+    "somebody who is in a hurry",
+    "a sceptic",
+    "a poet",
+    "an engineer",
+)
 TASKS = (
     "In {n} sentences, tell {reader} how {topic} came to be or works.",
     "Give {reader} {n} facts about {topic}, one on each line.",
@@ -88,27 +98,46 @@ class JudgeConfig(BaseEnvConfig):
     """Settings of the judge environment."""
 
     dataset_path: str | None = Field(
-        default=None, description="Folder with train.jsonl and test.jsonl, or one such file; by default prompts are made"
+        default=None,
+        description="Folder with train.jsonl and test.jsonl, or one such file; by default prompts are made",
     )
     rubric: str = Field(
-        default=RUBRIC, description="What the judge is asked to look at, where a prompt has no rubric of its own"
+        default=RUBRIC,
+        description="What the judge is asked to look at, where a prompt has no rubric of its own",
     )
     judge_url: HttpAddress | None = Field(
-        default=None, description="Address of an OpenAI-compatible endpoint that judges; by default the served model judges"
+        default=None,
+        description="Address of an OpenAI-compatible endpoint that judges; by default the served model judges",
     )
-    judge_model_name: str | None = Field(default=None, description="Model to ask for there; by default the first one served")
+    judge_model_name: str | None = Field(
+        default=None, description="Model to ask for there; by default the first one served"
+    )
     judge_api_key: SecretStr | None = Field(
-        default=None, exclude=True, description=f"Bearer token of the judge; by default ${JUDGE_KEY}"
+        default=None,
+        exclude=True,
+        description=f"Bearer token of the judge; by default ${JUDGE_KEY}",
     )
-    judge_timeout: float = Field(default=1800.0, gt=0, description="Longest wait for the judge while it is away")
+    judge_timeout: float = Field(
+        default=1800.0, gt=0, description="Longest wait for the judge while it is away"
+    )
     judge_max_tokens: int = Field(default=512, ge=1, description="Most tokens of one judgement")
-    judge_temperature: float = Field(default=0.0, ge=0, le=2, description="Temperature of the first judgement of an answer")
-    judge_samples: int = Field(default=1, ge=1, description="Judgements of each answer, of which the mean counts")
-    judge_attempts: int = Field(
-        default=3, ge=1, description="How often a judgement is asked for until it has a number; then the item is given up"
+    judge_temperature: float = Field(
+        default=0.0, ge=0, le=2, description="Temperature of the first judgement of an answer"
     )
-    judge_max_requests: int = Field(default=64, ge=1, description="Most judgements asked for at once, of an endpoint")
-    judge_pass: float = Field(default=0.7, ge=0, le=1, description="Score from which an answer counts as right")
+    judge_samples: int = Field(
+        default=1, ge=1, description="Judgements of each answer, of which the mean counts"
+    )
+    judge_attempts: int = Field(
+        default=3,
+        ge=1,
+        description="How often a judgement is asked for until it has a number; then the item is given up",
+    )
+    judge_max_requests: int = Field(
+        default=64, ge=1, description="Most judgements asked for at once, of an endpoint"
+    )
+    judge_pass: float = Field(
+        default=0.7, ge=0, le=1, description="Score from which an answer counts as right"
+    )
 
 
 @dataclass(frozen=True)
@@ -188,14 +217,17 @@ class JudgeEnv(SingleTurnEnv):
         return [{"role": "user", "content": problem.text}]
 
     async def grade(self, problem: Prompt, response: Response) -> Grade:
-        """Return the mean of the judgements; the judge sees no reasoning. An answer without text is worth 0.
+        """Return the mean of the judgements; the judge sees no reasoning. An answer without text is
+        worth 0.
 
         A judge that fails says nothing about the answer, so that its failure is not a score.
         """
         shown = response.answer
         if not shown.strip():
             return Grade(score=0.0, correct=False, answer="no answer")
-        judgements = (self.judgement(problem, shown, sample) for sample in range(self.config.judge_samples))
+        judgements = (
+            self.judgement(problem, shown, sample) for sample in range(self.config.judge_samples)
+        )
         score = fmean(await asyncio.gather(*judgements))
         return Grade(score=score, correct=score >= self.config.judge_pass, answer=f"{score:.3g}")
 
@@ -207,7 +239,9 @@ class JudgeEnv(SingleTurnEnv):
             EnvironmentFailure: it was away for too long, or refuses the key, or has no such model.
         """
         special = ControlTokens(self._tokenizer).special
-        messages = judge_messages(problem.text, problem.rubric or self.config.rubric, answer, special)
+        messages = judge_messages(
+            problem.text, problem.rubric or self.config.rubric, answer, special
+        )
         reply = ""
         for attempt in range(self.config.judge_attempts):
             # The same request would get the same answer again.
@@ -216,14 +250,25 @@ class JudgeEnv(SingleTurnEnv):
             if (score := read_score(reply)) is not None:
                 return score
             self.drops.add("judge_nonsense")
-            self.say_once("nonsense", f"the judge gave no number: {reply!r:.200}; ask another model (--env.judge_url)")
-        raise RolloutFailure(f"the judge gave no number in {self.config.judge_attempts} attempts: {reply!r:.200}")
+            self.say_once(
+                "nonsense",
+                f"the judge gave no number: {reply!r:.200}; ask another model (--env.judge_url)",
+            )
+        raise RolloutFailure(
+            f"the judge gave no number in {self.config.judge_attempts} attempts: {reply!r:.200}"
+        )
 
     async def ask(self, messages: list[Message], temperature: float) -> str:
         judge: Any = self.judge or self.server
-        request = {"messages": messages, "n": 1, "max_tokens": self.config.judge_max_tokens, "temperature": temperature}
+        request = {
+            "messages": messages,
+            "n": 1,
+            "max_tokens": self.config.judge_max_tokens,
+            "temperature": temperature,
+        }
         try:
-            # As for an evaluation: what the judge is asked says nothing of how the answer was sampled.
+            # As for an evaluation: what the judge is asked says nothing of how the answer was
+            # sampled.
             completion = await judge.chat_completion(**request, split="eval")
         except InferenceUnavailable:
             self.drops.add("judge_away")
@@ -232,8 +277,12 @@ class JudgeEnv(SingleTurnEnv):
             raise self.no_judgement(error) from error
         choice = completion.choices[0]
         if getattr(choice, "finish_reason", None) == "length":
-            # It may still have been reasoning, and a number that it considered is not its judgement.
-            self.say_once("cut", f"a judgement was cut off: raise --env.judge_max_tokens ({self.config.judge_max_tokens})")
+            # It may still have been reasoning, and a number that it considered is not its
+            # judgement.
+            self.say_once(
+                "cut",
+                f"a judgement was cut off: raise --env.judge_max_tokens ({self.config.judge_max_tokens})",
+            )
             return ""
         # Nobody promises that what calls itself a completion has a message.
         return str(getattr(getattr(choice, "message", None), "content", None) or "")
@@ -245,15 +294,23 @@ class JudgeEnv(SingleTurnEnv):
         if status is None:
             late = isinstance(error, openai.APITimeoutError | httpx.TimeoutException)
             self.drops.add("judge_late" if late else "judge_nonsense")
-            remedy = "raise --env.judge_timeout or lower --env.judge_max_requests" if late else "is that an OpenAI endpoint?"
+            remedy = (
+                "raise --env.judge_timeout or lower --env.judge_max_requests"
+                if late
+                else "is that an OpenAI endpoint?"
+            )
             self.say_once("late" if late else "no completion", f"{failure}; {remedy}")
             return RolloutFailure(failure)
         self.drops.add("judge_refused")
         if status in (401, 403):
             return UsageError(f"{where} refused with {status}: set {JUDGE_KEY} to its key")
         if status == 404:
-            return UsageError(f"{failure}; is its address right, and is --env.judge_model_name served there?")
-        remedy = "lower --env.judge_max_requests" if status == 429 else "is an answer too long for it?"
+            return UsageError(
+                f"{failure}; is its address right, and is --env.judge_model_name served there?"
+            )
+        remedy = (
+            "lower --env.judge_max_requests" if status == 429 else "is an answer too long for it?"
+        )
         self.say_once("refused", f"{where} refuses a request: {describe(error):.300}; {remedy}")
         return RolloutFailure(f"{where} refuses: {describe(error):.300}")
 
@@ -264,10 +321,13 @@ class JudgeEnv(SingleTurnEnv):
         return {"question": problem.text, "rubric": problem.rubric or self.config.rubric}
 
 
-def judge_messages(question: str, rubric: str, answer: str, special: Iterable[str] = ()) -> list[Message]:
+def judge_messages(
+    question: str, rubric: str, answer: str, special: Iterable[str] = ()
+) -> list[Message]:
     """Return the request to the judge. The answer stands between marks that its author cannot know.
 
-    The judge's server tokenises the request, so special tokens that a text spells out are broken by a space.
+    The judge's server tokenises the request, so special tokens that a text spells out are broken by
+    a space.
 
     Args:
         special: special tokens of the judge, beside the common ones.
@@ -287,7 +347,9 @@ def judge_messages(question: str, rubric: str, answer: str, special: Iterable[st
 
 
 def read_score(text: str) -> float | None:
-    """The last line `Score: N` after the reasoning, as a share of HIGHEST; None where there is none, or N is out of range."""
+    """The last line `Score: N` after the reasoning, as a share of HIGHEST; None where there is
+    none, or N is out of range.
+    """
     scores = SCORE.findall(answer_part(text))
     value = float(scores[-1]) / HIGHEST if scores else math.nan
     return value if 0 <= value <= 1 else None
@@ -299,7 +361,11 @@ def read_prompt(row: Any) -> Prompt:
     Raises:
         BadRow: the row has no prompt, or a rubric that is not text.
     """
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+    if (
+        not isinstance(row, dict)
+        or not isinstance(row.get("prompt"), str)
+        or not row["prompt"].strip()
+    ):
         raise BadRow("'prompt' is missing or not text")
     rubric = row.get("rubric") or ""
     if not isinstance(rubric, str):
@@ -319,7 +385,9 @@ def made_prompts() -> tuple[list[Prompt], list[Prompt]]:
             for task in TASKS
         ]
 
-    return about(tuple(topic for topic in TOPICS if topic not in HELD_OUT_TOPICS)), about(HELD_OUT_TOPICS)
+    return about(tuple(topic for topic in TOPICS if topic not in HELD_OUT_TOPICS)), about(
+        HELD_OUT_TOPICS
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Questions with mathematical answers: from JSON lines, JSON or Parquet on this machine, or from the Hugging Face hub.
+"""Questions with mathematical answers: from JSON lines, JSON or Parquet on this machine, or from
+the Hugging Face hub.
 
-Evaluation suites go by name. Each is one file in a folder of yours, and `SUITES` says where it comes from.
+Evaluation suites go by name. Each is one file in a folder of yours, and `SUITES` says where it
+comes from.
 """
 
 import math
@@ -69,7 +71,8 @@ class Suite:
     config: str | None = None
 
 
-# Names, splits and sizes as the cards of the data sets on the hub say (MATH-500's names its 500 problems in words).
+# Names, splits and sizes as the cards of the data sets on the hub say (MATH-500's names its 500
+# problems in words).
 SUITES = {
     "math500": Suite("HuggingFaceH4/MATH-500", "test", 500),
     "aime24": Suite("HuggingFaceH4/aime_2024", "train", 30),
@@ -115,7 +118,9 @@ def read_question(row: Any, columns: Columns) -> Question:
     question_column = _column(row, "question", columns.question, QUESTION_COLUMNS)
     answer_column = _column(row, "answer", columns.answer, ANSWER_COLUMNS)
     question, answer = row[question_column], row[answer_column]
-    if isinstance(question, list) and any(isinstance(entry, dict) and "role" in entry for entry in question):
+    if isinstance(question, list) and any(
+        isinstance(entry, dict) and "role" in entry for entry in question
+    ):
         raise BadRow(
             f"{question_column!r} is a list of messages, and a question is text: put the text of the user's message into a "
             "column and name it with --env.question_column"
@@ -123,9 +128,13 @@ def read_question(row: Any, columns: Columns) -> Question:
     if not isinstance(question, str) or not question.strip():
         raise BadRow(f"{question_column!r} is empty or not text")
     if isinstance(answer, list):
-        raise BadRow(f"{answer_column!r} is a list, and a gold answer is one text or number: {answer!r:.80}")
+        raise BadRow(
+            f"{answer_column!r} is a list, and a gold answer is one text or number: {answer!r:.80}"
+        )
     gold = gold_answer(answer)
-    marked = gold is not None and (last_boxed(str(answer)) is not None or ANSWER_MARK in str(answer))
+    marked = gold is not None and (
+        last_boxed(str(answer)) is not None or ANSWER_MARK in str(answer)
+    )
     if gold is None or (answer_column == "solution" and not marked):
         raise BadRow(f"{answer_column!r} holds no answer: {answer!r:.80}")
     if any("\ud800" <= character <= "\udfff" for character in question + gold):
@@ -140,12 +149,15 @@ def _column(row: dict[str, Any], what: str, given: str | None, usual: Sequence[s
     name = given or next(iter(filled or present), None)
     if name is None or name not in row:
         expected = repr(given) if given else " or ".join(usual)
-        raise BadRow(f"no column {expected}; it has {', '.join(map(str, row))}: name it with --env.{what}_column")
+        raise BadRow(
+            f"no column {expected}; it has {', '.join(map(str, row))}: name it with --env.{what}_column"
+        )
     return name
 
 
 def gather(rows: Iterable[Row], columns: Columns, source: str) -> Questions:
-    """Return the questions of rows. Rows without a question or an answer are counted and never asked.
+    """Return the questions of rows. Rows without a question or an answer are counted and never
+    asked.
 
     Raises:
         UsageError: no row has both.
@@ -153,7 +165,9 @@ def gather(rows: Iterable[Row], columns: Columns, source: str) -> Questions:
     read = usable_rows(rows, lambda row: read_question(row, columns))
     first = read.faults[0] if read.faults else ""
     if not read.good:
-        raise UsageError(f"{source} has no question with an answer" + (f" ({first})" if first else ""))
+        raise UsageError(
+            f"{source} has no question with an answer" + (f" ({first})" if first else "")
+        )
     return Questions(read.good, len(read.faults), first)
 
 
@@ -168,7 +182,9 @@ def read_file(path: Path, columns: Columns = Columns()) -> Questions:
 
 def file_named(folder: Path, name: str) -> Path | None:
     """`name` with one of the known endings, if it is there."""
-    return next((path for ending in ENDINGS if (path := folder / f"{name}{ending}").is_file()), None)
+    return next(
+        (path for ending in ENDINGS if (path := folder / f"{name}{ending}").is_file()), None
+    )
 
 
 def load_from_path(path: Path, columns: Columns = Columns()) -> tuple[Questions, Questions]:
@@ -206,13 +222,20 @@ def load_from_hub(
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise EnvironmentFailure(f"the datasets package is not installed: pip install datasets, or {remedy}") from error
+        raise EnvironmentFailure(
+            f"the datasets package is not installed: pip install datasets, or {remedy}"
+        ) from error
     try:
         loaded = [datasets.load_dataset(name, config, split=split) for split in splits]
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise EnvironmentFailure(f"cannot load {called} from the Hugging Face hub ({reason}): {remedy}") from error
-    return [gather((Row(f"{called} row {i}", row) for i, row in enumerate(rows)), columns, called) for rows in loaded]
+        raise EnvironmentFailure(
+            f"cannot load {called} from the Hugging Face hub ({reason}): {remedy}"
+        ) from error
+    return [
+        gather((Row(f"{called} row {i}", row) for i, row in enumerate(rows)), columns, called)
+        for rows in loaded
+    ]
 
 
 def load_suite(name: str, folder: Path | None) -> Questions:
@@ -237,5 +260,7 @@ def load_suite(name: str, folder: Path | None) -> Questions:
 
 
 def shuffled(questions: Sequence[Question], seed: int) -> list[Question]:
-    """In the order of `datasets.Dataset.shuffle(seed=seed)`, which permutes with NumPy's default generator."""
+    """In the order of `datasets.Dataset.shuffle(seed=seed)`, which permutes with NumPy's default
+    generator.
+    """
     return [questions[i] for i in np.random.default_rng(seed).permutation(len(questions))]

@@ -46,14 +46,20 @@ class MathConfig(BaseEnvConfig):
     """Settings of this environment."""
 
     dataset_path: str | None = Field(
-        default=None, description="Folder with a train and a test file (.jsonl, .json, .parquet), or one such file for both"
+        default=None,
+        description="Folder with a train and a test file (.jsonl, .json, .parquet), or one such file for both",
     )
-    dataset: str | None = Field(default=None, description="Dataset of the Hugging Face hub, where no dataset_path is given")
-    dataset_config: str | None = Field(default=None, description="Its configuration, if it has several")
+    dataset: str | None = Field(
+        default=None, description="Dataset of the Hugging Face hub, where no dataset_path is given"
+    )
+    dataset_config: str | None = Field(
+        default=None, description="Its configuration, if it has several"
+    )
     train_split: str = Field(default="train", description="Its split to train on")
     test_split: str = Field(default="test", description="Its split to evaluate on")
     question_column: str | None = Field(
-        default=None, description="Column with the question; by default the first of question, problem, prompt, query"
+        default=None,
+        description="Column with the question; by default the first of question, problem, prompt, query",
     )
     answer_column: str | None = Field(
         default=None,
@@ -62,9 +68,12 @@ class MathConfig(BaseEnvConfig):
     )
     system_prompt: str = Field(default=SYSTEM_PROMPT, description="System prompt; empty for none")
     format_reward: bool = Field(
-        default=False, description="Give a wrong answer partial credit: half for exactly one \\boxed{}, half for finishing"
+        default=False,
+        description="Give a wrong answer partial credit: half for exactly one \\boxed{}, half for finishing",
     )
-    format_reward_value: float = Field(default=0.5, ge=0, lt=2, description="Most partial credit, added to the -1")
+    format_reward_value: float = Field(
+        default=0.5, ge=0, lt=2, description="Most partial credit, added to the -1"
+    )
     length_penalty_from: float = Field(
         default=0.5,
         ge=0,
@@ -76,13 +85,18 @@ class MathConfig(BaseEnvConfig):
         description=f"Evaluate on these suites instead: {', '.join(SUITES)}; `aime24:16` asks each problem 16 times",
     )
     suites_folder: str | None = Field(
-        default=None, description="Folder with the suites' files, such as math500.jsonl; by default the hub"
+        default=None,
+        description="Folder with the suites' files, such as math500.jsonl; by default the hub",
     )
     eval_samples: int = Field(
-        default=1, ge=1, description="Answers to each problem of an evaluation: their mean and pass@k are reported"
+        default=1,
+        ge=1,
+        description="Answers to each problem of an evaluation: their mean and pass@k are reported",
     )
     eval_temperature: float | None = Field(
-        default=None, ge=0, description="Temperature of an evaluation; by default 0 for one answer, 1 for several"
+        default=None,
+        ge=0,
+        description="Temperature of an evaluation; by default 0 for one answer, 1 for several",
     )
 
     @field_validator("eval_suites", mode="before")
@@ -100,12 +114,18 @@ class MathConfig(BaseEnvConfig):
     def _check_suites(self) -> "MathConfig":
         for name, samples in self.eval_suites.items():
             if name not in SUITES:
-                raise ValueError(f"eval_suites: there is no suite {name!r}, only {', '.join(SUITES)}")
+                raise ValueError(
+                    f"eval_suites: there is no suite {name!r}, only {', '.join(SUITES)}"
+                )
             if samples is not None and samples < 1:
-                raise ValueError(f"eval_suites: {name}:{samples} asks for no answer; give 1 or more")
+                raise ValueError(
+                    f"eval_suites: {name}:{samples} asks for no answer; give 1 or more"
+                )
         most = max([self.eval_samples, *(samples or 1 for samples in self.eval_suites.values())])
         if self.eval_temperature == 0 and most > 1:
-            raise ValueError("eval_temperature 0 gives the same answer each time: ask for one, or give another temperature")
+            raise ValueError(
+                "eval_temperature 0 gives the same answer each time: ask for one, or give another temperature"
+            )
         return self
 
 
@@ -127,11 +147,16 @@ class MathEnv(SingleTurnEnv):
             eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
             wandb_name=cls.name,
         )
-        return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm", num_requests_for_eval=256)]
+        return config, [
+            APIServerConfig(
+                base_url="http://localhost:9001/v1", server_type="vllm", num_requests_for_eval=256
+            )
+        ]
 
     async def setup(self) -> None:
         self.scorer = MathScorer()
-        # Reading from the hub may take minutes: not in the event loop, where a signal to stop would have to wait.
+        # Reading from the hub may take minutes: not in the event loop, where a signal to stop would
+        # have to wait.
         train, test = await asyncio.to_thread(self.load)
         folder = self.config.suites_folder
         self.suites: dict[str, list[Question]] = {}
@@ -139,7 +164,12 @@ class MathEnv(SingleTurnEnv):
             read = await asyncio.to_thread(load_suite, name, Path(folder) if folder else None)
             self.leave_out(read, f"the suite {name}")
             if len(read.questions) != SUITES[name].size:
-                logger.warning("the suite %s has %d questions, not the usual %d", name, len(read.questions), SUITES[name].size)
+                logger.warning(
+                    "the suite %s has %d questions, not the usual %d",
+                    name,
+                    len(read.questions),
+                    SUITES[name].size,
+                )
             self.suites[name] = read.questions
         # What is measured is not to be trained on; one file for both is the user's word that it is.
         evaluated = {q.question for q in ([] if test is train else test)} | {
@@ -147,7 +177,10 @@ class MathEnv(SingleTurnEnv):
         }
         kept = [question for question in train if question.question not in evaluated]
         if len(kept) < len(train):
-            logger.warning("%d training questions are also in what is evaluated, and are left out", len(train) - len(kept))
+            logger.warning(
+                "%d training questions are also in what is evaluated, and are left out",
+                len(train) - len(kept),
+            )
         self.train = shuffled(kept, self.config.seed)
         self.test = shuffled(test, self.config.seed)
         self.position = 0
@@ -169,7 +202,9 @@ class MathEnv(SingleTurnEnv):
         elif config.eval_suites:
             return [], []
         else:
-            raise UsageError("no questions: pass --env.dataset_path, --env.dataset or, to evaluate, --env.eval_suites")
+            raise UsageError(
+                "no questions: pass --env.dataset_path, --env.dataset or, to evaluate, --env.eval_suites"
+            )
         self.leave_out(train, "the training set")
         if test is train:
             return train.questions, train.questions
@@ -177,7 +212,9 @@ class MathEnv(SingleTurnEnv):
         return train.questions, test.questions
 
     def leave_out(self, read: Questions, what: str) -> None:
-        """Count the rows that were left out, and say once for each source how many, and what is wrong with the first."""
+        """Count the rows that were left out, and say once for each source how many, and what is
+        wrong with the first.
+        """
         if read.incomplete:
             self.drops.add("bad_rows", read.incomplete)
             total = read.incomplete + len(read.questions)
@@ -204,7 +241,11 @@ class MathEnv(SingleTurnEnv):
         super().save_checkpoint(step, {"position": self.position} | (data or {}))
 
     def messages(self, problem: Question) -> list[Message]:
-        system: list[Message] = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+        system: list[Message] = (
+            [{"role": "system", "content": self.config.system_prompt}]
+            if self.config.system_prompt
+            else []
+        )
         return [*system, {"role": "user", "content": problem.question}]
 
     async def grade(self, problem: Question, response: Response) -> Grade:
@@ -214,11 +255,15 @@ class MathEnv(SingleTurnEnv):
             return Grade(score=1.0, correct=True, answer=answer)
         score = -1.0
         if self.config.format_reward:
-            score += self.config.format_reward_value * (is_well_formed(visible) + response.finished) / 2
+            score += (
+                self.config.format_reward_value * (is_well_formed(visible) + response.finished) / 2
+            )
         return Grade(score=score, correct=False, answer=answer)
 
     def adjust_scores(self, grades: list[Grade], responses: list[Response]) -> list[float]:
-        """When every answer is right, only length still tells them apart: 1 up to a share of the limit, then down to 0."""
+        """When every answer is right, only length still tells them apart: 1 up to a share of the
+        limit, then down to 0.
+        """
         if not all(grade.correct for grade in grades):
             return [grade.score for grade in grades]
         limit = self.config.max_token_length
@@ -233,7 +278,9 @@ class MathEnv(SingleTurnEnv):
         return {"question": problem.question, "gold_answer": problem.gold}
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The test questions, or the suites: of each the mean and, of several answers to a problem, pass@k."""
+        """The test questions, or the suites: of each the mean and, of several answers to a problem,
+        pass@k.
+        """
         if not self.suites and self.config.eval_samples == 1 and not self.config.eval_temperature:
             return await super().evaluate(*args, **kwargs)
         attempts: list[Attempt] = []
@@ -244,8 +291,15 @@ class MathEnv(SingleTurnEnv):
             if temperature is None:
                 temperature = 0.0 if samples == 1 else 1.0
             rows = await self.measure(problems, samples, temperature)
-            means = {f"{suite}/{name}" if suite else name: value for name, value in suite_metrics(rows).items()}
-            logger.info("evaluation of %s: %s", suite or self.name, ", ".join(f"{n} {v:.4f}" for n, v in means.items()))
+            means = {
+                f"{suite}/{name}" if suite else name: value
+                for name, value in suite_metrics(rows).items()
+            }
+            logger.info(
+                "evaluation of %s: %s",
+                suite or self.name,
+                ", ".join(f"{n} {v:.4f}" for n, v in means.items()),
+            )
             by_suite.update(means)
             for row in rows:
                 for attempt in row:
@@ -260,16 +314,22 @@ class MathEnv(SingleTurnEnv):
 
 
 def suite_metrics(rows: Sequence[Sequence[Attempt]]) -> dict[str, float]:
-    """`mean`, the fraction of right answers, and `pass@k` for k of 2, 4, 8 … and all, averaged over the problems.
+    """`mean`, the fraction of right answers, and `pass@k` for k of 2, 4, 8 … and all, averaged over
+    the problems.
 
     Args:
         rows: each problem's attempts, the same number for each.
     """
     samples = len(rows[0])
     counts = [sum(attempt.record["correct"] for attempt in row) for row in rows]
-    sizes = sorted({k for k in (2**power for power in range(1, samples.bit_length())) if k <= samples} | {samples} - {1})
+    sizes = sorted(
+        {k for k in (2**power for power in range(1, samples.bit_length())) if k <= samples}
+        | {samples} - {1}
+    )
     metrics = {"mean": fmean(count / samples for count in counts)}
-    return metrics | {f"pass@{k}": fmean(pass_at_k(samples, count, k) for count in counts) for k in sizes}
+    return metrics | {
+        f"pass@{k}": fmean(pass_at_k(samples, count, k) for count in counts) for k in sizes
+    }
 
 
 if __name__ == "__main__":

@@ -27,11 +27,19 @@ from atroposlib.type_definitions import Message
 from atroposlib.utils.boxed import last_boxed
 from atroposlib.utils.killable import ChildDied, KillableCalls
 from atroposlib.wire.groups import ScoredDataGroup
-from environments.reasoning_gym_tasks import Question, Questions, TaskSettings, UnreadableAnswer, score_in_this_process
+from environments.reasoning_gym_tasks import (
+    Question,
+    Questions,
+    TaskSettings,
+    UnreadableAnswer,
+    score_in_this_process,
+)
 
 logger = logging.getLogger(__name__)
 
-PROMPT = "Think step by step. Then give the answer alone, in the form that the question asks for, as {}."
+PROMPT = (
+    "Think step by step. Then give the answer alone, in the form that the question asks for, as {}."
+)
 FORMS = {"tags": "<answer>answer</answer>", "boxed": "\\boxed{answer}"}
 SCORE_SECONDS = 30.0
 SOLVED = 0.999
@@ -47,13 +55,19 @@ class ReasoningGymConfig(BaseEnvConfig):
         "`settings`",
     )
     answer_form: Literal["tags", "boxed"] = Field(
-        default="tags", description="Where the answer stands: in <answer> tags, or in the last \\boxed{}"
+        default="tags",
+        description="Where the answer stands: in <answer> tags, or in the last \\boxed{}",
     )
     system_prompt: str | None = Field(
-        default=None, description="System prompt; by default one that asks for this form; empty for none"
+        default=None,
+        description="System prompt; by default one that asks for this form; empty for none",
     )
-    partial_credit: bool = Field(default=True, description="Keep scores between 0 and 1; else what is not right is worth 0")
-    eval_size: int = Field(default=100, ge=1, le=100_000, description="Questions held out, the tasks taking turns")
+    partial_credit: bool = Field(
+        default=True, description="Keep scores between 0 and 1; else what is not right is worth 0"
+    )
+    eval_size: int = Field(
+        default=100, ge=1, le=100_000, description="Questions held out, the tasks taking turns"
+    )
 
     @field_validator("tasks", mode="before")
     @classmethod
@@ -92,8 +106,12 @@ class ReasoningGymEnv(SingleTurnEnv):
 
     async def setup(self) -> None:
         tasks = self.config.tasks
-        self.questions = await asyncio.to_thread(Questions, tasks, self.config.seed, self.config.eval_size)
-        self.configs = {name: json.dumps([task.level, task.settings]) for name, task in tasks.items()}
+        self.questions = await asyncio.to_thread(
+            Questions, tasks, self.config.seed, self.config.eval_size
+        )
+        self.configs = {
+            name: json.dumps([task.level, task.settings]) for name, task in tasks.items()
+        }
         self.children = KillableCalls()
         self.position = 0
         self.problems: Counter[str] = Counter()
@@ -134,17 +152,27 @@ class ReasoningGymEnv(SingleTurnEnv):
     async def score(self, problem: Question, answer: str) -> float:
         """Return the task's score, 0 to 1.
 
-        An answer that its scorer cannot read, reads for too long or dies over scores 0 and is counted.
+        An answer that its scorer cannot read, reads for too long or dies over scores 0 and is
+        counted.
         """
         config = self.configs[problem.task]
         try:
             return await self.children.call(
-                score_in_this_process, problem.task, config, problem.entry, answer, seconds=SCORE_SECONDS
+                score_in_this_process,
+                problem.task,
+                config,
+                problem.entry,
+                answer,
+                seconds=SCORE_SECONDS,
             )
         except UnreadableAnswer as error:
             self.count_problem("unreadable_answers", str(error), answer)
         except TimeoutError:
-            self.count_problem("endless_answers", f"{problem.task} took over {SCORE_SECONDS:.0f} s to score an answer", answer)
+            self.count_problem(
+                "endless_answers",
+                f"{problem.task} took over {SCORE_SECONDS:.0f} s to score an answer",
+                answer,
+            )
         except ChildDied as error:
             self.count_problem("deadly_answers", str(error), answer)
         return 0.0
@@ -152,18 +180,31 @@ class ReasoningGymEnv(SingleTurnEnv):
     def count_problem(self, kind: str, what: str, answer: str) -> None:
         self.problems[kind] += 1
         if self.problems[kind] == 1:
-            logger.warning("%s: %.120r; it counts as wrong, and more of this kind are only counted", what, answer)
+            logger.warning(
+                "%s: %.120r; it counts as wrong, and more of this kind are only counted",
+                what,
+                answer,
+            )
 
     def eval_problems(self) -> list[Question]:
         return self.questions.held_out
 
     def describe(self, problem: Question) -> dict[str, Any]:
-        return {"task": problem.task, "question": problem.text, "gold_answer": str(problem.entry["answer"])}
+        return {
+            "task": problem.task,
+            "question": problem.text,
+            "gold_answer": str(problem.entry["answer"]),
+        }
 
     def summary(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """As for every environment, and each task's mean score as `score/<task>`."""
-        scores = {task: [(row["score"] + 1) / 2 for row in samples if row["task"] == task] for task in self.config.tasks}
-        return super().summary(samples) | {f"score/{task}": fmean(own) for task, own in scores.items() if own}
+        scores = {
+            task: [(row["score"] + 1) / 2 for row in samples if row["task"] == task]
+            for task in self.config.tasks
+        }
+        return super().summary(samples) | {
+            f"score/{task}": fmean(own) for task, own in scores.items() if own
+        }
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Add the counts of answers that could not be scored."""

@@ -1,7 +1,9 @@
-"""Questions of the reasoning-gym package by number, held-out ones apart, and its scores from a child process.
+"""Questions of the reasoning-gym package by number, held-out ones apart, and its scores from a
+child process.
 
-The package makes its questions from seeds: question `i` of a data set with seed `s` is made from `s + i`, mostly. So the
-numbers of one long stream are cut into chunks whose seeds follow one another, and no seed of a stream comes twice.
+The package makes its questions from seeds: question `i` of a data set with seed `s` is made from
+`s + i`, mostly. So the numbers of one long stream are cut into chunks whose seeds follow one
+another, and no seed of a stream comes twice.
 """
 
 import dataclasses
@@ -31,7 +33,8 @@ TRAINING_SEEDS, STREAM = 2_000, 1_000_000
 """So many seeds have streams of their own, each with so many questions."""
 
 HELD_OUT_SEED = 3_000_000_000
-"""Above every training stream and, with all that is made from it, below 2^32. Another would be another benchmark."""
+"""Above every training stream and, with all that is made from it, below 2^32. Another would be
+another benchmark."""
 
 ATTEMPTS = 200
 """Questions that are tried until one is not held out."""
@@ -42,11 +45,16 @@ class TaskSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    weight: float = Field(default=1.0, gt=0, description="Share of the questions, relative to the other tasks'")
-    level: int | dict[str, int] | None = Field(
-        default=None, description="Level of the task's curriculum: one for everything, or one for each attribute by name"
+    weight: float = Field(
+        default=1.0, gt=0, description="Share of the questions, relative to the other tasks'"
     )
-    settings: dict[str, Any] = Field(default_factory=dict, description="The task's own settings, over those of the level")
+    level: int | dict[str, int] | None = Field(
+        default=None,
+        description="Level of the task's curriculum: one for everything, or one for each attribute by name",
+    )
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="The task's own settings, over those of the level"
+    )
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,9 @@ def among(name: str, known: Iterable[str]) -> str:
     return f"{guess}; it has {', '.join(known) or 'none'}"
 
 
-def make_dataset(task: str, level: int | dict[str, int] | None, settings: Mapping[str, Any], seed: int) -> Any:
+def make_dataset(
+    task: str, level: int | dict[str, int] | None, settings: Mapping[str, Any], seed: int
+) -> Any:
     """The package's data set of `CHUNK` questions from this seed.
 
     Raises:
@@ -112,11 +122,15 @@ def make_dataset(task: str, level: int | dict[str, int] | None, settings: Mappin
     try:
         config = config_class(seed=seed, size=CHUNK)
         if level is not None:
-            config = curriculum_at(factory, task, level).generate_configuration({"seed": seed, "size": CHUNK})
+            config = curriculum_at(factory, task, level).generate_configuration(
+                {"seed": seed, "size": CHUNK}
+            )
         config = dataclasses.replace(config, **settings)
         return dataset_class(config)
     except (AssertionError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"--env.tasks: {task} refuses its settings: {error or type(error).__name__}") from error
+        raise UsageError(
+            f"--env.tasks: {task} refuses its settings: {error or type(error).__name__}"
+        ) from error
 
 
 def curriculum_at(factory: ModuleType, task: str, level: int | dict[str, int]) -> Any:
@@ -137,16 +151,22 @@ def curriculum_at(factory: ModuleType, task: str, level: int | dict[str, int]) -
         return curriculum
     for name, value in level.items():
         if name not in attributes:
-            raise UsageError(f"--env.tasks: the curriculum of {task} has no {name!r}{among(name, attributes)}")
+            raise UsageError(
+                f"--env.tasks: the curriculum of {task} has no {name!r}{among(name, attributes)}"
+            )
         most = len(attributes[name].levels) - 1
         if not 0 <= value <= most:
-            raise UsageError(f"--env.tasks: {name} of {task} has no level {value}; it has 0 to {most}")
+            raise UsageError(
+                f"--env.tasks: {name} of {task} has no level {value}; it has 0 to {most}"
+            )
         curriculum.set_attr_level(name, value)
     return curriculum
 
 
 class Questions:
-    """Questions of several tasks, mixed by weight: the same number of the same seed is always the same question."""
+    """Questions of several tasks, mixed by weight: the same number of the same seed is always the
+    same question.
+    """
 
     def __init__(self, tasks: Mapping[str, TaskSettings], seed: int, held_out: int) -> None:
         """Makes the held-out questions, the same for every seed, the tasks taking turns.
@@ -158,7 +178,8 @@ class Questions:
 
         Raises:
             UsageError: a task or a setting does not exist.
-            EnvironmentFailure: the package is not installed, or a task has too few questions to hold so many out.
+            EnvironmentFailure: the package is not installed, or a task has too few questions to
+                hold so many out.
         """
         self.tasks = dict(tasks)
         self.first_seed = seed % TRAINING_SEEDS * STREAM
@@ -174,7 +195,9 @@ class Questions:
                     f"only {len(self.held_out)} of {held_out} different questions to hold out were found: lower "
                     "--env.eval_size, or make the tasks harder"
                 )
-            question = self._question(names[number % len(names)], HELD_OUT_SEED, number // len(names))
+            question = self._question(
+                names[number % len(names)], HELD_OUT_SEED, number // len(names)
+            )
             number += 1
             key = (question.task, question.text)
             if key not in self._held_out_texts:
@@ -192,8 +215,11 @@ class Questions:
         weights = [settings.weight for settings in self.tasks.values()]
         task = choose.choices(list(self.tasks), weights)[0]
         for attempt in range(ATTEMPTS):
-            # From the middle of the stream on, which few runs reach, lie those that take the place of held-out ones.
-            question = self._question(task, self.first_seed, (number + attempt * (STREAM // 2 + 1)) % STREAM)
+            # From the middle of the stream on, which few runs reach, lie those that take the place
+            # of held-out ones.
+            question = self._question(
+                task, self.first_seed, (number + attempt * (STREAM // 2 + 1)) % STREAM
+            )
             if (task, question.text) not in self._held_out_texts:
                 return question
         raise EnvironmentFailure(
@@ -221,7 +247,8 @@ def _scorer(task: str, config: str) -> Any:
 
 
 def score_in_this_process(task: str, config: str, entry: dict[str, Any], answer: str) -> float:
-    """The package's score, 0 to 1. Some tasks evaluate the answer as a formula, which may take for ever: call it in a child.
+    """The package's score, 0 to 1. Some tasks evaluate the answer as a formula, which may take for
+    ever: call it in a child.
 
     Args:
         task, config: the task's name, and its level and settings as JSON.
@@ -236,8 +263,14 @@ def score_in_this_process(task: str, config: str, entry: dict[str, Any], answer:
     try:
         score = float(dataset.score_answer(answer, entry))
     except Exception as error:
-        dataset.score_answer(entry["answer"], entry)  # where this raises too, the scorer or the question is at fault
-        raise UnreadableAnswer(f"{task} cannot read an answer: {type(error).__name__}: {error}") from error
+        dataset.score_answer(
+            entry["answer"], entry
+        )  # where this raises too, the scorer or the question is at fault
+        raise UnreadableAnswer(
+            f"{task} cannot read an answer: {type(error).__name__}: {error}"
+        ) from error
     if not 0 <= score <= 1:
-        raise ValueError(f"reasoning-gym's task {task} gave a score of {score}, which is not within 0 to 1")
+        raise ValueError(
+            f"reasoning-gym's task {task} gave a score of {score}, which is not within 0 to 1"
+        )
     return score

@@ -43,7 +43,9 @@ INSTALL = (
     "and run this with runs/verifiers/bin/python"
 )
 
-reward_errors: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("reward_errors", default=None)
+reward_errors: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
+    "reward_errors", default=None
+)
 """Where the errors of reward functions go that the package turns into a reward of 0."""
 
 
@@ -51,11 +53,18 @@ class VerifiersConfig(BaseEnvConfig):
     """Settings of this environment."""
 
     environment: str = Field(
-        default="", description="Name of an installed environment, or path of a file with `load_environment`"
+        default="",
+        description="Name of an installed environment, or path of a file with `load_environment`",
     )
-    environment_args: dict[str, Any] = Field(default_factory=dict, description="Arguments of its `load_environment`")
-    solved_from: float = Field(default=1.0, description="A reward from here on counts as correct in evaluations")
-    eval_size: int = Field(default=100, ge=1, description="Rows per evaluation, the first of its evaluation set")
+    environment_args: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of its `load_environment`"
+    )
+    solved_from: float = Field(
+        default=1.0, description="A reward from here on counts as correct in evaluations"
+    )
+    eval_size: int = Field(
+        default=100, ge=1, description="Rows per evaluation, the first of its evaluation set"
+    )
 
 
 @dataclass
@@ -89,7 +98,9 @@ class VerifiersEnv(GradedEnv):
 
     async def setup(self) -> None:
         if not self.config.environment:
-            raise UsageError("--env.environment: name an installed environment, or a file with `load_environment`")
+            raise UsageError(
+                "--env.environment: name an installed environment, or a file with `load_environment`"
+            )
         # Not in a thread: the package puts handlers of signals, which only the main thread may.
         self.theirs = load(self.config.environment, self.config.environment_args)
         for name in ("verifiers", "verifiers.legacy"):
@@ -103,7 +114,8 @@ class VerifiersEnv(GradedEnv):
         self.rows = [row for row in rows if row_key(row) not in held_out_keys]
         if rows and not self.rows:
             logger.warning(
-                "%s has no rows but those of its evaluation: it trains on what it is measured by", self.config.environment
+                "%s has no rows but those of its evaluation: it trains on what it is measured by",
+                self.config.environment,
             )
             self.rows = rows
         random.Random(self.config.seed).shuffle(self.rows)
@@ -115,7 +127,9 @@ class VerifiersEnv(GradedEnv):
 
     async def item_at(self, number: int) -> dict[str, Any]:
         if not self.rows:
-            raise UsageError(f"{self.config.environment} has no training set: it can be evaluated only")
+            raise UsageError(
+                f"{self.config.environment} has no training set: it can be evaluated only"
+            )
         return self.rows[number % len(self.rows)]
 
     def save_checkpoint(self, step: int, data: dict[str, object] | None = None) -> None:
@@ -124,11 +138,21 @@ class VerifiersEnv(GradedEnv):
 
     async def collect_group(self, item: dict[str, Any]) -> ScoredDataGroup:
         """`group_size` rollouts of one row, scored by their rubric together."""
-        rollouts = await self.rollouts(item, self.config.group_size, {"temperature": self.temperature})
+        rollouts = await self.rollouts(
+            item, self.config.group_size, {"temperature": self.temperature}
+        )
         for rollout in rollouts:
             metrics = rollout.state.get("metrics") or {}
-            numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-            self.note({**numbers, "reward": rollout.state["reward"], "turns": len(rollout.state["trajectory"])})
+            numbers = {
+                name: value for name, value in metrics.items() if isinstance(value, int | float)
+            }
+            self.note(
+                {
+                    **numbers,
+                    "reward": rollout.state["reward"],
+                    "turns": len(rollout.state["trajectory"]),
+                }
+            )
         nodes = [rollout.node for rollout in rollouts]
         group = ScoredDataGroup(
             tokens=[node.tokens for node in nodes],
@@ -142,19 +166,27 @@ class VerifiersEnv(GradedEnv):
         self.note_success(item, [score >= self.config.solved_from for score in group["scores"]])
         return group
 
-    async def rollouts(self, row: dict[str, Any], count: int, fields: dict[str, Any]) -> list[Rollout]:
+    async def rollouts(
+        self, row: dict[str, Any], count: int, fields: dict[str, Any]
+    ) -> list[Rollout]:
         """That many rollouts of a row, with their rewards in their states.
 
         Raises:
             RolloutFailure: one of them failed, or a reward function did: neither is a score.
         """
-        results = await asyncio.gather(*(self.rollout(row, number, count, fields) for number in range(count)))
+        results = await asyncio.gather(
+            *(self.rollout(row, number, count, fields) for number in range(count))
+        )
         states = [rollout.state for rollout in results]
         rubric = self.theirs.rubric
         heard: list[str] = []
         before = reward_errors.set(heard)
         try:
-            limit = [contextlib.nullcontext()] if "score_sem" in inspect.signature(rubric.score_group).parameters else []
+            limit = (
+                [contextlib.nullcontext()]
+                if "score_sem" in inspect.signature(rubric.score_group).parameters
+                else []
+            )
             await rubric.score_group(states, *limit)
         finally:
             reward_errors.reset(before)
@@ -165,7 +197,9 @@ class VerifiersEnv(GradedEnv):
             raise RolloutFailure(f"{self.config.environment}: {heard[0]}")
         return list(results)
 
-    async def rollout(self, row: dict[str, Any], number: int, count: int, fields: dict[str, Any]) -> Rollout:
+    async def rollout(
+        self, row: dict[str, Any], number: int, count: int, fields: dict[str, Any]
+    ) -> Rollout:
         """One rollout, unscored, whose requests go through a managed server of its own."""
 
         def request_fields(turn: int) -> dict[str, Any]:
@@ -175,16 +209,24 @@ class VerifiersEnv(GradedEnv):
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             transport = ManagedTransport(managed, request_fields)
             client = self.client_for(managed_client(managed, transport))
-            sampling = {**(self.theirs.sampling_args or {}), "n": 1, "max_tokens": self.config.max_token_length}
+            sampling = {
+                **(self.theirs.sampling_args or {}),
+                "n": 1,
+                "max_tokens": self.config.max_token_length,
+            }
             state = await self.theirs.rollout(copy.deepcopy(row), client, "policy", sampling)
             nodes = managed.get_state()["nodes"]
         if transport.failure is not None and not isinstance(transport.failure, NoRoom):
             raise transport.failure
         if state.get("error") is not None:
             error = state["error"]
-            raise RolloutFailure(f"{self.config.environment}: {type(error).__name__}: {error.__cause__ or error}")
+            raise RolloutFailure(
+                f"{self.config.environment}: {type(error).__name__}: {error.__cause__ or error}"
+            )
         if not nodes:
-            raise RolloutFailure(f"{self.config.environment}: the model was asked nothing, or its prompt is too long")
+            raise RolloutFailure(
+                f"{self.config.environment}: the model was asked nothing, or its prompt is too long"
+            )
         if len(nodes) > 1:
             self.say_once(
                 "sequences",
@@ -200,13 +242,19 @@ class VerifiersEnv(GradedEnv):
             from verifiers import clients
         except ImportError:  # before 0.1.10
             return client
-        return (clients.OpenAIChatCompletionsClient if chat else clients.OpenAICompletionsClient)(client)
+        return (clients.OpenAIChatCompletionsClient if chat else clients.OpenAICompletionsClient)(
+            client
+        )
 
     def eval_problems(self) -> Sequence[dict[str, Any]]:
         return self.held_out
 
-    async def attempt(self, problem: dict[str, Any], samples: int, temperature: float) -> list[Attempt]:
-        rollouts = await self.rollouts(problem, samples, {"temperature": temperature, "split": "eval"})
+    async def attempt(
+        self, problem: dict[str, Any], samples: int, temperature: float
+    ) -> list[Attempt]:
+        rollouts = await self.rollouts(
+            problem, samples, {"temperature": temperature, "split": "eval"}
+        )
         return [
             Attempt(
                 {
@@ -215,7 +263,9 @@ class VerifiersEnv(GradedEnv):
                     "correct": rollout.state["reward"] >= self.config.solved_from,
                     "score": float(rollout.state["reward"]),
                     "stop_condition": rollout.state.get("stop_condition"),
-                    "response_tokens": sum(token != PROMPT_MASK for token in rollout.node.masked_tokens),
+                    "response_tokens": sum(
+                        token != PROMPT_MASK for token in rollout.node.masked_tokens
+                    ),
                     "messages": conversation(rollout.state),
                 },
                 rollout.node.weights,
@@ -228,7 +278,8 @@ def load(name: str, arguments: dict[str, Any]) -> Any:
     """The environment, as the package loads it.
 
     Raises:
-        EnvironmentFailure: the package is not installed, or its release has no such environments any more.
+        EnvironmentFailure: the package is not installed, or its release has no such environments
+            any more.
         UsageError: the environment is not installed, or refuses its arguments.
     """
     try:
@@ -237,20 +288,28 @@ def load(name: str, arguments: dict[str, Any]) -> Any:
         raise EnvironmentFailure(INSTALL) from error
     if not hasattr(verifiers, "load_environment"):
         version = getattr(verifiers, "__version__", "this release")
-        raise EnvironmentFailure(f"verifiers {version} has no load_environment: install a release from 0.1.9 to 0.3.1")
+        raise EnvironmentFailure(
+            f"verifiers {version} has no load_environment: install a release from 0.1.9 to 0.3.1"
+        )
     with handlers_of_signals_kept():
         try:
             if name.endswith(".py"):
                 return module_at(Path(name)).load_environment(**arguments)
             return verifiers.load_environment(name, **arguments)
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UsageError(f"--env.environment {name} with {arguments}: {type(error).__name__}: {reason}") from error
+            reason = (
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            )
+            raise UsageError(
+                f"--env.environment {name} with {arguments}: {type(error).__name__}: {reason}"
+            ) from error
 
 
 @contextlib.contextmanager
 def handlers_of_signals_kept() -> Iterator[None]:
-    """Environments of the package put handlers of their own, which would end this process before it has said goodbye."""
+    """Environments of the package put handlers of their own, which would end this process before it
+    has said goodbye.
+    """
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -278,7 +337,10 @@ def as_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages of theirs, which are tables, models or one text, as tables."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
-    return [message if isinstance(message, dict) else message.model_dump(exclude_none=True) for message in messages or []]
+    return [
+        message if isinstance(message, dict) else message.model_dump(exclude_none=True)
+        for message in messages or []
+    ]
 
 
 def conversation(state: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ from pydantic import SecretStr
 logger = logging.getLogger(__name__)
 
 SECRETS = {"vllm_api_key": "VLLM_API_KEY", "atropos_api_key": "ROLLOUT_API_KEY"}
-"""Option -> the variable that it is read from. Their values stand in no help, log, dump or message."""
+"""Option -> the variable that it is read from. Their values stand in no help, log, dump or
+message."""
 
 
 def from_variable(option: str) -> Callable[[], SecretStr | None]:
@@ -33,8 +34,8 @@ def revealed(secret: SecretStr | None) -> str | None:
 class ServerKeys:
     """The rule for which addresses may get the key of the vLLM servers.
 
-    It may be sent to the servers that own options name, and to those that a rollout service names which needs a key itself:
-    at a service without one, anyone may ask for any address.
+    It may be sent to the servers that own options name, and to those that a rollout service names
+    which needs a key itself: at a service without one, anyone may ask for any address.
     """
 
     def __init__(self, has_key: bool, named: Iterable[str]) -> None:
@@ -82,4 +83,6 @@ def refuse_key_in_command(command: str) -> None:
     except ValueError:
         return  # told when the command is put together
     if any(word.split("=")[0] == "--api-key" for word in words):
-        raise ValueError("everybody can read --api-key in `ps`; leave it out and set VLLM_API_KEY, which that server gets")
+        raise ValueError(
+            "everybody can read --api-key in `ps`; leave it out and set VLLM_API_KEY, which that server gets"
+        )

@@ -1,11 +1,13 @@
-"""Gradients for vLLM's batch-invariant operations: the functions themselves, and a patch for code that calls torch's.
+"""Gradients for vLLM's batch-invariant operations: the functions themselves, and a patch for code
+that calls torch's.
 
 init_batch_invariance()                    # vLLM's mode, whichever supported version is installed
 patch_batch_invariant_with_gradients()
 y = linear(x, weight)                      # vLLM's bits forward, a fixed order of sums backward
 
-The names `enable_batch_invariant_backward_mode`, `rms_norm_with_gradients`, `silu_and_mul_with_gradients` and `VLLMRMSNorm` are
-those under which scripts for TorchTitan's deterministic_vllm_rl experiment import the same things.
+The names `enable_batch_invariant_backward_mode`, `rms_norm_with_gradients`,
+`silu_and_mul_with_gradients` and `VLLMRMSNorm` are those under which scripts for TorchTitan's
+deterministic_vllm_rl experiment import the same things.
 """
 
 from __future__ import annotations
@@ -57,18 +59,20 @@ logger = logging.getLogger(__name__)
 
 
 def init_batch_invariance() -> list[str]:
-    """Switch vLLM's batch-invariant mode on in this process and in those that it starts, with this project's operations.
+    """Switch vLLM's batch-invariant mode on in this process and in those that it starts, with this
+    project's operations.
 
-    Call it before anything uses the GPU, and before vLLM is imported. It works with every supported vLLM, wherever that
-    version keeps its own function of this name and whatever arguments that takes. Without an NVIDIA GPU vLLM has no such
-    mode: only the settings are pinned, the operations run their reference in torch, and the log has a warning.
-    Safe to call twice.
+    Call it before anything uses the GPU, and before vLLM is imported. It works with every supported
+    vLLM, wherever that version keeps its own function of this name and whatever arguments that
+    takes. Without an NVIDIA GPU vLLM has no such mode: only the settings are pinned, the operations
+    run their reference in torch, and the log has a warning. Safe to call twice.
 
     Returns:
         The functions of vLLM that were replaced, as dotted names; an empty list without a GPU.
 
     Raises:
-        SettingsError: the GPU is in use already with other settings, or vLLM was imported with the mode switched off.
+        SettingsError: the GPU is in use already with other settings, or vLLM was imported with the
+            mode switched off.
         UnsupportedVllm: vLLM is missing, or has no such mode where the supported versions have it.
     """
     if not torch.cuda.is_available():
@@ -106,7 +110,11 @@ class VLLMRMSNorm(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -124,9 +132,10 @@ class VLLMRMSNorm(nn.Module):
 def patch_batch_invariant_with_gradients() -> list[str]:
     """Pin torch's settings for the rest of the process, and give `torch.bmm` its gradient back.
 
-    vLLM's mode puts a plain function of its own in the place of `torch.bmm`, through which no gradient flows: training would
-    go on with parameters that never change. The function stays what computes the product, also in the backward pass. Its
-    other replacements lie below autograd and need nothing. Safe to call twice.
+    vLLM's mode puts a plain function of its own in the place of `torch.bmm`, through which no
+    gradient flows: training would go on with parameters that never change. The function stays what
+    computes the product, also in the backward pass. Its other replacements lie below autograd and
+    need nothing. Safe to call twice.
 
     Returns:
         what was patched.

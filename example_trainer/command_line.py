@@ -1,4 +1,6 @@
-"""The trainer's command line and YAML file: every field of TrainerConfig is a flag and a key, and what is wrong is one line."""
+"""The trainer's command line and YAML file: every field of TrainerConfig is a flag and a key, and
+what is wrong is one line.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="grpo.py", description="Train a language model with GRPO on rollouts.", allow_abbrev=False)
+    parser = Parser(
+        prog="grpo.py",
+        description="Train a language model with GRPO on rollouts.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML file with any of the options below; flags win over it"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML file with any of the options below; flags win over it",
     )
     for section in SECTIONS:
         add_section(parser, section)
     return parser
 
 
-def add_section(parser: argparse.ArgumentParser, section: type[BaseModel], leave_out: Collection[str] = ()) -> None:
+def add_section(
+    parser: argparse.ArgumentParser, section: type[BaseModel], leave_out: Collection[str] = ()
+) -> None:
     """Add the flags of a section. Those that are not given leave no trace in what is parsed.
 
     Args:
@@ -98,8 +109,9 @@ def parse_config(arguments: Sequence[str]) -> TrainerConfig:
     """Read the options from the command line and from the YAML file that it names.
 
     Raises:
-        ConfigError: an unknown flag or key (the nearest valid name is given), a value that does not fit, or advantages of the
-            user's that are none. From here on modules are found in the current directory and beside the YAML file too.
+        ConfigError: an unknown flag or key (the nearest valid name is given), a value that does not
+            fit, or advantages of the user's that are none. From here on modules are found in the
+            current directory and beside the YAML file too.
         SystemExit: --help was given.
     """
     flags = read_flags(_parser(), arguments)
@@ -118,12 +130,19 @@ def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dic
     if unknown:
         flag = unknown[0].split("=")[0]
         kind = "unknown flag" if flag.startswith("-") else "unexpected argument"
-        known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+        known = [
+            option
+            for action in parser._actions
+            for option in action.option_strings
+            if option.startswith("--")
+        ]
         raise ConfigError(f"{kind} {flag}{_nearest(flag, known)}")
     return vars(given)
 
 
-def checked_config(values: Mapping[str, Any], flags: Collection[str], file: Path | None = None) -> TrainerConfig:
+def checked_config(
+    values: Mapping[str, Any], flags: Collection[str], file: Path | None = None
+) -> TrainerConfig:
     """The options of these values.
 
     Args:
@@ -139,7 +158,9 @@ def checked_config(values: Mapping[str, Any], flags: Collection[str], file: Path
     method = config.method
     if is_import(method.loss) or is_import(method.advantages):
         make_importable([Path.cwd(), *([file.parent] if file else [])])
-    find_advantages(method.advantages)  # long before the first batch; the loss is tried when the objective is made of it
+    find_advantages(
+        method.advantages
+    )  # long before the first batch; the loss is tried when the objective is made of it
     return config
 
 
@@ -156,7 +177,12 @@ def parse_section(section: type[Options], program: str, arguments: Sequence[str]
     return checked(section, flags, flags)
 
 
-def checked(options: type[Options], values: Mapping[str, Any], flags: Collection[str], file: Path | None = None) -> Options:
+def checked(
+    options: type[Options],
+    values: Mapping[str, Any],
+    flags: Collection[str],
+    file: Path | None = None,
+) -> Options:
     """As checked_config, of any options."""
     try:
         return options.model_validate(values)
@@ -195,11 +221,15 @@ def _read_options(file: Path) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {file} must hold options as 'name: value' lines, not {type(content).__name__}")
+        raise ConfigError(
+            f"--config {file} must hold options as 'name: value' lines, not {type(content).__name__}"
+        )
     values = with_underscores(content, file)
     for key in values:
         if key not in TrainerConfig.model_fields:
-            raise ConfigError(f"unknown key {key!r} in {file}{_nearest(key, list(TrainerConfig.model_fields))}")
+            raise ConfigError(
+                f"unknown key {key!r} in {file}{_nearest(key, list(TrainerConfig.model_fields))}"
+            )
     return values
 
 

@@ -1,4 +1,7 @@
-"""Every option of the trainer: one pydantic model, made of the sections in `options/`. See command_line for how it is read."""
+"""Every option of the trainer: one pydantic model, made of the sections in `options/`.
+
+See command_line for how it is read.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,19 @@ from pydantic import BaseModel, model_validator
 from example_trainer.algorithm.functions import is_import
 from example_trainer.api_keys import SECRETS
 from example_trainer.models.lora.settings import LoraSettings
-from example_trainer.options.algorithm import AlgorithmOptions, CorrectionOptions, DistillationOptions, LengthOptions
+from example_trainer.options.algorithm import (
+    AlgorithmOptions,
+    CorrectionOptions,
+    DistillationOptions,
+    LengthOptions,
+)
 from example_trainer.options.bridge import BridgeOptions
-from example_trainer.options.model import LoraOptions, ModelOptions, OptimizerOptions, ParallelOptions
+from example_trainer.options.model import (
+    LoraOptions,
+    ModelOptions,
+    OptimizerOptions,
+    ParallelOptions,
+)
 from example_trainer.options.output import CheckpointOptions, OutputOptions
 from example_trainer.options.rollouts import BatchOptions, RolloutOptions
 from example_trainer.options.section import flag_of
@@ -22,30 +35,50 @@ class TrainerConfig(
     ModelOptions, LoraOptions, ParallelOptions, RolloutOptions, BatchOptions, AlgorithmOptions, CorrectionOptions,
     LengthOptions, DistillationOptions, OptimizerOptions, BridgeOptions, CheckpointOptions, OutputOptions,
 ):  # fmt: skip
-    """Options of `grpo.py`. Each field is a flag (`--batch-size`) and a YAML key (`batch_size`); flags win over the file."""
+    """Options of `grpo.py`.
+
+    Each field is a flag (`--batch-size`) and a YAML key (`batch_size`); flags win over the file.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _turns_imply(cls, values: Any) -> Any:
-        """Rollouts that are made while the trainer computes are what turns exclude, so none is older than the weights."""
+        """Rollouts that are made while the trainer computes are what turns exclude, so none is
+        older than the weights.
+        """
         if not isinstance(values, dict) or values.get("colocate") not in (True, "true", "True"):
             return values
-        for name, implied in (("weight_bridge_mode", "shared_vllm"), ("single_copy", True), ("max_staleness", 0)):
+        for name, implied in (
+            ("weight_bridge_mode", "shared_vllm"),
+            ("single_copy", True),
+            ("max_staleness", 0),
+        ):
             if values.get(name, implied) not in (implied, None, str(implied), str(implied).lower()):
                 raise ValueError(
                     f"--colocate needs {flag_of(name)} {implied}, which is {values[name]!r}: trainer and vLLM take turns on "
                     "one GPU with one copy of the weights; leave one of them out"
                 )
-        return {**values, "weight_bridge_mode": "shared_vllm", "single_copy": True, "max_staleness": 0}
+        return {
+            **values,
+            "weight_bridge_mode": "shared_vllm",
+            "single_copy": True,
+            "max_staleness": 0,
+        }
 
     @model_validator(mode="after")
     def _options_agree(self) -> TrainerConfig:
         one_copy = "--colocate" if self.colocate else "--single-copy"
         if self.use_shared_memory and self.single_copy:
-            raise ValueError(f"--use-shared-memory and {one_copy} exclude each other; give one, or neither to let GPUs decide")
-        if (self.use_shared_memory or self.single_copy) and self.weight_bridge_mode != "shared_vllm":
+            raise ValueError(
+                f"--use-shared-memory and {one_copy} exclude each other; give one, or neither to let GPUs decide"
+            )
+        if (
+            self.use_shared_memory or self.single_copy
+        ) and self.weight_bridge_mode != "shared_vllm":
             flag = one_copy if self.single_copy else "--use-shared-memory"
-            raise ValueError(f"{flag} needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}")
+            raise ValueError(
+                f"{flag} needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}"
+            )
         if self.single_copy and self.several_updates:
             raise ValueError(
                 f"{one_copy} and --ppo-epochs {self.ppo_epochs} with --minibatches {self.minibatches} exclude each other: "
@@ -74,7 +107,9 @@ class TrainerConfig(
                 "the other modes give vLLM its weights without restarting it"
             )
         if not self.starts_vllm:
-            idle = [name for name in ("vllm_command", "vllm_args", "vllm_gpus") if getattr(self, name)]
+            idle = [
+                name for name in ("vllm_command", "vllm_args", "vllm_gpus") if getattr(self, name)
+            ]
             if idle:
                 raise ValueError(
                     f"{flag_of(idle[0])} needs --weight-bridge-mode none and a --vllm-restart-interval above 0: "
@@ -95,7 +130,11 @@ class TrainerConfig(
     @model_validator(mode="after")
     def _parameter_servers_agree(self) -> TrainerConfig:
         if self.weight_bridge_mode != "parameter_server":
-            given = [name for name in ("parameter_servers", "push_every") if name in self.model_fields_set]
+            given = [
+                name
+                for name in ("parameter_servers", "push_every")
+                if name in self.model_fields_set
+            ]
             if given and (self.parameter_servers or self.push_every != 1):
                 raise ValueError(
                     f"{flag_of(given[0])} needs --weight-bridge-mode parameter_server, which is {self.weight_bridge_mode!r}"
@@ -172,7 +211,9 @@ class TrainerConfig(
                 "modes vLLM does not hold the trainer's weights, bit for bit, at every step"
             )
         if self.deterministic and self.temperature != 1.0:
-            raise ValueError(f"--deterministic needs --temperature 1, which is {self.temperature:g}")
+            raise ValueError(
+                f"--deterministic needs --temperature 1, which is {self.temperature:g}"
+            )
         if self.deterministic and self.share_prefixes:
             raise ValueError(
                 "--deterministic and --share-prefixes exclude each other: in which order the gradients of what is shared are "
@@ -187,19 +228,32 @@ class TrainerConfig(
 
     @property
     def oldest_rollouts(self) -> int | None:
-        """Most weight versions that rollouts may be behind; None for any. Exact runs take fresh ones alone unless told."""
+        """Most weight versions that rollouts may be behind; None for any.
+
+        Exact runs take fresh ones alone unless told.
+        """
         return 0 if self.deterministic and self.max_staleness is None else self.max_staleness
 
     @property
     def restart_interval(self) -> int:
-        """Steps between restarts of vLLM. Where it is not given, no more than --max-staleness, so that rollouts are used."""
+        """Steps between restarts of vLLM.
+
+        Where it is not given, no more than --max-staleness, so that rollouts are used.
+        """
         if "vllm_restart_interval" in self.model_fields_set or self.max_staleness is None:
             return self.vllm_restart_interval
         return max(1, min(self.vllm_restart_interval, self.max_staleness))
 
     def restarts_vllm_at(self, step: int) -> bool:
-        """Whether a restart of vLLM is due after optimizer step `step`. None is due after the last step."""
-        return self.starts_vllm and 0 < step < self.training_steps and step % self.restart_interval == 0
+        """Whether a restart of vLLM is due after optimizer step `step`.
+
+        None is due after the last step.
+        """
+        return (
+            self.starts_vllm
+            and 0 < step < self.training_steps
+            and step % self.restart_interval == 0
+        )
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint of optimizer step `step` is due: at each interval, and at the end."""
@@ -214,19 +268,30 @@ class TrainerConfig(
     @property
     def needs_zero_advantages(self) -> str | None:
         """What is learned from sequences whose advantages are all 0; None if nothing is."""
-        given = [flag_of(name) for name in ("kl_coef", "entropy_coef", "distill_coef") if getattr(self, name)]
-        return " and ".join(given) or (f"--loss {self.loss}" if is_import(self.method.loss) else None)
+        given = [
+            flag_of(name)
+            for name in ("kl_coef", "entropy_coef", "distill_coef")
+            if getattr(self, name)
+        ]
+        return " and ".join(given) or (
+            f"--loss {self.loss}" if is_import(self.method.loss) else None
+        )
 
     @property
     def forwards_zero_advantages(self) -> bool:
-        """Whether sequences whose advantages are all 0 are forwarded. Exact runs compare every token with vLLM's."""
+        """Whether sequences whose advantages are all 0 are forwarded.
+
+        Exact runs compare every token with vLLM's.
+        """
         if self.forward_zero_advantages is None:
             return self.deterministic or self.needs_zero_advantages is not None
         return self.forward_zero_advantages
 
     @property
     def fetches_ahead(self) -> bool:
-        """Whether a batch is fetched while another is trained on: it is then one version older than it need be."""
+        """Whether a batch is fetched while another is trained on: it is then one version older than
+        it need be.
+        """
         return self.oldest_rollouts != 0
 
     @property
@@ -234,11 +299,15 @@ class TrainerConfig(
         """The adapters to train; None if the whole model is trained."""
         if self.weight_bridge_mode != "lora_only":
             return None
-        return LoraSettings(self.lora_r, self.lora_alpha, self.lora_dropout, tuple(self.lora_target_modules))
+        return LoraSettings(
+            self.lora_r, self.lora_alpha, self.lora_dropout, tuple(self.lora_target_modules)
+        )
 
     @property
     def loads_reference(self) -> bool:
-        """Whether a second model is held, for the divergence from it; under adapters the base model is there already."""
+        """Whether a second model is held, for the divergence from it; under adapters the base model
+        is there already.
+        """
         return bool(self.kl_coef) and not self.has_base_model and not self.ref_logprobs_from_workers
 
     @property

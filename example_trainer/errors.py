@@ -1,10 +1,15 @@
-"""Errors that end the trainer with one line: each message names the thing, the value, and what to do about it."""
+"""Errors that end the trainer with one line: each message names the thing, the value, and what to
+do about it.
+"""
 
 from __future__ import annotations
 
 
 class TrainerError(RuntimeError):
-    """Something outside the program is wrong and a person can put it right. The message is a single line."""
+    """Something outside the program is wrong and a person can put it right.
+
+    The message is a single line.
+    """
 
 
 class ConfigError(TrainerError):
@@ -12,7 +17,9 @@ class ConfigError(TrainerError):
 
 
 class ModelError(TrainerError):
-    """The model cannot be found, is not supported, or its files do not hold what its config promises."""
+    """The model cannot be found, is not supported, or its files do not hold what its config
+    promises.
+    """
 
 
 class CheckpointError(TrainerError):
@@ -36,10 +43,13 @@ class NonFiniteError(BatchError):
 
 
 class BridgeError(TrainerError):
-    """The vLLM server is not there, refused or fell silent, or the weights could not be delivered to it. The message names the
-    side, rank, phase and version, and what to do.
+    """The vLLM server is not there, refused or fell silent, or the weights could not be delivered
+    to it. The message names the side, rank, phase and version, and what to do.
     """
 
 
 class RankError(TrainerError):
-    """Another rank of this trainer failed, ended or fell silent. Nothing collective is possible any more."""
+    """Another rank of this trainer failed, ended or fell silent.
+
+    Nothing collective is possible any more.
+    """

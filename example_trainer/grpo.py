@@ -1,8 +1,10 @@
-"""Train a language model with GRPO: fetch scored rollouts, take a step, hand the new weights to the inference server.
+"""Train a language model with GRPO: fetch scored rollouts, take a step, hand the new weights to the
+inference server.
 
 python -u example_trainer/grpo.py --model-name Qwen/Qwen2.5-3B-Instruct --training-steps 100
 
-This file makes what a training needs, in the order in which one thing needs another. The loop is `training/loop.py`.
+This file makes what a training needs, in the order in which one thing needs another. The loop is
+`training/loop.py`.
 """
 
 from __future__ import annotations
@@ -69,13 +71,20 @@ logger = logging.getLogger("example_trainer.grpo")
 
 
 def main(arguments: Sequence[str], stop: StopSignal) -> int:
-    """Train in this process, or start one process for each rank and wait for all. Returns the exit status."""
+    """Train in this process, or start one process for each rank and wait for all.
+
+    Returns the exit status.
+    """
     config = parse_config(arguments)
     plan = plan_ranks(config, stop)
     if plan.count == 1:
         train(plan.config, stop)
         return 0
-    return launch([sys.executable, "-u", str(Path(__file__).resolve()), *arguments, *plan.flags], plan.count, stop)
+    return launch(
+        [sys.executable, "-u", str(Path(__file__).resolve()), *arguments, *plan.flags],
+        plan.count,
+        stop,
+    )
 
 
 def train(config: TrainerConfig, stop: StopSignal) -> None:
@@ -95,9 +104,18 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         stack.callback(profiler.close)
         timeline = open_timeline("trainer", f"rank{ranks.rank}")
         stack.callback(timeline.close)
-        exporter = serve_metrics(config.metrics_port, config.metrics_host) if ranks.is_main else None
+        exporter = (
+            serve_metrics(config.metrics_port, config.metrics_host) if ranks.is_main else None
+        )
         prefix = checkpoint_prefix(config)
-        start = agreed_start(ranks, config.resume, config.save_path, config.model_name, time.time_ns() // 10**6, prefix)
+        start = agreed_start(
+            ranks,
+            config.resume,
+            config.save_path,
+            config.model_name,
+            time.time_ns() // 10**6,
+            prefix,
+        )
         if start.saved and start.saved.step >= config.training_steps:
             finish_earlier_run(config, start.saved, stop, ranks)
             return
@@ -106,24 +124,33 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         stack.callback(bridge.close)
         serving = bridge.serving_dtype()
         dtype = choose_dtype(config, serving, device, bridge.converts)
-        bridge.require_shapes(planned_shapes(read_geometry(find_checkpoint(config.model_name))[0], dtype))
+        bridge.require_shapes(
+            planned_shapes(read_geometry(find_checkpoint(config.model_name))[0], dtype)
+        )
         if serving is not None:
-            check_logprobs(config, ranks)  # asked again below, of the servers that have joined by then
+            check_logprobs(
+                config, ranks
+            )  # asked again below, of the servers that have joined by then
         memory = choose_memory(config, bridge, dtype, device, ranks)
         config = memory.applied_to(config)
         make = decoder_maker(config, ranks)
         model = make_model(config, start.checkpoint, dtype, device, make)
         parity = make_parity(config, model, stop)
         reference = make_reference(config, model, dtype, device, make)
-        # The masters are copied from the checkpoint before the bridge may put the parameters onto the server's memory.
+        # The masters are copied from the checkpoint before the bridge may put the parameters onto
+        # the server's memory.
         optimizer = make_optimizer(config, model)
         if start.saved:
             load_state(start.saved, optimizer)
-            logger.info("Resuming from %s at step %d (%s)", start.saved.path, optimizer.steps, start.run)
+            logger.info(
+                "Resuming from %s at step %d (%s)", start.saved.path, optimizer.steps, start.run
+            )
         checkpoints = make_checkpoints(config, model, start, ranks, bridge.restarts_at)
         stack.callback(checkpoints.close)
         checkpoints.prepare(optimizer)
-        batches = make_batches(config, stop, ranks, device, model, memory.tokens_per_microbatch, start.run.lives)
+        batches = make_batches(
+            config, stop, ranks, device, model, memory.tokens_per_microbatch, start.run.lives
+        )
         stack.callback(batches.close)
 
         stop = agreed_stop(stop, ranks)
@@ -132,7 +159,9 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         metrics = make_metrics(config, optimizer.steps, exporter, ranks.is_main)
         stack.callback(metrics.close)
         stop.defer()  # an update of the server's weights must not be torn apart
-        bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)  # nothing may be generated with older weights
+        bridge.sync(
+            optimizer.steps, optimizer.write_weights, optimizer.masters
+        )  # nothing may be generated with older weights
         ranks.on_main("naming the run", lambda: mark_run(start.run, config.save_path, prefix))
         for learned in (*start.saved.unacknowledged, start.saved.batch) if start.saved else ():
             if learned is not None:
@@ -146,12 +175,22 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
             bridge.require(pairing)
         ask_servers()  # before there is anything to train on
         positions = start.saved.positions if start.saved else {}
-        told = ReferenceSettings.of(config, model).for_the_wire() if config.asks_reference_workers else None
-        batches.register(registration(config, optimizer.steps, start.run.lives, positions, told, start.run.public_name))
+        told = (
+            ReferenceSettings.of(config, model).for_the_wire()
+            if config.asks_reference_workers
+            else None
+        )
+        batches.register(
+            registration(
+                config, optimizer.steps, start.run.lives, positions, told, start.run.public_name
+            )
+        )
         evaluations = None
         if ranks.is_main:  # before the first batch is asked for, since environments are let in then
             seen, key = metrics.evaluations.seen, revealed(config.atropos_api_key)
-            evaluations = EvaluationFeed(config.atropos_url, key, seen, start.run.begun, start.saved is None)
+            evaluations = EvaluationFeed(
+                config.atropos_url, key, seen, start.run.begun, start.saved is None
+            )
             stack.callback(evaluations.close)
         take_steps(
             Parts(
@@ -166,7 +205,14 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 parity=parity,
                 checkpoints=checkpoints,
                 metrics=metrics,
-                speed=make_speed(model, device, dtype, ranks.world_size, config.lora is not None, reference is not None),
+                speed=make_speed(
+                    model,
+                    device,
+                    dtype,
+                    ranks.world_size,
+                    config.lora is not None,
+                    reference is not None,
+                ),
                 profiler=profiler,
                 reference=reference,
                 trained=start.saved.batch if start.saved else None,
@@ -177,11 +223,19 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
             )
         )
         batches.end_run()
-        logger.info("Training complete: %d steps, checkpoint %s", optimizer.steps, checkpoints.path(optimizer.steps))
+        logger.info(
+            "Training complete: %d steps, checkpoint %s",
+            optimizer.steps,
+            checkpoints.path(optimizer.steps),
+        )
 
 
-def finish_earlier_run(config: TrainerConfig, saved: SavedStep, stop: StopSignal, ranks: Ranks) -> None:
-    """Say that there is nothing to do, and do what the trainer that ended the run may have been killed before."""
+def finish_earlier_run(
+    config: TrainerConfig, saved: SavedStep, stop: StopSignal, ranks: Ranks
+) -> None:
+    """Say that there is nothing to do, and do what the trainer that ended the run may have been
+    killed before.
+    """
     logger.info(
         "Nothing to do: %s of %s has done %d of %d steps (%s); for more give a larger --training-steps, and for a new run "
         "leave --resume out or give another --save-path",
@@ -189,7 +243,9 @@ def finish_earlier_run(config: TrainerConfig, saved: SavedStep, stop: StopSignal
     )  # fmt: skip
     if ranks.is_main and saved.batch and saved.batch.uuid is not None:
         with contextlib.closing(
-            RolloutClient(config.atropos_url, stop, revealed(config.atropos_api_key), config.service_timeout)
+            RolloutClient(
+                config.atropos_url, stop, revealed(config.atropos_api_key), config.service_timeout
+            )
         ) as client:
             client.end_run(saved.batch.uuid)
 

@@ -20,7 +20,8 @@ COMMANDS = {
     "wandb": "`pip install wandb`",
     "datasets": "`pip install datasets`",
 }
-"""Package -> the command that installs it, for packages that are not in the trainer's requirements."""
+"""Package -> the command that installs it, for packages that are not in the trainer's
+requirements."""
 IN_REQUIREMENTS = {
     "anyio", "fastapi", "httptools", "httpx", "huggingface_hub", "jinja2", "matplotlib", "numpy", "openai", "orjson",
     "prometheus_client", "psutil", "pydantic", "rich", "safetensors", "tensorboard", "torchao", "transformers",
@@ -36,7 +37,12 @@ def missing_package(error: ImportError) -> str | None:
         None if a module of this project is missing, or the package is there and broken.
     """
     package = (error.name or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or not package or package in OWN or sys.modules.get(package) is not None:
+    if (
+        not isinstance(error, ModuleNotFoundError)
+        or not package
+        or package in OWN
+        or sys.modules.get(package) is not None
+    ):
         return None
     if package in IN_REQUIREMENTS:
         command = REQUIREMENTS
@@ -60,7 +66,10 @@ def explain_missing_packages() -> None:
 
 
 def require_vllm() -> None:
-    """Raise ConfigError, with the command that installs it, unless a supported vLLM is installed. Imports nothing of it."""
+    """Raise ConfigError, with the command that installs it, unless a supported vLLM is installed.
+
+    Imports nothing of it.
+    """
     try:
         require_supported()
     except UnsupportedVllm as error:

@@ -1,4 +1,6 @@
-"""What makes the trainer a well-behaved process: its log lines, its answer to SIGTERM, its last line and exit status."""
+"""What makes the trainer a well-behaved process: its log lines, its answer to SIGTERM, its last
+line and exit status.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequested(BaseException):
-    """A signal asked the process to end. Like KeyboardInterrupt, it passes through `except Exception`."""
+    """A signal asked the process to end.
+
+    Like KeyboardInterrupt, it passes through `except Exception`.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -28,8 +33,8 @@ class StopRequested(BaseException):
 
 
 class StopSignal:
-    """Turns SIGTERM and SIGINT into StopRequested: at once while the process starts, and after `defer` only where stopping
-    leaves everything whole. A second signal ends the process at once.
+    """Turns SIGTERM and SIGINT into StopRequested: at once while the process starts, and after
+    `defer` only where stopping leaves everything whole. A second signal ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -64,7 +69,9 @@ class StopSignal:
         self._event.set()
 
     def fail(self, error: TrainerError) -> None:
-        """Called by another thread: the main one cannot go on, and shall raise `error` in `check` and `wait`."""
+        """Called by another thread: the main one cannot go on, and shall raise `error` in `check`
+        and `wait`.
+        """
         self._error = error
         self._event.set()
 
@@ -82,8 +89,8 @@ class StopSignal:
 
 
 class _Formatter(logging.Formatter):
-    """`07:53:11 message`; what is not plain information starts with its level, so that `grep ERROR` finds it. A rank other than
-    0 says which it is: `WARNING 07:53:11 [rank 1] message`.
+    """`07:53:11 message`; what is not plain information starts with its level, so that `grep ERROR`
+    finds it. A rank other than 0 says which it is: `WARNING 07:53:11 [rank 1] message`.
     """
 
     def __init__(self, rank: str = "0") -> None:
@@ -97,8 +104,8 @@ class _Formatter(logging.Formatter):
 
 
 def log_to_stdout() -> None:
-    """Send this project's log lines to standard output, and other libraries' warnings. Of several ranks, rank 0 logs
-    everything, and the others log warnings and errors only.
+    """Send this project's log lines to standard output, and other libraries' warnings. Of several
+    ranks, rank 0 logs everything, and the others log warnings and errors only.
     """
     rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
     handler = LogLines(sys.stdout)
@@ -111,19 +118,25 @@ def log_to_stdout() -> None:
 
 
 def _report_thread(ended: threading.ExceptHookArgs) -> None:
-    """Log the end of a thread. Threads of other libraries, such as TensorBoard's, write files too."""
+    """Log the end of a thread.
+
+    Threads of other libraries, such as TensorBoard's, write files too.
+    """
     line = None if ended.exc_value is None else disk_refusal(ended.exc_value)
     if line is None:
         threading.__excepthook__(ended)
     else:
-        logger.error("A thread has ended (%s): %s", ended.thread.name if ended.thread else "?", line)
+        logger.error(
+            "A thread has ended (%s): %s", ended.thread.name if ended.thread else "?", line
+        )
 
 
 def run(main: Callable[[StopSignal], int | None]) -> int:
     """Run a process's work and turn how it ended into a last log line and an exit status.
 
     Args:
-        main: the work. It may return an exit status of its own, such as that of the processes that it started.
+        main: the work. It may return an exit status of its own, such as that of the processes that
+            it started.
 
     Returns:
         0 when done, or the status that `main` returns; 2 for a wrong option; 1 for any other error;
@@ -132,7 +145,8 @@ def run(main: Callable[[StopSignal], int | None]) -> int:
     log_to_stdout()
     threading.excepthook = _report_thread
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # a rank of a torchrun that was killed would wait for the others, and hold its GPU
+        # a rank of a torchrun that was killed would wait for the others, and hold its GPU
+        end_with_parent()
     stop = StopSignal()
     stop.install()
     try:

@@ -2,10 +2,11 @@
 
     python -m example_trainer.reference_worker --model-name Qwen/Qwen2.5-3B-Instruct --atropos-url http://localhost:8000
 
-For a trainer with --kl-coef and --ref-logprobs-from-workers, which then holds no reference of its own. A worker leases groups
-from the rollout service, runs the frozen model over them, and hands the logprobs back. It keeps nothing: start as many as are
-needed, on as many machines, and kill them when you like; what one held goes to another when its lease is over. The trainer
-says how it computes (dtype, operations, temperature); a worker that cannot do the same ends with one line.
+For a trainer with --kl-coef and --ref-logprobs-from-workers, which then holds no reference of its
+own. A worker leases groups from the rollout service, runs the frozen model over them, and hands the
+logprobs back. It keeps nothing: start as many as are needed, on as many machines, and kill them
+when you like; what one held goes to another when its lease is over. The trainer says how it
+computes (dtype, operations, temperature); a worker that cannot do the same ends with one line.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ TAKEN: dict[type[Section], tuple[str, ...]] = {
 MOST_TOKENS = 1 << 16
 """Of the groups that are leased at a time."""
 SHARE_OF_LEASE = 0.25
-"""No more is leased than takes so much of a lease, so that a machine that is busy with something else still answers in time."""
+"""No more is leased than takes so much of a lease, so that a machine that is busy with something
+else still answers in time."""
 FIRST_POLL, LONGEST_POLL = 0.05, 1.0
 
 
@@ -69,7 +71,9 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[TrainerConfig, ReferenceW
         SystemExit: --help was given.
     """
     about = "Compute the reference's logprobs of rollouts for a trainer."
-    parser = Parser(prog="python -m example_trainer.reference_worker", description=about, allow_abbrev=False)
+    parser = Parser(
+        prog="python -m example_trainer.reference_worker", description=about, allow_abbrev=False
+    )
     for section, taken in TAKEN.items():
         add_section(parser, section, [name for name in section.model_fields if name not in taken])
     add_section(parser, ReferenceWorkerOptions)
@@ -93,7 +97,9 @@ class Pace:
     seconds: float = 0.0
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """So much was done in so long; earlier ones count less and less, for they may have been of another kind."""
+        """So much was done in so long; earlier ones count less and less, for they may have been of
+        another kind.
+        """
         self.tokens, self.seconds = self.tokens // 2 + tokens, self.seconds / 2 + seconds
 
     @property
@@ -103,7 +109,10 @@ class Pace:
             return 1
         if self.seconds <= 0:
             return MOST_TOKENS
-        return max(1, min(MOST_TOKENS, int(SHARE_OF_LEASE * self.lease_seconds * self.tokens / self.seconds)))
+        return max(
+            1,
+            min(MOST_TOKENS, int(SHARE_OF_LEASE * self.lease_seconds * self.tokens / self.seconds)),
+        )
 
 
 @dataclass
@@ -176,9 +185,15 @@ class Worker:
             told["unusable"] = str(error)[:1000]
         self.groups += 1
         self.tokens += _tokens_of(group)
-        answer = self.service.request("POST", "/reference/done", {"worker": self.name, "groups": [told]}, last_word=True)
+        answer = self.service.request(
+            "POST", "/reference/done", {"worker": self.name, "groups": [told]}, last_word=True
+        )
         for refused in answer.get("refused") or ():
-            logger.warning("The rollout service does not take group %s: %s", refused.get("id"), refused.get("reason"))
+            logger.warning(
+                "The rollout service does not take group %s: %s",
+                refused.get("id"),
+                refused.get("reason"),
+            )
 
     def _rows(self, group: Mapping[str, Any], settings: ReferenceSettings) -> list[list[float]]:
         try:
@@ -212,14 +227,20 @@ def _groups_of(answer: Mapping[str, Any], url: str) -> list[dict[str, Any]]:
         RolloutServiceError: they are none.
     """
     groups = answer.get("groups")
-    if not isinstance(groups, list) or not all(isinstance(one, dict) and isinstance(one.get("id"), int) for one in groups):
-        raise RolloutServiceError(f"{url}/reference/lease answered no list of groups: {str(answer)[:200]}")
+    if not isinstance(groups, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("id"), int) for one in groups
+    ):
+        raise RolloutServiceError(
+            f"{url}/reference/lease answered no list of groups: {str(answer)[:200]}"
+        )
     return groups
 
 
 def _tokens_of(group: Mapping[str, Any]) -> int:
     tokens = group.get("tokens")
-    return sum(len(row) for row in tokens if isinstance(row, list)) if isinstance(tokens, list) else 0
+    return (
+        sum(len(row) for row in tokens if isinstance(row, list)) if isinstance(tokens, list) else 0
+    )
 
 
 def serve(config: TrainerConfig, options: ReferenceWorkerOptions, stop: StopSignal) -> None:
@@ -228,11 +249,15 @@ def serve(config: TrainerConfig, options: ReferenceWorkerOptions, stop: StopSign
     device = choose_device(config)
     dtype = choose_dtype(config, None, device)
     try:
-        model = load_model(config.model_name, dtype, device, decoder_maker(config, Ranks())).requires_grad_(False)
+        model = load_model(
+            config.model_name, dtype, device, decoder_maker(config, Ranks())
+        ).requires_grad_(False)
     except (MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):
             raise
-        raise OutOfMemoryError(f"no room on {device} for --model-name {config.model_name} in {dtype}") from error
+        raise OutOfMemoryError(
+            f"no room on {device} for --model-name {config.model_name} in {dtype}"
+        ) from error
     name = options.called
     settings = ReferenceSettings.of(config, model)
     how = f"{settings.dtype} with the {settings.table} operations on {device}"
@@ -243,11 +268,17 @@ def serve(config: TrainerConfig, options: ReferenceWorkerOptions, stop: StopSign
         activity = Activity(timeline)
         stack.callback(activity.be, "")
         key = revealed(config.atropos_api_key)
-        service = ServiceConnection(config.atropos_url, stop, key, config.service_timeout, "reference worker")
+        service = ServiceConnection(
+            config.atropos_url, stop, key, config.service_timeout, "reference worker"
+        )
         stack.callback(service.close)
         stop.defer()  # groups that are held are finished
         worker = Worker(ReferenceScorer(model, config), settings, service, options, name, activity)
-        stack.callback(lambda: logger.info("Computed %d groups, %d tokens in all", worker.groups, worker.tokens))
+        stack.callback(
+            lambda: logger.info(
+                "Computed %d groups, %d tokens in all", worker.groups, worker.tokens
+            )
+        )
         worker.work(stop)
 
 

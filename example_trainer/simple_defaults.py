@@ -1,7 +1,9 @@
-"""The model, the problems and the sizes that simple_rl.py trains with where its command line leaves them open.
+"""The model, the problems and the sizes that simple_rl.py trains with where its command line leaves
+them open.
 
-The guide's run is Qwen3-1.7B on GSM8K with a reward for correct answers. It needs a GPU and the Hugging Face hub, or what was
-downloaded from it before. Elsewhere the starter model learns sums, on a CPU with ordinary kernels.
+The guide's run is Qwen3-1.7B on GSM8K with a reward for correct answers. It needs a GPU and the
+Hugging Face hub, or what was downloaded from it before. Elsewhere the starter model learns sums, on
+a CPU with ordinary kernels.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 STARTER_MODEL = str(Path(__file__).resolve().parents[1] / "assets" / "starter_model")
 GUIDE_BYTES = 64 * 2**30
-"""GPU memory that the guide's run needs, by estimate: 31 GB of weights, masters, moments and gradient sums, 16 GB of
-activations of a pass, and 0.3 of the GPU for vLLM."""
+"""GPU memory that the guide's run needs, by estimate: 31 GB of weights, masters, moments and
+gradient sums, 16 GB of activations of a pass, and 0.3 of the GPU for vLLM."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ def fill(options: argparse.Namespace, defaults: Defaults) -> None:
 
 
 def mark_given(options: argparse.Namespace) -> None:
-    """Note in `options.given` which options of OPEN were given, and fill the others for the starter model, in place."""
+    """Note in `options.given` which options of OPEN were given, and fill the others for the starter
+    model, in place.
+    """
     options.given = frozenset(name for name in OPEN if getattr(options, name) is not None)
     fill(options, STARTER_RUN)
 
@@ -72,7 +76,9 @@ def choose_kernels(options: argparse.Namespace) -> None:
     if on_gpu(options):
         return
     if "batch_invariant" in options.given and options.batch_invariant:
-        raise ConfigError("--batch-invariant needs an NVIDIA GPU, where vLLM has such kernels; give --no-batch-invariant here")
+        raise ConfigError(
+            "--batch-invariant needs an NVIDIA GPU, where vLLM has such kernels; give --no-batch-invariant here"
+        )
     options.batch_invariant = False
 
 
@@ -82,7 +88,8 @@ def choose_run(options: argparse.Namespace) -> str | None:
     Call it when the settings of the GPU are pinned, because it looks at the GPU's memory.
 
     Returns:
-        One line for the log on what is trained instead and why; None if the command line or the guide decided.
+        One line for the log on what is trained instead and why; None if the command line or the
+        guide decided.
     """
     chosen = bool(options.given & {"model", "problems", "digits"})
     if chosen and (on_gpu(options) or "batch_invariant" in options.given):
@@ -91,7 +98,11 @@ def choose_run(options: argparse.Namespace) -> str | None:
     if reason is None:
         fill(options, GUIDE_RUN)
         return None
-    kernels = "" if options.batch_invariant else " with ordinary kernels, whose bits differ between vLLM and trainer"
+    kernels = (
+        ""
+        if options.batch_invariant
+        else " with ordinary kernels, whose bits differ between vLLM and trainer"
+    )
     if chosen:
         return f"Training{kernels}: {reason}"
     return (
@@ -107,7 +118,10 @@ def _without_gpu(options: argparse.Namespace) -> str | None:
 
 
 def _obstacle(options: argparse.Namespace) -> str | None:
-    """Why the guide's run is not possible here; None if it is. Downloads its model and its problems."""
+    """Why the guide's run is not possible here; None if it is.
+
+    Downloads its model and its problems.
+    """
     if (reason := _without_gpu(options)) is not None:
         return reason
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

@@ -62,7 +62,13 @@ from example_trainer.options.section import Section
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.prerequisites import require_vllm
 from example_trainer.process import StopSignal, run
-from example_trainer.simple_defaults import GUIDE_RUN, STARTER_RUN, choose_kernels, choose_run, mark_given
+from example_trainer.simple_defaults import (
+    GUIDE_RUN,
+    STARTER_RUN,
+    choose_kernels,
+    choose_run,
+    mark_given,
+)
 from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.device_and_dtype import choose_device, choose_dtype
 from example_trainer.training.loop import Parts
@@ -82,7 +88,9 @@ PASSED_ON: dict[type[Section], tuple[str, ...]] = {
     CorrectionOptions: (),
     LengthOptions: (),
     OptimizerOptions: ("lr",),
-    ModelOptions: tuple(name for name in ModelOptions.model_fields if name not in ("dtype", "num_threads")),
+    ModelOptions: tuple(
+        name for name in ModelOptions.model_fields if name not in ("dtype", "num_threads")
+    ),
 }
 """The trainer's sections whose flags are flags here too, but for those fields."""
 
@@ -93,13 +101,21 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="simple_rl.py", description=about, allow_abbrev=False)
     add = parser.add_argument
     switch = "vLLM's and the trainer's kernels give the same bits, or the run stops; off: count how many tokens differ"
-    add("--batch-invariant", action=argparse.BooleanOptionalAction, help=f"{switch} (default: on where there is a GPU)")
+    add(
+        "--batch-invariant",
+        action=argparse.BooleanOptionalAction,
+        help=f"{switch} (default: on where there is a GPU)",
+    )
     guide = f"{GUIDE_RUN.model} on {GSM8K} if none of --model, --problems and --digits is given and the hub can be reached"
     add("--model", help=f"folder or hub id; not given: {guide}, else the starter model")
     problems = f"JSON lines with question and answer, {GSM8K}, or module:name of a Task; not given: sums, or see --model"
     add("--problems", help=problems)
     add("--digits", type=int, help=f"of each operand of the sums (default: {STARTER_RUN.digits})")
-    add("--thinking", action=argparse.BooleanOptionalAction, help="pass enable_thinking to the chat template")
+    add(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="pass enable_thinking to the chat template",
+    )
     count = "train on the first N problems over and over; not given: on all that the task has"
     add("--problem-count", type=int, metavar="N", help=count)
     add("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
@@ -109,7 +125,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--max-model-len", type=int, default=1024, help="prompt and answer (default: %(default)s)")
     passes = f"sequences of --max-model-len tokens that fit into a forward pass {_default('micro_batch')}"
     add("--micro-batch", type=int, help=passes)
-    stale = "train each batch this many steps after the weights that sampled it (default: %(default)s)"
+    stale = (
+        "train each batch this many steps after the weights that sampled it (default: %(default)s)"
+    )
     add("--staleness", type=int, default=0, help=stale)
     every = "steps between greedy answers to the task's held-out problems; 0: never (default: %(default)s)"
     add("--evaluate-every", type=int, default=0, help=every)
@@ -124,15 +142,28 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of problems and samples (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     add("--gpu-memory", type=float, help=f"vLLM's share of the GPU {_default('gpu_memory')}")
-    add("--cache-gib", type=float, help="exact size of vLLM's cache instead, for a GPU that other runs use at the same time")
-    add("--vllm-args", default="", help='more flags for vLLM, in quotes: --vllm-args "--max-num-seqs 64"')
+    add(
+        "--cache-gib",
+        type=float,
+        help="exact size of vLLM's cache instead, for a GPU that other runs use at the same time",
+    )
+    add(
+        "--vllm-args",
+        default="",
+        help='more flags for vLLM, in quotes: --vllm-args "--max-num-seqs 64"',
+    )
     output = "metrics, logs, TensorBoard, weights (default: %(default)s)"
     add("--output", type=Path, default=Path("outputs/rl_training"), help=output)
     for section, left_out in PASSED_ON.items():
         add_section(parser, section, left_out)
     options = parser.parse_args(arguments)
     mark_given(options)
-    for name, least in (("staleness", 0), ("evaluate_every", 0), ("held_out", 1), ("problem_count", 1)):
+    for name, least in (
+        ("staleness", 0),
+        ("evaluate_every", 0),
+        ("held_out", 1),
+        ("problem_count", 1),
+    ):
         if (value := getattr(options, name)) is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} {value}: give at least {least}")
     for name in ("ppo_epochs", "minibatches"):
@@ -153,7 +184,9 @@ def _default(name: str) -> str:
 
 def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
     """The same options as grpo.py's. Raises ConfigError if one does not fit."""
-    passed_on = {name for section in PASSED_ON for name in section.model_fields} & vars(options).keys() - {"device", "seed"}
+    passed_on = {name for section in PASSED_ON for name in section.model_fields} & vars(
+        options
+    ).keys() - {"device", "seed"}
     return checked_config(
         {
             "forward_zero_advantages": True,  # every token is compared, in the control too
@@ -182,7 +215,8 @@ def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
 
 
 def last_gpu(count: int, visible: str) -> str:
-    """What CUDA_VISIBLE_DEVICES is for a vLLM with its own copy of the weights; a trainer takes the first GPU.
+    """What CUDA_VISIBLE_DEVICES is for a vLLM with its own copy of the weights; a trainer takes the
+    first GPU.
 
     Args:
         count: GPUs that this process sees.
@@ -191,7 +225,12 @@ def last_gpu(count: int, visible: str) -> str:
     return (visible.split(",") if visible else [str(number) for number in range(count)])[-1]
 
 
-def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torch.device, ports: tuple[int, int]) -> None:
+def start_vllm(
+    supervisor: Supervisor,
+    options: argparse.Namespace,
+    device: torch.device,
+    ports: tuple[int, int],
+) -> None:
     """Start the server and wait until it generates.
 
     Raises:
@@ -199,10 +238,30 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
     """
     port, rendezvous = ports
     folder = options.output.resolve()
-    variables: dict[str, str | None] = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": str(folder), "VLLM_NO_USAGE_STATS": "1"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(rendezvous)}  # both sides meet there
-    command = [sys.executable, "-u", str(ROOT / "example_trainer" / "vllm_api_server.py"), "--model", options.model]
-    command += ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(options.max_model_len)]
+    variables: dict[str, str | None] = {
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        "LOGDIR": str(folder),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    os.environ |= {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(rendezvous),
+    }  # both sides meet there
+    command = [
+        sys.executable,
+        "-u",
+        str(ROOT / "example_trainer" / "vllm_api_server.py"),
+        "--model",
+        options.model,
+    ]
+    command += [
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--max-model-len",
+        str(options.max_model_len),
+    ]
     command += ["--seed", str(options.seed)]
     if device.type == "cuda":
         if options.two_copies:
@@ -229,7 +288,9 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
     logger.info("vLLM is ready after %.0f s", seconds)
 
 
-def make_held_out(options: argparse.Namespace, task: Task, sampler: Sampler, metrics: MetricsLog) -> HeldOut | None:
+def make_held_out(
+    options: argparse.Namespace, task: Task, sampler: Sampler, metrics: MetricsLog
+) -> HeldOut | None:
     """What measures the weights while they are trained, if --evaluate-every asks for it."""
     if not options.evaluate_every or task.held_out is None:
         return None
@@ -275,10 +336,16 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         make = decoder_maker(config, ranks)
         model = make_model(config, None, dtype, device, make)
         reference = make_reference(config, model, dtype, device, make)
-        parity = make_parity(config, model, stop) if options.batch_invariant else ParityCheck({}, {}, stop=False)
+        parity = (
+            make_parity(config, model, stop)
+            if options.batch_invariant
+            else ParityCheck({}, {}, stop=False)
+        )
         optimizer = make_optimizer(config, model)
         saving = new_run(config.model_name, config.save_path, PREFIX, time.time_ns() // 10**6)
-        checkpoints = Checkpoints(config.save_path, saving, keep_states=0)  # nothing resumes from them
+        checkpoints = Checkpoints(
+            config.save_path, saving, keep_states=0
+        )  # nothing resumes from them
         stack.callback(checkpoints.close)
         metrics = make_metrics(config, 0)
         stack.callback(metrics.close)
@@ -286,12 +353,21 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         key = revealed(config.vllm_api_key)
         url = f"http://127.0.0.1:{port}"
         sampler = Sampler(
-            url, folder, options.group_size, options.max_tokens, options.seed, key, config.temperature, options.thinking
+            url,
+            folder,
+            options.group_size,
+            options.max_tokens,
+            options.seed,
+            key,
+            config.temperature,
+            options.thinking,
         )
         held_out = make_held_out(options, task, sampler, metrics)
         problems = repeated(task.training(options.seed), options.problem_count)
         stack.callback(sampler.close)
-        reader = BatchReader(config, model.geometry.vocab_size, options.micro_batch * options.max_model_len)
+        reader = BatchReader(
+            config, model.geometry.vocab_size, options.micro_batch * options.max_model_len
+        )
         bridge.connect(model)
         stop.defer()  # an update of the server's weights must not be torn apart
         bridge.sync(0, optimizer.write_weights, optimizer.masters)
@@ -304,7 +380,14 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
                 optimizer=optimizer,
                 objective=objective,
                 batches=SampledBatches(
-                    sampler, problems, options.groups, reader, device, options.staleness, options.steps, held_out
+                    sampler,
+                    problems,
+                    options.groups,
+                    reader,
+                    device,
+                    options.staleness,
+                    options.steps,
+                    held_out,
                 ),
                 bridge=bridge,
                 parity=parity,
@@ -319,9 +402,15 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
             held_out.look(options.steps, last=True)
         compared, mismatched = parity.compared_in_all, parity.mismatched_in_all
         if options.batch_invariant:
-            logger.info("✓ vLLM-TorchTitan bitwise determinism verified: %d tokens match exactly", compared)
+            logger.info(
+                "✓ vLLM-TorchTitan bitwise determinism verified: %d tokens match exactly", compared
+            )
         else:
-            logger.info("%d of %d tokens have another logprob in the trainer than in vLLM", mismatched, compared)
+            logger.info(
+                "%d of %d tokens have another logprob in the trainer than in vLLM",
+                mismatched,
+                compared,
+            )
 
 
 if __name__ == "__main__":

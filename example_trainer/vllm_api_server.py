@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 quiet_torchao()  # here for the processes too that vLLM spawns: they run this file first
 
 if __name__ == "__mp_main__":
-    # This is a process that vLLM has spawned: an engine core, a worker or a coordinator of replicas. They rename themselves, so
-    # `pkill -f vllm` misses them, and vLLM lets an engine core outlive its server.
+    # This is a process that vLLM has spawned: an engine core, a worker or a coordinator of
+    # replicas. They rename themselves, so `pkill -f vllm` misses them, and vLLM lets an engine core
+    # outlive its server.
     end_with_parent()
     end_forked_with_parent()
 
@@ -60,15 +61,23 @@ MOST_BODY = 256 << 20
 """Bytes of a request's body. vLLM itself reads a body of any length into memory."""
 LAST_ANSWERS_SECONDS = 2
 """How long a server that is told to end waits for answers that are on their way out."""
-MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 """Variables by which NCCL, PyTorch and NVSHMEM are told not to use NVLink multicast."""
 
 
 def check_model(model: str) -> None:
-    """End with one line if `model` is neither a folder with a checkpoint nor a model that the Hub or its cache knows."""
+    """End with one line if `model` is neither a folder with a checkpoint nor a model that the Hub
+    or its cache knows.
+    """
     if Path(model).is_dir():
         if not (Path(model) / "config.json").is_file():
-            fail(f"--model {model}: the folder has no config.json; give the folder of a Hugging Face checkpoint")
+            fail(
+                f"--model {model}: the folder has no config.json; give the folder of a Hugging Face checkpoint"
+            )
         return
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         fail(
@@ -81,7 +90,9 @@ def check_model(model: str) -> None:
         hf_hub_download(model, "config.json")
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        fail(f"--model {model}: no such folder here, and the Hugging Face Hub does not give it ({reason})")
+        fail(
+            f"--model {model}: no such folder here, and the Hugging Face Hub does not give it ({reason})"
+        )
 
 
 def check_port(host: str | None, port: int) -> None:
@@ -92,14 +103,16 @@ def check_port(host: str | None, port: int) -> None:
             probe.bind((host or "", port))
             probe.listen()
         except OSError as error:
-            fail(f"cannot listen on port {port} ({error.strerror}): stop what uses it (`ss -ltnp`) or pass another --port")
+            fail(
+                f"cannot listen on port {port} ({error.strerror}): stop what uses it (`ss -ltnp`) or pass another --port"
+            )
 
 
 def listen_alone(port: int) -> None:
     """Let no process that is forked from this one hold the port.
 
-    vLLM opens it before it forks its engine. Where this process is killed, the engine ends a little later, and who starts the
-    server again at once would find the port in use.
+    vLLM opens it before it forks its engine. Where this process is killed, the engine ends a little
+    later, and who starts the server again at once would find the port in use.
     """
 
     def let_go() -> None:
@@ -107,11 +120,16 @@ def listen_alone(port: int) -> None:
         for name in os.listdir("/proc/self/fd"):
             try:
                 with socket.socket(fileno=os.dup(int(name))) as copy:
-                    held = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port
+                    held = (
+                        copy.family in (socket.AF_INET, socket.AF_INET6)
+                        and copy.getsockname()[1] == port
+                    )
             except OSError:  # no socket
                 continue
             if held:
-                os.dup2(nothing, int(name))  # not closed: the number is somebody's, who may close it
+                os.dup2(
+                    nothing, int(name)
+                )  # not closed: the number is somebody's, who may close it
         os.close(nothing)
 
     if sys.platform == "linux":  # elsewhere there is no such folder
@@ -135,17 +153,22 @@ def prepare_environment(args: argparse.Namespace, shared: bool) -> None:
         _cpu_defaults(args)
         return
     if shared and args.tensor_parallel_size > 1:
-        # Seen to end in illegal memory accesses on virtual machines; NCCL's own all-reduce is used instead.
+        # Seen to end in illegal memory accesses on virtual machines; NCCL's own all-reduce is used
+        # instead.
         os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
     avoid_multicast(args)
 
 
 def avoid_multicast(args: argparse.Namespace) -> None:
-    """Leave out what ranks of vLLM do by NVLink multicast where the environment says that there is none.
+    """Leave out what ranks of vLLM do by NVLink multicast where the environment says that there is
+    none.
 
-    vLLM's fused sum and norm chooses it all the same, and the capture of CUDA graphs ends in an illegal memory access.
+    vLLM's fused sum and norm chooses it all the same, and the capture of CUDA graphs ends in an
+    illegal memory access.
     """
-    said = [f"{name}={value}" for name, value in MULTICAST_OFF.items() if os.environ.get(name) == value]
+    said = [
+        f"{name}={value}" for name, value in MULTICAST_OFF.items() if os.environ.get(name) == value
+    ]
     passes = args.compilation_config.pass_config
     if said and args.tensor_parallel_size > 1 and passes.fuse_allreduce_rms is None:
         passes.fuse_allreduce_rms = False
@@ -161,12 +184,14 @@ def _cpu_defaults(args: argparse.Namespace) -> None:
     if args.kv_cache_memory_bytes is None:  # which vLLM would give way to the variable
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # The sampler would otherwise be compiled at the first request: 15 s, and a C++ compiler that a machine may not have.
+    # The sampler would otherwise be compiled at the first request: 15 s, and a C++ compiler that a
+    # machine may not have.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     args.enforce_eager = True
     if args.tensor_parallel_size == 1 and args.distributed_executor_backend is None:
-        # vLLM would start a worker process and poll shared memory for its answers without sleeping, which takes a core from
-        # whoever else has work to do. By its class's name the executor that needs no second process is accepted.
+        # vLLM would start a worker process and poll shared memory for its answers without sleeping,
+        # which takes a core from whoever else has work to do. By its class's name the executor that
+        # needs no second process is accepted.
         args.distributed_executor_backend = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     if args.dtype in ("bfloat16", "float16", "half"):
         print(
@@ -185,7 +210,11 @@ async def verify_deterministic(engine: Any, logger: Any) -> dict[str, Any]:
         report = await verify(engine)
     except DeterminismRefused as refusal:
         fail(str(refusal))
-    logger.info("[Deterministic] ✓ Self-test: %d batches with the same bits (%.1f s)", report["checks"], report["seconds"])
+    logger.info(
+        "[Deterministic] ✓ Self-test: %d batches with the same bits (%.1f s)",
+        report["checks"],
+        report["seconds"],
+    )
     return report
 
 
@@ -194,7 +223,12 @@ async def watch_engine(engine: Any, args: argparse.Namespace, service: LockstepS
     from vllm_patching.server.engine_watch import EngineWatch
 
     bridge = service.bridge
-    watch = EngineWatch(engine, args.engine_timeout, lambda: bridge is not None and bridge.holds_engine, service.end_requests)
+    watch = EngineWatch(
+        engine,
+        args.engine_timeout,
+        lambda: bridge is not None and bridge.holds_engine,
+        service.end_requests,
+    )
     if bridge is not None:
         bridge.engine_trouble = lambda: watch.trouble
     await watch.start(args.bridge_timeout)
@@ -243,7 +277,10 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
             keep = args.inflight_cache == "keep"
             facts = (args.model, args.dtype, args.bridge_timeout, directory)
             bridge = BridgeController(engine, *facts, spans, keep, args.port, timeline)
-            bridge.state.weight_version, bridge.state.weight_epoch = args.weight_version, args.weight_epoch
+            bridge.state.weight_version, bridge.state.weight_epoch = (
+                args.weight_version,
+                args.weight_epoch,
+            )
             try:
                 await bridge.start()
                 if args.colocate:
@@ -271,10 +308,15 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
 
     async def run_and_clean_up() -> None:
         try:
-            for log in (logger, logging.getLogger("uvicorn.error")):  # clients without the key cause lines there
+            for log in (
+                logger,
+                logging.getLogger("uvicorn.error"),
+            ):  # clients without the key cause lines there
                 log.addFilter(BoundedLines())
             most = connections_allowed(lambda line: print(f"[vLLM Patch] {line}", flush=True))
-            await run_server(args, http=bounded_protocol(CONNECTION_SECONDS, most, logger, MOST_BODY))
+            await run_server(
+                args, http=bounded_protocol(CONNECTION_SECONDS, most, logger, MOST_BODY)
+            )
         finally:
             if service.watch is not None:
                 await service.watch.stop()
@@ -291,11 +333,14 @@ async def announce(state: Any, args: argparse.Namespace, logger: Any) -> None:
     while server is None or not server.started:
         await asyncio.sleep(0.05)
         server = getattr(state, "server", None)
-    # When it is told to end, vLLM stops its engine first: requests that are under way then get no answer any more.
+    # When it is told to end, vLLM stops its engine first: requests that are under way then get no
+    # answer any more.
     server.config.timeout_graceful_shutdown = LAST_ANSWERS_SECONDS
     host = args.host or "0.0.0.0"
     logger.info(
-        "Uvicorn running on http://%s:%d (vLLM with /generate and /bridge)", f"[{host}]" if ":" in host else host, args.port
+        "Uvicorn running on http://%s:%d (vLLM with /generate and /bridge)",
+        f"[{host}]" if ":" in host else host,
+        args.port,
     )
 
 

@@ -1,7 +1,9 @@
-"""The trainer's client of a vLLM server: one place for deadlines, keys, retries and errors that say what to do.
+"""The trainer's client of a vLLM server: one place for deadlines, keys, retries and errors that say
+what to do.
 
-Whoever asks a server does it through `VLLMClient`: the weight bridges (`weight_bridge/server.py`, `weight_bridge/lora.py`), the
-sampler of `batch/local_sampler.py`, the look at its logprobs, and the watch over a server that the trainer has started.
+Whoever asks a server does it through `VLLMClient`: the weight bridges (`weight_bridge/server.py`,
+`weight_bridge/lora.py`), the sampler of `batch/local_sampler.py`, the look at its logprobs, and the
+watch over a server that the trainer has started.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class ServerSilent(BridgeError):
 
 
 class ServerRefused(BridgeError):
-    """The server answered with another status than 200; `status` is that. The message holds its reason."""
+    """The server answered with another status than 200; `status` is that.
+
+    The message holds its reason.
+    """
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -57,7 +62,8 @@ class VLLMClient:
             url: where the server listens.
             timeout: seconds that the server may work on one request.
             api_key: bearer token, if the server asks for one.
-            startup_timeout: seconds for the server to be there at first, and to come back; by default the same as `timeout`.
+            startup_timeout: seconds for the server to be there at first, and to come back; by
+                default the same as `timeout`.
             sleep: how to wait between two questions; may raise to end the wait.
         """
         self.url = url
@@ -65,7 +71,8 @@ class VLLMClient:
         self.startup_timeout = timeout if startup_timeout is None else startup_timeout
         self.sleep = sleep
         self._said_away = False
-        # The server answers within its own deadline; the margin lets its explanation arrive before ours.
+        # The server answers within its own deadline; the margin lets its explanation arrive before
+        # ours.
         self._http = direct_client(url, timeout + _MARGIN_SECONDS, api_key)
 
     @property
@@ -94,11 +101,14 @@ class VLLMClient:
                 "and restart it if it has ended"
             ) from error
         if response.status_code != 200:
-            raise ServerRefused(f"{self.url} refused {what}: {_reason(response)}", response.status_code)
+            raise ServerRefused(
+                f"{self.url} refused {what}: {_reason(response)}", response.status_code
+            )
         answer = _json_object(response)
         if answer is None:
             raise ServerRefused(
-                f"{self.url} answered {what} with no JSON object ({response.text[:80]!r}); is that a vllm_api_server.py?", 200
+                f"{self.url} answered {what} with no JSON object ({response.text[:80]!r}); is that a vllm_api_server.py?",
+                200,
             )
         return answer
 
@@ -112,18 +122,31 @@ class VLLMClient:
         return _json_object(response) if response.status_code == 200 else None
 
     def why_not_serving(self) -> str:
-        """Return the address of a server that cannot be sampled from now, and the reason in brackets; empty if it can."""
+        """Return the address of a server that cannot be sampled from now, and the reason in
+        brackets; empty if it can.
+        """
         weights = self.look("/weights")
         if weights is None:  # away, or a server of another project
             missing = self.missing("/health")
             return "" if missing is None else f"{self.url} ({missing})"
-        return "" if weights.get("serving", True) else f"{self.url} ({weights.get('trouble') or 'does not serve'})"
+        return (
+            ""
+            if weights.get("serving", True)
+            else f"{self.url} ({weights.get('trouble') or 'does not serve'})"
+        )
 
     def watch(self, path: str, owed: str, seconds: float = QUICK_SECONDS) -> dict[str, Any] | None:
-        """As `look`; says in the log, once, that a server is away, and what it will get (`owed`) when it is back."""
+        """As `look`; says in the log, once, that a server is away, and what it will get (`owed`)
+        when it is back.
+        """
         answer = self.look(path, seconds)
         if answer is None and not self._said_away:
-            logger.warning("[Bridge] the %s at %s does not answer; start it again, it will get %s", self.what, self.url, owed)
+            logger.warning(
+                "[Bridge] the %s at %s does not answer; start it again, it will get %s",
+                self.what,
+                self.url,
+                owed,
+            )
         self._said_away = answer is None
         return answer
 
@@ -152,7 +175,8 @@ class VLLMClient:
             instead: what else a user can do who has a server without it.
 
         Raises:
-            BridgeError: it is not there after `startup_timeout`, or it is there and has no such route, or refuses.
+            BridgeError: it is not there after `startup_timeout`, or it is there and has no such
+                route, or refuses.
         """
         deadline = time.monotonic() + self.startup_timeout
         next_log = time.monotonic() + 1
@@ -161,7 +185,9 @@ class VLLMClient:
                 response = self._http.get(path, timeout=QUICK_SECONDS)
                 if response.status_code == 404:
                     routes = path[: path.index("/", 1)]
-                    raise BridgeError(f"{self.url} is a server without {routes} routes; start it with {start}{instead}")
+                    raise BridgeError(
+                        f"{self.url} is a server without {routes} routes; start it with {start}{instead}"
+                    )
                 reason = _reason(response)
                 if response.status_code == 200:
                     answer = _json_object(response)
@@ -170,7 +196,9 @@ class VLLMClient:
                         return answer
                     reason = f"no JSON object: {reason}"
                 if response.status_code != 503:
-                    raise ServerRefused(f"{self.url} refuses {feature}: {reason}", response.status_code)
+                    raise ServerRefused(
+                        f"{self.url} refuses {feature}: {reason}", response.status_code
+                    )
             except httpx.TransportError as error:
                 reason = _first_words(error)
             if time.monotonic() > deadline:
@@ -206,4 +234,8 @@ def _reason(response: httpx.Response) -> str:
         body = response.json()
     except ValueError:
         return f"{response.status_code} {response.text[:200]}"
-    return str(body.get("error") or body.get("detail") or body) if isinstance(body, dict) else str(body)
+    return (
+        str(body.get("error") or body.get("detail") or body)
+        if isinstance(body, dict)
+        else str(body)
+    )

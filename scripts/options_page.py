@@ -3,8 +3,8 @@
     python -m scripts.options_page            # write the page
     python -m scripts.options_page --check    # exit with status 1 if the page differs
 
-Each option's text is in its program alone. The script reads help at a width at which no line wraps. It sets no variable
-that could change a default.
+Each option's text is in its program alone. The script reads help at a width at which no line wraps.
+It sets no variable that could change a default.
 """
 
 from __future__ import annotations
@@ -46,19 +46,35 @@ class Program:
 
 PROGRAMS = (
     Program("scripts/quickstart.sh", ("scripts/quickstart.sh", "--help")),
-    Program("scripts/start.sh", ("scripts/start.sh", "--help"), "[Operations](operations.md) shows how to use it."),
+    Program(
+        "scripts/start.sh",
+        ("scripts/start.sh", "--help"),
+        "[Operations](operations.md) shows how to use it.",
+    ),
     Program("scripts/status.sh", ("scripts/status.sh", "--help")),
     Program("scripts/logs.sh", ("scripts/logs.sh", "--help")),
     Program("scripts/restart.sh", ("scripts/restart.sh", "--help")),
     Program("scripts/stop.sh", ("scripts/stop.sh", "--help")),
-    Program("run-api", ("-m", "atroposlib.cli.run_api", "--help"), "The [rollout service](rollout-service.md)."),
-    Program("view-run", ("-m", "atroposlib.cli.view_run", "--help"), "The [page](ui.md) of runs that have ended."),
+    Program(
+        "run-api",
+        ("-m", "atroposlib.cli.run_api", "--help"),
+        "The [rollout service](rollout-service.md).",
+    ),
+    Program(
+        "view-run",
+        ("-m", "atroposlib.cli.view_run", "--help"),
+        "The [page](ui.md) of runs that have ended.",
+    ),
     Program(
         "environments/*_server.py",
         ("environments/arithmetic_server.py", "serve", "--help"),
         "All [environments](environments.md) share these flags. Some have more: see their `serve --help`.",
     ),
-    Program("grpo.py", ("example_trainer/grpo.py", "--help"), "The [trainer](../example_trainer/README.md)."),
+    Program(
+        "grpo.py",
+        ("example_trainer/grpo.py", "--help"),
+        "The [trainer](../example_trainer/README.md).",
+    ),
     Program(
         "vllm_api_server.py",
         ("-c", _SERVER_FLAGS),
@@ -66,8 +82,16 @@ PROGRAMS = (
     ),
     Program("simple_rl.py", ("example_trainer/simple_rl.py", "--help")),
     Program("reference_worker", ("-m", "example_trainer.reference_worker", "--help")),
-    Program("parameter_server", ("-m", "example_trainer.parameter_server", "--help"), "See [its page](parameter-server.md)."),
-    Program("async_grpo", ("-m", "example_trainer.async_grpo", "--help"), "See [asynchronous runs](async.md)."),
+    Program(
+        "parameter_server",
+        ("-m", "example_trainer.parameter_server", "--help"),
+        "See [its page](parameter-server.md).",
+    ),
+    Program(
+        "async_grpo",
+        ("-m", "example_trainer.async_grpo", "--help"),
+        "See [asynchronous runs](async.md).",
+    ),
     Program("atropos-sft-gen", ("-m", "atroposlib.cli.sft", "--help")),
     Program("atropos-dpo-gen", ("-m", "atroposlib.cli.dpo", "--help")),
 )
@@ -82,12 +106,26 @@ def help_of(program: Program) -> str:
     """
     shell = program.command[0].endswith(".sh")
     command = [*program.command] if shell else [sys.executable, *program.command]
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LOCKSTEP_VENV", "TMPDIR") if name in os.environ}
+    kept = {
+        name: os.environ[name]
+        for name in ("PATH", "HOME", "LOCKSTEP_VENV", "TMPDIR")
+        if name in os.environ
+    }
     variables = {**kept, "COLUMNS": "10000", "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8"}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=HELP_SECONDS)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HELP_SECONDS,
+    )
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise SystemExit(f"{program.title} --help ended with status {done.returncode}: {' '.join(last)}")
+        raise SystemExit(
+            f"{program.title} --help ended with status {done.returncode}: {' '.join(last)}"
+        )
     return done.stdout
 
 
@@ -103,7 +141,9 @@ class Option:
 
 _HEADING = re.compile(r"^([A-Za-z][^:]*):$")
 _ENTRY = re.compile(r"^ {2}(?P<flag>\S(?:.*?\S)??)(?: {2,}(?P<text>\S.*))?$")
-_DEFAULT = re.compile(r" ?\((?:default: (?P<default>[^()]*(?:\([^()]*\)[^()]*)*)|(?P<required>required))\)$")
+_DEFAULT = re.compile(
+    r" ?\((?:default: (?P<default>[^()]*(?:\([^()]*\)[^()]*)*)|(?P<required>required))\)$"
+)
 _SKIPPED = ("-h, --help",)
 
 
@@ -129,7 +169,8 @@ def _option(section: str, flag: str, text: str) -> Option:
     default = ""
     if at_the_end:
         default = "required" if at_the_end["required"] else at_the_end["default"]
-        # An environment prints the default before the text, where argparse prints it behind the text.
+        # An environment prints the default before the text, where argparse prints it behind the
+        # text.
         text = text[: at_the_end.start()]
     elif before := re.match(r"\(default: (.*?)\) (.*)$", text):
         default, text = before[1], before[2]
@@ -153,7 +194,10 @@ def section_of(program: Program, text: str) -> str:
     parts = [f"## {program.title}", *([program.note] if program.note else [])]
     for name in dict.fromkeys(option.section for option in options):
         plain = name.lower() in ("", "options", "positional arguments", "commands")
-        parts += [*([] if plain else [f"**{name}**"]), table([option for option in options if option.section == name])]
+        parts += [
+            *([] if plain else [f"**{name}**"]),
+            table([option for option in options if option.section == name]),
+        ]
     return "\n\n".join(parts)
 
 
@@ -170,8 +214,13 @@ def page() -> str:
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         texts = list(pool.map(help_of, PROGRAMS))
     links = "\n".join(f"- [{program.title}](#{_anchor(program.title)})" for program in PROGRAMS)
-    sections = "\n\n".join(section_of(program, text) for program, text in zip(PROGRAMS, texts, strict=True))
-    begin, end = "<!-- generated by python -m scripts.options_page -->", "<!-- end of what is generated -->"
+    sections = "\n\n".join(
+        section_of(program, text) for program, text in zip(PROGRAMS, texts, strict=True)
+    )
+    begin, end = (
+        "<!-- generated by python -m scripts.options_page -->",
+        "<!-- end of what is generated -->",
+    )
     return f"{HEAD}\n{links}\n\n{begin}\n\n{sections}\n\n{end}\n"
 
 
@@ -182,7 +231,9 @@ def _anchor(title: str) -> str:
 def main() -> int:
     """Write the page, or compare it."""
     parser = argparse.ArgumentParser(description="Write docs/options.md from the programs' --help.")
-    parser.add_argument("--check", action="store_true", help="change nothing; status 1 if the page differs")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; status 1 if the page differs"
+    )
     check = parser.parse_args().check
     text = page()
     if not check:

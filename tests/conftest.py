@@ -1,4 +1,6 @@
-"""What tests of several processes share: free ports, processes that cannot outlive the test, and waits that fail early."""
+"""What tests of several processes share: free ports, processes that cannot outlive the test, and
+waits that fail early.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +26,36 @@ from example_trainer.child_processes.readiness import Probe, http_probe, wait_un
 from tests.forked_commands import ForkedProcess, shared_fork_servers  # noqa: E402
 from tests.full_disks import KINDS, FullDisk, disk_of_kind  # noqa: E402
 
-# One thread each: the models are tiny, several processes share two cores, and threads that wait for one another burn them.
+# One thread each: the models are tiny, several processes share two cores, and threads that wait for
+# one another burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # What the tests themselves ask their servers goes through no proxy.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
-# A client of httpx reads all authorities of its machine when it is made, which takes longer than most of what it then does.
-# From a folder they are read when they are needed: by nobody here.
+# A client of httpx reads all authorities of its machine when it is made, which takes longer than
+# most of what it then does. From a folder they are read when they are needed: by nobody here.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.environ.get("SSL_CERT_DIR") or "/etc/ssl/certs"
-# PyTorch asks for the name of whom it connects to, once in each process. A name server that is there and does not answer would
-# cost it 10 seconds (resolv.conf(5)), more than many a test gives a peer to come.
+# PyTorch asks for the name of whom it connects to, once in each process. A name server that is
+# there and does not answer would cost it 10 seconds (resolv.conf(5)), more than many a test gives a
+# peer to come.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-# Nothing is asked of a hub or told to anybody: without a network each such question takes a minute of retries, and with one the
-# outcome would depend on it.
+# Nothing is asked of a hub or told to anybody: without a network each such question takes a minute
+# of retries, and with one the outcome would depend on it.
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-# The time of an example depends on the load of the machine, so it has no limit. Each run draws the same examples, so that a
-# change that passed once passes everywhere.
+# The time of an example depends on the load of the machine, so it has no limit. Each run draws the
+# same examples, so that a change that passed once passes everywhere.
 settings.register_profile(
-    "any machine", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "any machine",
+    deadline=None,
+    max_examples=50,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 # New examples in each run, to look for faults: pytest --hypothesis-profile thorough
-settings.register_profile("thorough", settings.get_profile("any machine"), max_examples=1000, derandomize=False)
+settings.register_profile(
+    "thorough", settings.get_profile("any machine"), max_examples=1000, derandomize=False
+)
 settings.load_profile("any machine")
 
 
@@ -75,11 +85,14 @@ WAITING = {
     "tests/example_trainer/launcher/test_rolling.py",
     "tests/example_trainer/launcher/quickstart/test_run.py",
 }
-"""Files that take long, most of it in waiting: for a deadline to pass, for processes to come and go."""
+"""Files that take long, most of it in waiting: for a deadline to pass, for processes to come and
+go."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where several workers share the tests, they share the processes that fork commands too, and are forked themselves."""
+    """Where several workers share the tests, they share the processes that fork commands too, and
+    are forked themselves.
+    """
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         servers = shared_fork_servers()
         servers.__enter__()
@@ -87,7 +100,9 @@ def pytest_configure(config: pytest.Config) -> None:
         worker = shlex.join([sys.executable, str(ROOT / "tests" / "forked_python.py")])
         config.option.tx = [f"popen//python={worker}"] * len(config.option.tx)
     else:
-        gc.disable()  # what imports make stays; looking through it for garbage took a twelfth of the time of tests that compute
+        # what imports make stays; looking through it for garbage took a twelfth of the time of
+        # tests that compute
+        gc.disable()
 
 
 def pytest_collection_finish() -> None:
@@ -97,8 +112,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several workers share the tests, what takes longest in one piece comes first, so that none is alone with it at the
-    end: files by the longest time that a test of theirs is marked with, and before the rest those with end-to-end tests."""
+    """Where several workers share the tests, what takes longest in one piece comes first, so that
+    none is alone with it at the end: files by the longest time that a test of theirs is marked
+    with, and before the rest those with end-to-end tests."""
     if not hasattr(config, "workerinput"):
         return
     limits: dict[Path, float] = {}
@@ -111,9 +127,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where several workers share the tests: a file's stay together, for the servers that they share, and so do all that need
-    the GPU to themselves. The last worker has those that wait, and ends when there are no more: beside those of the others,
-    which compute, they cost next to nothing. The one before it begins at the other end, with the small tests."""
+    """Where several workers share the tests: a file's stay together, for the servers that they
+    share, and so do all that need the GPU to themselves. The last worker has those that wait, and
+    ends when there are no more: beside those of the others, which compute, they cost next to
+    nothing. The one before it begins at the other end, with the small tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
@@ -128,19 +145,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
         def _reschedule(self, node: Any) -> None:
-            if len(self.nodes) > 3 and node is self.nodes[-1] and WAITING.isdisjoint(self.workqueue):
+            if (
+                len(self.nodes) > 3
+                and node is self.nodes[-1]
+                and WAITING.isdisjoint(self.workqueue)
+            ):
                 node.shutdown()
             else:
                 super()._reschedule(node)
 
         def remove_node(self, node: Any) -> str | None:
-            """Return the test that ended a worker, None if no test did. The other workers get what is left of its files.
+            """Return the test that ended a worker, None if no test did. The other workers get what
+            is left of its files.
 
-            xdist would run that test again, and so end every other worker. It would also hand out files without a test left,
-            and a worker with such a file waits for ever.
+            xdist would run that test again, and so end every other worker. It would also hand out
+            files without a test left, and a worker with such a file waits for ever.
             """
             files = self.assigned_work[node]
-            ended_by = next((test for tests in files.values() for test, done in tests.items() if not done), None)
+            ended_by = next(
+                (test for tests in files.values() for test, done in tests.items() if not done), None
+            )
             if ended_by is not None:
                 files[self._split_scope(ended_by)][ended_by] = True
             for file in [file for file, tests in files.items() if all(tests.values())]:
@@ -156,7 +180,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 class Processes:
-    """Starts real processes for a test. Each has a log of its own, and none outlives the fixture, or pytest itself.
+    """Starts real processes for a test. Each has a log of its own, and none outlives the fixture,
+    or pytest itself.
 
     Example:
         service = processes.start_service(port)
@@ -192,23 +217,28 @@ class Processes:
         self.count += 1
         log = self.folder / f"{self.count:02d}-{name.replace(' ', '-')}.log"
         words = [str(part) for part in command]
-        return self.supervisor.add(ForkedProcess(name, words, log, environment, directory, grace, may_finish))
+        return self.supervisor.add(
+            ForkedProcess(name, words, log, environment, directory, grace, may_finish)
+        )
 
     def start_service(self, port: int, *flags: str | Path) -> ManagedProcess:
         """Start a rollout service, and wait until it answers.
 
-        It keeps its rollouts among the logs: by default they would be in the checkout, where its owner's runs have theirs, and
-        earlier tests at the same port.
+        It keeps its rollouts among the logs: by default they would be in the checkout, where its
+        owner's runs have theirs, and earlier tests at the same port.
         """
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)]
-        service = self.start("service", [*command, "--store", self.folder / f"rollouts-{port}.db", *flags])
+        service = self.start(
+            "service", [*command, "--store", self.folder / f"rollouts-{port}.db", *flags]
+        )
         self.wait_for_http(f"http://127.0.0.1:{port}/", 180)
         return service
 
     def wait_until(self, what: str, probe: Probe, seconds: float) -> float:
         """Poll until `probe()` answers None (else: what is missing); returns the seconds it took.
 
-        Fails at the deadline, and at once if any process of this fixture has died, with the last lines of its log.
+        Fails at the deadline, and at once if any process of this fixture has died, with the last
+        lines of its log.
         """
         return wait_until(what, probe, seconds, check=self.supervisor.check)
 
@@ -221,7 +251,11 @@ class Processes:
 
         def probe() -> str | None:
             written = process.log_path.read_text(errors="replace")
-            return None if text in written else f"{process.name} has not written {text!r}; it last wrote: {process.tail(3)}"
+            return (
+                None
+                if text in written
+                else f"{process.name} has not written {text!r}; it last wrote: {process.tail(3)}"
+            )
 
         return self.wait_until(process.name, probe, seconds)
 
@@ -235,7 +269,9 @@ class Processes:
         return process.log_path.read_text(errors="replace")
 
     def kill(self, process: ManagedProcess) -> None:
-        """`kill -9` the command itself, as a crash would, and wait until it and all that it started are gone."""
+        """`kill -9` the command itself, as a crash would, and wait until it and all that it started
+        are gone.
+        """
         os.kill(process.command_pid(), signal.SIGKILL)
         self.supervisor.stop(process)
 
@@ -265,6 +301,8 @@ def free_port() -> Iterator[Callable[[], int]]:
 
 @pytest.fixture(params=KINDS)
 def full_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FullDisk]:
-    """A disk that can be full: a file system of its own, which needs root, and one with a limit on the size of files."""
+    """A disk that can be full: a file system of its own, which needs root, and one with a limit on
+    the size of files.
+    """
     with disk_of_kind(request.param, tmp_path) as disk:
         yield disk

@@ -1,5 +1,6 @@
-"""Light vLLM servers for tests of a fleet: the bridge's own controller, routes, worker extension and updater thread, around a
-model of a few hundred numbers and an engine that steps and samples nothing.
+"""Light vLLM servers for tests of a fleet: the bridge's own controller, routes, worker extension
+and updater thread, around a model of a few hundred numbers and an engine that steps and samples
+nothing.
 
 python -m tests.fleet_server            reads lines of JSON from stdin, and answers each with one:
 
@@ -10,12 +11,13 @@ python -m tests.fleet_server            reads lines of JSON from stdin, and answ
     {"do": "signal", "pid": 123, "number": 9}                          → {}
     {"do": "wait", "pid": 123}                                         → {"status": -9}   when it has ended
 
-`start` may also say to which `address` the server listens, how many bytes a `bucket` has, and of which `model` (a folder with a
-config.json) it is, on which `device` and in which `dtype`.
+`start` may also say to which `address` the server listens, how many bytes a `bucket` has, and of
+which `model` (a folder with a config.json) it is, on which `device` and in which `dtype`.
 
-A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST /test/fault
-{"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens to it when it comes there next.
-Weights of version v are v everywhere, so a step that sees two numbers has seen a mixture.
+A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST
+/test/fault {"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens
+to it when it comes there next. Weights of version v are v everywhere, so a step that sees two
+numbers has seen a mixture.
 """
 
 from __future__ import annotations
@@ -55,22 +57,39 @@ def take_shapes_of(folder: Path) -> None:
     GEOMETRY = ModelGeometry.from_hf_config(json.loads((folder / "config.json").read_text()))
 
 
-def tiny_model(full: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def tiny_model(
+    full: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
     """Parameters as vLLM has them at tensor-parallel degree 1, or (`full`) as the trainer has them."""
-    shapes = {spec.name: spec.full_shape if full else spec.shape for spec in plan_shards(GEOMETRY, 0, 1)}
-    return module_of({name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()})
+    shapes = {
+        spec.name: spec.full_shape if full else spec.shape for spec in plan_shards(GEOMETRY, 0, 1)
+    }
+    return module_of(
+        {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    )
 
 
 def _stand_in_for_vllm() -> None:
-    """The few names of vLLM's that the worker extension looks up; the real one takes long to import."""
+    """The few names of vLLM's that the worker extension looks up; the real one takes long to
+    import.
+    """
 
     def module(name: str, **contents: Any) -> None:
         sys.modules[name] = made = types.ModuleType(name)
         vars(made).update(contents)
 
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.v1", "vllm.v1.worker"):
+    for name in (
+        "vllm",
+        "vllm.model_executor",
+        "vllm.model_executor.layers",
+        "vllm.v1",
+        "vllm.v1.worker",
+    ):
         module(name, __version__="0.0", __path__=[])
-    module("vllm.platforms", current_platform=SimpleNamespace(is_cuda=bool, is_cpu=lambda: True, is_cuda_alike=bool))
+    module(
+        "vllm.platforms",
+        current_platform=SimpleNamespace(is_cuda=bool, is_cpu=lambda: True, is_cuda_alike=bool),
+    )
     module("vllm.model_executor.layers.utils", dispatch_cpu_unquantized_gemm=None)
     runner = SimpleNamespace(_sample=None, _bookkeeping_sync=None)
     module("vllm.v1.worker.gpu_model_runner", GPUModelRunner=runner)
@@ -134,7 +153,11 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
 
         def lockstep_status(self, patience: float = 0.0) -> dict[str, Any]:
             told = super().lockstep_status(patience)
-            if self.direct and told["phase"] == "received" and told["version"] != self.received_before:
+            if (
+                self.direct
+                and told["phase"] == "received"
+                and told["version"] != self.received_before
+            ):
                 if fault.come_to("commit") == "lie":
                     self.spoilt = told["version"]
                 if self.spoilt == told["version"]:  # whoever asks
@@ -188,7 +211,9 @@ class Engine(StillEngine):
     def _step(self) -> None:
         if self.paused:
             return
-        seen = {float(value) for p in self._worker.model.parameters() for value in (p.min(), p.max())}
+        seen = {
+            float(value) for p in self._worker.model.parameters() for value in (p.min(), p.max())
+        }
         seen.discard(0.0) if len(seen) > 1 else None  # padding
         if len(seen) > 1:
             self.mixtures.append(f"a step saw {sorted(seen)}")
@@ -198,7 +223,12 @@ class Engine(StillEngine):
 
 
 async def _serve(
-    port: int, folder: Path, timeout: float, address: str = "127.0.0.1", device: str = "cpu", dtype: str = "float32"
+    port: int,
+    folder: Path,
+    timeout: float,
+    address: str = "127.0.0.1",
+    device: str = "cpu",
+    dtype: str = "float32",
 ) -> None:
     import uvicorn
     from fastapi import FastAPI
@@ -242,7 +272,9 @@ def _log_into(path: Path) -> None:
     log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr
+    )
     torch.set_num_threads(1)
 
 
@@ -300,17 +332,26 @@ def die_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Start and signal servers and trainers, as told line by line, until stdin ends; then they end too.
+    """Start and signal servers and trainers, as told line by line, until stdin ends; then they end
+    too.
 
-    They end however this process does: a person's Ctrl-C is a signal to it as well, and none to them.
+    They end however this process does: a person's Ctrl-C is a signal to it as well, and none to
+    them.
     """
     me = os.getpid()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # while it waits for a child it does not hear that stdin has ended
+    prctl(
+        PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # while it waits for a child it does not hear that stdin has ended
     _stand_in_for_vllm()
     # Imported once, before the servers part; what they would import as they serve, too.
     for module in ("server.controller", "server.routes", "worker.extension", "worker.updater"):
         importlib.import_module(f"vllm_patching.{module}")
-    for module in ("pydantic.v1", "uvicorn.lifespan.on", "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto"):
+    for module in (
+        "pydantic.v1",
+        "uvicorn.lifespan.on",
+        "uvicorn.protocols.http.auto",
+        "uvicorn.protocols.websockets.auto",
+    ):
         importlib.import_module(module)
     roles = {"start": _be_server, "train": _be_trainer, "parameter server": _be_parameter_server}
     children: set[int] = set()
@@ -328,7 +369,8 @@ def main() -> None:
                     sys.stdin.close()
                     roles[told["do"]](told)
                 except BaseException:
-                    traceback.print_exc()  # into its log; the parent's frames are none of its business
+                    # into its log; the parent's frames are none of its business
+                    traceback.print_exc()
                     raise
                 finally:
                     os._exit(1)

@@ -1,6 +1,8 @@
-"""A trainer that trains nothing: the bridge's sending half over a tiny model whose weights of version v are v everywhere.
+"""A trainer that trains nothing: the bridge's sending half over a tiny model whose weights of
+version v are v everywhere.
 
-Used in a test's own process, and by tests/fleet_server.py, which forks one that ends or stops in the middle of an update:
+Used in a test's own process, and by tests/fleet_server.py, which forks one that ends or stops in
+the middle of an update:
 
     {"do": "train", "ports": [9001, 9002], "rendezvous": 29500, "transfer": "direct", "folder": "/tmp/x", "bucket": 1024,
      "fault": {"version": 2, "buckets": 1, "signal": 9}}       which it gives itself once so many buckets of that version have
@@ -60,7 +62,9 @@ class Trainer:
             host, _, port = url.removeprefix("http://").rpartition(":")
             return client(host, int(port))
 
-        self.bridge = BroadcastBridge(clients, transfer, patience=patience, make_server=another, **options)
+        self.bridge = BroadcastBridge(
+            clients, transfer, patience=patience, make_server=another, **options
+        )
         self.version = 0
         try:
             self.bridge.serving_dtype()
@@ -89,7 +93,9 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def training(addresses: Sequence[tuple[str, int]], transfer: str, rendezvous: int, **options: Any) -> Iterator[Trainer]:
+def training(
+    addresses: Sequence[tuple[str, int]], transfer: str, rendezvous: int, **options: Any
+) -> Iterator[Trainer]:
     """A trainer, for the time of the block.
 
     Args:
@@ -110,7 +116,11 @@ def run(told: dict[str, Any]) -> None:
     """Be the process that suffers; one that is stopped makes its update when it goes on, and ends."""
     fault = told["fault"]
     place = [("localhost", port) for port in told["ports"]]
-    options = {"bucket": told["bucket"], "timeout": told.get("timeout", TIMEOUT), "device": told.get("device", "cpu")}
+    options = {
+        "bucket": told["bucket"],
+        "timeout": told.get("timeout", TIMEOUT),
+        "device": told.get("device", "cpu"),
+    }
     with training(place, told["transfer"], told["rendezvous"], **options) as trainer:
         begin, commit, sent = NearSender.begin, FleetUpdates.commit, list[Any]()
         todo = [fault["signal"]]

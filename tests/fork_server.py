@@ -26,7 +26,9 @@ from tests.forked_commands import LONGEST_MESSAGE, MOST_DESCRIPTORS, Command, en
 
 
 class Become(BaseException):
-    """Unwinds the stack of a forked process up to where it runs its command, as an interpreter does that has just started."""
+    """Unwinds the stack of a forked process up to where it runs its command, as an interpreter does
+    that has just started.
+    """
 
     def __init__(self, command: Command) -> None:
         self.command = command
@@ -35,7 +37,9 @@ class Become(BaseException):
 class ForkedGuard(Guard):
     """A guard whose command is this program, forked."""
 
-    def __init__(self, command: Command, control: int, grace: float, keep_out: Sequence[int]) -> None:
+    def __init__(
+        self, command: Command, control: int, grace: float, keep_out: Sequence[int]
+    ) -> None:
         self.program, self.keep_out = command, keep_out
         super().__init__([command.target], control, grace)
 
@@ -46,17 +50,25 @@ class ForkedGuard(Guard):
 
 
 def wait_for(child: int, connection: socket.socket) -> int:
-    """Wait for a child to end, and kill it if whoever asked for it ends before. Returns its exit status."""
+    """Wait for a child to end, and kill it if whoever asked for it ends before.
+
+    Returns its exit status.
+    """
     ended, watch = os.pidfd_open(child), select.poll()
     watch.register(ended, select.POLLIN)
-    watch.register(connection, 0)  # its end is told in any case; what comes through it is for the process that forks
+    watch.register(
+        connection, 0
+    )  # its end is told in any case; what comes through it is for the process that forks
     if ended not in dict(watch.poll()):
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def keep(told: dict[str, Any], connection: socket.socket, log: int, status: int, *others: int) -> None:
-    """Keep one command until it has ended, under a guard if there is a control pipe, and tell its exit status.
+def keep(
+    told: dict[str, Any], connection: socket.socket, log: int, status: int, *others: int
+) -> None:
+    """Keep one command until it has ended, under a guard if there is a control pipe, and tell its
+    exit status.
 
     Args:
         others: standard input and output, if it has its own; the control pipe, if there is one.
@@ -94,12 +106,15 @@ def keep(told: dict[str, Any], connection: socket.socket, log: int, status: int,
 
 
 def serve(lifeline: socket.socket, listener: socket.socket) -> None:
-    """Fork a process for each message of whoever has connected, which keeps a command, until the lifeline is closed.
+    """Fork a process for each message of whoever has connected, which keeps a command, until the
+    lifeline is closed.
 
     Raises:
         Become: this is a forked process, and its command has to be run.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here: they tell their status through a pipe
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # nobody waits for them here: they tell their status through a pipe
     connections: list[socket.socket] = []
     while True:
         ready = select.select([lifeline, listener, *connections], [], [])[0]
@@ -136,20 +151,26 @@ def serve(lifeline: socket.socket, listener: socket.socket) -> None:
 
 
 def fork_engines() -> None:
-    """Have vLLM fork its engines' processes too: without a GPU it executes them, and each imports everything again."""
+    """Have vLLM fork its engines' processes too: without a GPU it executes them, and each imports
+    everything again.
+    """
     context = multiprocessing.get_context("fork")
     for name in ("engine.utils", "engine.coordinator", "executor.multiproc_executor"):
         module = importlib.import_module(f"vllm.v1.{name}")
         assert hasattr(module, "get_mp_context"), name
         module.get_mp_context = lambda: context  # type: ignore[attr-defined]
-    title = importlib.import_module("setproctitle")  # finds where titles are kept by an environment that nobody has changed yet
+    title = importlib.import_module(
+        "setproctitle"
+    )  # finds where titles are kept by an environment that nobody has changed yet
     title.setproctitle(title.getproctitle())
     # Else a signal to the engine would wake the server, as one to itself.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def register_kernels() -> None:
-    """Have vLLM's kernels replaced by those for CPUs now, where each engine would look through all modules for them."""
+    """Have vLLM's kernels replaced by those for CPUs now, where each engine would look through all
+    modules for them.
+    """
     platform = type(importlib.import_module("vllm.platforms").current_platform)
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of what it looks at
         platform.register_triton_kernel_overrides()
@@ -160,7 +181,9 @@ def main() -> None:
     kind, *descriptors = sys.argv[1:]
     gc.disable()  # what is imported stays
     if kind == "vllm":
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # which vllm_api_server.py sets, too late for PyTorch in a forked process
+        os.environ["TORCH_COMPILE_DISABLE"] = (
+            "1"  # which vllm_api_server.py sets, too late for PyTorch in a forked process
+        )
     for module in (*COMMANDS[kind].values(), *LATER[kind]):
         importlib.import_module(module)
     if kind == "vllm":

@@ -1,4 +1,6 @@
-"""Commands of this project that tests fork (tests/forked_commands.py), and what is imported before (tests/fork_server.py)."""
+"""Commands of this project that tests fork (tests/forked_commands.py), and what is imported before
+(tests/fork_server.py).
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,14 @@ COMMANDS = {
     },
     "vllm": {"example_trainer/vllm_api_server.py": "example_trainer.vllm_api_server"},
 }
-"""By the process that forks them: modules (`python -m`) and scripts, and what is imported for each."""
-SERVING = ("httpcore", "encodings.idna", "uvicorn.protocols.websockets.websockets_sansio_impl", "anyio.streams.memory")
+"""By the process that forks them: modules (`python -m`) and scripts, and what is imported for
+each."""
+SERVING = (
+    "httpcore",
+    "encodings.idna",
+    "uvicorn.protocols.websockets.websockets_sansio_impl",
+    "anyio.streams.memory",
+)
 LIGHT = (
     "example_trainer.launcher.quickstart.run", "example_trainer.launcher.quickstart.plot",
     "torch.utils.tensorboard", "numpy.ma",

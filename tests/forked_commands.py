@@ -1,12 +1,14 @@
-"""Commands of this project as processes forked from one that has imported what they import, which is most of their work.
+"""Commands of this project as processes forked from one that has imported what they import, which
+is most of their work.
 
-`Processes.start` (tests/conftest.py) forks those of tests/forkable.py; a command that is not there, or in an environment that
-matters to what is imported, is executed. The forked process is the same program with the same arguments, environment, folder,
-signals and exit status; its command line in `ps` and its place in the tree of processes are others. With FORK_CHILDREN in its
-environment, what it starts as managed processes is forked too.
+`Processes.start` (tests/conftest.py) forks those of tests/forkable.py; a command that is not there,
+or in an environment that matters to what is imported, is executed. The forked process is the same
+program with the same arguments, environment, folder, signals and exit status; its command line in
+`ps` and its place in the tree of processes are others. With FORK_CHILDREN in its environment, what
+it starts as managed processes is forked too.
 
-All workers of one run of the tests share the processes that fork (tests/fork_server.py), which listen in a folder that FOLDER
-names, and are forked themselves (tests/forked_python.py).
+All workers of one run of the tests share the processes that fork (tests/fork_server.py), which
+listen in a folder that FOLDER names, and are forked themselves (tests/forked_python.py).
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from tests.forkable import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 READ_WHEN_IMPORTED = ("CUDA_VISIBLE_DEVICES",) if Path("/dev/nvidiactl").exists() else ()
-"""Variables that must be as they were when the modules were imported. PYTHONPATH may name nothing but this repository."""
+"""Variables that must be as they were when the modules were imported. PYTHONPATH may name nothing
+but this repository."""
 FOLDER = "LOCKSTEP_TESTS_FORKS"
 """Variable that names the folder of the sockets."""
 CHECKOUT = "checkout"
@@ -49,7 +52,8 @@ LONGEST_MESSAGE = 1 << 17
 """Bytes; arguments and an environment are a few kilobytes."""
 STANDARD_ERROR = 2
 MOST_DESCRIPTORS = 5
-"""Of a command's log, its exit status, its standard input and output, and its guard's control pipe."""
+"""Of a command's log, its exit status, its standard input and output, and its guard's control
+pipe."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class Command:
     """A Python command.
 
     Attributes:
-        target: a module's name, or the path of a script; `-c` for a program that is the first of the arguments.
+        target: a module's name, or the path of a script; `-c` for a program that is the first of
+            the arguments.
         is_module: whether it is the first of these.
         arguments: what follows it.
         unbuffered: whether it was called with -u.
@@ -99,7 +104,9 @@ class Command:
                 stream.reconfigure(write_through=True)
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         if threads != "1":
-            importlib.import_module("torch").set_num_threads(int(threads))  # which reads the variable when it is imported
+            importlib.import_module("torch").set_num_threads(
+                int(threads)
+            )  # which reads the variable when it is imported
         if FORK_CHILDREN.items() <= os.environ.items():
             ManagedProcess.start_guard = start_guard  # type: ignore[method-assign]
         if self.target == "-c":
@@ -119,9 +126,11 @@ class Command:
 
 
 def end(work: Callable[[], object]) -> NoReturn:
-    """Do the work of a forked process and end as the interpreter does, up to the moment when it takes its modules apart.
+    """Do the work of a forked process and end as the interpreter does, up to the moment when it
+    takes its modules apart.
 
-    That would write to each page of what was imported, and so copy them all: more work than most commands are.
+    That would write to each page of what was imported, and so copy them all: more work than most
+    commands are.
     """
     status, interrupted = 0, False
     try:
@@ -145,10 +154,12 @@ def end(work: Callable[[], object]) -> NoReturn:
 
 
 class Forked:
-    """What subprocess.Popen is for an executed process: its process id, the other ends of its pipes if it has any, and its exit
-    status once it has ended."""
+    """What subprocess.Popen is for an executed process: its process id, the other ends of its pipes
+    if it has any, and its exit status once it has ended."""
 
-    def __init__(self, pid: int, status: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> None:
+    def __init__(
+        self, pid: int, status: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None
+    ) -> None:
         self.pid, self._status, self.stdin, self.stdout = pid, status, stdin, stdout
         self.returncode: int | None = None
 
@@ -182,23 +193,33 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def start_fork_server(kind: str, listener: socket.socket) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start the process that imports the modules, and forks for whoever connects to the listener; returns its lifeline too."""
+def start_fork_server(
+    kind: str, listener: socket.socket
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the process that imports the modules, and forks for whoever connects to the listener;
+    returns its lifeline too.
+    """
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with there:
         descriptors = (there.fileno(), listener.fileno())
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.fork_server", kind, *map(str, descriptors)],
             cwd=ROOT, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_WAIT_POLICY": "passive"},  # commands of more threads than cores must not burn those
+            # commands of more threads than cores must not burn those
+            env={**os.environ, "OMP_WAIT_POLICY": "passive"},
         )  # fmt: skip
     return process, here
 
 
 @contextlib.contextmanager
 def shared_fork_servers() -> Iterator[None]:
-    """Within the block this process, and all that it starts, have their commands forked by the same two processes."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-forks-") as folder, contextlib.ExitStack() as stack:
+    """Within the block this process, and all that it starts, have their commands forked by the same
+    two processes.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="lockstep-forks-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
         for kind in COMMANDS:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listener.bind(f"{folder}/{kind}")
@@ -212,7 +233,9 @@ def shared_fork_servers() -> Iterator[None]:
 
 
 class ForkServer:
-    """The way to the process that has imported the modules: that of all workers, else one that ends with this process."""
+    """The way to the process that has imported the modules: that of all workers, else one that ends
+    with this process.
+    """
 
     def __init__(self, kind: str) -> None:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -220,7 +243,10 @@ class ForkServer:
         if folder := os.environ.get(FOLDER):
             self._connection.connect(f"{folder}/{kind}")
             return
-        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        ):
             listener.bind(f"{folder}/{kind}")
             listener.listen()
             self._process, self._lifeline = start_fork_server(kind, listener)
@@ -236,10 +262,12 @@ class ForkServer:
         grace: float = 0.0,
         talks: Sequence[int] = (),
     ) -> Forked:
-        """Fork a command; under a guard if its control pipe is given, and then the guard is what is returned.
+        """Fork a command; under a guard if its control pipe is given, and then the guard is what is
+        returned.
 
         Args:
-            talks: its standard input and output; by default nobody says anything to it, and what it says goes to its log.
+            talks: its standard input and output; by default nobody says anything to it, and what it
+                says goes to its log.
         """
         told = {
             "command": vars(command), "environment": dict(variables), "directory": str(directory or Path.cwd()), "grace": grace,
@@ -248,14 +276,18 @@ class ForkServer:
         status, told_there = os.pipe()
         with self._one_at_a_time:  # else two threads may get each other's process
             try:
-                socket.send_fds(self._connection, [json.dumps(told).encode()], [log, told_there, *talks, *guard])
+                socket.send_fds(
+                    self._connection, [json.dumps(told).encode()], [log, told_there, *talks, *guard]
+                )
             finally:
                 os.close(told_there)
             pid = self._connection.recv(16)
         assert pid, "the process that forks is gone; what it wrote stands above"
         return Forked(int(pid), status)
 
-    def fork_with_pipes(self, command: Command, variables: Mapping[str, str], directory: Path | None, log: int) -> Forked:
+    def fork_with_pipes(
+        self, command: Command, variables: Mapping[str, str], directory: Path | None, log: int
+    ) -> Forked:
         """The same with pipes to its standard input and from its output."""
         (stdin, write), (read, stdout) = os.pipe(), os.pipe()
         try:
@@ -287,7 +319,9 @@ def what_forks(
     if command is None or kind is None or not {*places} <= {"", str(ROOT)}:
         return None
     if (folder := os.environ.get(FOLDER)) and Path(folder, CHECKOUT).read_text() != str(ROOT):
-        return None  # as in a copy of the checkout that a job was handed in with: the modules there may be others
+        # as in a copy of the checkout that a job was handed in with: the modules there may be
+        # others
+        return None
     if any(variables.get(name) != os.environ.get(name) for name in READ_WHEN_IMPORTED):
         return None
     return fork_server(kind), command
@@ -296,7 +330,13 @@ def what_forks(
 execute_guard = ManagedProcess.start_guard
 
 
-def start_guard(self: ManagedProcess, control: int, log: int, variables: Mapping[str, str], directory: Path | None) -> Any:
+def start_guard(
+    self: ManagedProcess,
+    control: int,
+    log: int,
+    variables: Mapping[str, str],
+    directory: Path | None,
+) -> Any:
     """As ManagedProcess.start_guard, and the guard is forked with its command if that can be."""
     if (found := what_forks(self.command, variables)) is None:
         return execute_guard(self, control, log, variables, directory)
@@ -311,9 +351,14 @@ class ForkedProcess(ManagedProcess):
 
 
 def start_unguarded(
-    words: Sequence[str], log: int, variables: Mapping[str, str], directory: Path, program: str | None = None
+    words: Sequence[str],
+    log: int,
+    variables: Mapping[str, str],
+    directory: Path,
+    program: str | None = None,
 ) -> Any:
-    """As subprocess.Popen, and forked if that can be: for who signals a command itself, and waits for it.
+    """As subprocess.Popen, and forked if that can be: for who signals a command itself, and waits
+    for it.
 
     Args:
         words: program and arguments.
@@ -329,8 +374,8 @@ def start_unguarded(
 
 
 def start_with_pipes(words: Sequence[str], directory: Path) -> Any:
-    """As subprocess.Popen with pipes to its standard input and from its output, in this process's environment and with its
-    standard error; forked if that can be."""
+    """As subprocess.Popen with pipes to its standard input and from its output, in this process's
+    environment and with its standard error; forked if that can be."""
     if (found := what_forks(words, os.environ)) is None:
         return subprocess.Popen(words, cwd=directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     server, command = found
@@ -344,7 +389,8 @@ def run_command(
     program: str | None = None,
     seconds: float = 180.0,
 ) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run, and forked if that can be; `stdout` is all that it wrote, to standard error too.
+    """As subprocess.run, and forked if that can be; `stdout` is all that it wrote, to standard
+    error too.
 
     Args:
         words, variables, directory, program: see start_unguarded.

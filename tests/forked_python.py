@@ -1,9 +1,10 @@
-"""Stands for Python, where that is what somebody starts: one that has imported already what the tests import, forked.
+"""Stands for Python, where that is what somebody starts: one that has imported already what the
+tests import, forked.
 
 python tests/forked_python.py -u -c PROGRAM ARGUMENT…
 
-pytest-xdist starts its workers by it. It lives as long as what it stands for, whose standard input and output are its own; that
-dies with it.
+pytest-xdist starts its workers by it. It lives as long as what it stands for, whose standard input
+and output are its own; that dies with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ def main() -> int:
     _, unbuffered, dash_c, *program = sys.argv
     assert (unbuffered, dash_c) == ("-u", "-c"), sys.argv
     command = Command("-c", False, program, unbuffered=True)
-    return fork_server("light").fork(command, os.environ, Path.cwd(), STANDARD_ERROR, talks=(0, 1)).wait()
+    return (
+        fork_server("light")
+        .fork(command, os.environ, Path.cwd(), STANDARD_ERROR, talks=(0, 1))
+        .wait()
+    )
 
 
 if __name__ == "__main__":

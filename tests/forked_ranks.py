@@ -1,8 +1,10 @@
-"""Two ranks as torchrun starts them, forked from one process that has imported torch: a third of the work of three that do.
+"""Two ranks as torchrun starts them, forked from one process that has imported torch: a third of
+the work of three that do.
 
 python -m tests.forked_ranks SCRIPT ARGUMENTS…
 
-For what ranks say to one another. What torchrun itself does (it is killed, it gets a signal) is tested with forked_torchrun.py.
+For what ranks say to one another. What torchrun itself does (it is killed, it gets a signal) is
+tested with forked_torchrun.py.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from tests.forked_commands import end
 
 RANKS = 2
 OWN_END_SECONDS = 5.0
-"""In which ranks may end by themselves when another has failed, and say why, before they are asked to."""
+"""In which ranks may end by themselves when another has failed, and say why, before they are asked
+to."""
 
 
 def torchrun_variables(rank: int, port: int) -> dict[str, str]:
@@ -44,7 +47,9 @@ def be_rank(rank: int, port: int, command: list[str]) -> None:
 
 
 def reserve_pair(reservations: PortReservations) -> int:
-    """Reserve two ports in a row: the first for the ranks' store, the second for the meeting of trainer and servers."""
+    """Reserve two ports in a row: the first for the ranks' store, the second for the meeting of
+    trainer and servers.
+    """
     for _ in range(200):
         port = reservations.pick()
         if reservations.take(port + 1):
@@ -67,7 +72,14 @@ def main(command: list[str]) -> int:
                 listening.close()
                 end(partial(be_rank, rank, port, command))
         # The store is the launcher's, so that it outlives the ranks.
-        store = dist.TCPStore("127.0.0.1", port, RANKS, True, wait_for_workers=False, master_listen_fd=listening.detach())
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            RANKS,
+            True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
     failed = False
     asked = float("inf")
     while living:

@@ -1,4 +1,5 @@
-"""torchrun whose ranks are forked from it, where it would execute them and each would import everything again.
+"""torchrun whose ranks are forked from it, where it would execute them and each would import
+everything again.
 
 python -m tests.forked_torchrun OPTIONS… SCRIPT ARGUMENTS…      as python -m torch.distributed.run
 
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+    SubprocessHandler,
+)
 
 import example_trainer.grpo
 import example_trainer.parallel.fsdp  # noqa: F401 - imported once, before the ranks part

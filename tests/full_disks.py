@@ -1,4 +1,6 @@
-"""Disks that fill: a small tmpfs where the tests may mount one, and a function of the system that fails where they may not."""
+"""Disks that fill: a small tmpfs where the tests may mount one, and a function of the system that
+fails where they may not.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def small_disk(folder: Path, megabytes: float) -> Iterator[Path]:
 
 @contextmanager
 def limited_files(n_bytes: int = 0) -> Iterator[None]:
-    """In the block the kernel refuses to make a file longer than this (EFBIG), in the middle of a write if need be."""
+    """In the block the kernel refuses to make a file longer than this (EFBIG), in the middle of a
+    write if need be.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:

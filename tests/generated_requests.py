@@ -18,7 +18,9 @@ def operations_of(url: str, chosen: Callable[[str], bool]) -> list[Any]:
     """Return the operations of a description whose paths are chosen."""
     import schemathesis  # its import takes longer than many a test
 
-    schema = schemathesis.openapi.from_url(url).include(lambda context: chosen(context.operation.path))
+    schema = schemathesis.openapi.from_url(url).include(
+        lambda context: chosen(context.operation.path)
+    )
     operations = [result.ok() for result in schema.get_all_operations()]
     assert operations, "the description names the route"
     return operations
@@ -27,7 +29,8 @@ def operations_of(url: str, chosen: Callable[[str], bool]) -> list[Any]:
 def send_generated(
     operations: Sequence[Any], inputs: int, number: int, change: Callable[[Any], None] | None = None
 ) -> Counter[int]:
-    """Send requests, half of them wrong, and check that no answer is above 499 but the documented ones.
+    """Send requests, half of them wrong, and check that no answer is above 499 but the documented
+    ones.
 
     Args:
         operations: which share the inputs.
@@ -42,7 +45,11 @@ def send_generated(
 
     statuses: Counter[int] = Counter()
     varied = [operation for operation in operations if len(operation.body) or len(operation.query)]
-    strategies = [operation.as_strategy(generation_mode=mode) for operation in varied for mode in GenerationMode]
+    strategies = [
+        operation.as_strategy(generation_mode=mode)
+        for operation in varied
+        for mode in GenerationMode
+    ]
     examples = max(2, inputs // max(1, len(strategies)))
     strategies += [operation.as_strategy() for operation in operations if operation not in varied]
     for strategy in strategies:

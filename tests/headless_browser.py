@@ -1,8 +1,9 @@
 """A real Chromium without a window, for tests that look at a page as a person does.
 
-Tests find what they click and read by its role and its name, as a screen reader tells them, and wait for what the page says of
-itself (`data-ready`, `data-connection`). What a page does that nobody sees is noted: lines in the console, errors, refusals of
-its content security policy, dialogs, and requests to other hosts. A visit at which any was noted fails.
+Tests find what they click and read by its role and its name, as a screen reader tells them, and
+wait for what the page says of itself (`data-ready`, `data-connection`). What a page does that
+nobody sees is noted: lines in the console, errors, refusals of its content security policy,
+dialogs, and requests to other hosts. A visit at which any was noted fails.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
 
 VARIABLE = "LOCKSTEP_BROWSER"
 """Names the browser to take; none at all if it is empty."""
-PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PROGRAMS = (
+    "chromium-headless-shell",
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+)
 INSTALL = "apt-get install --no-install-recommends chromium-headless-shell"
 SECONDS = 60.0
 """The longest wait for what a page shows."""
@@ -89,7 +96,10 @@ class Visit:
     def _note_request(self, request: Request) -> None:
         self.requests.append(request.url)
         address = urlsplit(request.url)
-        if address.scheme not in WITHIN_PAGE and f"{address.scheme}://{address.netloc}" != self.origin:
+        if (
+            address.scheme not in WITHIN_PAGE
+            and f"{address.scheme}://{address.netloc}" != self.origin
+        ):
             self.noted.append(f"a request to another host: {request.url}")
 
     def _note_line(self, line: ConsoleMessage) -> None:
@@ -106,9 +116,11 @@ class Visit:
         self.until(READY)
 
     def until(self, condition: str, argument: Any = None, seconds: float = SECONDS) -> None:
-        """Wait until an expression of JavaScript, or a function of the argument, is true in the page.
+        """Wait until an expression of JavaScript, or a function of the argument, is true in the
+        page.
 
-        Asked from here each time: what Playwright lets the page itself ask would have to get past the page's policy.
+        Asked from here each time: what Playwright lets the page itself ask would have to get past
+        the page's policy.
         """
         from playwright.sync_api import Error
 
@@ -120,16 +132,24 @@ class Visit:
             except Error as error:
                 if "context was destroyed" not in error.message:  # by a page that follows this one
                     raise
-            assert time.monotonic() < deadline, f"after {seconds:.0f} s at {self.page.url} not yet: {condition}; {self.noted}"
+            assert time.monotonic() < deadline, (
+                f"after {seconds:.0f} s at {self.page.url} not yet: {condition}; {self.noted}"
+            )
             self.page.wait_for_timeout(30)
 
     def expect(self, pattern: str) -> None:
-        """Say that lines which match may be noted at this visit, such as those of a server that the test kills."""
+        """Say that lines which match may be noted at this visit, such as those of a server that the
+        test kills.
+        """
         self._expected.append(re.compile(pattern))
 
     def complaints(self) -> list[str]:
         """What was noted and not expected."""
-        return [line for line in self.noted if not any(pattern.search(line) for pattern in self._expected)]
+        return [
+            line
+            for line in self.noted
+            if not any(pattern.search(line) for pattern in self._expected)
+        ]
 
     def end(self) -> list[str]:
         """Close the window; returns what was noted and not expected."""
@@ -139,21 +159,28 @@ class Visit:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One for all tests of a module. Not of a session: its client runs an event loop, and no coroutine of a test could."""
+    """One for all tests of a module.
+
+    Not of a session: its client runs an event loop, and no coroutine of a test could.
+    """
     if (reason := missing()) is not None:
         pytest.skip(reason)
     from playwright.sync_api import expect, sync_playwright
 
     expect.set_options(timeout=SECONDS * 1000)
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=find_browser(), args=["--no-proxy-server"])
+        started = playwright.chromium.launch(
+            executable_path=find_browser(), args=["--no-proxy-server"]
+        )
         yield started
         started.close()
 
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
-    """A function that begins a visit, which ends with the test: `visit(origin, **options)`, as Playwright's `new_context`."""
+    """A function that begins a visit, which ends with the test: `visit(origin, **options)`, as
+    Playwright's `new_context`.
+    """
     begun: list[Visit] = []
 
     def begin(origin: str, **options: Any) -> Visit:

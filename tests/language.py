@@ -3,7 +3,8 @@
     python -m tests.language                    # rewrite tests/language_counts.json, and print it as a table
     python -m tests.language docs/async.md …    # list what is counted in these documents
 
-The counts in the file are upper limits. They may fall, and they may move from one document to another; their sum may not rise.
+The counts in the file are upper limits. They may fall, and they may move from one document to
+another; their sum may not rise.
 """
 
 from __future__ import annotations
@@ -21,10 +22,26 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ROOT / "tests" / "language_counts.json"
 COMMAND = "python -m tests.language"
-PACKAGES = ("atroposlib", "bench", "environments", "example_trainer", "scripts", "tests", "vllm_patching")
+PACKAGES = (
+    "atroposlib",
+    "bench",
+    "environments",
+    "example_trainer",
+    "scripts",
+    "tests",
+    "vllm_patching",
+)
 LONGEST_SENTENCE = 25
 GUIDE_PHRASES_PER_1000_WORDS = 1
-GUIDES = ("start", "your-environment", "your-loss", "your-model", "several-gpus", "several-machines", "troubleshooting")
+GUIDES = (
+    "start",
+    "your-environment",
+    "your-loss",
+    "your-model",
+    "several-gpus",
+    "several-machines",
+    "troubleshooting",
+)
 """Pages that are guides wherever the index docs/README.md puts them."""
 
 PHRASES = {
@@ -39,8 +56,11 @@ WHO = re.compile(r"(?<=[,:;.]\s)who\b")
 OPENING = re.compile(r"[*_\"(]*(What|Whatever|Whether|How|That which|Those|Of)\b")
 DOCSTRING_OPENING = re.compile(r"\s*(What|Whatever|Whether|How|That|Those|Of)\b")
 BULLET = r"[^\S\n]*(?:[-*+]|\d+\.)\s"
-PARAGRAPH = re.compile(rf"^\|.*$|^#.*$|^[^\n]*\S[^\n]*(?:\n(?!{BULLET}|[#|])[^\n]*\S[^\n]*)*", re.MULTILINE)
-"""A row of a table, a heading, an item of a list, or lines up to the next of these or to an empty line."""
+PARAGRAPH = re.compile(
+    rf"^\|.*$|^#.*$|^[^\n]*\S[^\n]*(?:\n(?!{BULLET}|[#|])[^\n]*\S[^\n]*)*", re.MULTILINE
+)
+"""A row of a table, a heading, an item of a list, or lines up to the next of these or to an empty
+line."""
 OPENING_REMEDY = "begin with the subject or the condition"
 DOCSTRING_REMEDY = "begin a docstring with an imperative or a noun phrase"
 
@@ -55,12 +75,18 @@ class Hit(NamedTuple):
 
 
 def blank(pattern: str, text: str, filler: str = " ") -> str:
-    """Replace every match by filler of the same length, so that positions and lines stay what they were."""
-    return re.sub(pattern, lambda m: re.sub(r"[^\n]", filler, m[0]), text, flags=re.MULTILINE | re.DOTALL)
+    """Replace every match by filler of the same length, so that positions and lines stay what they
+    were.
+    """
+    return re.sub(
+        pattern, lambda m: re.sub(r"[^\n]", filler, m[0]), text, flags=re.MULTILINE | re.DOTALL
+    )
 
 
 def prose(text: str) -> str:
-    """Return a document with its code, generated tables, comments and addresses blanked; inline code becomes one word each."""
+    """Return a document with its code, generated tables, comments and addresses blanked; inline
+    code becomes one word each.
+    """
     for pattern in (
         r"^[ ]*```.*?^[ ]*```[^\n]*$",
         r"<!--= [^\n>]*-->\n.*?<!--/-->",
@@ -94,7 +120,12 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
     for position, paragraph in paragraphs(text):
         begin = 0
         for end in [
-            *(m.end() for m in re.finditer(r"[.!?][\"')\]*_]*\s+(?=[\"'(\[*_`]*(?:[A-Z0-9x]|vLLM))", paragraph)),
+            *(
+                m.end()
+                for m in re.finditer(
+                    r"[.!?][\"')\]*_]*\s+(?=[\"'(\[*_`]*(?:[A-Z0-9x]|vLLM))", paragraph
+                )
+            ),
             len(paragraph),
         ]:
             sentence = paragraph[begin:end]
@@ -113,20 +144,36 @@ def hits_in_document(text: str) -> list[Hit]:
     shown, found = prose(text), []
 
     def add(kind: str, position: int, excerpt: str, remedy: str) -> None:
-        found.append(Hit(kind, text.count("\n", 0, position) + 1, " ".join(excerpt.split()), remedy))
+        found.append(
+            Hit(kind, text.count("\n", 0, position) + 1, " ".join(excerpt.split()), remedy)
+        )
 
     for remedy, phrases in PHRASES.items():
         for match in re.finditer(rf"\b(?:{phrases})\b", shown, re.IGNORECASE):
             add("phrases", match.start(), match[0], remedy)
     for match in WHO.finditer(shown):
-        add("phrases", match.start(), match[0], "a program is `it`; write `which` or repeat the noun")
+        add(
+            "phrases",
+            match.start(),
+            match[0],
+            "a program is `it`; write `which` or repeat the noun",
+        )
     for position, sentence in sentences(shown):
         original = text[position : position + len(sentence)]
         opening = OPENING.match(sentence)
-        if opening and not sentence.endswith("?") and not shown[:position].rpartition("\n")[2].startswith("#"):
+        if (
+            opening
+            and not sentence.endswith("?")
+            and not shown[:position].rpartition("\n")[2].startswith("#")
+        ):
             add("phrases", position, original[:40] + " …", OPENING_REMEDY)
         if (length := words(sentence)) > LONGEST_SENTENCE:
-            add("long sentences", position, original[:60] + " …", f"{length} words: at most {LONGEST_SENTENCE}, one idea each")
+            add(
+                "long sentences",
+                position,
+                original[:60] + " …",
+                f"{length} words: at most {LONGEST_SENTENCE}, one idea each",
+            )
     return sorted(found, key=lambda hit: hit.line)
 
 
@@ -135,10 +182,17 @@ def hits_in_code(source: str) -> list[Hit]:
     texts = [
         node.value
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
     ]
     return [
-        Hit("docstring openings", node.lineno, str(node.value).strip().splitlines()[0][:60], DOCSTRING_REMEDY)
+        Hit(
+            "docstring openings",
+            node.lineno,
+            str(node.value).strip().splitlines()[0][:60],
+            DOCSTRING_REMEDY,
+        )
         for node in texts
         if DOCSTRING_OPENING.match(str(node.value))
     ]
@@ -147,17 +201,33 @@ def hits_in_code(source: str) -> list[Hit]:
 def documents() -> list[Path]:
     """List the documents that are counted."""
     trainer = ROOT / "example_trainer" / "README.md"
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *([trainer] if trainer.exists() else [])]
+    return [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *([trainer] if trainer.exists() else []),
+    ]
 
 
 def guides() -> list[Path]:
-    """List README.md, the pages that the index lists under a heading with "guide" in it, and GUIDES, as far as they exist."""
+    """List README.md, the pages that the index lists under a heading with "guide" in it, and
+    GUIDES, as far as they exist.
+    """
     index = ROOT / "docs" / "README.md"
     text = index.read_text(encoding="utf-8") if index.exists() else ""
     parts = re.split(r"^(#+ .*)$", text, flags=re.MULTILINE)
-    listed = [part for heading, part in zip(parts[1::2], parts[2::2], strict=True) if "guide" in heading.lower()]
-    names = {f"{name}.md" for name in GUIDES} | set(re.findall(r"\]\(([\w-]+\.md)", "\n".join(listed)))
-    return [path for path in documents() if path == ROOT / "README.md" or (path.parent.name == "docs" and path.name in names)]
+    listed = [
+        part
+        for heading, part in zip(parts[1::2], parts[2::2], strict=True)
+        if "guide" in heading.lower()
+    ]
+    names = {f"{name}.md" for name in GUIDES} | set(
+        re.findall(r"\]\(([\w-]+\.md)", "\n".join(listed))
+    )
+    return [
+        path
+        for path in documents()
+        if path == ROOT / "README.md" or (path.parent.name == "docs" and path.name in names)
+    ]
 
 
 def all_hits() -> dict[str, list[tuple[str, Hit]]]:
@@ -168,22 +238,33 @@ def all_hits() -> dict[str, list[tuple[str, Hit]]]:
         found[name] = [(name, hit) for hit in hits_in_document(path.read_text(encoding="utf-8"))]
     for package in PACKAGES:
         files = sorted((ROOT / package).rglob("*.py"))
-        hits = {str(path.relative_to(ROOT)): hits_in_code(path.read_text(encoding="utf-8")) for path in files}
+        hits = {
+            str(path.relative_to(ROOT)): hits_in_code(path.read_text(encoding="utf-8"))
+            for path in files
+        }
         found[f"{package}/"] = [(name, hit) for name, of_file in hits.items() for hit in of_file]
     return found
 
 
 def counted(hits: Mapping[str, list[tuple[str, Hit]]]) -> dict[str, dict[str, int]]:
     """Count what all_hits lists; a kind that does not occur is left out."""
-    return {name: dict(sorted(Counter(hit.kind for _, hit in found).items())) for name, found in hits.items()}
+    return {
+        name: dict(sorted(Counter(hit.kind for _, hit in found).items()))
+        for name, found in hits.items()
+    }
 
 
 def read_counts(path: Path = COUNTS) -> dict[str, dict[str, int]]:
-    """Read the limits. Of a line that a merge left in two versions, each kind counts with its greater number."""
+    """Read the limits.
+
+    Of a line that a merge left in two versions, each kind counts with its greater number.
+    """
     found: dict[str, dict[str, int]] = {}
     if not path.exists():
         return found
-    for name, counts in re.findall(r'^"([^"]+)": (\{[^}]*\}),?$', path.read_text(encoding="utf-8"), re.MULTILINE):
+    for name, counts in re.findall(
+        r'^"([^"]+)": (\{[^}]*\}),?$', path.read_text(encoding="utf-8"), re.MULTILINE
+    ):
         limits = found.setdefault(name, {})
         for kind, count in json.loads(counts).items():
             limits[kind] = max(count, limits.get(kind, 0))
@@ -191,23 +272,42 @@ def read_counts(path: Path = COUNTS) -> dict[str, dict[str, int]]:
 
 
 def write_counts(now: Mapping[str, Mapping[str, int]], path: Path = COUNTS) -> None:
-    """Write the limits, with an empty line between entries, so that git merges changes of neighbours."""
-    lines = [f"{json.dumps(name)}: {json.dumps(dict(counts))}" for name, counts in sorted(now.items())]
+    """Write the limits, with an empty line between entries, so that git merges changes of
+    neighbours.
+    """
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(dict(counts))}" for name, counts in sorted(now.items())
+    ]
     path.write_text("{\n" + ",\n\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def changed_since_the_limits() -> set[str]:
-    """List the files that differ from the commit that last wrote the limits; nothing outside of a git checkout."""
+    """List the files that differ from the commit that last wrote the limits; nothing outside of a
+    git checkout.
+    """
     git = ("git", "-C", str(ROOT))
-    commit = subprocess.run([*git, "log", "-1", "--format=%H", "--", str(COUNTS)], capture_output=True, text=True, timeout=60)
+    commit = subprocess.run(
+        [*git, "log", "-1", "--format=%H", "--", str(COUNTS)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     if commit.returncode or not commit.stdout.strip():
         return set()
     changes = [*git, "diff", "--name-only", commit.stdout.strip()]
-    return set(subprocess.run(changes, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines())
+    return set(
+        subprocess.run(
+            changes, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.splitlines()
+    )
 
 
-def risen(now: Mapping[str, Mapping[str, int]], limits: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str, int, int]]:
-    """List name, kind, count and limit wherever a count is above its limit; a name without a line has the limit 0."""
+def risen(
+    now: Mapping[str, Mapping[str, int]], limits: Mapping[str, Mapping[str, int]]
+) -> list[tuple[str, str, int, int]]:
+    """List name, kind, count and limit wherever a count is above its limit; a name without a line
+    has the limit 0.
+    """
     return [
         (name, kind, count, limits.get(name, {}).get(kind, 0))
         for name, counts in now.items()
@@ -216,11 +316,20 @@ def risen(now: Mapping[str, Mapping[str, int]], limits: Mapping[str, Mapping[str
     ]
 
 
-def sums_that_rose(now: Mapping[str, Mapping[str, int]], limits: Mapping[str, Mapping[str, int]]) -> list[str]:
+def sums_that_rose(
+    now: Mapping[str, Mapping[str, int]], limits: Mapping[str, Mapping[str, int]]
+) -> list[str]:
     """Describe each kind whose sum over all names is above the sum of the limits."""
     kinds = sorted({kind for counts in now.values() for kind in counts})
-    totals = {kind: [sum(counts.get(kind, 0) for counts in of.values()) for of in (now, limits)] for kind in kinds}
-    return [f"{kind}: {count} in all, limit {limit}" for kind, (count, limit) in totals.items() if count > limit]
+    totals = {
+        kind: [sum(counts.get(kind, 0) for counts in of.values()) for of in (now, limits)]
+        for kind in kinds
+    }
+    return [
+        f"{kind}: {count} in all, limit {limit}"
+        for kind, (count, limit) in totals.items()
+        if count > limit
+    ]
 
 
 def main(arguments: list[str]) -> int:
@@ -235,15 +344,25 @@ def main(arguments: list[str]) -> int:
     now, limits = counted(all_hits()), read_counts()
     if limits and (rose := sums_that_rose(now, limits)):
         print(*rose, sep="\n")
-        above = [f"{name}: {count} {kind}, limit {limit}" for name, kind, count, limit in risen(now, limits)]
+        above = [
+            f"{name}: {count} {kind}, limit {limit}"
+            for name, kind, count, limit in risen(now, limits)
+        ]
         print("not written: reword these first", *above, sep="\n  ")
         return 1
     write_counts(now)
     for name, counts in sorted(now.items()):
-        changes = [f"{kind} {count} ({count - limits.get(name, {}).get(kind, 0):+d})" for kind, count in counts.items()]
+        changes = [
+            f"{kind} {count} ({count - limits.get(name, {}).get(kind, 0):+d})"
+            for kind, count in counts.items()
+        ]
         path = ROOT / name
         length = words(prose(path.read_text(encoding="utf-8"))) if path.is_file() else 0
-        rate = [f"{1000 * counts.get('phrases', 0) / length:.1f} phrases per 1,000 words"] if length else []
+        rate = (
+            [f"{1000 * counts.get('phrases', 0) / length:.1f} phrases per 1,000 words"]
+            if length
+            else []
+        )
         print(f"{name:32}", *changes, *rate, sep="  ")
     return 0
 

@@ -65,8 +65,9 @@ class Starter:
 
 
 def get_json(url: str, headers: Mapping[str, str] | None = None) -> Any:
-    """What it answers, asked through no proxy. A client that looks for none in its environment looks for no authorities there
-    either: it would read all that Certifi knows, which takes longer than the question, were it not told to trust anybody."""
+    """What it answers, asked through no proxy. A client that looks for none in its environment
+    looks for no authorities there either: it would read all that Certifi knows, which takes longer
+    than the question, were it not told to trust anybody."""
     return httpx.get(url, headers=headers, timeout=SOON, trust_env=False, verify=False).json()
 
 
@@ -121,7 +122,9 @@ class LightServer:
         self.signal(signal.SIGKILL)
 
     def fault(self, at: str, do: str) -> None:
-        httpx.post(f"{self.url}/test/fault", json={"at": at, "do": do}, timeout=SOON).raise_for_status()
+        httpx.post(
+            f"{self.url}/test/fault", json={"at": at, "do": do}, timeout=SOON
+        ).raise_for_status()
 
     def get(self, path: str) -> dict[str, Any] | None:
         try:
@@ -148,7 +151,9 @@ def until(true: Callable[[], bool], seconds: float = SOON) -> None:
 
 
 def bring_back(trainer: Trainer, server: LightServer) -> None:
-    """Look after the servers as training does while it waits, until this one serves the present weights and is known to."""
+    """Look after the servers as training does while it waits, until this one serves the present
+    weights and is known to.
+    """
     begun = time.monotonic()
     while not (server.url in trainer.bridge.server_urls() and server.serves(trainer.version)):
         trainer.look_after()

@@ -30,8 +30,19 @@ class Listener(NamedTuple):
 
 def listeners(pids: Iterable[int]) -> list[Listener]:
     """The listening sockets of these processes, each once for each process that has it open."""
-    addresses = {inode: place for name in ("tcp", "tcp6") for inode, place in _table(Path("/proc/net") / name)}
-    return sorted({Listener(pid, *addresses[inode]) for pid in pids for inode in _sockets(pid) if inode in addresses})
+    addresses = {
+        inode: place
+        for name in ("tcp", "tcp6")
+        for inode, place in _table(Path("/proc/net") / name)
+    }
+    return sorted(
+        {
+            Listener(pid, *addresses[inode])
+            for pid in pids
+            for inode in _sockets(pid)
+            if inode in addresses
+        }
+    )
 
 
 def _table(path: Path) -> list[tuple[str, tuple[str, int]]]:
@@ -40,11 +51,15 @@ def _table(path: Path) -> list[tuple[str, tuple[str, int]]]:
 
 
 def _place(text: str) -> tuple[str, int]:
-    """`0100007F:1F90` → ("127.0.0.1", 8080); the kernel writes each word of an address in the machine's order."""
+    """`0100007F:1F90` → ("127.0.0.1", 8080); the kernel writes each word of an address in the
+    machine's order.
+    """
     address, _, port = text.partition(":")
     words = [struct.pack("=I", int(word, 16)) for word in re.findall("." * 8, address)]
     raw = b"".join(words)
-    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw), int(port, 16)
+    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw), int(
+        port, 16
+    )
 
 
 def _sockets(pid: int) -> set[str]:

@@ -1,4 +1,6 @@
-"""Markdown pages as a reader sees them: headings with their anchors, links, and the text of a section."""
+"""Markdown pages as a reader sees them: headings with their anchors, links, and the text of a
+section.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def sections(path: Path) -> list[Section]:
         name = slug(head[2])
         anchor = f"{name}-{seen[name]}" if seen[name] else name
         seen[name] += 1
-        end = next((later.start() for later in heads[number + 1 :] if len(later[1]) <= len(head[1])), len(text))
+        end = next(
+            (later.start() for later in heads[number + 1 :] if len(later[1]) <= len(head[1])),
+            len(text),
+        )
         found.append(Section(anchor, head[2], text[head.end() : end]))
     return found
 
@@ -56,7 +61,9 @@ def section_of(path: Path, anchor: str) -> Section:
 
 
 def shell_lines(text: str) -> list[str]:
-    """Return the commands of the shell blocks in a text: continued lines joined, comments and blanks left out."""
+    """Return the commands of the shell blocks in a text: continued lines joined, comments and
+    blanks left out.
+    """
     blocks = re.findall(r"^[ ]*```bash\n(.*?)^[ ]*```", text, re.MULTILINE | re.DOTALL)
     lines = (line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines())
     return [line for line in lines if line and not line.startswith("#")]
@@ -86,7 +93,10 @@ def links(path: Path, text: str | None = None) -> Iterator[Link]:
     """Yield the links of a page, or of a part of it, to files of the project."""
     shown = without_code(path.read_text(encoding="utf-8") if text is None else text)
     images = re.findall(r"(?:src|srcset)=\"([^\"]+)\"", shown)
-    for words, target in [*((match["text"], match["target"]) for match in LINK.finditer(shown)), *(("", i) for i in images)]:
+    for words, target in [
+        *((match["text"], match["target"]) for match in LINK.finditer(shown)),
+        *(("", i) for i in images),
+    ]:
         if re.match(r"[a-z]+:", target):
             continue
         name, _, anchor = target.partition("#")
@@ -100,6 +110,10 @@ def broken_links(path: Path) -> list[str]:
         shown = link.file.relative_to(ROOT) if link.file.is_relative_to(ROOT) else link.file
         if not link.file.exists():
             broken.append(f"[{link.text}]: {shown} does not exist")
-        elif link.anchor and link.anchor not in (anchors := [section.anchor for section in sections(link.file)]):
-            broken.append(f"[{link.text}]: {shown} has no heading #{link.anchor}; it has {', '.join(anchors)}")
+        elif link.anchor and link.anchor not in (
+            anchors := [section.anchor for section in sections(link.file)]
+        ):
+            broken.append(
+                f"[{link.text}]: {shown} has no heading #{link.anchor}; it has {', '.join(anchors)}"
+            )
     return broken

@@ -1,4 +1,6 @@
-"""Sends random bytes to a server through many connections at a time, and checks each answer and what the server keeps."""
+"""Sends random bytes to a server through many connections at a time, and checks each answer and
+what the server keeps.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,13 @@ PAUSE = 0.002
 QUIET = 0.3
 """Seconds without a byte, after at least one whole answer, after which a client leaves."""
 HANG_SECONDS = 240.0
-"""A connection that still waits for its answer or its end after this time hangs. The servers' own limits are shorter."""
+"""A connection that still waits for its answer or its end after this time hangs. The servers' own
+limits are shorter."""
 REFUSALS = frozenset({503, 507})
 """The documented answers above 499."""
-FAULTS = re.compile(r"Traceback|exception was never retrieved|was never awaited|Task was destroyed|Exception in")
+FAULTS = re.compile(
+    r"Traceback|exception was never retrieved|was never awaited|Task was destroyed|Exception in"
+)
 """Lines of a log that only a fault of the server causes."""
 CLOSED_BY_SERVER = frozenset({errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ECONNABORTED})
 """Errors of a socket whose peer has closed the connection while the client still writes."""
@@ -52,19 +57,30 @@ def open_files(pid: int) -> int:
 
 
 def faults_in(log: Path) -> list[str]:
-    """Return the lines of a log that only a fault of the server causes, each with the lines after it."""
+    """Return the lines of a log that only a fault of the server causes, each with the lines after
+    it.
+    """
     lines = log.read_text(errors="replace").splitlines()
-    return ["\n".join(lines[number : number + 40]) for number, line in enumerate(lines) if FAULTS.search(line)]
+    return [
+        "\n".join(lines[number : number + 40])
+        for number, line in enumerate(lines)
+        if FAULTS.search(line)
+    ]
 
 
 def run(
-    address: tuple[str, int], targets: Sequence[Target], seed: int, numbers: Sequence[int], leaves_after: float | None = None
+    address: tuple[str, int],
+    targets: Sequence[Target],
+    seed: int,
+    numbers: Sequence[int],
+    leaves_after: float | None = None,
 ) -> Outcome:
     """Send the attempts of a seed with these numbers.
 
     Args:
-        leaves_after: seconds after which a client leaves that waits for the end of a connection; None: such a connection hangs
-            after HANG_SECONDS. A short run has no time to wait for the limits of a server that holds half requests for long.
+        leaves_after: seconds after which a client leaves that waits for the end of a connection;
+            None: such a connection hangs after HANG_SECONDS. A short run has no time to wait for
+            the limits of a server that holds half requests for long.
     """
     outcome = Outcome()
     left = iter(numbers)

@@ -1,4 +1,7 @@
-"""Random bytes for the sockets of HTTP servers: mostly requests that are nearly right. A seed and a number determine each."""
+"""Random bytes for the sockets of HTTP servers: mostly requests that are nearly right.
+
+A seed and a number determine each.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,11 @@ class Draft:
 
     def bytes(self, host: bytes) -> bytes:
         """Return the request."""
-        lines = [b"%s %s %s" % (self.method, self.path, self.version), b"host: " + host, *self.lines]
+        lines = [
+            b"%s %s %s" % (self.method, self.path, self.version),
+            b"host: " + host,
+            *self.lines,
+        ]
         if not self.framed and self.body:
             lines.append(b"content-length: %d" % len(self.body))
         return b"\r\n".join(lines) + b"\r\n\r\n" + self.body
@@ -66,10 +73,56 @@ class Draft:
 
 Change = Callable[[random.Random, Draft], str]
 
-NUMBERS = ("1e400", "-1e400", "NaN", "-Infinity", "9" * 309, "9" * 5000, "-0", "1e-400", str(2**63), str(-(2**63) - 1))
-NUMBERS += (str(2**64), str(2**53), "0.1e", "01", "+1", "0x10", "1_000", "true", "null", '""', "{}", "[]", "[[]]")
-TEXTS = ('"\\ud800"', '"\\udfff\\ud800"', '"\\u0000"', '"\\ud83d\\ude00"', '"' + "a" * 3000 + '"', '"\\x41"', '"\t"', '"\\')
-LENGTHS = (b"-1", b"0x10", b"+5", b"1e3", b"99999999999999999999", b"18446744073709551616", b"", b" ", b"5, 5", b"5,6", b"\xb2")
+NUMBERS = (
+    "1e400",
+    "-1e400",
+    "NaN",
+    "-Infinity",
+    "9" * 309,
+    "9" * 5000,
+    "-0",
+    "1e-400",
+    str(2**63),
+    str(-(2**63) - 1),
+)
+NUMBERS += (
+    str(2**64),
+    str(2**53),
+    "0.1e",
+    "01",
+    "+1",
+    "0x10",
+    "1_000",
+    "true",
+    "null",
+    '""',
+    "{}",
+    "[]",
+    "[[]]",
+)
+TEXTS = (
+    '"\\ud800"',
+    '"\\udfff\\ud800"',
+    '"\\u0000"',
+    '"\\ud83d\\ude00"',
+    '"' + "a" * 3000 + '"',
+    '"\\x41"',
+    '"\t"',
+    '"\\',
+)
+LENGTHS = (
+    b"-1",
+    b"0x10",
+    b"+5",
+    b"1e3",
+    b"99999999999999999999",
+    b"18446744073709551616",
+    b"",
+    b" ",
+    b"5, 5",
+    b"5,6",
+    b"\xb2",
+)
 CHUNKS = (
     b"-1",
     b"FFFFFFFFFFFFFFFF",
@@ -120,8 +173,27 @@ HEADERS = (
     b"connection: close, keep-alive",
     b"transfer-encoding: chunked\r\ncontent-length: 3",
 )
-PATHS = (b"", b"/", b"*", b"//", b"/..%2f..%2fetc/passwd", b"/%00", b"/%ff%fe", b"/%ed%a0%80", b"/\xff", b"/?\xff=%", b"/%")
-PATHS += (b"http://other.example/", b"http://[::1", b"other.example:443", b"/a b", b"/" + b"a" * 5000, b"/?" + b"a=b&" * 5000)
+PATHS = (
+    b"",
+    b"/",
+    b"*",
+    b"//",
+    b"/..%2f..%2fetc/passwd",
+    b"/%00",
+    b"/%ff%fe",
+    b"/%ed%a0%80",
+    b"/\xff",
+    b"/?\xff=%",
+    b"/%",
+)
+PATHS += (
+    b"http://other.example/",
+    b"http://[::1",
+    b"other.example:443",
+    b"/a b",
+    b"/" + b"a" * 5000,
+    b"/?" + b"a=b&" * 5000,
+)
 QUERIES = (b"?batch_id=", b"?uuid=", b"?received=", b"?env_id=", b"?after=")
 METHODS = (
     b"GET",
@@ -138,7 +210,16 @@ METHODS = (
     b"G\x00T",
     b"A" * 300,
 )
-VERSIONS = (b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2.0", b"HTTP/1.10", b"HTTP/", b"", b"XTTP/1.1", b"HTTP/1.1 x")
+VERSIONS = (
+    b"HTTP/1.0",
+    b"HTTP/0.9",
+    b"HTTP/2.0",
+    b"HTTP/1.10",
+    b"HTTP/",
+    b"",
+    b"XTTP/1.1",
+    b"HTTP/1.1 x",
+)
 
 
 def change_first_line(chance: random.Random, draft: Draft) -> str:
@@ -149,7 +230,10 @@ def change_first_line(chance: random.Random, draft: Draft) -> str:
     elif which == "path":
         draft.path = chance.choice(PATHS)
     elif which == "query":
-        draft.path += chance.choice(QUERIES) + chance.choice((*NUMBERS, "%ed%a0%80", "%00", "a" * 3000)).encode()
+        draft.path += (
+            chance.choice(QUERIES)
+            + chance.choice((*NUMBERS, "%ed%a0%80", "%00", "a" * 3000)).encode()
+        )
     else:
         draft.version = chance.choice(VERSIONS)
     return which
@@ -182,9 +266,25 @@ def change_transfer(chance: random.Random, draft: Draft) -> str:
     wrong = chance.random() < 0.6
     if wrong:
         place = chance.randrange(len(coded) + 1)
-        coded.insert(place, chance.choice(CHUNKS) + chance.choice((b"\r\n", b"\n", b"")) + b"x" * chance.randrange(9))
-    last = chance.choice((b"0\r\n\r\n", b"0\r\n\r\n", b"0\r\nx: y\r\n\r\n", b"0\r\nbad trailer\r\n\r\n", b"", b"0\r\n"))
-    draft.lines.append(b"transfer-encoding: " + (chance.choice(CODINGS) if chance.random() < 0.4 else b"chunked"))
+        coded.insert(
+            place,
+            chance.choice(CHUNKS)
+            + chance.choice((b"\r\n", b"\n", b""))
+            + b"x" * chance.randrange(9),
+        )
+    last = chance.choice(
+        (
+            b"0\r\n\r\n",
+            b"0\r\n\r\n",
+            b"0\r\nx: y\r\n\r\n",
+            b"0\r\nbad trailer\r\n\r\n",
+            b"",
+            b"0\r\n",
+        )
+    )
+    draft.lines.append(
+        b"transfer-encoding: " + (chance.choice(CODINGS) if chance.random() < 0.4 else b"chunked")
+    )
     draft.body, draft.framed = b"".join(coded) + last, True
     return f"chunks of {size}{', one of them wrong' if wrong else ''}"
 
@@ -192,10 +292,13 @@ def change_transfer(chance: random.Random, draft: Draft) -> str:
 def change_encoding(chance: random.Random, draft: Draft) -> str:
     """Compress the body, rightly or not."""
     packed = gzip.compress(draft.body, 1, mtime=0)
-    kind = chance.choice(("right", "cut", "garbage", "two members", "zeros", "damaged", "header alone", "other"))
+    kind = chance.choice(
+        ("right", "cut", "garbage", "two members", "zeros", "damaged", "header alone", "other")
+    )
     if kind == "other":
         draft.lines.append(
-            b"content-encoding: " + chance.choice((b"br", b"gzip, gzip", b"GZIP ", b"\xff", b"x" * 5000, b"deflate"))
+            b"content-encoding: "
+            + chance.choice((b"br", b"gzip, gzip", b"GZIP ", b"\xff", b"x" * 5000, b"deflate"))
         )
         return "another content-encoding"
     draft.body = {
@@ -226,7 +329,8 @@ def change_body(chance: random.Random, draft: Draft) -> str:
     draft.body = {
         "cut": draft.body[: chance.randrange(len(draft.body) + 1)],
         "bytes": _damaged(chance, draft.body),
-        "deep": chance.choice((b"[", b'{"a":', b'{"tokens":[')) * deep + chance.choice((b"", b"1" + b"]" * deep)),
+        "deep": chance.choice((b"[", b'{"a":', b'{"tokens":[')) * deep
+        + chance.choice((b"", b"1" + b"]" * deep)),
         "twice": draft.body * 2,
         "random": chance.randbytes(chance.randrange(2000)),
         "marks": chance.choice((b"\xef\xbb\xbf", b"\xff\xfe", b"\0", b" " * 70_000)) + draft.body,
@@ -258,7 +362,14 @@ def _put(chance: random.Random, value: Any, mark: str) -> str:
     return str(key)
 
 
-CHANGES: tuple[Change, ...] = (change_value, change_value, change_body, change_encoding, change_transfer, change_length)
+CHANGES: tuple[Change, ...] = (
+    change_value,
+    change_value,
+    change_body,
+    change_encoding,
+    change_transfer,
+    change_length,
+)
 CHANGES += (change_headers, change_headers, change_first_line)
 _ORDER = {change: place for place, change in enumerate(CHANGES)}
 """The body first, then its encoding, then its framing."""
@@ -280,7 +391,10 @@ def attempt(seed: int, number: int, targets: Sequence[Target], host: str) -> Att
         target = chance.choice(targets)
         body = b"" if target.body is None else json.dumps(target.body).encode()
         draft = Draft(target.method.encode(), target.path.encode(), target.body, body=body)
-        changes = chance.sample(CHANGES, chance.choice((0, 1, 1, 1, 2, 3)) if count == 1 else chance.choice((0, 0, 0, 1)))
+        changes = chance.sample(
+            CHANGES,
+            chance.choice((0, 1, 1, 1, 2, 3)) if count == 1 else chance.choice((0, 0, 0, 1)),
+        )
         kinds.append(f"{target.method} {target.path}")
         kinds += [change(chance, draft) for change in sorted(changes, key=_ORDER.__getitem__)]
         requests.append(draft.bytes(host.encode()))
@@ -297,6 +411,13 @@ def _pieces(chance: random.Random, sent: bytes) -> list[bytes]:
         return [sent]
     if kind < 0.7:
         slow = chance.randrange(200)
-        return [*(sent[at : at + 1] for at in range(min(slow, len(sent)))), *([sent[slow:]] if len(sent) > slow else [])]
+        return [
+            *(sent[at : at + 1] for at in range(min(slow, len(sent)))),
+            *([sent[slow:]] if len(sent) > slow else []),
+        ]
     cuts = sorted(chance.randrange(len(sent) + 1) for _ in range(chance.randrange(1, 8)))
-    return [piece for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True) if (piece := sent[start:end])]
+    return [
+        piece
+        for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True)
+        if (piece := sent[start:end])
+    ]

@@ -39,7 +39,9 @@ def recording(answer: Any = None, leads_to: str = "") -> Iterator[Recorder]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            recorder.requests.append((f"{self.command} {self.path}", f"{self.headers}{body.decode(errors='replace')}"))
+            recorder.requests.append(
+                (f"{self.command} {self.path}", f"{self.headers}{body.decode(errors='replace')}")
+            )
             text = json.dumps(recorder.answer).encode()
             self.send_response(307 if recorder.leads_to else 200)
             if recorder.leads_to:

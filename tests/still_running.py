@@ -1,5 +1,5 @@
-"""What tests read of files that others still write, and of processes that may end meanwhile: each is looked at once, and what
-is half there or gone is no error."""
+"""What tests read of files that others still write, and of processes that may end meanwhile: each
+is looked at once, and what is half there or gone is no error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 
 def json_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines; none where there is no file yet. The last line may be on its way."""
+    """The whole lines of a file of JSON lines; none where there is no file yet.
+
+    The last line may be on its way.
+    """
     if not path.exists():
         return []
     *whole, _ = path.read_bytes().split(b"\n")

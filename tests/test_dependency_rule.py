@@ -1,4 +1,7 @@
-"""Who may import whom. Read from the syntax trees, followed through every module of the project, imports in functions too."""
+"""Who may import whom.
+
+Read from the syntax trees, followed through every module of the project, imports in functions too.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,34 @@ BELOW_TRAINER = ("launcher", "child_processes")
 REST_OF_TRAINER = tuple(
     f"example_trainer.{path.stem}"
     for path in sorted((ROOT / "example_trainer").iterdir())
-    if path.stem not in ("__init__", *BELOW_TRAINER) and (path.suffix == ".py" or (path / "__init__.py").exists())
+    if path.stem not in ("__init__", *BELOW_TRAINER)
+    and (path.suffix == ".py" or (path / "__init__.py").exists())
 )
 """The trainer without the launcher and the folder from which the launcher may import."""
 
 NEVER = {
-    "atroposlib": ("torch", "vllm", "example_trainer", "vllm_patching", "environments", *UNPACKAGED),
+    "atroposlib": (
+        "torch",
+        "vllm",
+        "example_trainer",
+        "vllm_patching",
+        "environments",
+        *UNPACKAGED,
+    ),
     "environments": ("torch", "vllm", "example_trainer", "vllm_patching", *UNPACKAGED),
     "vllm_patching": ("example_trainer", "atroposlib", "environments", *UNPACKAGED),
     "example_trainer": ("atroposlib.service", "atroposlib.cli", "environments", *UNPACKAGED),
     "example_trainer.launcher": ("torch", "vllm", *REST_OF_TRAINER, "vllm_patching"),
-    "example_trainer.launcher.quickstart": ("torch", "vllm", *REST_OF_TRAINER, "vllm_patching", "atroposlib"),
+    "example_trainer.launcher.quickstart": (
+        "torch",
+        "vllm",
+        *REST_OF_TRAINER,
+        "vllm_patching",
+        "atroposlib",
+    ),
 }
-"""Package -> what none of its modules may import, neither itself nor through another module of the project."""
+"""Package -> what none of its modules may import, neither itself nor through another module of the
+project."""
 
 ROOMS = (
     "async_grpo",
@@ -64,7 +82,15 @@ ROOMS = (
     "child_processes",
 )
 """The trainer's rooms, the uppermost first: doors open downwards only."""
-SERVER_ROOMS = ("server", "batch_invariant", "worker", "engine_core", "transport", "compat", "protocol")
+SERVER_ROOMS = (
+    "server",
+    "batch_invariant",
+    "worker",
+    "engine_core",
+    "transport",
+    "compat",
+    "protocol",
+)
 """The rooms of what runs inside vLLM, likewise: `batch_invariant` has a worker of its own."""
 SERVICE_ROOMS = (
     "app",
@@ -99,7 +125,8 @@ SERVICE_ROOMS = (
     "records",
     "trainer_activity",
 )
-"""The rollout service's modules, the uppermost first: routes, then the service, the queue, request schemas, the store."""
+"""The rollout service's modules, the uppermost first: routes, then the service, the queue, request
+schemas, the store."""
 SDK_ROOMS = (
     "compat",
     "cli",
@@ -146,12 +173,18 @@ def imported_by(path: Path, root: Path) -> set[str]:
 
 @cache
 def import_graph(root: Path, packages: tuple[str, ...]) -> dict[str, set[str]]:
-    """Module -> what it imports; the packages around each imported module count as imported, as Python does it."""
+    """Module -> what it imports; the packages around each imported module count as imported, as
+    Python does it.
+    """
     graph = {}
     for package in packages:
         for path in sorted((root / package).rglob("*.py")):
             names = imported_by(path, root)
-            around = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
+            around = {
+                name.rsplit(".", depth)[0]
+                for name in names
+                for depth in range(1, name.count(".") + 1)
+            }
             graph[module_name(path, root)] = names | around
     return graph
 
@@ -161,13 +194,17 @@ def within(name: str, package: str) -> bool:
 
 
 def violations(graph: dict[str, set[str]], package: str, forbidden: tuple[str, ...]) -> list[str]:
-    """Chains of imports that lead from a module of the package to something forbidden, the shortest for each module."""
+    """Chains of imports that lead from a module of the package to something forbidden, the shortest
+    for each module.
+    """
     chains = []
     for start in sorted(module for module in graph if within(module, package)):
         queue, seen = deque([(start,)]), {start}
         while queue:
             chain = queue.popleft()
-            bad = sorted(name for name in graph[chain[-1]] if any(within(name, word) for word in forbidden))
+            bad = sorted(
+                name for name in graph[chain[-1]] if any(within(name, word) for word in forbidden)
+            )
             if bad:
                 chains.append(" -> ".join([*chain, bad[0]]))
                 break
@@ -177,8 +214,12 @@ def violations(graph: dict[str, set[str]], package: str, forbidden: tuple[str, .
     return chains
 
 
-def upward(graph: dict[str, set[str]], package: str, rooms: tuple[str, ...], detached: tuple[str, ...] = ()) -> list[str]:
-    """Imports within a package that go to a room further up, to a detached one, or that have no place in the order."""
+def upward(
+    graph: dict[str, set[str]], package: str, rooms: tuple[str, ...], detached: tuple[str, ...] = ()
+) -> list[str]:
+    """Imports within a package that go to a room further up, to a detached one, or that have no
+    place in the order.
+    """
     found = []
     for module, names in sorted(graph.items()):
         room = module.removeprefix(f"{package}.").partition(".")[0]
@@ -189,7 +230,11 @@ def upward(graph: dict[str, set[str]], package: str, rooms: tuple[str, ...], det
             continue
         for name in sorted(names & graph.keys() - {package}):
             other = name.removeprefix(f"{package}.").partition(".")[0]
-            if within(name, package) and other != room and (room in detached or other not in rooms[rooms.index(room) :]):
+            if (
+                within(name, package)
+                and other != room
+                and (room in detached or other not in rooms[rooms.index(room) :])
+            ):
                 found.append(f"{module} -> {name}")
     return found
 
@@ -216,7 +261,11 @@ def test_the_doors_of_what_runs_inside_vllm_open_downwards() -> None:
 
 def test_the_rollout_services_doors_open_downwards() -> None:
     graph = import_graph(ROOT, ("atroposlib",))
-    there = {module.split(".")[2] for module in graph if within(module, "atroposlib.service") and module.count(".") > 1}
+    there = {
+        module.split(".")[2]
+        for module in graph
+        if within(module, "atroposlib.service") and module.count(".") > 1
+    }
     assert there == {*SERVICE_ROOMS}
     assert upward(graph, "atroposlib.service", SERVICE_ROOMS) == []
 
@@ -236,7 +285,9 @@ def test_what_runs_an_environment_is_behind_its_public_modules() -> None:
         for module, names in graph.items()
         if not within(module, "atroposlib.envs") and not within(module, "atroposlib.compat")
     }
-    assert [module for module, names in outside.items() if any(within(name, private) for name in names)] == []
+    assert [
+        module for module, names in outside.items() if any(within(name, private) for name in names)
+    ] == []
 
 
 def test_a_door_that_opens_upwards_is_found(tmp_path: Path) -> None:
@@ -275,10 +326,21 @@ def test_the_rule_covers_all_that_is_packaged() -> None:
 def test_what_starts_processes_needs_the_standard_library_alone() -> None:
     """A guard is started with `python -I -S`, which has nothing else."""
     room = "example_trainer.child_processes"
-    graph = {module: names for module, names in import_graph(ROOT, ("example_trainer",)).items() if within(module, room)}
-    used = {name for names in graph.values() for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
+    graph = {
+        module: names
+        for module, names in import_graph(ROOT, ("example_trainer",)).items()
+        if within(module, room)
+    }
+    used = {
+        name
+        for names in graph.values()
+        for name in names
+        if name.partition(".")[0] not in sys.stdlib_module_names
+    }
     assert graph
-    assert [name for name in sorted(used) if name != "example_trainer" and not within(name, room)] == []
+    assert [
+        name for name in sorted(used) if name != "example_trainer" and not within(name, room)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -286,16 +348,34 @@ def test_what_starts_processes_needs_the_standard_library_alone() -> None:
     [
         ({"a/__init__.py": "", "a/m.py": "def f():\n    import torch.nn as nn"}, "a.m -> torch"),
         (
-            {"a/__init__.py": "", "a/m.py": "from b import n", "b/__init__.py": "", "b/n.py": "from torch import nn"},
+            {
+                "a/__init__.py": "",
+                "a/m.py": "from b import n",
+                "b/__init__.py": "",
+                "b/n.py": "from torch import nn",
+            },
             "a.m -> b.n -> torch",
         ),
         (
-            {"a/__init__.py": "", "a/m.py": "from b.sub import x", "b/__init__.py": "import torch", "b/sub.py": ""},
+            {
+                "a/__init__.py": "",
+                "a/m.py": "from b.sub import x",
+                "b/__init__.py": "import torch",
+                "b/sub.py": "",
+            },
             "a.m -> b -> torch",
         ),
-        ({"a/__init__.py": "", "a/m.py": "from . import n", "a/n.py": "import vllm.config"}, "a.m -> a.n -> vllm"),
         (
-            {"a/__init__.py": "", "a/deep/__init__.py": "", "a/deep/m.py": "from ..n import f", "a/n.py": "import torch"},
+            {"a/__init__.py": "", "a/m.py": "from . import n", "a/n.py": "import vllm.config"},
+            "a.m -> a.n -> vllm",
+        ),
+        (
+            {
+                "a/__init__.py": "",
+                "a/deep/__init__.py": "",
+                "a/deep/m.py": "from ..n import f",
+                "a/n.py": "import torch",
+            },
             "a.deep.m -> a.n -> torch",
         ),
     ],

@@ -1,4 +1,6 @@
-"""The entrance to the documentation: answers within two clicks, log lines that exist, a picture that can be read."""
+"""The entrance to the documentation: answers within two clicks, log lines that exist, a picture
+that can be read.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,27 @@ __all__ = ["browser"]
 
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "README.md"
 ANSWERS = {
-    "train on my CSV of questions": ("docs/your-environment.md", "train-on-my-csv-of-questions", "questions.csv"),
+    "train on my CSV of questions": (
+        "docs/your-environment.md",
+        "train-on-my-csv-of-questions",
+        "questions.csv",
+    ),
     "My run hangs": ("docs/troubleshooting.md", "the-run-hangs", "Waiting for a batch for"),
-    "write an environment": ("docs/your-environment.md", "your-own-environment-in-ten-minutes", "class Coins(SingleTurnEnv)"),
+    "write an environment": (
+        "docs/your-environment.md",
+        "your-own-environment-in-ten-minutes",
+        "class Coins(SingleTurnEnv)",
+    ),
     "use 4 GPUs": ("docs/several-gpus.md", "use-4-gpus", "--vllm-gpus 0,1 --trainer-gpus 2,3"),
-    "Why is the KL not zero": ("docs/troubleshooting.md", "the-kl-between-sampler-and-trainer-is-not-zero", "`mismatch_kl`"),
+    "Why is the KL not zero": (
+        "docs/troubleshooting.md",
+        "the-kl-between-sampler-and-trainer-is-not-zero",
+        "`mismatch_kl`",
+    ),
     "add a reward": ("docs/your-environment.md", "add-a-reward", "async def grade"),
 }
-"""Words of a question as the index asks it -> the page and the heading with the answer, and a part of the answer."""
+"""Words of a question as the index asks it -> the page and the heading with the answer, and a part
+of the answer."""
 OTHER_PROGRAMS = {
     "CUDA out of memory", "illegal memory access", "daemonic processes are not allowed to have children", "disk I/O error",
     "database or disk is full",
@@ -56,7 +71,11 @@ def test_a_question_is_answered_within_two_clicks(question: str) -> None:
     """From README to the index, and from the row with the question to the heading with the answer."""
     page, anchor, answer = ANSWERS[question]
     assert INDEX in {link.file for link in links(README)}
-    rows = [line for line in INDEX.read_text(encoding="utf-8").splitlines() if line.startswith("|") and question in line]
+    rows = [
+        line
+        for line in INDEX.read_text(encoding="utf-8").splitlines()
+        if line.startswith("|") and question in line
+    ]
     assert len(rows) == 1, f"the index asks {question!r} {len(rows)} times"
     assert [(link.file, link.anchor) for link in links(INDEX, rows[0])] == [(ROOT / page, anchor)]
     assert answer in section_of(ROOT / page, anchor).text
@@ -69,17 +88,23 @@ def test_the_index_leads_to_every_page_in_three_groups() -> None:
     assert {path.name for path in documents() if path not in listed} <= {"README.md"}
 
 
-@pytest.mark.parametrize("page", ["assets/starter_model", "assets/calculator_model", "bench/results"])
+@pytest.mark.parametrize(
+    "page", ["assets/starter_model", "assets/calculator_model", "bench/results"]
+)
 def test_links_of_pages_elsewhere_lead_somewhere(page: str) -> None:
     assert broken_links(ROOT / page / "README.md") == []
 
 
 def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Top\n\n## A `part`, once\n\n## A part once\n\n```\n[not](a-link.md)\n# not a heading\n```\n")
+    page.write_text(
+        "# Top\n\n## A `part`, once\n\n## A part once\n\n```\n[not](a-link.md)\n# not a heading\n```\n"
+    )
     assert [section.anchor for section in sections(page)] == ["top", "a-part-once", "a-part-once-1"]
     with page.open("a") as file:
-        file.write("[a](#top) [b](#a-part-once-1) [c](#none) [d](none.md) [e](https://host.example/none) ![f](none.png)\n")
+        file.write(
+            "[a](#top) [b](#a-part-once-1) [c](#none) [d](none.md) [e](https://host.example/none) ![f](none.png)\n"
+        )
     found = broken_links(page)
     assert len(found) == 3
     assert "has no heading #none" in found[0]
@@ -93,7 +118,11 @@ def test_anchors_hold_nothing_that_a_link_could_not(heading: str) -> None:
 
 
 def test_the_page_of_models_names_every_architecture() -> None:
-    named = re.findall(r"^\| `(\w+ForCausalLM)` \|", (ROOT / "docs/your-model.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(
+        r"^\| `(\w+ForCausalLM)` \|",
+        (ROOT / "docs/your-model.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert sorted(named) == sorted(SUPPORTED_ARCHITECTURES)
 
 
@@ -105,22 +134,33 @@ def messages() -> str:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):
-                    found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values))
+                    found.append(
+                        "".join(
+                            str(part.value) if isinstance(part, ast.Constant) else "…"
+                            for part in node.values
+                        )
+                    )
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(re.sub(r"%[-.\d]*[sdrfi]", "…", node.value))
     return "\n".join(found)
 
 
 def quoted_lines(page: Path) -> set[str]:
-    """Return the texts in backticks in the first column of a page's tables that read like a line of a log: three words."""
-    rows = re.findall(r"^\| (.*?) \|", re.sub(r"\\\|", "¦", page.read_text(encoding="utf-8")), re.MULTILINE)
+    """Return the texts in backticks in the first column of a page's tables that read like a line of
+    a log: three words.
+    """
+    rows = re.findall(
+        r"^\| (.*?) \|", re.sub(r"\\\|", "¦", page.read_text(encoding="utf-8")), re.MULTILINE
+    )
     found = {quoted for row in rows for quoted in re.findall(r"`([^`]+)`", row)}
     return {quoted for quoted in found if len(quoted.split()) >= 3} - OTHER_PROGRAMS
 
 
 @pytest.mark.parametrize("name", ["troubleshooting.md", "your-model.md"])
 def test_lines_of_logs_that_the_pages_quote_are_written_by_the_programs(name: str) -> None:
-    """A line is put together of several texts, so each part between two values (…, N, numbers) is looked for by itself."""
+    """A line is put together of several texts, so each part between two values (…, N, numbers) is
+    looked for by itself.
+    """
     quoted = quoted_lines(ROOT / "docs" / name)
     assert len(quoted) > 3
     parts = {part.strip(" :;,.()") for line in quoted for part in re.split(r"…|\bN\b|\d+", line)}
@@ -128,18 +168,28 @@ def test_lines_of_logs_that_the_pages_quote_are_written_by_the_programs(name: st
 
 
 def test_the_glossary_has_each_word_once_in_at_most_two_sentences() -> None:
-    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), re.MULTILINE)[1:]
+    rows = re.findall(
+        r"^\| (.+?) \| (.+?) \|$",
+        (ROOT / "docs/glossary.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )[1:]
     words = [word for word, _ in rows]
     assert len(words) == len(set(words))
     assert set(WORDS) <= set(words)
-    assert [word for word, meaning in rows if len(re.findall(r"[.?](?: |$)", re.sub(r"\(\S*\)", "", meaning))) > 2] == []
+    assert [
+        word
+        for word, meaning in rows
+        if len(re.findall(r"[.?](?: |$)", re.sub(r"\(\S*\)", "", meaning))) > 2
+    ] == []
 
 
 def test_no_drawing_has_more_boxes_than_a_reader_can_keep() -> None:
     drawings = sorted((ROOT / "docs" / "images").glob("*.svg"))
     assert ROOT / "docs/images/token.svg" in drawings
     for drawing in drawings:
-        assert len(re.findall(r'<rect class="box', drawing.read_text(encoding="utf-8"))) <= MOST_BOXES
+        assert (
+            len(re.findall(r'<rect class="box', drawing.read_text(encoding="utf-8"))) <= MOST_BOXES
+        )
 
 
 IN_BOXES = """() => {

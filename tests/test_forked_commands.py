@@ -1,4 +1,6 @@
-"""A forked command is the executed one: its arguments, environment, folder, output, exit status, and how it is stopped."""
+"""A forked command is the executed one: its arguments, environment, folder, output, exit status,
+and how it is stopped.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,24 @@ RUN_API = [sys.executable, "-m", "atroposlib.cli.run_api"]
 
 
 def test_only_known_python_commands_are_forked() -> None:
-    kinds = [Command.of(words) for words in (RUN_API, [sys.executable, "-c", "0"], [sys.executable, "-u", "x.py"], ["true"])]
+    kinds = [
+        Command.of(words)
+        for words in (
+            RUN_API,
+            [sys.executable, "-c", "0"],
+            [sys.executable, "-u", "x.py"],
+            ["true"],
+        )
+    ]
     assert [command and command.kind for command in kinds] == ["light", None, None, None]
 
 
 def test_it_is_the_executed_one(processes: Processes, tmp_path: Path) -> None:
     forked = processes.start("forked", [*RUN_API, "--port", "nine"], directory=tmp_path)
     assert isinstance(forked.guard, Forked)
-    executed = ManagedProcess("executed", [*RUN_API, "--port", "nine"], tmp_path / "executed.log", directory=tmp_path)
+    executed = ManagedProcess(
+        "executed", [*RUN_API, "--port", "nine"], tmp_path / "executed.log", directory=tmp_path
+    )
     for process in (forked, executed):
         process.guard.wait(120)
     assert forked.poll() == executed.poll() == 2
@@ -42,7 +54,9 @@ def test_it_has_its_own_environment_and_folder_and_ends_as_it_is_told(
     processes: Processes, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
     port = free_port()
-    service = processes.start("service", [*RUN_API, "--port", str(port)], {"ROLLOUT_API_KEY": "k" * 32}, tmp_path)
+    service = processes.start(
+        "service", [*RUN_API, "--port", str(port)], {"ROLLOUT_API_KEY": "k" * 32}, tmp_path
+    )
     assert isinstance(service.guard, Forked)
     processes.wait_for_http(f"http://localhost:{port}/", 180)
     assert httpx.get(f"http://localhost:{port}/status", timeout=30).status_code == 401
@@ -79,15 +93,27 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_worker_of_the_tests_is_talked_to_as_python_is_and_dies_with_what_stands_for_it(killed: bool) -> None:
-    words = [sys.executable, ROOT / "tests/forked_python.py", "-u", "-c", f"import os; print(os.getpid())\n{WORKER}"]
-    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+def test_a_worker_of_the_tests_is_talked_to_as_python_is_and_dies_with_what_stands_for_it(
+    killed: bool,
+) -> None:
+    words = [
+        sys.executable,
+        ROOT / "tests/forked_python.py",
+        "-u",
+        "-c",
+        f"import os; print(os.getpid())\n{WORKER}",
+    ]
+    with subprocess.Popen(
+        words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
         pid = int(worker.stdout.readline())
         worker.stdin.write("one line\n")
         worker.stdin.flush()
-        assert worker.stdout.readline() == "one line True ['-c']\n", "what tests import is there already"
+        assert worker.stdout.readline() == "one line True ['-c']\n", (
+            "what tests import is there already"
+        )
         worker.kill() if killed else worker.stdin.write("another\n")
         worker.stdin.close()
         assert worker.stdout.read() == "", "it has ended"
@@ -108,7 +134,9 @@ time.sleep(600)
 
 def test_without_a_guard_too_it_ends_with_who_started_it(free_port: Callable[[], int]) -> None:
     words = [sys.executable, "-c", STARTER, str(free_port())]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT) as starter:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+    ) as starter:
         assert starter.stdout is not None
         pid = int(starter.stdout.readline())
         assert pid in parents()

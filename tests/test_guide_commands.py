@@ -20,11 +20,20 @@ from tests.pages import section_of, sections, shell_lines
 PAGES = [ROOT / "README.md", ROOT / "example_trainer/README.md"]
 PAGES += [path for name in GUIDES if (path := ROOT / "docs" / f"{name}.md").exists()]
 TYPED_SECTIONS = {
-    ("example_trainer/README.md", "launch-sequence-step-by-step"): "tests/e2e/test_launch_sequence.py",
-    ("docs/several-machines.md", "trainer-and-servers-on-different-hosts"): "tests/e2e/test_two_hosts.py",
+    (
+        "example_trainer/README.md",
+        "launch-sequence-step-by-step",
+    ): "tests/e2e/test_launch_sequence.py",
+    (
+        "docs/several-machines.md",
+        "trainer-and-servers-on-different-hosts",
+    ): "tests/e2e/test_two_hosts.py",
     ("docs/several-machines.md", "on-two-machines"): "tests/e2e/test_ray_hosts.py",
     ("docs/your-loss.md", "your-own-loss"): "tests/e2e/test_your_loss_page.py",
-    ("docs/your-environment.md", "your-own-environment-in-ten-minutes"): "tests/e2e/test_your_environment_page.py",
+    (
+        "docs/your-environment.md",
+        "your-own-environment-in-ten-minutes",
+    ): "tests/e2e/test_your_environment_page.py",
 }
 """Page and heading -> the test that reads the commands below it and types them."""
 PLANNED = "tests/example_trainer/training/test_documented_commands.py"
@@ -62,9 +71,14 @@ def test_every_command_of_the_guides_has_a_test(page: Path) -> None:
         assert page.name in test, f"{TYPED_SECTIONS[name, section.anchor]} does not read {name}"
         text = text.replace(section.text, "")
     assert len(typed) == sum(of == name for of, _ in TYPED_SECTIONS)
-    proofs = {line: [test for looks, test in PROVEN.items() if re.match(looks, bare(line))] for line in shell_lines(text)}
+    proofs = {
+        line: [test for looks, test in PROVEN.items() if re.match(looks, bare(line))]
+        for line in shell_lines(text)
+    }
     assert [line for line, tests in proofs.items() if not tests] == []
-    assert [test for tests in proofs.values() for test in tests if not (ROOT / test).is_file()] == []
+    assert [
+        test for tests in proofs.values() for test in tests if not (ROOT / test).is_file()
+    ] == []
 
 
 def bare(line: str) -> str:
@@ -73,27 +87,39 @@ def bare(line: str) -> str:
 
 
 def script_lines(script: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each line of a page's shell blocks that runs a script: the page, and the words behind the script."""
+    """Yield each line of a page's shell blocks that runs a script: the page, and the words behind
+    the script.
+    """
     for path in documents():
         for line in shell_lines(path.read_text(encoding="utf-8")):
-            words = shlex.split(line, comments=True) if line.startswith(f"./scripts/{script}") else []
+            words = (
+                shlex.split(line, comments=True) if line.startswith(f"./scripts/{script}") else []
+            )
             if words and not {"--ray", "--help", "--resume"} & set(words):
                 yield str(path.relative_to(ROOT)), words[1:]
 
 
-@pytest.mark.parametrize(("page", "words"), list(script_lines("start.sh")), ids=lambda value: str(value)[:60])
-def test_every_start_of_the_pages_is_understood(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "words"), list(script_lines("start.sh")), ids=lambda value: str(value)[:60]
+)
+def test_every_start_of_the_pages_is_understood(
+    page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a machine of eight GPUs, or without any if the line asks for that."""
     monkeypatch.chdir(ROOT)
     with (
         mock.patch.object(stack_options, "visible_gpus", return_value=tuple(range(8))),
         mock.patch.object(stack_options, "check_model", side_effect=str),
-        mock.patch.object(Path, "is_file", return_value=True),  # an environment that the page has the reader write
+        mock.patch.object(
+            Path, "is_file", return_value=True
+        ),  # an environment that the page has the reader write
     ):
         assert stack_options.parse(words).parts
 
 
-@pytest.mark.parametrize(("page", "words"), list(script_lines("quickstart.sh")), ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("page", "words"), list(script_lines("quickstart.sh")), ids=lambda value: str(value)[:60]
+)
 def test_every_quick_start_of_the_pages_is_understood(page: str, words: list[str]) -> None:
     with mock.patch.object(quickstart_options, "visible_gpus", return_value=tuple(range(8))):
         assert quickstart_options.parse(words)
@@ -101,15 +127,22 @@ def test_every_quick_start_of_the_pages_is_understood(page: str, words: list[str
 
 def block(page: str, anchor: str, language: str, number: int = 0) -> str:
     """Return a code block of a section, the first one if no number is given."""
-    blocks = re.findall(rf"```{language}\n(.*?)```", section_of(ROOT / page, anchor).text, re.DOTALL)
+    blocks = re.findall(
+        rf"```{language}\n(.*?)```", section_of(ROOT / page, anchor).text, re.DOTALL
+    )
     assert len(blocks) > number, f"{page}#{anchor} has {len(blocks)} blocks of {language}"
     return str(blocks[number])
 
 
 def patterns() -> list[str]:
-    """The patterns by which the page of failures ends this project's processes, of pkill and of the loop over /proc."""
+    """The patterns by which the page of failures ends this project's processes, of pkill and of the
+    loop over /proc.
+    """
     text = section_of(ROOT / "docs/troubleshooting.md", "stop-everything").text
-    return [*re.findall(r'pkill .* -f "(example_trainer.*?)"', text), *re.findall(r'grep -qE "(.*?)"', text)]
+    return [
+        *re.findall(r'pkill .* -f "(example_trainer.*?)"', text),
+        *re.findall(r'grep -qE "(.*?)"', text),
+    ]
 
 
 def test_the_patterns_match_the_processes_of_this_project() -> None:
@@ -128,7 +161,9 @@ def test_the_loop_over_processes_finds_one_of_this_project(tmp_path: Path) -> No
         subprocess.Popen(waiting, stdin=subprocess.PIPE) as other,
     ):
         printing = ["bash", "-c", loop.replace("kill -9 ", "echo ")]
-        listed = subprocess.run(printing, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        listed = subprocess.run(
+            printing, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
         for process in (ours, other):
             assert process.stdin is not None
             process.stdin.close()

@@ -25,7 +25,9 @@ SCRIPTS = {
 
 
 class Page(BaseHTTPRequestHandler):
-    """A page with an inline script, which its policy refuses, and a script by the last address that was asked for."""
+    """A page with an inline script, which its policy refuses, and a script by the last address that
+    was asked for.
+    """
 
     script = ""
 
@@ -59,7 +61,9 @@ def origin() -> Iterator[str]:
     [("/quiet", ""), ("/said", "console error: said"), ("/thrown", "error: thrown"), ("/asked", "a dialog: asked"),
      ("/fetched", "a request to another host: http://127.0.0.2:9/elsewhere")],
 )  # fmt: skip
-def test_what_nobody_sees_is_noted(origin: str, visit: Callable[..., Visit], path: str, noted: str) -> None:
+def test_what_nobody_sees_is_noted(
+    origin: str, visit: Callable[..., Visit], path: str, noted: str
+) -> None:
     seen = visit(origin)
     seen.open(path)
     assert seen.page.get_by_role("heading", name="Here").is_visible()

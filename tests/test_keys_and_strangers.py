@@ -1,4 +1,6 @@
-"""Keys go to the servers that own options name, and to no other: not along a redirect, and not to an address from a request."""
+"""Keys go to the servers that own options name, and to no other: not along a redirect, and not to
+an address from a request.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ CLIENTS: list[Callable[[str], Any]] = [
 
 
 @pytest.mark.parametrize("ask", CLIENTS, ids=lambda ask: ask.__name__)
-def test_a_redirect_does_not_carry_the_key_elsewhere(ask: Callable[[str], Any], stranger: Recorder) -> None:
+def test_a_redirect_does_not_carry_the_key_elsewhere(
+    ask: Callable[[str], Any], stranger: Recorder
+) -> None:
     with recording(leads_to=stranger.url.replace("127.0.0.1", "localhost")) as named:
         outcome = ask(named.url)
         if asyncio.iscoroutine(outcome):
@@ -140,7 +144,9 @@ def table(keyed: bool, *urls: str) -> dict[str, Any]:
 
 async def followed(service: Recorder, own: Recorder, service_key: str | None) -> list[str]:
     """The servers of an environment after it has read a service's table, each of them asked once."""
-    manager = ServerManager([APIServerConfig(base_url=f"{own.url}/v1", api_key=KEY, model_name="m", timeout=5)])
+    manager = ServerManager(
+        [APIServerConfig(base_url=f"{own.url}/v1", api_key=KEY, model_name="m", timeout=5)]
+    )
     manager.follower = FleetFollower(service.url, service_key)
     await manager._follow_once()
     for server in manager.servers:
@@ -152,10 +158,15 @@ async def followed(service: Recorder, own: Recorder, service_key: str | None) ->
 
 
 @pytest.mark.parametrize(
-    ("keyed", "service_key", "trusted"), [(False, None, False), (False, "s", False), (True, None, False), (True, "s", True)]
+    ("keyed", "service_key", "trusted"),
+    [(False, None, False), (False, "s", False), (True, None, False), (True, "s", True)],
 )
 def test_an_environment_uses_addresses_of_a_service_that_needs_a_key(
-    stranger: Recorder, keyed: bool, service_key: str | None, trusted: bool, caplog: pytest.LogCaptureFixture
+    stranger: Recorder,
+    keyed: bool,
+    service_key: str | None,
+    trusted: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with recording() as own, recording(table(keyed, own.url, stranger.url)) as service:
         urls = asyncio.run(followed(service, own, service_key))
@@ -165,7 +176,9 @@ def test_an_environment_uses_addresses_of_a_service_that_needs_a_key(
     assert (f"{stranger.url} is not used" in caplog.text) == (not trusted)
 
 
-def test_an_environment_without_keys_uses_every_address(monkeypatch: pytest.MonkeyPatch, stranger: Recorder) -> None:
+def test_an_environment_without_keys_uses_every_address(
+    monkeypatch: pytest.MonkeyPatch, stranger: Recorder
+) -> None:
     monkeypatch.delenv("VLLM_API_KEY")
     manager = ServerManager([APIServerConfig(base_url="http://127.0.0.1:1/v1", model_name="m")])
     with recording(table(False, stranger.url)) as service:
@@ -175,10 +188,15 @@ def test_an_environment_without_keys_uses_every_address(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("keyed", "service_key", "trusted"), [(False, None, False), (False, "s", False), (True, None, False), (True, "s", True)]
+    ("keyed", "service_key", "trusted"),
+    [(False, None, False), (False, "s", False), (True, None, False), (True, "s", True)],
 )
 def test_a_trainer_lets_in_addresses_of_a_service_that_needs_a_key(
-    stranger: Recorder, keyed: bool, service_key: str | None, trusted: bool, caplog: pytest.LogCaptureFixture
+    stranger: Recorder,
+    keyed: bool,
+    service_key: str | None,
+    trusted: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     own = "http://127.0.0.1:9001"
     caplog.set_level(logging.WARNING)

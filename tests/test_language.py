@@ -1,4 +1,6 @@
-"""tests/language.py: what is counted, where it stands, and how limits are kept. test_project.py compares with the limits."""
+"""tests/language.py: what is counted, where it stands, and how limits are kept. test_project.py
+compares with the limits.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,20 @@ def test_other_text_is_not_counted(text: str) -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 60), st.sampled_from([". ", ".\n", ".\n\n- ", "?\n\n1. ", " |\n| ", ".\n# "])), min_size=1
+        st.tuples(
+            st.integers(1, 60),
+            st.sampled_from([". ", ".\n", ".\n\n- ", "?\n\n1. ", " |\n| ", ".\n# "]),
+        ),
+        min_size=1,
     )
 )
 def test_only_long_sentences_are_counted_at_their_lines(drawn: list[tuple[int, str]]) -> None:
     text, expected = "| " if drawn[0][1].startswith(" |") else "", []
     in_table = bool(text)
     for length, separator in drawn:
-        if in_table != separator.startswith(" |"):  # a table ends at an empty line, and begins behind one
+        if in_table != separator.startswith(
+            " |"
+        ):  # a table ends at an empty line, and begins behind one
             text, in_table = text.rstrip("| \n") + "\n\n" + ("" if in_table else "| "), not in_table
         if length > language.LONGEST_SENTENCE:
             expected.append(text.count("\n") + 1)
@@ -70,8 +78,16 @@ def test_only_long_sentences_are_counted_at_their_lines(drawn: list[tuple[int, s
 
 
 def test_docstrings_begin_with_an_imperative_or_a_noun_phrase() -> None:
-    starts = ["What is here.", "Return what is here.", "Of those.", "\n    How it goes.", "Thatched roofs."]
-    source = "\n".join(f'def f{number}():\n    """{start}"""' for number, start in enumerate(starts))
+    starts = [
+        "What is here.",
+        "Return what is here.",
+        "Of those.",
+        "\n    How it goes.",
+        "Thatched roofs.",
+    ]
+    source = "\n".join(
+        f'def f{number}():\n    """{start}"""' for number, start in enumerate(starts)
+    )
     assert [hit.line for hit in hits_in_code(source)] == [2, 6, 8]
 
 

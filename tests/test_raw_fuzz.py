@@ -1,4 +1,6 @@
-"""The fuzzing of raw sockets finds servers that fail, hang or speak no HTTP, and repeats its inputs."""
+"""The fuzzing of raw sockets finds servers that fail, hang or speak no HTTP, and repeats its
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ TARGETS = [Target("GET", "/"), Target("POST", "/x", {"tokens": [[1, 2], [3]], "t
 
 @contextmanager
 def server(answer: bytes) -> Iterator[tuple[str, int]]:
-    """A server that gives one answer to whatever comes, and closes the connection; it hangs if the answer is empty."""
+    """A server that gives one answer to whatever comes, and closes the connection; it hangs if the
+    answer is empty.
+    """
     over = threading.Event()
 
     class Handler(socketserver.BaseRequestHandler):
@@ -43,8 +47,14 @@ def server(answer: bytes) -> Iterator[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [
-        (b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n", "answered b'HTTP/1.1 500"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\nHTTP/1.1 502 Bad Gateway\r\n\r\n", "502 Bad Gateway"),
+        (
+            b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n",
+            "answered b'HTTP/1.1 500",
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\nHTTP/1.1 502 Bad Gateway\r\n\r\n",
+            "502 Bad Gateway",
+        ),
         (b"<html>", "answered no HTTP: b'<html>'"),
         (b"", "no answer and no end of the connection within 0.5 s"),
     ],
@@ -71,7 +81,16 @@ def test_a_seed_and_a_number_give_the_same_bytes() -> None:
     assert made != [attempt(6, number, TARGETS, "h") for number in range(400)]
     assert {one.end for one in made} == set(ENDS)
     kinds = " ".join(kind for one in made for kind in one.kinds)
-    for kind in ("gzip: cut", "body: deep", "chunks of", "content-length", "requests", "more lines", "method", "cut"):
+    for kind in (
+        "gzip: cut",
+        "body: deep",
+        "chunks of",
+        "content-length",
+        "requests",
+        "more lines",
+        "method",
+        "cut",
+    ):
         assert kind in kinds
 
 

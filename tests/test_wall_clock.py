@@ -1,4 +1,7 @@
-"""The files that may read the wall clock, with the reason. It may jump, so nothing may be decided by it alone."""
+"""The files that may read the wall clock, with the reason.
+
+It may jump, so nothing may be decided by it alone.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,15 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-READS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today", "os.path.getmtime"}
+READS = {
+    "time.time",
+    "time.time_ns",
+    "datetime.now",
+    "datetime.utcnow",
+    "datetime.today",
+    "date.today",
+    "os.path.getmtime",
+}
 ATTRIBUTES = {"st_mtime", "st_mtime_ns", "st_ctime"}
 
 SHOWN = "for people: a time in a log line, a file, a table or a page"
@@ -46,19 +57,28 @@ ALLOWED = {
     "vllm_patching/protocol/timeline.py": SHOWN,
     "vllm_patching/server/lora.py": SHOWN,
 }
-"""What each file reads it for. A deadline, an age or an order of events is measured with `time.monotonic`."""
+"""What each file reads it for. A deadline, an age or an order of events is measured with
+`time.monotonic`."""
 
 
 def reads_wall_clock(path: Path) -> bool:
     """Return True if a file reads the wall clock, or the times of files."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute) and (ast.unparse(node) in READS or node.attr in ATTRIBUTES):
+        if isinstance(node, ast.Attribute) and (
+            ast.unparse(node) in READS or node.attr in ATTRIBUTES
+        ):
             return True
     return False
 
 
 def test_no_other_file_reads_the_wall_clock() -> None:
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     packages = ("atroposlib/", "environments/", "example_trainer/", "scripts/", "vllm_patching/")
-    reading = {name for name in listed if name.startswith(packages) and reads_wall_clock(ROOT / name)}
-    assert reading == ALLOWED.keys(), "measure with time.monotonic, or list the file with the reason why a jump does no harm"
+    reading = {
+        name for name in listed if name.startswith(packages) and reads_wall_clock(ROOT / name)
+    }
+    assert reading == ALLOWED.keys(), (
+        "measure with time.monotonic, or list the file with the reason why a jump does no harm"
+    )

@@ -1,4 +1,6 @@
-"""A tutorial as a test types it: the blocks of its page, the files that the reader saves, and its commands."""
+"""A tutorial as a test types it: the blocks of its page, the files that the reader saves, and its
+commands.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def write_files(page: Path, folder: Path) -> set[str]:
-    """Write each file as the page names it, append a later block for the same file, and return the names."""
+    """Write each file as the page names it, append a later block for the same file, and return the
+    names.
+    """
     names = set()
     for block in blocks(page):
         if block.language in ("python", "csv"):
@@ -52,4 +56,7 @@ def words_of(line: str) -> list[str]:
     found = shlex.split(line, comments=True)
     assert found[0] == "python", found
     ours = ("example_trainer/", "environments/", "assets/")
-    return [sys.executable, *(str(ROOT / word) if word.startswith(ours) else word for word in found[1:])]
+    return [
+        sys.executable,
+        *(str(ROOT / word) if word.startswith(ours) else word for word in found[1:]),
+    ]

@@ -13,7 +13,9 @@ def port_number(text: str) -> int:
         argparse.ArgumentTypeError: the text is something else.
     """
     if not text.isdigit() or not 0 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 (any free one) to 65535")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no port; give a number from 0 (any free one) to 65535"
+        )
     return int(text)
 
 
@@ -26,7 +28,9 @@ def network(text: str) -> str:
     try:
         return str(ipaddress.ip_network(text)) if "/" in text else str(ipaddress.ip_address(text))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no address and no network: {error}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no address and no network: {error}"
+        ) from None
 
 
 def positive(text: str) -> int:
@@ -47,7 +51,9 @@ def bytes_of(text: str) -> int:
         argparse.ArgumentTypeError: the text is something else.
     """
     units = {"K": 10, "M": 20, "G": 30, "T": 40}
-    number, shift = (text[:-1], units[text[-1].upper()]) if text and text[-1].upper() in units else (text, 0)
+    number, shift = (
+        (text[:-1], units[text[-1].upper()]) if text and text[-1].upper() in units else (text, 0)
+    )
     return positive(number) << shift
 
 

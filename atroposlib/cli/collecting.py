@@ -1,8 +1,8 @@
-"""What `atropos-sft-gen` and `atropos-dpo-gen` share: be the trainer of a rollout service, and write what is worth keeping of
-each group to a file of JSON lines.
+"""What `atropos-sft-gen` and `atropos-dpo-gen` share: be the trainer of a rollout service, and
+write what is worth keeping of each group to a file of JSON lines.
 
-The rows of a batch are on the disk before the batch is acknowledged. A run that is killed in between gets the batch again,
-finds its rows at the end of the file, and does not write them twice.
+The rows of a batch are on the disk before the batch is acknowledged. A run that is killed in
+between gets the batch again, finds its rows at the end of the file, and does not write them twice.
 """
 
 from __future__ import annotations
@@ -39,25 +39,65 @@ ENDLESS = 2**31 - 1
 def collector_parser(prog: str, description: str, what: str) -> argparse.ArgumentParser:
     """The options that both commands have. `what` names a row, in the plural."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
-    parser.add_argument("filepath", nargs="?", type=Path, default=Path("sft_data.jsonl"), help="file of JSON lines to write")
+    parser.add_argument(
+        "filepath",
+        nargs="?",
+        type=Path,
+        default=Path("sft_data.jsonl"),
+        help="file of JSON lines to write",
+    )
     parser.add_argument(
         "--api-url",
         type=argument(http_address),
         default="http://localhost:8000",
         help="the rollout service; its key is $ROLLOUT_API_KEY",
     )
-    parser.add_argument("--group-size", type=_at_least_one, default=2, help="sequences of a group, as environments make them")
-    parser.add_argument("--max-token-len", type=_at_least_one, default=2048, help="tokens that a sequence may have")
-    parser.add_argument("--tokenizer", help="folder or name of the tokenizer of the model that is sampled")
-    parser.add_argument("--save-messages", action="store_true", help="write messages, which not every environment posts")
-    parser.add_argument("--num-seqs-to-save", type=_at_least_one, default=100, help=f"{what} after which it ends")
-    parser.add_argument("--allow-negative-scores", action="store_true", help="keep what has a score of 0 or below, too")
-    parser.add_argument("--append-to-previous", action="store_true", help=f"add as many {what} to a file that exists")
-    parser.add_argument("--resume", action="store_true", help="go on with a file that exists, until it has as many in all")
-    parser.add_argument("--tasks-per-step", type=_at_least_one, help="groups in a batch")
-    parser.add_argument("--take-over", action="store_true", help="take the place of a trainer whose run has not ended")
     parser.add_argument(
-        "--service-timeout", type=float, default=600.0, help="seconds that it waits for the service, or for groups"
+        "--group-size",
+        type=_at_least_one,
+        default=2,
+        help="sequences of a group, as environments make them",
+    )
+    parser.add_argument(
+        "--max-token-len", type=_at_least_one, default=2048, help="tokens that a sequence may have"
+    )
+    parser.add_argument(
+        "--tokenizer", help="folder or name of the tokenizer of the model that is sampled"
+    )
+    parser.add_argument(
+        "--save-messages",
+        action="store_true",
+        help="write messages, which not every environment posts",
+    )
+    parser.add_argument(
+        "--num-seqs-to-save", type=_at_least_one, default=100, help=f"{what} after which it ends"
+    )
+    parser.add_argument(
+        "--allow-negative-scores",
+        action="store_true",
+        help="keep what has a score of 0 or below, too",
+    )
+    parser.add_argument(
+        "--append-to-previous",
+        action="store_true",
+        help=f"add as many {what} to a file that exists",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with a file that exists, until it has as many in all",
+    )
+    parser.add_argument("--tasks-per-step", type=_at_least_one, help="groups in a batch")
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take the place of a trainer whose run has not ended",
+    )
+    parser.add_argument(
+        "--service-timeout",
+        type=float,
+        default=600.0,
+        help="seconds that it waits for the service, or for groups",
     )
     return parser
 
@@ -91,13 +131,17 @@ class RowsFile:
                 "or name another file"
             ) from None
         except BlockingIOError:
-            raise UsageError(f"{path} is being written by another process; wait for it, or name another file") from None
+            raise UsageError(
+                f"{path} is being written by another process; wait for it, or name another file"
+            ) from None
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}; name another file") from None
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
-            logger.warning("%s: cut off %d bytes of a row that was not complete", path, len(content) - whole)
+            logger.warning(
+                "%s: cut off %d bytes of a row that was not complete", path, len(content) - whole
+            )
             os.ftruncate(self._file, whole)
         self.rows = content.count(b"\n")
         self._sync_folder()
@@ -114,7 +158,9 @@ class RowsFile:
         size = os.fstat(self._file).st_size
         wanted = sum(map(len, rows))
         end = os.pread(self._file, wanted, max(0, size - wanted))
-        return next((count for count in range(len(rows), 0, -1) if end.endswith(b"".join(rows[:count]))), 0)
+        return next(
+            (count for count in range(len(rows), 0, -1) if end.endswith(b"".join(rows[:count]))), 0
+        )
 
     def write(self, rows: Sequence[bytes]) -> None:
         """Add rows; they are on the disk when this returns.
@@ -129,7 +175,9 @@ class RowsFile:
         except OSError as error:
             os.ftruncate(self._file, size)
             reason = cannot_write(self.path, error, len(content))
-            raise EnvironmentFailure(f"{reason}; make room there, then go on with --resume") from None
+            raise EnvironmentFailure(
+                f"{reason}; make room there, then go on with --resume"
+            ) from None
         self.rows += len(rows)
 
     def close(self) -> None:
@@ -140,7 +188,8 @@ class RowsFile:
 
 
 class Service:
-    """A rollout service, of which this process is the trainer. The public one, which knows no acknowledgement, will do too.
+    """A rollout service, of which this process is the trainer. The public one, which knows no
+    acknowledgement, will do too.
 
     Args:
         url: its address.
@@ -151,9 +200,13 @@ class Service:
         self.url, self.timeout = url.rstrip("/"), timeout
         headers = bearer(given_or_variable(None, SERVICE_KEY))
         try:
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=60.0, trust_env=False)
+            self._http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=60.0, trust_env=False
+            )
         except (httpx.InvalidURL, ValueError) as error:
-            raise UsageError(f"--api-url {url!r} is no address ({error}): give one such as http://localhost:8000") from None
+            raise UsageError(
+                f"--api-url {url!r} is no address ({error}): give one such as http://localhost:8000"
+            ) from None
         self.uuid: int | None = None
 
     def call(self, method: str, path: str, body: Any = None, missing: Any = None) -> Any:
@@ -169,12 +222,20 @@ class Service:
             ServiceUnavailable: it did not answer in time.
             EnvironmentFailure: it refused.
         """
-        patience = Patience(f"the rollout service {self.url}", self.timeout, ServiceUnavailable, logger, "is it running?")
+        patience = Patience(
+            f"the rollout service {self.url}",
+            self.timeout,
+            ServiceUnavailable,
+            logger,
+            "is it running?",
+        )
         while True:
             try:
                 answer = self._http.request(method, path, json=body)
             except httpx.UnsupportedProtocol:
-                raise UsageError(f"--api-url {self.url!r} is no address: give one such as http://localhost:8000") from None
+                raise UsageError(
+                    f"--api-url {self.url!r} is no address: give one such as http://localhost:8000"
+                ) from None
             except httpx.TransportError as error:
                 patience.wait_blocking(str(error) or type(error).__name__)
                 continue
@@ -196,7 +257,9 @@ class Service:
             UsageError: another trainer's run has not ended.
         """
         known = self.call("GET", "/wandb_info")
-        busy = self.call("GET", "/info")["batch_size"] > 0 and not self.call("GET", "/stats", missing={}).get("run_ended")
+        busy = self.call("GET", "/info")["batch_size"] > 0 and not self.call(
+            "GET", "/stats", missing={}
+        ).get("run_ended")
         if busy and known["project"] != name and not take_over:
             raise UsageError(
                 f"{self.url} has a trainer (project {known['project']!r}) whose run has not ended, and its groups would come "
@@ -228,13 +291,17 @@ class Service:
             if answer.get("batch"):
                 patience.done()
                 return answer["batch"], answer.get("batch_id")
-            why = answer.get("message") or self.call("GET", "/stats", missing={}).get("waiting_because")
+            why = answer.get("message") or self.call("GET", "/stats", missing={}).get(
+                "waiting_because"
+            )
             patience.wait_blocking(why or "no batch is complete yet")
 
     def done(self, batch_id: int | None) -> None:
         """A batch is written. The weights that sample are as they were: no version passes."""
         if batch_id is not None:
-            self.call("POST", "/batch/ack", {"batch_id": batch_id, "weight_version": 0, "uuid": self.uuid})
+            self.call(
+                "POST", "/batch/ack", {"batch_id": batch_id, "weight_version": 0, "uuid": self.uuid}
+            )
 
     def end(self) -> None:
         """Nothing more is wanted: environments end, too."""
@@ -251,7 +318,12 @@ def prompts_and_completions(group: Group, tokenizer: Any) -> list[tuple[str, str
     return divided
 
 
-def collect(arguments: argparse.Namespace, name: str, tasks_per_step: int, select: Callable[[Group, Any], list[Row]]) -> None:
+def collect(
+    arguments: argparse.Namespace,
+    name: str,
+    tasks_per_step: int,
+    select: Callable[[Group, Any], list[Row]],
+) -> None:
     """Take batches until the file has as many rows as were asked for.
 
     Args:
@@ -264,12 +336,18 @@ def collect(arguments: argparse.Namespace, name: str, tasks_per_step: int, selec
         EnvironmentFailure: something is missing or wrong; the message says what to do.
     """
     if arguments.tokenizer is None and not arguments.save_messages:
-        raise UsageError("groups hold tokens: name the sampled model's tokenizer (--tokenizer), or pass --save-messages")
+        raise UsageError(
+            "groups hold tokens: name the sampled model's tokenizer (--tokenizer), or pass --save-messages"
+        )
     if arguments.resume and arguments.append_to_previous:
-        raise UsageError("--resume counts the rows that are there and --append-to-previous does not: give one of them")
+        raise UsageError(
+            "--resume counts the rows that are there and --append-to-previous does not: give one of them"
+        )
     tokenizer = None
     if not arguments.save_messages:
-        from atroposlib.inference.tokenizers import load_tokenizer  # seconds, which nobody waits for who writes messages
+        from atroposlib.inference.tokenizers import (
+            load_tokenizer,
+        )  # seconds, which nobody waits for who writes messages
 
         tokenizer = load_tokenizer(arguments.tokenizer)
     file = RowsFile(arguments.filepath, arguments.resume or arguments.append_to_previous)
@@ -300,7 +378,12 @@ def collect(arguments: argparse.Namespace, name: str, tasks_per_step: int, selec
             groups += len(batch)
             groups_without_rows += sum(not rows for rows in found)
             logger.info(
-                "%s: %d of %d rows, %d of %d groups gave none", file.path, file.rows, wanted, groups_without_rows, groups
+                "%s: %d of %d rows, %d of %d groups gave none",
+                file.path,
+                file.rows,
+                wanted,
+                groups_without_rows,
+                groups,
             )
         service.end()
     finally:
@@ -313,7 +396,11 @@ def run_collector(call: Callable[[], None]) -> None:
     Raises:
         SystemExit: it was stopped, or something went wrong.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[LogLines()])
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=[LogLines()],
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
     def stop(number: int, _: object) -> None:

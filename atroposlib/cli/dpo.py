@@ -1,7 +1,8 @@
-"""Pairs for preference learning from each group: `atropos-dpo-gen FILE`, or `python -m atroposlib.cli.dpo FILE`.
+"""Pairs for preference learning from each group: `atropos-dpo-gen FILE`, or
+`python -m atroposlib.cli.dpo FILE`.
 
-A row is `{"prefix", "pos", "neg", "score"}`, or with --save-messages `{"pos", "neg", "score"}`, where `pos` and `neg` are lists
-of messages. The score is the better one's.
+A row is `{"prefix", "pos", "neg", "score"}`, or with --save-messages `{"pos", "neg", "score"}`,
+where `pos` and `neg` are lists of messages. The score is the better one's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from atroposlib.cli.collecting import Group, Row, collect, collector_parser, prompts_and_completions, run_collector
+from atroposlib.cli.collecting import (
+    Group,
+    Row,
+    collect,
+    collector_parser,
+    prompts_and_completions,
+    run_collector,
+)
 
 TASKS_PER_STEP = 8
 NAME = "atropos-dpo-gen"
@@ -17,9 +25,14 @@ NAME = "atropos-dpo-gen"
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = collector_parser(NAME, "Write pairs of a better and a worse response to a file of JSON lines.", "pairs")
+    parser = collector_parser(
+        NAME, "Write pairs of a better and a worse response to a file of JSON lines.", "pairs"
+    )
     parser.add_argument(
-        "--save-n-pairs-per-group", type=int, default=3, help="pairs that are kept of a group at most (default: %(default)s)"
+        "--save-n-pairs-per-group",
+        type=int,
+        default=3,
+        help="pairs that are kept of a group at most (default: %(default)s)",
     )
     parser.add_argument(
         "--minimum-score-diff-max-min",
@@ -30,9 +43,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def pairs_of_group(group: Group, tokenizer: Any, most: int, least_difference: float, negative: bool) -> list[Row]:
-    """The pairs of one group: the best with the worst, the second best with the second worst, and so on. No response is in two
-    pairs, and both of a pair answer the same prompt.
+def pairs_of_group(
+    group: Group, tokenizer: Any, most: int, least_difference: float, negative: bool
+) -> list[Row]:
+    """The pairs of one group: the best with the worst, the second best with the second worst, and
+    so on. No response is in two pairs, and both of a pair answer the same prompt.
 
     Args:
         group: as a batch holds it.
@@ -48,8 +63,15 @@ def pairs_of_group(group: Group, tokenizer: Any, most: int, least_difference: fl
         answers = list(prompts_and_completions(group, tokenizer))
     ranked = sorted(zip(group["scores"], answers, strict=False), key=lambda entry: -entry[0])
     pairs: list[Row] = []
-    for (score, (prompt, better)), (lower, (other, worse)) in zip(ranked, reversed(ranked), strict=True):
-        if len(pairs) >= most or score - lower <= least_difference or not (negative or score > 0) or score <= lower:
+    for (score, (prompt, better)), (lower, (other, worse)) in zip(
+        ranked, reversed(ranked), strict=True
+    ):
+        if (
+            len(pairs) >= most
+            or score - lower <= least_difference
+            or not (negative or score > 0)
+            or score <= lower
+        ):
             break
         if prompt == other:
             prefix = {} if tokenizer is None else {"prefix": prompt}

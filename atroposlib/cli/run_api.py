@@ -46,24 +46,34 @@ from atroposlib.web.stopping_server import StoppingServer
 logger = logging.getLogger("atroposlib.cli.run_api")
 
 SWITCH_INTERVAL = 0.0005
-"""Seconds after which a thread that waits for the interpreter gets it: the writer must not wait for every parsed group."""
+"""Seconds after which a thread that waits for the interpreter gets it: the writer must not wait for
+every parsed group."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="run-api", description="The rollout service: takes scored groups, hands out batches.")
+    parser = argparse.ArgumentParser(
+        prog="run-api", description="The rollout service: takes scored groups, hands out batches."
+    )
     parser.add_argument(
         "--host",
         type=argument(listening_host),
         help="address to listen on (default: 127.0.0.1; 0.0.0.0 if there is an API key)",
     )
-    parser.add_argument("--port", type=argument_types.port_number, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument(
+        "--port",
+        type=argument_types.port_number,
+        default=8000,
+        help="port to listen on (default: 8000)",
+    )
     add_access_options(parser)
     add_store_options(parser)
     add_page_options(parser)
     parser.add_argument("--access-log", action="store_true", help="log every request")
     parser.add_argument(
-        "--reload", action="store_true", help="taken as the public command takes it, and ignored: start it again"
+        "--reload",
+        action="store_true",
+        help="taken as the public command takes it, and ignored: start it again",
     )
     return parser.parse_args(argv)
 
@@ -116,13 +126,22 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
         help="begin a new run in any case; what the store held is moved to NAME.previous.db beside it",
     )
     parser.add_argument(
-        "--max-queue-groups", type=argument_types.positive, default=queue.max_groups, help="groups held at most"
+        "--max-queue-groups",
+        type=argument_types.positive,
+        default=queue.max_groups,
+        help="groups held at most",
     )
     parser.add_argument(
-        "--max-queue-bytes", type=argument_types.bytes_of, default=queue.max_bytes, help="bytes held at most, such as 4G"
+        "--max-queue-bytes",
+        type=argument_types.bytes_of,
+        default=queue.max_bytes,
+        help="bytes held at most, such as 4G",
     )
     parser.add_argument(
-        "--max-body-bytes", type=argument_types.bytes_of, default=request.max_body, help="bytes of one request, such as 256M"
+        "--max-body-bytes",
+        type=argument_types.bytes_of,
+        default=request.max_body,
+        help="bytes of one request, such as 256M",
     )
     parser.add_argument(
         "--silent-after",
@@ -133,7 +152,10 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
         f"(default: {queue.silent_after:g})",
     )
     parser.add_argument(
-        "--request-timeout", type=argument_types.seconds, default=request.seconds, help="seconds for one request"
+        "--request-timeout",
+        type=argument_types.seconds,
+        default=request.seconds,
+        help="seconds for one request",
     )
 
 
@@ -177,10 +199,12 @@ def add_page_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_api_key(given: str | None, path: Path | None) -> str | None:
-    """The key that requests must carry: from the command line, a file or the environment, in this order; None without one.
+    """The key that requests must carry: from the command line, a file or the environment, in this
+    order; None without one.
 
     Raises:
-        SystemExit: it cannot be read, or cannot be sent in a header; the message says what to do, and not the key.
+        SystemExit: it cannot be read, or cannot be sent in a header; the message says what to do,
+            and not the key.
     """
     key, source = os.environ.get("ROLLOUT_API_KEY", ""), "ROLLOUT_API_KEY"
     if path is not None:
@@ -191,14 +215,20 @@ def read_api_key(given: str | None, path: Path | None) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise SystemExit(f"error: {source} cannot be read: {error}") from None
         if not key:
-            raise SystemExit(f"error: {source} is empty; write a key into it, such as that of: openssl rand -hex 32")
+            raise SystemExit(
+                f"error: {source} is empty; write a key into it, such as that of: openssl rand -hex 32"
+            )
         if readable:
             logger.warning("%s can be read by other users of this machine; chmod 600 it", source)
     if given is not None:
         key, source = given, "--api-key"
-        logger.warning("every user of this machine can see --api-key in ps; set ROLLOUT_API_KEY or --api-key-file instead")
+        logger.warning(
+            "every user of this machine can see --api-key in ps; set ROLLOUT_API_KEY or --api-key-file instead"
+        )
     if not all(33 <= ord(character) <= 126 for character in key):
-        raise SystemExit(f"error: the key from {source} has characters that no header can carry; use letters and digits")
+        raise SystemExit(
+            f"error: the key from {source} has characters that no header can carry; use letters and digits"
+        )
     return key or None
 
 
@@ -209,9 +239,13 @@ def listen(host: str, port: int) -> socket.socket:
         SystemExit: the address cannot be had; the message says why and what to do.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except OSError as error:
-        raise SystemExit(f"error: --host {host} cannot be resolved ({error}); pass an address of this machine") from None
+        raise SystemExit(
+            f"error: --host {host} cannot be resolved ({error}); pass an address of this machine"
+        ) from None
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -258,7 +292,13 @@ def files_of(store: str | None, port: int, run_folder: Path | None) -> list[Path
     """Return the files and folders that an earlier process of this service may have left."""
     path = store_path(store, port)
     files = (
-        [] if store == "memory" else [path, *path.parent.glob(f"{path.name}-*"), *path.parent.glob(f"{path.stem}.previous.*")]
+        []
+        if store == "memory"
+        else [
+            path,
+            *path.parent.glob(f"{path.name}-*"),
+            *path.parent.glob(f"{path.stem}.previous.*"),
+        ]
     )
     observed = observed_folder(run_folder, None if store == "memory" else path)
     return [*files, observed.path] if observed.is_kept else files
@@ -267,8 +307,9 @@ def files_of(store: str | None, port: int, run_folder: Path | None) -> list[Path
 def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
     """The store that --store names.
 
-    Without a name, it goes on until the trainer has said that its run is over: who stopped the service, a person or a
-    scheduler, and how, says nothing of the run. A file that was named goes on either way.
+    Without a name, it goes on until the trainer has said that its run is over: who stopped the
+    service, a person or a scheduler, and how, says nothing of the run. A file that was named goes
+    on either way.
 
     Raises:
         StoreError: it cannot be opened.
@@ -287,7 +328,10 @@ def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
         if name is not None:
             return store
         if not store.load().state.get("ended"):
-            logger.info("going on with the run in %s, which has not ended (--new-run begins a new one)", path)
+            logger.info(
+                "going on with the run in %s, which has not ended (--new-run begins a new one)",
+                path,
+            )
             return store
         store.close()
         why = f"because the trainer of the last one said that it had ended (--store {path} would have gone on with it)"
@@ -296,7 +340,10 @@ def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
     if groups:
         previous = path.with_suffix(".previous.db")
         logger.warning(
-            "%d groups of the last run are kept in %s; to continue that run, pass --store %s", groups, previous, previous
+            "%d groups of the last run are kept in %s; to continue that run, pass --store %s",
+            groups,
+            previous,
+            previous,
         )
     return SqliteStore(path)
 
@@ -310,7 +357,9 @@ def make_page(
     tokenizer: str | None = None,
     vllm_servers: Sequence[str] = (),
 ) -> RunPage:
-    """The page at /ui, over the run of this service and those that lie beside it; from now on its rollouts are kept."""
+    """The page at /ui, over the run of this service and those that lie beside it; from now on its
+    rollouts are kept.
+    """
     hub = Hub()
     store = service.store.path if isinstance(service.store, SqliteStore) else None
     observed = observed_folder(run_folder, store)
@@ -321,12 +370,20 @@ def make_page(
             observed.path,
             most_bytes=keep_rollouts,
             tokenizer=tokenizer,
-            told=lambda newest, groups: hub.tell_from_thread(LIVE, "rollouts", {"newest": newest, "count": groups}),
+            told=lambda newest, groups: hub.tell_from_thread(
+                LIVE, "rollouts", {"newest": newest, "count": groups}
+            ),
         )
     place = Place(port=port, run_folder=run_folder)
     watch = ServerWatch(os.environ.get(VLLM_KEY) or None, frozenset(vllm_servers))
     live = LiveSource(service, observed, hub, place, watch)
-    beside = run_folder.absolute().parent if run_folder is not None else store.parent if store is not None else None
+    beside = (
+        run_folder.absolute().parent
+        if run_folder is not None
+        else store.parent
+        if store is not None
+        else None
+    )
     return RunPage([beside] if beside is not None else [], auth, hub, live)
 
 
@@ -335,26 +392,48 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     log_to_stderr()
     if arguments.reload:
-        logger.warning("--reload is ignored: to run changed code, start the service again; what it holds is in its store")
+        logger.warning(
+            "--reload is ignored: to run changed code, start the service again; what it holds is in its store"
+        )
     api_key = read_api_key(arguments.api_key, arguments.api_key_file)
     host = arguments.host or ("0.0.0.0" if api_key else "127.0.0.1")
     sock = listen(host, arguments.port)
     try:
         if api_key:
-            use_private_files(files_of(arguments.store, sock.getsockname()[1], arguments.run_folder))
+            use_private_files(
+                files_of(arguments.store, sock.getsockname()[1], arguments.run_folder)
+            )
         store = open_store(arguments.store, sock.getsockname()[1], arguments.new_run)
-        service = RolloutService(store, Limits(arguments.max_queue_groups, arguments.max_queue_bytes, arguments.silent_after))
+        service = RolloutService(
+            store,
+            Limits(arguments.max_queue_groups, arguments.max_queue_bytes, arguments.silent_after),
+        )
     except (StoreError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
     if isinstance(store, SqliteStore):
-        logger.info("store %s: %d groups, step %d", store.path, service.queue.held_groups, service.queue.current_step)
+        logger.info(
+            "store %s: %d groups, step %d",
+            store.path,
+            service.queue.held_groups,
+            service.queue.current_step,
+        )
     names = frozenset(name.lower() for name in arguments.allow_host)
     page = None
     if not arguments.no_ui:
         auth = PageAuth.of_key(api_key, names, arguments.ui_session_seconds)
         port, keep = sock.getsockname()[1], arguments.keep_rollouts
-        page = make_page(service, auth, port, arguments.run_folder, keep, arguments.tokenizer, arguments.vllm_server)
-    limits = RequestLimits(arguments.max_body_bytes, arguments.request_timeout, Access(api_key, host, names))
+        page = make_page(
+            service,
+            auth,
+            port,
+            arguments.run_folder,
+            keep,
+            arguments.tokenizer,
+            arguments.vllm_server,
+        )
+    limits = RequestLimits(
+        arguments.max_body_bytes, arguments.request_timeout, Access(api_key, host, names)
+    )
     config = uvicorn.Config(
         make_app(service, limits, PageRoute(page) if page is not None else None),
         access_log=arguments.access_log,
@@ -364,18 +443,25 @@ def main(argv: list[str] | None = None) -> None:
         backlog=ACCEPT_AT_ONCE,
         timeout_graceful_shutdown=10,
         timeout_keep_alive=SERVER_KEEPS_SECONDS,
-        # uvicorn by itself believes whoever asks from 127.0.0.1, which is every user of this machine.
+        # uvicorn by itself believes whoever asks from 127.0.0.1, which is every user of this
+        # machine.
         proxy_headers=bool(arguments.trusted_proxy),
         forwarded_allow_ips=arguments.trusted_proxy,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every question to a vLLM server
+    logging.getLogger("httpx").setLevel(
+        logging.WARNING
+    )  # a line for every question to a vLLM server
     server = Server(config)
     server.has_page = page is not None
-    server.when_stopping = [service.trainer_activity.count, *([page.hub.close] if page is not None else [])]
+    server.when_stopping = [
+        service.trainer_activity.count,
+        *([page.hub.close] if page is not None else []),
+    ]
 
     def stop(*_: object) -> None:
-        # uvicorn handles the signals while it serves, and raises them once more when all is answered and closed.
+        # uvicorn handles the signals while it serves, and raises them once more when all is
+        # answered and closed.
         if not server.started:
             raise SystemExit("stopped before it served")
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from atroposlib.cli.collecting import Group, Row, collect, collector_parser, prompts_and_completions, run_collector
+from atroposlib.cli.collecting import (
+    Group,
+    Row,
+    collect,
+    collector_parser,
+    prompts_and_completions,
+    run_collector,
+)
 
 TASKS_PER_STEP = 64
 NAME = "atropos-sft-gen"
@@ -17,9 +24,14 @@ NAME = "atropos-sft-gen"
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = collector_parser(NAME, "Write the best responses of each group to a file of JSON lines.", "sequences")
+    parser = collector_parser(
+        NAME, "Write the best responses of each group to a file of JSON lines.", "sequences"
+    )
     parser.add_argument(
-        "--save-top-n-per-group", type=int, default=3, help="responses that are kept of a group at most (default: %(default)s)"
+        "--save-top-n-per-group",
+        type=int,
+        default=3,
+        help="responses that are kept of a group at most (default: %(default)s)",
     )
     parser.add_argument(
         "--minimum-score-diff-max-min",
@@ -30,7 +42,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def best_of_group(group: Group, tokenizer: Any, most: int, least_difference: float, negative: bool) -> list[Row]:
+def best_of_group(
+    group: Group, tokenizer: Any, most: int, least_difference: float, negative: bool
+) -> list[Row]:
     """The rows of one group, best first; of equal scores the one that came first.
 
     Args:
@@ -43,9 +57,13 @@ def best_of_group(group: Group, tokenizer: Any, most: int, least_difference: flo
     if tokenizer is None:
         rows: list[Row] = [{"messages": messages} for messages in group.get("messages") or []]
     else:
-        rows = [{"prefix": prompt, "completion": text} for prompt, text in prompts_and_completions(group, tokenizer)]
+        rows = [
+            {"prefix": prompt, "completion": text}
+            for prompt, text in prompts_and_completions(group, tokenizer)
+        ]
     scored = sorted(
-        ({**row, "score": score} for row, score in zip(rows, group["scores"], strict=False)), key=lambda row: -row["score"]
+        ({**row, "score": score} for row, score in zip(rows, group["scores"], strict=False)),
+        key=lambda row: -row["score"],
     )
     lowest = min(group["scores"])
     kept = [row for row in scored if negative or row["score"] > 0]

@@ -1,4 +1,5 @@
-"""See runs: `view-run FOLDER_OR_FILE …` serves the page of what lies there on this machine, of runs that are over or go on.
+"""See runs: `view-run FOLDER_OR_FILE …` serves the page of what lies there on this machine, of runs
+that are over or go on.
 
 Without a path it says where a rollout service serves the page itself.
 """
@@ -36,14 +37,22 @@ REQUEST_SECONDS = 60.0
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="view-run", description="See runs, from their folders or as a rollout service has them."
+        prog="view-run",
+        description="See runs, from their folders or as a rollout service has them.",
     )
     parser.add_argument(
-        "paths", nargs="*", type=Path, metavar="FOLDER_OR_FILE", help="folders of runs, or files of groups (JSON lines)"
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="FOLDER_OR_FILE",
+        help="folders of runs, or files of groups (JSON lines)",
     )
-    parser.add_argument("--port", type=int, default=9001, help="where the page is (default: 9001; 0 for any)")
     parser.add_argument(
-        "--tokenizer", help="of the sampled model, for files of groups: a folder or a name; files with messages can do without"
+        "--port", type=int, default=9001, help="where the page is (default: 9001; 0 for any)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        help="of the sampled model, for files of groups: a folder or a name; files with messages can do without",
     )
     parser.add_argument(
         "--api-url",
@@ -52,7 +61,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="without a folder: the rollout service (default: %(default)s)",
     )
     for name in ("--group-size", "--max-token-len"):
-        parser.add_argument(name, type=int, help="of the public view-run; without effect: the page shows all of a group")
+        parser.add_argument(
+            name,
+            type=int,
+            help="of the public view-run; without effect: the page shows all of a group",
+        )
     return parser.parse_args(argv)
 
 
@@ -106,7 +119,9 @@ def find_service(url: str) -> str:
             "what lies there"
         ) from None
     if answer.status_code not in (200, 303):
-        raise UsageError(f"{url} serves no page (it answers {answer.status_code}): was it started with --no-ui?")
+        raise UsageError(
+            f"{url} serves no page (it answers {answer.status_code}): was it started with --no-ui?"
+        )
     return f"{url.rstrip('/')}/ui"
 
 

@@ -30,7 +30,11 @@ def allclose_to_first(
         One bool, or with `return_vector` an array of bools of shape (n,).
     """
     array = np.asarray(values)
-    each = np.isclose(array, array[0], rtol=rtol, atol=atol, equal_nan=equal_nan).reshape(len(array), -1).all(axis=1)
+    each = (
+        np.isclose(array, array[0], rtol=rtol, atol=atol, equal_nan=equal_nan)
+        .reshape(len(array), -1)
+        .all(axis=1)
+    )
     return np.asarray(each) if return_vector else bool(np.all(each))
 
 
@@ -76,7 +80,8 @@ def compute_discounted_returns(rewards: np.ndarray | Sequence[float], gamma: flo
 def compute_grpo_process_supervision_advantages(
     rewards: Sequence[Sequence[number]], gamma: float | None = None, std_tol: float = 1e-8
 ) -> list[np.ndarray]:
-    """Advantages per step, from rewards normalised over all steps of the group (DeepSeekMath, 4.1.3: process supervision).
+    """Advantages per step, from rewards normalised over all steps of the group (DeepSeekMath,
+    4.1.3: process supervision).
 
     Args:
         rewards: [trajectory][step], may be jagged.
@@ -92,6 +97,8 @@ def compute_grpo_process_supervision_advantages(
     stats = compute_stats([list(row) for row in rewards])
     deviation = stats["var"] ** 0.5
     if deviation < std_tol:
-        raise ValueError(f"the rewards' standard deviation {deviation:g} is below {std_tol:g}: all steps are worth the same")
+        raise ValueError(
+            f"the rewards' standard deviation {deviation:g} is below {std_tol:g}: all steps are worth the same"
+        )
     normalised = [(np.asarray(row, dtype=float) - stats["mean"]) / deviation for row in rewards]
     return [compute_discounted_returns(row, 1.0 if gamma is None else gamma) for row in normalised]

@@ -9,7 +9,8 @@ def select_best_index(
     primary_higher_is_better: bool = True,
     secondary_lower_is_better: bool = True,
 ) -> int:
-    """The index of the best alternative; the secondary scores decide between equals, then the order.
+    """The index of the best alternative; the secondary scores decide between equals, then the
+    order.
 
     Raises:
         ValueError: no scores, or lists of different lengths.
@@ -21,5 +22,6 @@ def select_best_index(
     primary_sign = 1 if primary_higher_is_better else -1
     secondary_sign = -1 if secondary_lower_is_better else 1
     return max(
-        range(len(primary_scores)), key=lambda i: (primary_sign * primary_scores[i], secondary_sign * secondary_scores[i], -i)
+        range(len(primary_scores)),
+        key=lambda i: (primary_sign * primary_scores[i], secondary_sign * secondary_scores[i], -i),
     )

@@ -1,4 +1,6 @@
-"""Evaluations that are no environments: a set of items, each run against the servers, and their mean metrics."""
+"""Evaluations that are no environments: a set of items, each run against the servers, and their
+mean metrics.
+"""
 
 import argparse
 import asyncio
@@ -21,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 def pass_at_k(m: int, c: int, k: int) -> float:
-    """Return the unbiased chance that at least one of `k` samples is right, given `c` right ones of `m`.
+    """Return the unbiased chance that at least one of `k` samples is right, given `c` right ones of
+    `m`.
 
     Atropos accepts a `k` above the number of wrong samples, even above `m`: the chance is 1.
     """
@@ -39,7 +42,10 @@ def evaluate_log(
     samples: list[dict[str, Any]] | None = None,
     verbose: bool = True,
 ) -> None:
-    """Show metrics, and write `metrics.json` and `samples.jsonl` to `eval_dir` if one is given. Times are Unix times."""
+    """Show metrics, and write `metrics.json` and `samples.jsonl` to `eval_dir` if one is given.
+
+    Times are Unix times.
+    """
     now = time.time()
     start_time, end_time, task_name = start_time or now, end_time or now, task_name or "eval"
     if verbose:
@@ -62,7 +68,8 @@ def evaluate_log(
 class EvalBase(ABC):
     """Define `setup_data` and `run_item`; call the object with a `ServerManager`.
 
-    Keyword arguments become attributes; `temperature`, `top_p`, `max_tokens`, `eval_dir` and `verbose` have a meaning here.
+    Keyword arguments become attributes; `temperature`, `top_p`, `max_tokens`, `eval_dir` and
+    `verbose` have a meaning here.
     """
 
     def __init__(self, pass_at_n: int = 1, pass_at_n_samples: int = 1, **kwargs: Any):
@@ -92,14 +99,19 @@ class EvalBase(ABC):
         """The items."""
 
     @abstractmethod
-    async def run_item(self, server: ServerManager, data_item: dict[str, Any]) -> tuple[dict[str, float], Any]:
+    async def run_item(
+        self, server: ServerManager, data_item: dict[str, Any]
+    ) -> tuple[dict[str, float], Any]:
         """(metrics of the item, its sample for the record)."""
 
     async def __call__(self, server_manager: ServerManager) -> dict[str, float]:
         """Run every item and return the mean of each metric."""
         start, begun = time.time(), time.monotonic()
         results = await asyncio.gather(*(self.run_item(server_manager, item) for item in self.data))
-        metrics = {name: float(np.mean([metrics[name] for metrics, _ in results])) for name in results[0][0]}
+        metrics = {
+            name: float(np.mean([metrics[name] for metrics, _ in results]))
+            for name in results[0][0]
+        }
         task = f"{type(self).__name__}@{self.pass_at_n}"
         if self.pass_at_n_samples != self.pass_at_n:
             task += f":{self.pass_at_n_samples}"
@@ -107,7 +119,9 @@ class EvalBase(ABC):
             metrics,
             eval_dir=getattr(self, "eval_dir", None),
             task_name=task,
-            model_name=getattr(getattr(server_manager.servers[0], "config", None), "model_name", None),
+            model_name=getattr(
+                getattr(server_manager.servers[0], "config", None), "model_name", None
+            ),
             start_time=start,
             end_time=start + time.monotonic() - begun,
             generation_parameters=self.get_generation_params(),
@@ -121,11 +135,24 @@ async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
     """Run an evaluation as a program: `--server-url`, `--model-name`."""
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--server-url", type=argument(http_address), default="http://localhost:9001/v1", help="OpenAI-compatible endpoint"
+        "--server-url",
+        type=argument(http_address),
+        default="http://localhost:9001/v1",
+        help="OpenAI-compatible endpoint",
     )
-    parser.add_argument("--model-name", default="default", help="model to ask for; by default the one that is served")
+    parser.add_argument(
+        "--model-name",
+        default="default",
+        help="model to ask for; by default the one that is served",
+    )
     arguments = parser.parse_args()
-    manager = ServerManager([APIServerConfig(api_key="x", base_url=arguments.server_url, model_name=arguments.model_name)])
+    manager = ServerManager(
+        [
+            APIServerConfig(
+                api_key="x", base_url=arguments.server_url, model_name=arguments.model_name
+            )
+        ]
+    )
     try:
         return await eval_env(manager)
     finally:

@@ -10,7 +10,8 @@ async def parse_http_response(resp: Any, logger: logging.Logger | None = None) -
     """The JSON of an aiohttp response.
 
     Raises:
-        Exception: the response's own, for a status of 400 or above or a body that is no JSON; its text is logged first.
+        Exception: the response's own, for a status of 400 or above or a body that is no JSON; its
+            text is logged first.
     """
     try:
         resp.raise_for_status()
@@ -18,6 +19,9 @@ async def parse_http_response(resp: Any, logger: logging.Logger | None = None) -
     except Exception as error:
         text = await resp.text()
         (logger or module_logger).error(
-            "%s answered %s: %s", getattr(resp, "url", "?"), getattr(resp, "status", error), text[:500]
+            "%s answered %s: %s",
+            getattr(resp, "url", "?"),
+            getattr(resp, "status", error),
+            text[:500],
         )
         raise

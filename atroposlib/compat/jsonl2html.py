@@ -1,4 +1,5 @@
-"""A page of one file of groups with messages, as the public package makes it: `python -m atroposlib.compat.jsonl2html FILE`.
+"""A page of one file of groups with messages, as the public package makes it:
+`python -m atroposlib.compat.jsonl2html FILE`.
 
 `view-run FILE` shows more of them: see `atroposlib.dashboard`.
 """
@@ -18,7 +19,9 @@ from atroposlib.utils.whole_files import disk_refusal, write_whole
 
 logger = logging.getLogger(__name__)
 
-jinja = Environment(loader=PackageLoader("atroposlib.compat"), autoescape=True, undefined=StrictUndefined)
+jinja = Environment(
+    loader=PackageLoader("atroposlib.compat"), autoescape=True, undefined=StrictUndefined
+)
 
 
 def get_score_class(score: Any) -> str:
@@ -50,7 +53,9 @@ def create_html_for_group(group_data: dict[str, Any], index: int) -> str:
         {"messages": as_messages(entry), "score": score, "score_class": get_score_class(score)}
         for entry, score in zip(messages, scores, strict=True)
     ]
-    return jinja.get_template("messages_of_group.html").render(index=index, rollouts=rollouts, scores=scores)
+    return jinja.get_template("messages_of_group.html").render(
+        index=index, rollouts=rollouts, scores=scores
+    )
 
 
 def generate_html(input_path: str | Path, output_path: str | Path | None = None) -> None:
@@ -71,7 +76,9 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
                 groups.append(create_html_for_group(json.loads(line), number))
             except (ValueError, AttributeError) as error:
                 raise ValueError(f"{source}, line {number + 1} is no group: {error}") from error
-    whole = jinja.get_template("messages.html").render(title=source.name, groups=Markup("").join(map(Markup, groups)))
+    whole = jinja.get_template("messages.html").render(
+        title=source.name, groups=Markup("").join(map(Markup, groups))
+    )
     write_whole(page, whole.encode())
     logger.info("wrote %d groups to %s", sum(map(bool, groups)), page)
 

@@ -11,7 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def strip_thinking(response_text: str) -> str:
-    """Remove the first block of reasoning, also one that the prompt opened. Without a closed block, nothing changes."""
+    """Remove the first block of reasoning, also one that the prompt opened.
+
+    Without a closed block, nothing changes.
+    """
     parts = read_reasoning(response_text)
     if not parts.spans or (not parts.closed and len(parts.spans) == 1):
         return response_text
@@ -20,7 +23,8 @@ def strip_thinking(response_text: str) -> str:
 
 
 def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int) -> str:
-    """Shorten the first block of reasoning to its end: the last paragraph if that fits, else the last tokens, after `... `.
+    """Shorten the first block of reasoning to its end: the last paragraph if that fits, else the
+    last tokens, after `... `.
 
     Args:
         response_text: text with at most one block; without a whole block it is given back as it is.
@@ -39,7 +43,9 @@ def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int)
         last_paragraph = thought.split("\n\n")[-1].strip()
         fits = len(tokenizer.encode(last_paragraph, add_special_tokens=False)) <= max_think_tokens
         kept = tokens[len(tokens) - max(0, max_think_tokens) :]
-        shortened = last_paragraph if fits else tokenizer.decode(kept, skip_special_tokens=True).strip()
+        shortened = (
+            last_paragraph if fits else tokenizer.decode(kept, skip_special_tokens=True).strip()
+        )
         thought = f"... {shortened}" if shortened else ""
     if not thought:
         return f"{before}{tags[0]}{tags[1]}{after}"
@@ -51,10 +57,11 @@ def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int)
 def ensure_trajectory_token_limit(
     trajectory: list[ScoredDataGroup], tokenizer: Any, max_trajectory_tokens: int
 ) -> list[ScoredDataGroup]:
-    """Drop the oldest turns of each step until all its alternatives fit; a step that cannot be made to fit is left out.
+    """Drop the oldest turns of each step until all its alternatives fit; a step that cannot be made
+    to fit is left out.
 
-    The system message, the last observation and the response to it always stay. The alternatives of a step lose the same
-    turns, so that they still answer the same history.
+    The system message, the last observation and the response to it always stay. The alternatives of
+    a step lose the same turns, so that they still answer the same history.
 
     Args:
         trajectory: one group per step; a group has `messages`, `tokens` and `masks`.
@@ -67,7 +74,11 @@ def ensure_trajectory_token_limit(
             continue
         fitted = fit_step(step, tokenizer, max_trajectory_tokens)
         if fitted is None:
-            logger.warning("step %d does not fit into %d tokens, however short: left out", index, max_trajectory_tokens)
+            logger.warning(
+                "step %d does not fit into %d tokens, however short: left out",
+                index,
+                max_trajectory_tokens,
+            )
         else:
             kept.append(fitted)
     return kept
@@ -82,7 +93,9 @@ def fit_step(step: ScoredDataGroup, tokenizer: Any, limit: int) -> ScoredDataGro
         for messages in alternatives:
             start = first_droppable(messages)
             # An observation goes together with the response to it.
-            pair = messages[start + 1]["role"] in UNMASKED_ROLES and len(messages) - 2 >= least_length(messages)
+            pair = messages[start + 1]["role"] in UNMASKED_ROLES and len(
+                messages
+            ) - 2 >= least_length(messages)
             del messages[start : start + (2 if pair else 1)]
         rendered = [tokenize_for_trainer(tokenizer, messages) for messages in alternatives]
         if max(len(row["tokens"]) for row in rendered) <= limit:

@@ -34,7 +34,8 @@ FORMER_PATHS = {
 }
 """Path that this project's own pages named before the modules moved -> the present one."""
 OLD_PATHS = PUBLIC_PATHS | FORMER_PATHS
-"""Modules below an old path are looked for below the present one. The first entry that fits counts."""
+"""Modules below an old path are looked for below the present one. The first entry that fits
+counts."""
 
 
 def new_path(name: str) -> str | None:
@@ -50,7 +51,9 @@ def new_path(name: str) -> str | None:
 
 
 class OldPath(InspectLoader):
-    """Loads an old path: what is found there is the very module of the new path, and not a second one like it."""
+    """Loads an old path: what is found there is the very module of the new path, and not a second
+    one like it.
+    """
 
     def __init__(self, new: str):
         self.new = new
@@ -63,7 +66,10 @@ class OldPath(InspectLoader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It ran when it was created. The import system has just given it this path's spec: it gets its own back."""
+        """It ran when it was created.
+
+        The import system has just given it this path's spec: it gets its own back.
+        """
         module.__spec__ = self.own_spec
 
     def get_code(self, fullname: str) -> CodeType | None:
@@ -77,16 +83,24 @@ class OldPath(InspectLoader):
 
 
 class OldPaths(MetaPathFinder):
-    """Finds the modules of `OLD_PATHS`. First of all finders: the others would load a file a second time under its old name."""
+    """Finds the modules of `OLD_PATHS`.
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    First of all finders: the others would load a file a second time under its old name.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """The spec of an old path whose new one exists."""
         new = new_path(name)
         found = None if new is None else find_spec(new)
         if new is None or found is None:
             return None
         return spec_from_loader(
-            name, OldPath(new), origin=found.origin, is_package=found.submodule_search_locations is not None
+            name,
+            OldPath(new),
+            origin=found.origin,
+            is_package=found.submodule_search_locations is not None,
         )
 
 

@@ -1,7 +1,9 @@
-"""`TeacherDistillationEnv`: an environment with a teacher of its own, as environments written for Atropos derive from it.
+"""`TeacherDistillationEnv`: an environment with a teacher of its own, as environments written for
+Atropos derive from it.
 
-Its teacher gives the logprobs of its likeliest tokens at every position, prompts included; what `--env.teacher_url` does for
-any environment, without a class, is less on the wire: the sampled token's logprob where one was sampled.
+Its teacher gives the logprobs of its likeliest tokens at every position, prompts included; what
+`--env.teacher_url` does for any environment, without a class, is less on the wire: the sampled
+token's logprob where one was sampled.
 """
 
 from __future__ import annotations
@@ -28,24 +30,30 @@ Servers = ServerBaseline | APIServerConfig | list[APIServerConfig]
 class TeacherDistillationConfig(BaseEnvConfig):
     """The settings of an environment with a teacher of its own."""
 
-    teacher_enabled: bool = Field(default=False, description="Ask the teacher of --teacher.* for logprobs of every group")
+    teacher_enabled: bool = Field(
+        default=False, description="Ask the teacher of --teacher.* for logprobs of every group"
+    )
     teacher_top_k: int = Field(
-        default=0, ge=-1, description="Likeliest tokens to ask for at each position beside the token itself; -1: do not ask"
+        default=0,
+        ge=-1,
+        description="Likeliest tokens to ask for at each position beside the token itself; -1: do not ask",
     )
 
 
 class TeacherDistillationEnv(BaseEnv, ABC):
-    """Fills in `distill_token_ids` and `distill_logprobs`, [sequence][position][k], before a group is sent.
+    """Fills in `distill_token_ids` and `distill_logprobs`, [sequence][position][k], before a group
+    is sent.
 
-    Position t holds the teacher's logprobs of tokens that may stand at t, the token that stands there first; the first position
-    holds none. A group says in `group_overrides` that it goes without (`skip_teacher_top_k`) or wants another `teacher_top_k`.
-    A group that the teacher does not score is sent without, which is logged.
+    Position t holds the teacher's logprobs of tokens that may stand at t, the token that stands
+    there first; the first position holds none. A group says in `group_overrides` that it goes
+    without (`skip_teacher_top_k`) or wants another `teacher_top_k`. A group that the teacher does
+    not score is sent without, which is logged.
 
     Args:
         config: the environment's settings.
         server_configs: the inference servers.
-        teacher_server_configs: the teacher's. The command line gives what `teacher_config_init`, YAML (`teacher:`) and flags
-            (`--teacher.*`) say together.
+        teacher_server_configs: the teacher's. The command line gives what `teacher_config_init`,
+            YAML (`teacher:`) and flags (`--teacher.*`) say together.
     """
 
     env_config_cls = TeacherDistillationConfig
@@ -60,7 +68,8 @@ class TeacherDistillationEnv(BaseEnv, ABC):
         testing: bool = False,
     ):
         if isinstance(teacher_server_configs, bool):
-            # A class between, which knows nothing of teachers, passes (config, servers, slurm, testing) on by place.
+            # A class between, which knows nothing of teachers, passes (config, servers, slurm,
+            # testing) on by place.
             teacher_server_configs, slurm, testing = None, teacher_server_configs, slurm
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
         self.teacher_server: ServerManager | None = None
@@ -77,7 +86,9 @@ class TeacherDistillationEnv(BaseEnv, ABC):
         """Use the teacher that YAML and flags name, if one is wanted."""
         configs = servers.get(self.teacher_namespace)
         if configs is not None and self.config.teacher_enabled:
-            self.teacher_server = ServerManager([configs] if isinstance(configs, APIServerConfig) else configs)
+            self.teacher_server = ServerManager(
+                [configs] if isinstance(configs, APIServerConfig) else configs
+            )
 
     async def _compared(self) -> None:
         """Once: wait until the teacher answers, and see that its tokens are ours.
@@ -93,7 +104,14 @@ class TeacherDistillationEnv(BaseEnv, ABC):
         await self._compare_vocabularies(self.teacher_server.servers[0].config)
 
     async def _compare_vocabularies(self, teacher: APIServerConfig) -> None:
-        named = next((name for name in (teacher.tokenizer_name, teacher.model_name) if name not in MODEL_NOT_NAMED), None)
+        named = next(
+            (
+                name
+                for name in (teacher.tokenizer_name, teacher.model_name)
+                if name not in MODEL_NOT_NAMED
+            ),
+            None,
+        )
         ours = getattr(self.tokenizer, "name_or_path", None)
         if named is None or named == ours:
             return
@@ -103,10 +121,14 @@ class TeacherDistillationEnv(BaseEnv, ABC):
                 f"--teacher.tokenizer_name {named}: another vocabulary than this environment's {ours}: {difference}"
             )
 
-    async def _fetch_teacher_for_sequence(self, token_ids: list[int], top_k: int) -> tuple[list[list[int]], list[list[float]]]:
+    async def _fetch_teacher_for_sequence(
+        self, token_ids: list[int], top_k: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
         """([position][k] token ids, the same of logprobs) of one sequence."""
         assert self.teacher_server is not None
-        found = await self.teacher_server.get_logprobs(input_ids=token_ids, top_k=top_k, max_tokens=1, split="train")
+        found = await self.teacher_server.get_logprobs(
+            input_ids=token_ids, top_k=top_k, max_tokens=1, split="train"
+        )
         return found["prompt_topk_token_ids"], found["prompt_topk_logprobs"]
 
     async def _attach_teacher_distillation(self, group: ScoredDataGroup) -> ScoredDataGroup:
@@ -121,16 +143,23 @@ class TeacherDistillationEnv(BaseEnv, ABC):
         group["distill_token_ids"] = group["distill_logprobs"] = None
         if not group.get("tokens") or overrides.get("skip_teacher_top_k") or top_k < 0:
             return group
-        asked = (self._fetch_teacher_for_sequence(list(tokens), top_k) for tokens in group["tokens"])
+        asked = (
+            self._fetch_teacher_for_sequence(list(tokens), top_k) for tokens in group["tokens"]
+        )
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for index, answer in enumerate(answers):
             if isinstance(answer, BaseException):
                 logger.warning(
-                    "a group is sent without its teacher's logprobs, of sequence %d there are none: %s", index, answer
+                    "a group is sent without its teacher's logprobs, of sequence %d there are none: %s",
+                    index,
+                    answer,
                 )
                 return group
             if list(map(len, answer[0])) != list(map(len, answer[1])):
-                logger.warning("a group is sent without its teacher's logprobs: those of sequence %d do not line up", index)
+                logger.warning(
+                    "a group is sent without its teacher's logprobs: those of sequence %d do not line up",
+                    index,
+                )
                 return group
         group["distill_token_ids"] = [answer[0] for answer in answers]  # type: ignore[index]
         group["distill_logprobs"] = [answer[1] for answer in answers]  # type: ignore[index]
@@ -147,4 +176,6 @@ class TeacherDistillationEnv(BaseEnv, ABC):
         for group in groups:
             if group is not None:
                 await self._attach_teacher_distillation(group)
-        return await super().handle_send_to_api(scored_data, item, do_send_to_api, abort_on_any_max_length_exceeded)
+        return await super().handle_send_to_api(
+            scored_data, item, do_send_to_api, abort_on_any_max_length_exceeded
+        )

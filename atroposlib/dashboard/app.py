@@ -25,7 +25,11 @@ async def refuse_http_error(request: Request, error: Exception) -> Response:
     """Answer an error of the router, such as an unknown address."""
     assert isinstance(error, HTTPException)
     status = error.status_code
-    text = "there is nothing at this address" if status == 404 else f"the page cannot do that ({status})"
+    text = (
+        "there is nothing at this address"
+        if status == 404
+        else f"the page cannot do that ({status})"
+    )
     answer = page_of(request).refuse(request.scope, status, text)
     answer.headers.update(error.headers or {})
     return answer
@@ -64,13 +68,17 @@ def make_offline_app(page: RunPage) -> Starlette:
     async def to_page(_: Request) -> Response:
         return RedirectResponse(PREFIX)
 
-    return Starlette(routes=[Route("/", to_page), PageRoute(page)], lifespan=lambda _: page.running())
+    return Starlette(
+        routes=[Route("/", to_page), PageRoute(page)], lifespan=lambda _: page.running()
+    )
 
 
 class PageRoute(BaseRoute):
-    """Hands every request for the page to its application, the address as it is: the page as a part of another application.
+    """Hands every request for the page to its application, the address as it is: the page as a part
+    of another application.
 
-    A mount would not take /ui itself, and would answer it with a redirection to whatever the Host header says.
+    A mount would not take /ui itself, and would answer it with a redirection to whatever the Host
+    header says.
     """
 
     path = PREFIX

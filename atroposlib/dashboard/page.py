@@ -1,4 +1,6 @@
-"""What all routes of the page share: the runs, the service behind it if there is one, and how templates are filled in."""
+"""What all routes of the page share: the runs, the service behind it if there is one, and how
+templates are filled in.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,11 @@ STATIC = Path(__file__).parent / "static"
 FOLLOW_SECONDS = 1.0
 """Between two looks at the files of a run that is shown."""
 THREADS = 2
-"""That read files for the page, and as many that search rollouts. They are its own: however many pages are open, the service's
-threads stay free, and charts do not wait for a search."""
+"""That read files for the page, and as many that search rollouts. They are its own: however many
+pages are open, the service's threads stay free, and charts do not wait for a search."""
 GZIP_FROM, GZIP_LEVEL = 1000, 1
-"""Bytes of an answer that is compressed; numbers compress nearly as well at this level as at any."""
+"""Bytes of an answer that is compressed; numbers compress nearly as well at this level as at
+any."""
 
 
 class RunPage:
@@ -62,10 +65,14 @@ class RunPage:
     ) -> None:
         self.auth, self.hub, self.live = auth, hub, live
         self.archives = OpenArchives(tokenizer)
-        self.runs = RunCatalogue(roots, live.files if live is not None else lambda: None, self._tell)
+        self.runs = RunCatalogue(
+            roots, live.files if live is not None else lambda: None, self._tell
+        )
         self._threads = ThreadPoolExecutor(THREADS, "page")
         self._searching = ThreadPoolExecutor(THREADS, "page-rollouts")
-        self._jinja = Environment(loader=PackageLoader("atroposlib.dashboard"), autoescape=True, undefined=StrictUndefined)
+        self._jinja = Environment(
+            loader=PackageLoader("atroposlib.dashboard"), autoescape=True, undefined=StrictUndefined
+        )
 
     def _tell(self, run: Run, change: Change) -> None:
         for event, data in change.to_json(run, run.files.id):
@@ -73,7 +80,9 @@ class RunPage:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """In the block the runs that are shown are followed, each by one reader for all pages that show it."""
+        """In the block the runs that are shown are followed, each by one reader for all pages that
+        show it.
+        """
         async with AsyncExitStack() as stack:
             if self.live is not None:
                 await stack.enter_async_context(self.live.running())
@@ -102,8 +111,11 @@ class RunPage:
         """Do what reads files, or computes for long, beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
-    async def answer(self, request: Request, ask: Callable[[], Any], of_rollouts: bool = False) -> Response:
-        """What `ask` returns as JSON. It is asked, written and compressed beside the event loop, on which others wait.
+    async def answer(
+        self, request: Request, ask: Callable[[], Any], of_rollouts: bool = False
+    ) -> Response:
+        """What `ask` returns as JSON. It is asked, written and compressed beside the event loop, on
+        which others wait.
 
         Args:
             of_rollouts: it reads an archive of rollouts.
@@ -115,7 +127,9 @@ class RunPage:
             if packs and len(answer.body) >= GZIP_FROM:
                 body = gzip.compress(answer.body, GZIP_LEVEL, mtime=0)
                 return Response(
-                    body, headers={"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}, media_type=answer.media_type
+                    body,
+                    headers={"Content-Encoding": "gzip", "Vary": "Accept-Encoding"},
+                    media_type=answer.media_type,
                 )
             return answer
 
@@ -127,7 +141,8 @@ class RunPage:
 
         Args:
             scope: of the request.
-            template: its file name; without a `page_name` in the context, that is the page's name too.
+            template: its file name; without a `page_name` in the context, that is the page's name
+                too.
             code: the answer's status.
         """
         state = scope.get("state", {})
@@ -163,7 +178,10 @@ def json_answer(content: Any, status: int = 200, headers: dict[str, str] | None 
 
 @cache
 def static_address(path: str) -> str:
-    """Where the browser finds a static file. The address changes with the file, so that none of an older release is used."""
+    """Where the browser finds a static file.
+
+    The address changes with the file, so that none of an older release is used.
+    """
     try:
         content = (STATIC / path).read_bytes()
     except OSError:

@@ -1,1 +1,3 @@
-"""The environment SDK: `BaseEnv`, its configuration and its clients for the rollout service and inference servers."""
+"""The environment SDK: `BaseEnv`, its configuration and its clients for the rollout service and
+inference servers.
+"""

@@ -47,12 +47,13 @@ T = TypeVar("T")
 class BaseEnv(ABC):
     """An environment: a client of the rollout service that turns items into scored groups.
 
-    A subclass defines `setup`, `get_next_item`, `evaluate`, and `collect_trajectory` (one response) or
-    `collect_trajectories` (a whole group). Everything else has a default that may be overridden.
+    A subclass defines `setup`, `get_next_item`, `evaluate`, and `collect_trajectory` (one response)
+    or `collect_trajectories` (a whole group). Everything else has a default that may be overridden.
 
-    What is done by default is in four parts, a file of `runner` each: `_rollouts` (from an item to its groups), `_delivery`
-    (from groups to the service), `_serving` (the life beside a trainer) and `_reports` (metrics and evaluations). They call the
-    methods here, so an override holds everywhere. State that an environment may read or set is an attribute here.
+    What is done by default is in four parts, a file of `runner` each: `_rollouts` (from an item to
+    its groups), `_delivery` (from groups to the service), `_serving` (the life beside a trainer)
+    and `_reports` (metrics and evaluations). They call the methods here, so an override holds
+    everywhere. State that an environment may read or set is an attribute here.
 
     Args:
         config: the environment's settings.
@@ -62,7 +63,9 @@ class BaseEnv(ABC):
     """
 
     name: str | None = None
-    sends_chats: ClassVar[bool] = False  # True: the tokenizer's chat template is checked before the first item
+    sends_chats: ClassVar[bool] = (
+        False  # True: the tokenizer's chat template is checked before the first item
+    )
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     server_cls: ClassVar[type[APIServer]] = APIServer  # type: ignore[type-abstract]  # stands for "by server_type"
 
@@ -76,7 +79,11 @@ class BaseEnv(ABC):
         # Typed as Any because a subclass's config has settings that this class does not know.
         self.config: Any = config
         self.server = ServerManager(
-            server_configs, self.server_cls, slurm, testing, reasoning_config=ReasoningConfig.from_env_config(config)
+            server_configs,
+            self.server_cls,
+            slurm,
+            testing,
+            reasoning_config=ReasoningConfig.from_env_config(config),
         )
         for server in self.server.servers:
             if isinstance(server, APIServer):
@@ -116,20 +123,29 @@ class BaseEnv(ABC):
         self.workers_added_list: list[int] = []
 
         # `process` only
-        self.process_mode, self.n_groups_to_process, self.group_size_to_process = False, 0, config.group_size
+        self.process_mode, self.n_groups_to_process, self.group_size_to_process = (
+            False,
+            0,
+            config.group_size,
+        )
 
         self._tokenizer: Any = None
         self._rollouts, self._delivery = Rollouts(self), Delivery(self)
         self._serving, self._reports = Serving(self), Reports(self)
         self.jsonl_writer: JsonLinesWriter | None = None
         if config.data_path_to_save_groups is not None:
-            config.data_path_to_save_groups = str(unused_path(Path(config.data_path_to_save_groups)))
+            config.data_path_to_save_groups = str(
+                unused_path(Path(config.data_path_to_save_groups))
+            )
             self.jsonl_writer = JsonLinesWriter(config.data_path_to_save_groups)
 
-    # ---- what an environment implements -------------------------------------------------------------------------------
+    # ---- what an environment implements
+    # -------------------------------------------------------------------------------
 
     @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, ServerBaseline | APIServerConfig | list[APIServerConfig]]:
+    def config_init(
+        cls,
+    ) -> tuple[BaseEnvConfig, ServerBaseline | APIServerConfig | list[APIServerConfig]]:
         """The environment's own defaults; YAML and flags come on top."""
         return cls.env_config_cls(), ServerBaseline()
 
@@ -142,10 +158,12 @@ class BaseEnv(ABC):
         """The next item to roll out, or None when there is none for now."""
 
     async def next_item(self) -> Item:
-        """The item to work on now: `get_next_item`'s, unless the environment chooses among those (`GradedEnv`).
+        """The item to work on now: `get_next_item`'s, unless the environment chooses among those
+        (`GradedEnv`).
 
         Raises:
-            UsageError: a choice by success is wanted, and this environment does not say which answers are right.
+            UsageError: a choice by success is wanted, and this environment does not say which
+                answers are right.
         """
         if self.config.curriculum:
             raise UsageError(
@@ -156,19 +174,26 @@ class BaseEnv(ABC):
 
     @abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Measure the model. Runs every `steps_per_eval` trainer steps, and for the `evaluate` command."""
+        """Measure the model.
+
+        Runs every `steps_per_eval` trainer steps, and for the `evaluate` command.
+        """
 
     async def collect_trajectory(self, item: Item) -> tuple[Any, list[Item]]:
         """One response to an item, as a `ScoredDataItem`, and items for the backlog."""
-        raise NotImplementedError(f"{type(self).__name__} must define collect_trajectory() or collect_trajectories()")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define collect_trajectory() or collect_trajectories()"
+        )
 
-    # ---- an item's way to the service: runner/rollout.py, then runner/delivery.py --------------------------------
+    # ---- an item's way to the service: runner/rollout.py, then runner/delivery.py
+    # --------------------------------
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
-        """`group_size` responses to an item, each by `collect_trajectory`, as a group; and items for the backlog.
+        """`group_size` responses to an item, each by `collect_trajectory`, as a group; and items
+        for the backlog.
 
-        A response that fails is tried again by itself, so that the others need not be made twice. Override this to make all
-        responses with one request.
+        A response that fails is tried again by itself, so that the others need not be made twice.
+        Override this to make all responses with one request.
 
         Raises:
             RolloutFailure: a response failed every time, or was given up by the environment (None).
@@ -176,11 +201,12 @@ class BaseEnv(ABC):
         return await self._rollouts.collect_one_by_one(item)
 
     def sampling_seed(self, request: int = 0) -> int | None:
-        """The `seed` of a request for the item in work; None, which leaves it to the server, without `seed_rollouts`.
+        """The `seed` of a request for the item in work; None, which leaves it to the server,
+        without `seed_rollouts`.
 
         Args:
-            request: its number among the item's requests. One request for several responses has a seed for each: the
-                server counts on from this one.
+            request: its number among the item's requests. One request for several responses has a
+                seed for each: the server counts on from this one.
 
         Raises:
             RuntimeError: no item is in work here, as in an evaluation.
@@ -196,10 +222,11 @@ class BaseEnv(ABC):
         return await self._rollouts.retried(what, call)
 
     async def item_at(self, number: int) -> Item:
-        """The item of that number, counted from 0, or None when there is none for now. With `exact_resume` only.
+        """The item of that number, counted from 0, or None when there is none for now. With
+        `exact_resume` only.
 
-        By default they are what `get_next_item` gives after `setup`, which runs again for a number that lies behind. An
-        environment that can jump to an item overrides this.
+        By default they are what `get_next_item` gives after `setup`, which runs again for a number
+        that lies behind. An environment that can jump to an item overrides this.
         """
         return await self._serving.workers.item_by_counting(number)
 
@@ -210,21 +237,29 @@ class BaseEnv(ABC):
         return trajectories
 
     async def handle_send_to_api(
-        self, scored_data: Any, item: Item = None, do_send_to_api: bool = True, abort_on_any_max_length_exceeded: bool = True
+        self,
+        scored_data: Any,
+        item: Item = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
     ) -> int:
-        """Check groups, keep them in the groups file, and post them. Returns how many passed the check.
+        """Check groups, keep them in the groups file, and post them. Returns how many passed the
+        check.
 
         Args:
             scored_data: a group, or a list of groups of which some may be None.
             item: what they answer, for logging.
             do_send_to_api: False to keep them only.
-            abort_on_any_max_length_exceeded: drop groups with a sequence longer than the trainer takes.
+            abort_on_any_max_length_exceeded: drop groups with a sequence longer than the trainer
+                takes.
 
         Raises:
             RolloutFailure: the teacher refused all that there was.
             EnvironmentFailure: the teacher or the service was away for too long.
         """
-        return await self._delivery.deliver(scored_data, item, do_send_to_api, abort_on_any_max_length_exceeded)
+        return await self._delivery.deliver(
+            scored_data, item, do_send_to_api, abort_on_any_max_length_exceeded
+        )
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
         """Post one group or a list of groups; waits and retries while the service is away or full."""
@@ -233,7 +268,8 @@ class BaseEnv(ABC):
     async def cleanup(self) -> None:  # noqa: B027 (optional)
         """Runs after every item."""
 
-    # ---- serving: runner/serve.py, runner/workers.py ------------------------------------------------------------
+    # ---- serving: runner/serve.py, runner/workers.py
+    # ------------------------------------------------------------
 
     @cached_property
     def service(self) -> RolloutServiceClient:
@@ -251,7 +287,10 @@ class BaseEnv(ABC):
         await self._serving.serve()
 
     async def wait_for_servers(self) -> None:
-        """Return once the inference servers answer, and the teacher if there is one. Override it where there are none."""
+        """Return once the inference servers answer, and the teacher if there is one.
+
+        Override it where there are none.
+        """
         await wait_for_servers(self)
 
     async def setup_wandb(self) -> None:
@@ -271,7 +310,9 @@ class BaseEnv(ABC):
         await self._serving.get_info()
 
     async def get_status(self) -> None:
-        """Ask for the queue's state; a service that was started anew knows us no more, so register again."""
+        """Ask for the queue's state; a service that was started anew knows us no more, so register
+        again.
+        """
         await self._serving.get_status()
 
     async def env_step_checks(self) -> None:
@@ -283,12 +324,17 @@ class BaseEnv(ABC):
         self._serving.load_state()
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Keep `data` (attribute -> value) for `load_checkpoint`. A subclass calls this with what it wants kept."""
+        """Keep `data` (attribute -> value) for `load_checkpoint`.
+
+        A subclass calls this with what it wants kept.
+        """
         self._serving.keep_state(step, data)
 
     @property
     def derived_batch_size(self) -> int:
-        """Sequences per batch that this environment may fill: what is not reserved, and its own reserve."""
+        """Sequences per batch that this environment may fill: what is not reserved, and its own
+        reserve.
+        """
         return self._serving.workers.batch_share()
 
     async def add_train_workers(self) -> None:
@@ -299,24 +345,28 @@ class BaseEnv(ABC):
         """One item from start to end. Returns its groups, or None when there are none.
 
         Raises:
-            EnvironmentFailure: something that only a person can mend; what is wrong with one item ends that item only.
+            EnvironmentFailure: something that only a person can mend; what is wrong with one item
+                ends that item only.
         """
         return await self._serving.workers.work(item_uuid)
 
     async def process_manager(self) -> None:
-        """Make `n_groups_to_process` groups, `max_num_workers` at a time, and write them to `data_path_to_save_groups`.
+        """Make `n_groups_to_process` groups, `max_num_workers` at a time, and write them to
+        `data_path_to_save_groups`.
 
         Raises:
             EnvironmentFailure: too many items in a row failed.
         """
         await process(self)
 
-    # ---- what is told: runner/reporting.py --------------------------------------------------------------------------
+    # ---- what is told: runner/reporting.py
+    # --------------------------------------------------------------------------
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Log metrics to the log, to `metrics_path` and to W&B.
 
-        A subclass overrides this, adds its own metrics, and calls `await super().wandb_log(metrics)`.
+        A subclass overrides this, adds its own metrics, and calls
+        `await super().wandb_log(metrics)`.
         """
         await self._reports.log(dict(wandb_metrics or {}) | self._delivery.teaching.metrics())
 
@@ -343,11 +393,11 @@ class BaseEnv(ABC):
         samples: list[dict[str, Any]] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Report an evaluation: a table in the terminal, files where a path is set, and to the rollout service, which tells the
-        trainer.
+        """Report an evaluation: a table in the terminal, files where a path is set, and to the
+        rollout service, which tells the trainer.
 
-        `data_dir_to_save_evals` gets `metrics.json` and `samples.jsonl`; `eval_output` gets the metrics as JSON, with the
-        samples as JSON lines next to it.
+        `data_dir_to_save_evals` gets `metrics.json` and `samples.jsonl`; `eval_output` gets the
+        metrics as JSON, with the samples as JSON lines next to it.
 
         Args:
             metrics: name -> value. The service gets those that are numbers.
@@ -357,11 +407,14 @@ class BaseEnv(ABC):
         about = task_name, model_name, start_time, end_time, generation_parameters
         await self._reports.evaluation(metrics, *about, samples, verbose)
 
-    # ---- tokenizer ----------------------------------------------------------------------------------------------------
+    # ---- tokenizer
+    # ----------------------------------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of `--env.tokenizer_name`, or of the model that the inference server serves."""
+        """The tokenizer of `--env.tokenizer_name`, or of the model that the inference server
+        serves.
+        """
         if self._tokenizer is None:
             self.tokenizer = load_tokenizer(tokenizer_name(self) or served_model_blocking(self))
         return self._tokenizer
@@ -373,7 +426,8 @@ class BaseEnv(ABC):
             if getattr(server, "tokenizer", self) is None:
                 server.tokenizer = value
 
-    # ---- the command line: runner/command_line.py -------------------------------------------------------------------
+    # ---- the command line: runner/command_line.py
+    # -------------------------------------------------------------------
 
     @classmethod
     def cli(cls) -> None:
@@ -382,7 +436,9 @@ class BaseEnv(ABC):
 
     @classmethod
     def get_cli_serve_config_cls(cls) -> type[BaseModel]:
-        """A model with every flag as a field (`{"env.group_size": 8}`), whose `run()` runs the command."""
+        """A model with every flag as a field (`{"env.group_size": 8}`), whose `run()` runs the
+        command.
+        """
         return command_line.config_class(cls, "serve")
 
     @classmethod

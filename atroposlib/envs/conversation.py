@@ -49,9 +49,10 @@ class Conversation:
         state: anything of the environment's own.
         item: what it is about.
         turns: the model's answers so far.
-        ended: None while it goes on; "done"; or the limit that ended it: "max_turns", "max_tokens" of the whole conversation,
-            "answer_cut" by the limit of one answer.
-        transcript: all messages, with the calls in an answer and with what went wrong, for people to read.
+        ended: None while it goes on; "done"; or the limit that ended it: "max_turns", "max_tokens"
+            of the whole conversation, "answer_cut" by the limit of one answer.
+        transcript: all messages, with the calls in an answer and with what went wrong, for people
+            to read.
     """
 
     messages: list[dict[str, Any]]
@@ -68,7 +69,9 @@ class Conversation:
 
     @property
     def answer(self) -> str:
-        """The last answer without its reasoning, which is what a grader looks at; empty before the first."""
+        """The last answer without its reasoning, which is what a grader looks at; empty before the
+        first.
+        """
         return self.turns[-1].answer if self.turns else ""
 
     @property
@@ -129,4 +132,7 @@ class Step:
 
 def as_openai(call: Call) -> dict[str, Any]:
     """A call as it stands in a message of OpenAI's."""
-    return {"type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+    return {
+        "type": "function",
+        "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+    }

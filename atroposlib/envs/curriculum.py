@@ -1,12 +1,13 @@
 """Choice of items by difficulty: the share of right answers, measured while the model trains.
 
-If every answer to an item is right, or every one is wrong, there is nothing to learn. There is most to learn if half of
-them are right. The variance of a right-or-wrong reward at success p is p (1 - p), so the next item is taken with probability
+If every answer to an item is right, or every one is wrong, there is nothing to learn. There is most
+to learn if half of them are right. The variance of a right-or-wrong reward at success p is p (1 -
+p), so the next item is taken with probability
 
     P(p) = floor + (1 - floor) · 4 p (1 - p)
 
-and skipped otherwise. A `floor` above 0 keeps every item in the stream, so that an item which was too hard comes back later.
-An item that was never sampled counts as p = ½ and is always taken.
+and skipped otherwise. A `floor` above 0 keeps every item in the stream, so that an item which was
+too hard comes back later. An item that was never sampled counts as p = ½ and is always taken.
 """
 
 import hashlib
@@ -23,9 +24,11 @@ from atroposlib.utils.whole_files import KeptLines
 logger = logging.getLogger(__name__)
 
 MEMORY = 0.5
-"""Weight of earlier answers when new ones come. The model changes, so old answers become less informative."""
+"""Weight of earlier answers when new ones come. The model changes, so old answers become less
+informative."""
 PRIOR = 0.5
-"""Right and wrong answers that an item begins with, so that one group of eight right answers is not certainty."""
+"""Right and wrong answers that an item begins with, so that one group of eight right answers is not
+certainty."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ def item_key(item: Any) -> str:
 class Curriculum:
     """The measured difficulty of items, and the file that keeps it.
 
-    The file holds a line for each group. A line is appended as a whole: a kill loses no earlier line, and environments of
-    the same name may share the file. A line that a full disk cut off is skipped.
+    The file holds a line for each group. A line is appended as a whole: a kill loses no earlier
+    line, and environments of the same name may share the file. A line that a full disk cut off is
+    skipped.
 
     Args:
         floor: see `chance`.
@@ -94,7 +98,10 @@ class Curriculum:
             unread = sum(not self._read(row.value) for row in rows_of(path))
             if self.known or unread:
                 logger.info(
-                    "curriculum: %d items are known from %s (%d lines could not be read)", len(self.known), path, unread
+                    "curriculum: %d items are known from %s (%d lines could not be read)",
+                    len(self.known),
+                    path,
+                    unread,
                 )
             self._writer = open_kept_lines(path)
 
@@ -126,7 +133,9 @@ class Curriculum:
         return drawn < chance(self.known.get(key, Difficulty()).success, self.floor)
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of known items, and the shares that are almost always or almost never right."""
+        """Return the number of known items, and the shares that are almost always or almost never
+        right.
+        """
         shares = [difficulty.success for difficulty in self.known.values()]
         if not shares:
             return {}
@@ -148,4 +157,6 @@ def rows_of(path: Path) -> Iterator[Row]:
     except FileNotFoundError:
         return iter(())
     except OSError as error:
-        raise EnvironmentFailure(f"cannot read {path}: {error.strerror}; name another path as --env.curriculum_path") from error
+        raise EnvironmentFailure(
+            f"cannot read {path}: {error.strerror}; name another path as --env.curriculum_path"
+        ) from error

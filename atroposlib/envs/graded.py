@@ -1,6 +1,8 @@
-"""Environments that grade what the model did with a problem: what those with one turn and those with several have in common.
+"""Environments that grade what the model did with a problem: what those with one turn and those
+with several have in common.
 
-A subclass defines how one problem is attempted; this class holds the evaluation of all held-out ones and its metrics.
+A subclass defines how one problem is attempted; this class holds the evaluation of all held-out
+ones and its metrics.
 """
 
 import asyncio
@@ -27,7 +29,8 @@ from atroposlib.wire.scores import plain_score
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED = 1000
-"""Items in a row that a curriculum passes over; then one is taken, whatever it is: if all are easy, an easy one has to do."""
+"""Items in a row that a curriculum passes over; then one is taken, whatever it is: if all are easy,
+an easy one has to do."""
 REQUESTS_OF_GROUP = 1_000_000
 """More than a group has: the seeds of its second making begin here."""
 
@@ -86,30 +89,44 @@ class GradedEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
         """The usual settings, and one vLLM server on this machine."""
-        return cls.env_config_cls(), [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
+        return cls.env_config_cls(), [
+            APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")
+        ]
 
     @abstractmethod
     async def collect_group(self, item: Item) -> ScoredDataGroup:
-        """Answer an item `group_size` times, and score the answers. Call `note_success` with those that are right."""
+        """Answer an item `group_size` times, and score the answers.
+
+        Call `note_success` with those that are right.
+        """
 
     @abstractmethod
     def eval_problems(self) -> Sequence[Any]:
         """The held-out problems of an evaluation, at most `eval_size` of them, the same each time."""
 
     def describe(self, problem: Any) -> dict[str, Any]:
-        """Return a problem's fields in the record of an evaluation, such as `question` and `gold_answer`."""
+        """Return a problem's fields in the record of an evaluation, such as `question` and
+        `gold_answer`.
+        """
         return {}
 
     @abstractmethod
     async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:
         """Answer one held-out problem `samples` times."""
 
-    # ---- groups, and which item comes next ------------------------------------------------------------------------------
+    # ---- groups, and which item comes next
+    # ------------------------------------------------------------------------------
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
-        """A group of answers to an item; made anew, up to `resample_equal_scores` times, where all scores are equal."""
+        """A group of answers to an item; made anew, up to `resample_equal_scores` times, where all
+        scores are equal.
+        """
         config = self.config
-        again = config.resample_equal_scores if config.ensure_scores_are_not_same and config.teacher_url is None else 0
+        again = (
+            config.resample_equal_scores
+            if config.ensure_scores_are_not_same and config.teacher_url is None
+            else 0
+        )
         for attempt in range(again + 1):
             _attempt.set(attempt)
             _successes.set(None)
@@ -123,24 +140,34 @@ class GradedEnv(BaseEnv):
         return group, []
 
     def sampling_seed(self, request: int = 0) -> int | None:
-        """The `seed` of a request for the item in work; another one each time that its group is made anew."""
+        """The `seed` of a request for the item in work; another one each time that its group is
+        made anew.
+        """
         return super().sampling_seed(request + REQUESTS_OF_GROUP * _attempt.get())
 
     @cached_property
     def curriculum(self) -> Curriculum:
-        """What is known of items. First used after the registration, which says where the trainer's folder is."""
+        """What is known of items.
+
+        First used after the registration, which says where the trainer's folder is.
+        """
         path = self.config.curriculum_path
         if path is None and self.checkpoint_dir:
-            name = re.sub("[^-.0-9A-Za-z]", "_", self.config.wandb_name or self.name or type(self).__name__)
+            name = re.sub(
+                "[^-.0-9A-Za-z]", "_", self.config.wandb_name or self.name or type(self).__name__
+            )
             path = Path(self.checkpoint_dir) / "env_checkpoints" / f"{name}.curriculum.jsonl"
         return Curriculum(self.config.curriculum_floor, None if path is None else Path(path))
 
     def item_key(self, item: Item) -> str:
-        """A name for an item, the same in every run: a hash of its `repr`, unless you know a better one."""
+        """A name for an item, the same in every run: a hash of its `repr`, unless you know a better
+        one.
+        """
         return item_key(item)
 
     def note_success(self, item: Item, right: Sequence[bool]) -> None:
-        """Note which answers of a group are right, for the curriculum and for the group's `successes`.
+        """Note which answers of a group are right, for the curriculum and for the group's
+        `successes`.
 
         Call it in the task that runs `collect_group`.
         """
@@ -159,15 +186,21 @@ class GradedEnv(BaseEnv):
             self._passed_over += 1
         return item
 
-    # ---- evaluation and metrics -----------------------------------------------------------------------------------------
+    # ---- evaluation and metrics
+    # -----------------------------------------------------------------------------------------
 
     def note(self, numbers: Mapping[str, float]) -> None:
-        """Keep numbers of one rollout: the next metrics have the mean of each name, as `train/<name>`."""
+        """Keep numbers of one rollout: the next metrics have the mean of each name, as
+        `train/<name>`.
+        """
         for name, number in numbers.items():
             self._noted[name].append(number)
 
     def say_once(self, what: str, message: str) -> None:
-        """Warn of something the first time that it happens. `what` tells it from others; how often it does is counted."""
+        """Warn of something the first time that it happens.
+
+        `what` tells it from others; how often it does is counted.
+        """
         if what not in self._said:
             self._said.add(what)
             logger.warning("%s (said once)", message)
@@ -177,7 +210,9 @@ class GradedEnv(BaseEnv):
         attempts = [attempt for row in await self.measure(self.eval_problems()) for attempt in row]
         samples = [attempt.record for attempt in attempts]
         result = self.summary(samples) | {"weight_version": oldest_version(attempts)}
-        await self.evaluate_log(result, samples=samples, generation_parameters={"temperature": 0.0}, verbose=False)
+        await self.evaluate_log(
+            result, samples=samples, generation_parameters={"temperature": 0.0}, verbose=False
+        )
         logger.info(
             "evaluation of %s: %d of %d correct (%.1f %%), %.1f tokens per response, weight version %s",
             self.name,
@@ -192,7 +227,9 @@ class GradedEnv(BaseEnv):
         self._pending_metrics["eval/response_length"] = result["mean_response_tokens"]
         return result
 
-    async def measure(self, problems: Sequence[Any], samples: int = 1, temperature: float = 0.0) -> list[list[Attempt]]:
+    async def measure(
+        self, problems: Sequence[Any], samples: int = 1, temperature: float = 0.0
+    ) -> list[list[Attempt]]:
         """Answer problems; `max_eval_workers` of them are in work at once.
 
         Returns:
@@ -225,13 +262,16 @@ class GradedEnv(BaseEnv):
         }
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the means of what was noted, such as `train/percent_correct` (a fraction) and `train/response_length` (tokens),
-        and the last evaluation."""
+        """Add the means of what was noted, such as `train/percent_correct` (a fraction) and
+        `train/response_length` (tokens), and the last evaluation."""
         metrics = dict(wandb_metrics or {})
         metrics.update({f"train/{name}": fmean(numbers) for name, numbers in self._noted.items()})
         metrics.update(self._pending_metrics)
         if self.config.curriculum:
-            metrics.update(self.curriculum.metrics() | {"train/curriculum_passed_over": float(self._passed_over)})
+            metrics.update(
+                self.curriculum.metrics()
+                | {"train/curriculum_passed_over": float(self._passed_over)}
+            )
         self._noted.clear()
         self._pending_metrics = {}
         await super().wandb_log(metrics)

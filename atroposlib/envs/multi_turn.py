@@ -1,6 +1,8 @@
-"""Environments with several turns: the model answers, tools and the environment answer back, until one of them is done.
+"""Environments with several turns: the model answers, tools and the environment answer back, until
+one of them is done.
 
-A subclass defines how a conversation begins, what follows an answer, which tools there are, and what it was all worth.
+A subclass defines how a conversation begins, what follows an answer, which tools there are, and
+what it was all worth.
 """
 
 from abc import abstractmethod
@@ -39,27 +41,39 @@ LIMITS: Mapping[str, str] = {
 class MultiTurnConfig(BaseEnvConfig):
     """Settings of an environment with several turns."""
 
-    max_turns: int = Field(default=8, ge=1, description="Most answers of the model in one conversation")
-    max_conversation_tokens: int = Field(
-        default=-1, description="Most tokens of a whole conversation; -1: what the model and the trainer take"
+    max_turns: int = Field(
+        default=8, ge=1, description="Most answers of the model in one conversation"
     )
-    tool_timeout: float = Field(default=30.0, gt=0, description="Longest time for one call of a tool")
-    max_tool_output: int = Field(default=4000, ge=1, description="Most characters of a tool's answer; the rest is cut off")
-    max_tool_calls: int = Field(default=16, ge=1, description="Most calls in one answer; the rest get an error")
+    max_conversation_tokens: int = Field(
+        default=-1,
+        description="Most tokens of a whole conversation; -1: what the model and the trainer take",
+    )
+    tool_timeout: float = Field(
+        default=30.0, gt=0, description="Longest time for one call of a tool"
+    )
+    max_tool_output: int = Field(
+        default=4000, ge=1, description="Most characters of a tool's answer; the rest is cut off"
+    )
+    max_tool_calls: int = Field(
+        default=16, ge=1, description="Most calls in one answer; the rest get an error"
+    )
     turn_rewards: Literal["sum", "to_go"] = Field(
         default="sum",
         description="What the rewards of single turns become: their sum the score of the conversation, or each turn's tokens "
         "answer for what comes from that turn on (advantages for each token)",
     )
-    discount: float = Field(default=1.0, ge=0, le=1, description="With to_go: what a reward counts one turn earlier")
+    discount: float = Field(
+        default=1.0, ge=0, le=1, description="With to_go: what a reward counts one turn earlier"
+    )
 
 
 class MultiTurnEnv(GradedEnv):
     """Conversations, each token kept as it was sampled.
 
     Attributes:
-        tools: functions that the model may call, see `atroposlib.envs.tools`; a parameter of type `Conversation` gets the one
-            that calls. `setup` may set `self.tools`, to methods for instance.
+        tools: functions that the model may call, see `atroposlib.envs.tools`; a parameter of type
+            `Conversation` gets the one that calls. `setup` may set `self.tools`, to methods for
+            instance.
         tool_format: how they are called.
         request_fields: more of each request, such as `{"stop": [...]}`.
     """
@@ -71,14 +85,22 @@ class MultiTurnEnv(GradedEnv):
 
     @abstractmethod
     async def reset(self, item: Item) -> Conversation:
-        """Begin one conversation about an item: its opening messages, and its state. Asked `group_size` times for an item."""
+        """Begin one conversation about an item: its opening messages, and its state.
+
+        Asked `group_size` times for an item.
+        """
 
     async def step(self, talk: Conversation) -> Step:
-        """What follows the last answer, whose calls have been answered. By default an answer that calls no tool is the last."""
+        """What follows the last answer, whose calls have been answered.
+
+        By default an answer that calls no tool is the last.
+        """
         return Step(done=not talk.turns[-1].calls)
 
     async def grade(self, talk: Conversation) -> Grade:
-        """What a conversation is worth at its end, beside the rewards of its turns; also of one that a limit ended."""
+        """What a conversation is worth at its end, beside the rewards of its turns; also of one
+        that a limit ended.
+        """
         return Grade(score=0.0, correct=talk.reward > 0)
 
     @cached_property
@@ -89,7 +111,9 @@ class MultiTurnEnv(GradedEnv):
 
     async def collect_group(self, item: Item) -> ScoredDataGroup:
         """A group of `group_size` conversations about an item."""
-        played = await self.converse(item, self.config.group_size, self.sampling_seed, temperature=self.temperature)
+        played = await self.converse(
+            item, self.config.group_size, self.sampling_seed, temperature=self.temperature
+        )
         grades = await gather_or_cancel([self.grade(talk) for talk, _ in played])
         self.note_success(item, [grade.correct for grade in grades])
         for (talk, _), grade in zip(played, grades, strict=True):
@@ -99,7 +123,9 @@ class MultiTurnEnv(GradedEnv):
             tokens=[node.tokens for node in nodes],
             masks=[node.masked_tokens for node in nodes],
             inference_logprobs=[node.logprobs for node in nodes],
-            scores=[talk.reward + grade.score for (talk, _), grade in zip(played, grades, strict=True)],
+            scores=[
+                talk.reward + grade.score for (talk, _), grade in zip(played, grades, strict=True)
+            ],
         )
         group.update(sequence_fields(nodes))  # type: ignore[typeddict-item]
         if self.config.turn_rewards == "to_go":
@@ -108,7 +134,10 @@ class MultiTurnEnv(GradedEnv):
                 for (talk, _), grade in zip(played, grades, strict=True)
             ]
             advantages = turn_advantages(rewards, self.config.discount)
-            group["advantages"] = [spread_over_tokens(n.masked_tokens, row) for n, row in zip(nodes, advantages, strict=True)]
+            group["advantages"] = [
+                spread_over_tokens(n.masked_tokens, row)
+                for n, row in zip(nodes, advantages, strict=True)
+            ]
         if self.config.include_messages or self.jsonl_writer is not None:
             group["messages"] = [talk.transcript for talk, _ in played]
         return group
@@ -139,21 +168,31 @@ class MultiTurnEnv(GradedEnv):
         ]
 
     def summary(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """With the means of turns and tool calls, and the share of conversations in which a tool answered."""
+        """With the means of turns and tool calls, and the share of conversations in which a tool
+        answered.
+        """
         means = {"mean_turns": "turns", "mean_tool_calls": "tool_calls", "tool_use": "tool_use"}
-        return super().summary(samples) | {mean: fmean(s[name] for s in samples) for mean, name in means.items()}
+        return super().summary(samples) | {
+            mean: fmean(s[name] for s in samples) for mean, name in means.items()
+        }
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Add how often which call went wrong."""
         problems = self.toolbox.metrics() if "toolbox" in self.__dict__ else {}
         await super().wandb_log({**(wandb_metrics or {}), **problems})
 
-    # ---- one conversation -----------------------------------------------------------------------------------------------
+    # ---- one conversation
+    # -----------------------------------------------------------------------------------------------
 
     async def converse(
-        self, item: Item, count: int = 1, seed: Callable[[int], int | None] = lambda _: None, **asked: Any
+        self,
+        item: Item,
+        count: int = 1,
+        seed: Callable[[int], int | None] = lambda _: None,
+        **asked: Any,
     ) -> list[tuple[Conversation, SequenceNode]]:
-        """Conversations about an item, from beginning to end. One that fails is tried again by itself.
+        """Conversations about an item, from beginning to end. One that fails is tried again by
+        itself.
 
         Args:
             item: what they are about.
@@ -162,8 +201,8 @@ class MultiTurnEnv(GradedEnv):
             asked: fields of each request.
 
         Returns:
-            Each, and its tokens. If the chat template rewrites answers in the history of later turns, these are the tokens of
-            the last turn and of what it was asked with.
+            Each, and its tokens. If the chat template rewrites answers in the history of later
+            turns, these are the tokens of the last turn and of what it was asked with.
 
         Raises:
             RolloutFailure: one failed every time, or has not even room for an answer.
@@ -179,7 +218,9 @@ class MultiTurnEnv(GradedEnv):
 
             async def play(member: int) -> tuple[Conversation, SequenceNode]:
                 talk = waiting.pop(member, None) or await self._begin(item, asked)
-                answer, index = (first, member) if first is not None and talk.messages == opening else (None, 0)
+                answer, index = (
+                    (first, member) if first is not None and talk.messages == opening else (None, 0)
+                )
                 node: SequenceNode | None = None
                 while talk.ended is None:
                     if answer is None:
@@ -197,9 +238,13 @@ class MultiTurnEnv(GradedEnv):
                 assert node is not None
                 return talk, node
 
-            firsts = [] if first is None else [managed.node_of(first, index) for index in range(count)]
+            firsts = (
+                [] if first is None else [managed.node_of(first, index) for index in range(count)]
+            )
             calls = [lambda member=member: play(member) for member in range(count)]
-            played = await gather_or_cancel([self.retried("a conversation", call) for call in calls])
+            played = await gather_or_cancel(
+                [self.retried("a conversation", call) for call in calls]
+            )
         for talk, node in played:
             if (
                 talk.ended is not None and talk.ended in LIMITS
@@ -214,13 +259,22 @@ class MultiTurnEnv(GradedEnv):
         return played
 
     async def _begin(self, item: Item, asked: dict[str, Any]) -> Conversation:
-        """`reset`, and the tools where the model learns of them. They go into the requests, `asked`, for the template."""
+        """`reset`, and the tools where the model learns of them.
+
+        They go into the requests, `asked`, for the template.
+        """
         talk = await self.reset(item)
         if not isinstance(talk, Conversation) or not talk.messages:
-            raise TypeError(f"{type(self).__name__}.reset must return a Conversation with messages, not {talk!r:.80}")
+            raise TypeError(
+                f"{type(self).__name__}.reset must return a Conversation with messages, not {talk!r:.80}"
+            )
         talk.item = item
         tools = list(self.toolbox.tools.values())
-        if tools and self.tool_format.in_template and "tools" in str(getattr(self.tokenizer, "chat_template", "")):
+        if (
+            tools
+            and self.tool_format.in_template
+            and "tools" in str(getattr(self.tokenizer, "chat_template", ""))
+        ):
             # The calls are read here: the managed server is to hand out the text as it is.
             asked.update(tools=[tool.schema for tool in tools], tool_choice="none")
         elif tools and (description := self.tool_format.describe(tools)):
@@ -231,7 +285,9 @@ class MultiTurnEnv(GradedEnv):
         talk.transcript = [dict(message) for message in talk.messages]
         return talk
 
-    async def _ask(self, managed: Any, talk: Conversation, asked: Mapping[str, Any], count: int = 1) -> ChatCompletion:
+    async def _ask(
+        self, managed: Any, talk: Conversation, asked: Mapping[str, Any], count: int = 1
+    ) -> ChatCompletion:
         """The model's next answer, or `count` of them.
 
         Raises:
@@ -239,15 +295,26 @@ class MultiTurnEnv(GradedEnv):
         """
         room, limit = self.config.max_token_length, self.config.max_conversation_tokens
         if limit > 0 and isinstance(managed, ManagedServer):
-            taken = len(managed.prompt_tokens(talk.messages, asked.get("tools"), asked.get("chat_template_kwargs")))
+            taken = len(
+                managed.prompt_tokens(
+                    talk.messages, asked.get("tools"), asked.get("chat_template_kwargs")
+                )
+            )
             room = min(room, limit - taken)
             if room < 1:
-                raise NoRoom(f"{taken} tokens leave no room for an answer within --env.max_conversation_tokens {limit}")
-        answer: ChatCompletion = await managed.chat_completion(messages=talk.messages, n=count, max_tokens=room, **asked)
+                raise NoRoom(
+                    f"{taken} tokens leave no room for an answer within --env.max_conversation_tokens {limit}"
+                )
+        answer: ChatCompletion = await managed.chat_completion(
+            messages=talk.messages, n=count, max_tokens=room, **asked
+        )
         return answer
 
     async def _take(self, talk: Conversation, choice: Any, node: SequenceNode) -> None:
-        """An answer: run its calls, and ask what follows. Of one that a limit cut off neither is done."""
+        """An answer: run its calls, and ask what follows.
+
+        Of one that a limit cut off neither is done.
+        """
         text, cut = choice.message.content or "", choice.finish_reason == "length"
         opened = (node.metadata or {}).get("opened", "")
         whole = whole_response(text, opened)
@@ -256,19 +323,31 @@ class MultiTurnEnv(GradedEnv):
         begin, end = (sampled_runs(node.masked_tokens) or [(0, 0)])[-1]
         turn = Turn(text, end - begin, choice.finish_reason == "stop", calls, opened=opened)
         added = len(whole) - len(text)
-        turn.spans = tuple((call.span[0] - added, call.span[1] - added) for call in calls if call.span is not None)
+        turn.spans = tuple(
+            (call.span[0] - added, call.span[1] - added) for call in calls if call.span is not None
+        )
         talk.turns.append(turn)
-        talk.say({"role": "assistant", "content": text}, **({"tool_calls": list(map(as_openai, calls))} if calls else {}))
+        talk.say(
+            {"role": "assistant", "content": text},
+            **({"tool_calls": list(map(as_openai, calls))} if calls else {}),
+        )
         reply = talk.transcript[-1]
         reply["content"] = whole
         if cut:
-            talk.ended = "answer_cut" if turn.num_tokens >= self.config.max_token_length else "max_tokens"
+            talk.ended = (
+                "answer_cut" if turn.num_tokens >= self.config.max_token_length else "max_tokens"
+            )
             return
         for number, call in enumerate(calls):
             if number >= self.config.max_tool_calls and call.problem is None:
-                call.problem, call.answer = "too_many", f"error: more than {self.config.max_tool_calls} calls in one answer"
+                call.problem, call.answer = (
+                    "too_many",
+                    f"error: more than {self.config.max_tool_calls} calls in one answer",
+                )
             await self.toolbox.answer(call, talk)
-            talk.say(self.tool_format.answer(call), **({"problem": call.problem} if call.problem else {}))
+            talk.say(
+                self.tool_format.answer(call), **({"problem": call.problem} if call.problem else {})
+            )
         step = await self.step(talk)
         if not isinstance(step, Step):
             raise TypeError(f"{type(self).__name__}.step must return a Step, not {step!r:.80}")

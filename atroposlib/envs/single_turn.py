@@ -35,7 +35,9 @@ class Response:
 
     @property
     def answer(self) -> str:
-        """The text outside of the reasoning, which is all that a grader looks at; empty if the reasoning never ends."""
+        """The text outside of the reasoning, which is all that a grader looks at; empty if the
+        reasoning never ends.
+        """
         return answer_part(self.text, self.opened)
 
     @property
@@ -56,7 +58,9 @@ class SingleTurnEnv(GradedEnv):
         """Grade one answer."""
 
     def describe(self, problem: Any) -> dict[str, Any]:
-        """Return a problem's fields in the record of an evaluation, such as `question` and `gold_answer`."""
+        """Return a problem's fields in the record of an evaluation, such as `question` and
+        `gold_answer`.
+        """
         return {"question": self.messages(problem)[-1]["content"]}
 
     def adjust_scores(self, grades: list[Grade], responses: list[Response]) -> list[float]:
@@ -76,7 +80,9 @@ class SingleTurnEnv(GradedEnv):
                 **({} if seed is None else {"seed": seed}),
             )
             nodes = managed.get_state()["nodes"]
-        responses = [as_response(choice, node) for choice, node in zip(answer.choices, nodes, strict=True)]
+        responses = [
+            as_response(choice, node) for choice, node in zip(answer.choices, nodes, strict=True)
+        ]
         grades = await asyncio.gather(*(self.grade(item, response) for response in responses))
         self.note_success(item, [grade.correct for grade in grades])
         for grade, response in zip(grades, responses, strict=True):
@@ -89,7 +95,9 @@ class SingleTurnEnv(GradedEnv):
         )
         group.update(sequence_fields(nodes))  # type: ignore[typeddict-item]
         if self.config.include_messages:
-            group["messages"] = [[*messages, {"role": "assistant", "content": r.whole}] for r in responses]
+            group["messages"] = [
+                [*messages, {"role": "assistant", "content": r.whole}] for r in responses
+            ]
         return group
 
     async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:
@@ -104,7 +112,9 @@ class SingleTurnEnv(GradedEnv):
                 split="eval",
             )
             nodes = managed.get_state()["nodes"]
-        responses = [as_response(choice, node) for choice, node in zip(answer.choices, nodes, strict=True)]
+        responses = [
+            as_response(choice, node) for choice, node in zip(answer.choices, nodes, strict=True)
+        ]
         grades = await asyncio.gather(*(self.grade(problem, response) for response in responses))
         return [
             Attempt(
@@ -119,7 +129,9 @@ class SingleTurnEnv(GradedEnv):
                 },
                 node.weights,
             )
-            for choice, node, response, grade in zip(answer.choices, nodes, responses, grades, strict=True)
+            for choice, node, response, grade in zip(
+                answer.choices, nodes, responses, grades, strict=True
+            )
         ]
 
 

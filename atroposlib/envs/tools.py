@@ -1,6 +1,7 @@
 """Tools that a model may call: typed functions, and what becomes of a call that goes wrong.
 
-A function's signature and docstring are what the model is told and what its arguments are checked against:
+A function's signature and docstring are what the model is told and what its arguments are checked
+against:
 
 def look_up(word: str, most: int = 3) -> list[str]:
     '''Find words in the dictionary.
@@ -10,7 +11,8 @@ def look_up(word: str, most: int = 3) -> list[str]:
         most: how many to give.
     '''
 
-Whatever goes wrong with a call, the model gets one short line as the tool's answer, and the call says which problem it was.
+Whatever goes wrong with a call, the model gets one short line as the tool's answer, and the call
+says which problem it was.
 """
 
 import asyncio
@@ -37,7 +39,8 @@ logger = logging.getLogger(__name__)
 MAX_ERROR = 300
 """Characters of an error that the model is told."""
 MAX_HANGING = 64
-"""Threads of synchronous tools that did not come back in time, before the process ends: nothing can end them."""
+"""Threads of synchronous tools that did not come back in time, before the process ends: nothing can
+end them."""
 
 REMEDY: Mapping[str, str] = {
     "unreadable": "show it the format, or train it from a model that knows it",
@@ -50,7 +53,8 @@ REMEDY: Mapping[str, str] = {
     "cut": "have it return less, or raise --env.max_tool_output",
 }
 ENDED = "ended_rollout"
-"""How calls are counted whose tool gave the rollout up: none of these problems, since there is no answer any more."""
+"""How calls are counted whose tool gave the rollout up: none of these problems, since there is no
+answer any more."""
 
 
 class Tool:
@@ -61,7 +65,8 @@ class Tool:
         context: parameters of this type are not the model's: they get the conversation that calls.
 
     Attributes:
-        schema: as in a chat request: `{"type": "function", "function": {name, description, parameters}}`.
+        schema: as in a chat request: `{"type": "function", "function": {name, description,
+            parameters}}`.
 
     Raises:
         UsageError: a parameter without a type, no docstring, or a type that JSON cannot describe.
@@ -73,12 +78,16 @@ class Tool:
         self.is_async = inspect.iscoroutinefunction(function)
         documented = inspect.cleandoc(function.__doc__ or "")
         if not documented:
-            raise UsageError(f"tool {self.name!r} has no docstring: the model reads there what it does")
+            raise UsageError(
+                f"tool {self.name!r} has no docstring: the model reads there what it does"
+            )
         description, told = described(documented)
         try:
             hints = typing.get_type_hints(function, include_extras=True)
         except NameError as error:
-            raise UsageError(f"tool {self.name!r}: {error}; name types of the module, not of a function") from error
+            raise UsageError(
+                f"tool {self.name!r}: {error}; name types of the module, not of a function"
+            ) from error
         self._given: list[str] = []
         self._taken: list[str] = []
         fields: dict[str, Any] = {}
@@ -86,19 +95,32 @@ class Tool:
             if inspect.isclass(hints.get(name)) and issubclass(hints[name], context):
                 self._given.append(name)
                 continue
-            if name not in hints or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise UsageError(f"tool {self.name!r}: parameter {name!r} needs a type, and a name that can be passed")
+            if name not in hints or parameter.kind not in (
+                parameter.POSITIONAL_OR_KEYWORD,
+                parameter.KEYWORD_ONLY,
+            ):
+                raise UsageError(
+                    f"tool {self.name!r}: parameter {name!r} needs a type, and a name that can be passed"
+                )
             default = ... if parameter.default is parameter.empty else parameter.default
             # By an alias, so that a parameter may be called what pydantic's own attributes are.
             about = Field(default, alias=name, description=told.get(name))
             fields[f"argument_{len(self._taken)}"] = (hints[name], about)
             self._taken.append(name)
         try:
-            self._arguments: type[BaseModel] = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
+            self._arguments: type[BaseModel] = create_model(
+                self.name, __config__=ConfigDict(extra="forbid"), **fields
+            )
             parameters = self._arguments.model_json_schema()
         except Exception as error:  # pydantic has many for a type that it cannot take
-            raise UsageError(f"tool {self.name!r}: {type(error).__name__}: {error}".splitlines()[0]) from error
-        about_it = {"name": self.name, "description": description, "parameters": without_titles(parameters)}
+            raise UsageError(
+                f"tool {self.name!r}: {type(error).__name__}: {error}".splitlines()[0]
+            ) from error
+        about_it = {
+            "name": self.name,
+            "description": description,
+            "parameters": without_titles(parameters),
+        }
         self.schema: dict[str, Any] = {"type": "function", "function": about_it}
 
     def read_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +132,10 @@ class Tool:
         try:
             read = self._arguments.model_validate(arguments)
         except ValidationError as error:
-            wrong = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors(include_url=False)[:3]]
+            wrong = [
+                f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}"
+                for e in error.errors(include_url=False)[:3]
+            ]
             raise ValueError("; ".join(wrong)) from None
         return {name: getattr(read, f"argument_{index}") for index, name in enumerate(self._taken)}
 
@@ -141,7 +166,9 @@ def without_titles(schema: Any) -> Any:
         return [without_titles(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: part for key, part in schema.items() if not (key == "title" and isinstance(part, str))}
+    kept = {
+        key: part for key, part in schema.items() if not (key == "title" and isinstance(part, str))
+    }
     return {key: without_titles(part) for key, part in kept.items()}
 
 
@@ -192,7 +219,11 @@ class Toolbox:
         """Run a call's tool, and return the exception that it raised, if any."""
         tool = self.tools.get(call.name)
         if tool is None:
-            self._refuse(call, "unknown_tool", f"there is no tool {call.name[:50]!r}, but {', '.join(self.tools) or 'none'}")
+            self._refuse(
+                call,
+                "unknown_tool",
+                f"there is no tool {call.name[:50]!r}, but {', '.join(self.tools) or 'none'}",
+            )
             return None
         try:
             arguments = tool.read_arguments(call.arguments or {})
@@ -220,7 +251,9 @@ class Toolbox:
             call.answer = value
         return error
 
-    async def _in_loop(self, tool: Tool, function: Callable[[], Any]) -> tuple[str, BaseException | None] | None:
+    async def _in_loop(
+        self, tool: Tool, function: Callable[[], Any]
+    ) -> tuple[str, BaseException | None] | None:
         async def whole() -> tuple[str, BaseException | None]:
             try:
                 return as_text(await function()), None
@@ -234,10 +267,15 @@ class Toolbox:
                 return "", RuntimeError("the tool cancelled itself")
             return task.result() if task.done() else None
         finally:
-            task.cancel()  # not waited for: code that swallows its cancellation must not hold up the conversation
+            # not waited for: code that swallows its cancellation must not hold up the conversation
+            task.cancel()
 
-    async def _in_thread(self, tool: Tool, function: Callable[[], Any]) -> tuple[str, BaseException | None] | None:
-        """In a daemon thread of its own: one that hangs neither takes a place in a pool nor keeps the process from ending."""
+    async def _in_thread(
+        self, tool: Tool, function: Callable[[], Any]
+    ) -> tuple[str, BaseException | None] | None:
+        """In a daemon thread of its own: one that hangs neither takes a place in a pool nor keeps
+        the process from ending.
+        """
         if self._hanging >= MAX_HANGING:
             raise EnvironmentFailure(
                 f"{self._hanging} calls of tools hang in threads that nothing can end, and now {tool.name!r} is called: give "
@@ -254,7 +292,10 @@ class Toolbox:
 
         def work() -> None:
             try:
-                outcome: tuple[str, BaseException | None] = inherited.run(lambda: as_text(function())), None
+                outcome: tuple[str, BaseException | None] = (
+                    inherited.run(lambda: as_text(function())),
+                    None,
+                )
             except BaseException as error:  # noqa: BLE001 (whatever a tool raises is its answer)
                 outcome = "", error
             with suppress(RuntimeError):  # the loop has ended meanwhile: nobody waits
@@ -308,7 +349,10 @@ class Toolbox:
 
     def metrics(self) -> dict[str, float]:
         """`train/tool_problems_<kind>` -> count since the start of the process."""
-        return {f"train/tool_problems_{kind}": float(count) for kind, count in sorted(self.problems.items())}
+        return {
+            f"train/tool_problems_{kind}": float(count)
+            for kind, count in sorted(self.problems.items())
+        }
 
 
 class NotText(Exception):
@@ -326,4 +370,6 @@ def as_text(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, default=as_plain)
     except Exception as error:  # of the value's own methods, too
-        raise NotText(f"the result is a {type(value).__name__}, which is neither text nor JSON") from error
+        raise NotText(
+            f"the result is a {type(value).__name__}, which is neither text nor JSON"
+        ) from error

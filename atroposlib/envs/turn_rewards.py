@@ -1,16 +1,17 @@
 """From rewards of turns to advantages of tokens. Pure.
 
-With rewards of single turns, a token is made responsible for what comes from its own turn on. Of conversation i of a group,
-r_{i,t} the reward of its turn t, T_i the number of its turns, γ the discount:
+With rewards of single turns, a token is made responsible for what comes from its own turn on. Of
+conversation i of a group, r_{i,t} the reward of its turn t, T_i the number of its turns, γ the
+discount:
 
     G_{i,t} = Σ_{s ≥ t} γ^{s-t} r_{i,s}                         the return from turn t on
     d_{i,t} = G_{i,t} - mean of G_{j,t} over all j with t ≤ T_j  against the same turn of the others
     A_{i,t} = d_{i,t} / std of all d of the group
 
-Turns of the same number are compared because they have as much left to win; a turn that no other conversation came to has
-nothing to be compared with: 0. One standard deviation for all turns keeps their proportion. With one turn each, A is the
-trainer's `--advantages group` (arXiv:2402.03300), and so it is where only the last turn has a reward, all have as many turns,
-and γ = 1.
+Turns of the same number are compared because they have as much left to win; a turn that no other
+conversation came to has nothing to be compared with: 0. One standard deviation for all turns keeps
+their proportion. With one turn each, A is the trainer's `--advantages group` (arXiv:2402.03300),
+and so it is where only the last turn has a reward, all have as many turns, and γ = 1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,9 @@ SMALLEST_SPREAD = 1e-9
 
 def returns_to_go(rewards: Sequence[float], discount: float = 1.0) -> list[float]:
     """The return from each turn on, of the rewards of one conversation's turns."""
-    return list(accumulate(reversed(rewards), lambda later, reward: reward + discount * later))[::-1]
+    return list(accumulate(reversed(rewards), lambda later, reward: reward + discount * later))[
+        ::-1
+    ]
 
 
 def turn_advantages(rewards: Sequence[Sequence[float]], discount: float = 1.0) -> list[list[float]]:
@@ -44,7 +47,9 @@ def turn_advantages(rewards: Sequence[Sequence[float]], discount: float = 1.0) -
     centred = [[value - mean for value, mean in zip(row, means, strict=False)] for row in returns]
     every = [value for row in centred for value in row]
     spread = pstdev(every) if every else 0.0
-    if spread <= SMALLEST_SPREAD * max((abs(value) for row in returns for value in row), default=0.0):
+    if spread <= SMALLEST_SPREAD * max(
+        (abs(value) for row in returns for value in row), default=0.0
+    ):
         return [[0.0] * len(row) for row in rewards]
     return [[value / spread for value in row] for row in centred]
 
@@ -60,11 +65,13 @@ def sampled_runs(mask: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def spread_over_tokens(mask: Sequence[int], of_turns: Sequence[float]) -> list[float]:
-    """A number for each token of a sequence: that of its turn where it was sampled, 0 where it was given.
+    """A number for each token of a sequence: that of its turn where it was sampled, 0 where it was
+    given.
 
     Args:
         mask: of the sequence, -100 where a token was given.
-        of_turns: of all turns of the conversation. A sequence whose history was rewritten holds the last of them only.
+        of_turns: of all turns of the conversation. A sequence whose history was rewritten holds the
+            last of them only.
     """
     runs = sampled_runs(mask)
     numbers = [0.0] * len(mask)

@@ -1,1 +1,3 @@
-"""Clients of inference servers: OpenAI-compatible endpoints and vLLM's token-in, token-out `/generate`."""
+"""Clients of inference servers: OpenAI-compatible endpoints and vLLM's token-in, token-out
+`/generate`.
+"""

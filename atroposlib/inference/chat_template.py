@@ -4,7 +4,8 @@ Templates rewrite the answers of earlier turns: they remove reasoning, trim whit
 of tools in their own way, or put an empty block of reasoning in front. So the template renders a
 stand-in in place of the answer, and only the text around it is used.
 
-Rendered text holds the marks of `control_tokens.GUARD`: special tokens that messages spell out stay text.
+Rendered text holds the marks of `control_tokens.GUARD`: special tokens that messages spell out stay
+text.
 """
 
 import json
@@ -27,11 +28,14 @@ logger = logging.getLogger(__name__)
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant's message in which clients keep reasoning apart from the content."""
 _TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair), re.IGNORECASE)
-_OPENED_BEFORE = re.compile("|".join(rf"(?:{re.escape(a)}\s*(?:{re.escape(b)}\s*)?)\Z" for a, b in TAGS), re.IGNORECASE)
+_OPENED_BEFORE = re.compile(
+    "|".join(rf"(?:{re.escape(a)}\s*(?:{re.escape(b)}\s*)?)\Z" for a, b in TAGS), re.IGNORECASE
+)
 
 
 class MessageKey(NamedTuple):
-    """The identity of a message. Two messages with equal keys are the same one, differently written.
+    """The identity of a message. Two messages with equal keys are the same one, differently
+    written.
 
     Attributes:
         text: the content. An assistant's is split at the tags of reasoning, and white space around
@@ -54,9 +58,18 @@ def message_key(message: Any) -> MessageKey:
     calls = tuple(_call_key(as_dict(call)) for call in fields.get("tool_calls") or ())
     pieces: tuple[str, ...] = (text,)
     if role == "assistant":
-        thoughts = [value for name in REASONING_FIELDS if isinstance(value := fields.get(name), str)][:1]
-        pieces = tuple(piece.strip() for part in (*thoughts, text) for piece in _TAG.split(part) if piece.strip())
-    return MessageKey(role, str(fields.get("name") or ""), str(fields.get("tool_call_id") or ""), pieces, calls)
+        thoughts = [
+            value for name in REASONING_FIELDS if isinstance(value := fields.get(name), str)
+        ][:1]
+        pieces = tuple(
+            piece.strip()
+            for part in (*thoughts, text)
+            for piece in _TAG.split(part)
+            if piece.strip()
+        )
+    return MessageKey(
+        role, str(fields.get("name") or ""), str(fields.get("tool_call_id") or ""), pieces, calls
+    )
 
 
 def text_of(content: Any) -> str:
@@ -66,7 +79,9 @@ def text_of(content: Any) -> str:
 
 def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
     function = as_dict(call.get("function") or {})
-    return str(function.get("name")), json.dumps(decoded(function.get("arguments")), sort_keys=True, default=str)
+    return str(function.get("name")), json.dumps(
+        decoded(function.get("arguments")), sort_keys=True, default=str
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +125,11 @@ class Exchange:
             0 if it does not, 1 if it does, 2 if it also repeats the content exactly.
         """
         length = len(self.chat.keys)
-        if length >= len(later.keys) or later.keys[length] not in self.keys or later.keys[:length] != self.chat.keys:
+        if (
+            length >= len(later.keys)
+            or later.keys[length] not in self.keys
+            or later.keys[:length] != self.chat.keys
+        ):
             return 0
         return 1 + (text_of(later.messages[length].get("content")) == self.content)
 
@@ -136,7 +155,8 @@ DRESSES: tuple[Callable[[str], dict[str, Any]], ...] = (
     lambda text: {"content": text} | dict.fromkeys(REASONING_FIELDS, "-"),
     lambda text: {"content": f"<think>\n-\n</think>\n\n{text}"},
 )
-"""Forms of a stand-in, by what templates refuse: nothing, an answer without reasoning in fields, and one without tags."""
+"""Forms of a stand-in, by what templates refuse: nothing, an answer without reasoning in fields,
+and one without tags."""
 
 
 def undressed(message: dict[str, Any], without_calls: bool) -> dict[str, Any]:
@@ -189,12 +209,16 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """True if the template shows content in parts and drops text, as those of some vision models do."""
+        """True if the template shows content in parts and drops text, as those of some vision
+        models do.
+        """
 
         def shows(content: Any) -> bool:
             messages = [{"role": "user", "content": content}]
             try:
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                text = self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
             except Exception as error:  # noqa: BLE001 (templates raise anything)
                 logger.debug("the chat template refuses a message: %s", error)
                 return False
@@ -246,14 +270,17 @@ class ChatTemplate:
             try:
                 text = self._apply(stood, chat)
             except Exception as error:  # noqa: BLE001 (templates raise anything; the next form may do)
-                logger.debug("the chat template refuses form %d of a conversation: %s", number, error)
+                logger.debug(
+                    "the chat template refuses form %d of a conversation: %s", number, error
+                )
                 continue
             _, found, tail = text.partition(self._stand_in)
             if not found or self._stand_in in tail:
                 continue
             if as_text or not answer.get("tool_calls"):
                 return tail
-            # The template writes the calls behind the content. The end token of the answer ends them.
+            # The template writes the calls behind the content. The end token of the answer ends
+            # them.
             begin = tail.find(end) if end else -1
             if begin >= 0:
                 return tail[begin:]
@@ -264,7 +291,10 @@ class ChatTemplate:
         if (one.tools or None) == (other.tools or None) and one.options == other.options:
             return True
         try:
-            texts = [self._apply(next(self._forms(one.messages)), chat, opens=False) for chat in (one, other)]
+            texts = [
+                self._apply(next(self._forms(one.messages)), chat, opens=False)
+                for chat in (one, other)
+            ]
         except Exception as error:  # noqa: BLE001 (templates raise anything)
             logger.debug("the chat template refuses a conversation: %s", error)
             return False
@@ -276,18 +306,30 @@ class ChatTemplate:
             opens = not messages or messages[-1].get("role") != "assistant"
         messages = self._control.guard_messages(messages)
         if self.takes_parts:
-            messages = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+            messages = [
+                message | {"content": [{"type": "text", "text": message["content"]}]}
+                for message in messages
+            ]
         text = self.tokenizer.apply_chat_template(
-            messages, tools=self._control.guard(chat.tools), tokenize=False, add_generation_prompt=opens, **chat.options
+            messages,
+            tools=self._control.guard(chat.tools),
+            tokenize=False,
+            add_generation_prompt=opens,
+            **chat.options,
         )
         # JSON can hold half of a surrogate pair, and a tokenizer cannot.
         return str(text).encode("utf-8", errors="replace").decode("utf-8")
 
     def _forms(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the messages with calls of tools as text, and then as structures if there are calls."""
+        """Yield the messages with calls of tools as text, and then as structures if there are
+        calls.
+        """
         yield self.translator.convert_messages_for_template(messages)
         if any(message.get("tool_calls") for message in messages):
-            for write in (decoded, lambda given: given if isinstance(given, str) else json.dumps(given)):
+            for write in (
+                decoded,
+                lambda given: given if isinstance(given, str) else json.dumps(given),
+            ):
                 yield [_with_arguments(message, write) for message in messages]
 
     def _with_reasoning(self, chat: Chat) -> str | None:
@@ -300,7 +342,8 @@ class ChatTemplate:
         kept = [
             (place, text)
             for place, message in enumerate(messages)
-            if message.get("role") == "assistant" and _TAG.search(text := text_of(message.get("content")))
+            if message.get("role") == "assistant"
+            and _TAG.search(text := text_of(message.get("content")))
         ]
         marks = [f"{self._stand_in}{number:06d}" for number in range(len(kept))]
         for (place, _), mark in zip(kept, marks, strict=True):
@@ -313,7 +356,11 @@ class ChatTemplate:
             if text.lstrip() and _TAG.match(text.lstrip()):
                 # The template opens a block in front of every answer. The answer brings its own.
                 before = _OPENED_BEFORE.sub("", before)
-            rendered = before + self._control.guard_messages([messages[place] | {"content": text}])[0]["content"] + behind
+            rendered = (
+                before
+                + self._control.guard_messages([messages[place] | {"content": text}])[0]["content"]
+                + behind
+            )
         return rendered
 
 
@@ -324,7 +371,9 @@ def _with_arguments(message: dict[str, Any], write: Callable[[Any], Any]) -> dic
     calls = []
     for call in map(as_dict, message["tool_calls"]):
         function = as_dict(call.get("function") or {})
-        calls.append({**call, "function": {**function, "arguments": write(function.get("arguments"))}})
+        calls.append(
+            {**call, "function": {**function, "arguments": write(function.get("arguments"))}}
+        )
     return message | {"tool_calls": calls}
 
 
@@ -333,14 +382,16 @@ def completed(message: dict[str, Any], opened: str | None, reader: CallFormat) -
 
     Args:
         message: any; those that are not the assistant's stay as they are.
-        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`. If it is None, the
-            prompt is not known, and a closing tag without an opening one shows it.
+        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`. If it is None,
+            the prompt is not known, and a closing tag without an opening one shows it.
         reader: of calls of tools, whose tags are text.
     """
     content = message.get("content")
     if message.get("role") != "assistant":
         return message
-    if not isinstance(content, str) or any(isinstance(message.get(name), str) for name in REASONING_FIELDS):
+    if not isinstance(content, str) or any(
+        isinstance(message.get(name), str) for name in REASONING_FIELDS
+    ):
         return message
     calls = reader.calls_in(content)
     if HARMONY_CHANNEL in content:
@@ -355,7 +406,9 @@ def completed(message: dict[str, Any], opened: str | None, reader: CallFormat) -
 
 
 def unopened_tag(content: str, calls: CallSpans) -> str:
-    """Return the opening tag, and a line break, of a block that begins with the content and lacks that tag."""
+    """Return the opening tag, and a line break, of a block that begins with the content and lacks
+    that tag.
+    """
     parts = read_reasoning(content, calls=calls)
     if not parts.closed or not parts.spans or parts.spans[0][0] != parts.insides[0][0]:
         return ""

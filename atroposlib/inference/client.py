@@ -1,4 +1,6 @@
-"""The common part of all clients of inference servers: settings, concurrency, retries, health and timings."""
+"""The common part of all clients of inference servers: settings, concurrency, retries, health and
+timings.
+"""
 
 import asyncio
 import logging
@@ -44,9 +46,11 @@ Split = Literal["train", "eval"]
 
 MAX_ATTEMPTS = 3
 MODEL_NOT_NAMED = ("", "default", "none")
-# Bad gateway, unavailable, gateway timeout: the server is restarting, or paused for an update of its weights.
+# Bad gateway, unavailable, gateway timeout: the server is restarting, or paused for an update of
+# its weights.
 SERVER_IS_AWAY = (502, 503, 504)
-# Why a sample ended that its server broke off, as vLLM and SGLang say it with status 200, when they are told to end for one.
+# Why a sample ended that its server broke off, as vLLM and SGLang say it with status 200, when they
+# are told to end for one.
 CUT_OFF = ("abort", "error")
 
 
@@ -54,14 +58,25 @@ class ServerBaseline(WarnsOfUnknownKeys, StrictNumbers):
     """Settings of a server, without its address."""
 
     timeout: int = Field(default=1200, description="Longest time for one request, in seconds")
-    num_max_requests_at_once: int = Field(default=512, ge=1, description="Most concurrent requests for training")
-    num_requests_for_eval: int = Field(default=64, ge=1, description="Most concurrent requests for evaluation")
-    model_name: str = Field(default="default", description="Model to ask for; by default the one that the server serves")
-    rolling_buffer_length: int = Field(default=1000, ge=1, description="Requests over which timings are averaged")
-    server_type: Literal["openai", "trl", "sglang", "vllm"] = Field(
-        default="openai", description="vllm: token in, token out through /generate; openai: any OpenAI-compatible endpoint"
+    num_max_requests_at_once: int = Field(
+        default=512, ge=1, description="Most concurrent requests for training"
     )
-    tokenizer_name: str = Field(default="none", description="Tokenizer to use; by default the environment's")
+    num_requests_for_eval: int = Field(
+        default=64, ge=1, description="Most concurrent requests for evaluation"
+    )
+    model_name: str = Field(
+        default="default", description="Model to ask for; by default the one that the server serves"
+    )
+    rolling_buffer_length: int = Field(
+        default=1000, ge=1, description="Requests over which timings are averaged"
+    )
+    server_type: Literal["openai", "trl", "sglang", "vllm"] = Field(
+        default="openai",
+        description="vllm: token in, token out through /generate; openai: any OpenAI-compatible endpoint",
+    )
+    tokenizer_name: str = Field(
+        default="none", description="Tokenizer to use; by default the environment's"
+    )
 
 
 class APIServerConfig(ServerBaseline):
@@ -77,8 +92,12 @@ class APIServerConfig(ServerBaseline):
         default="",
         description="Address, with or without /v1; of an openai server, an address with any other path is taken as it is",
     )
-    n_kwarg_is_ignored: bool = Field(default=False, description="The server ignores n: ask n times instead")
-    health_check: bool = Field(default=True, description="Wait for the server to be well after it could not be reached")
+    n_kwarg_is_ignored: bool = Field(
+        default=False, description="The server ignores n: ask n times instead"
+    )
+    health_check: bool = Field(
+        default=True, description="Wait for the server to be well after it could not be reached"
+    )
 
 
 class ServerIsAway(Exception):
@@ -88,10 +107,10 @@ class ServerIsAway(Exception):
 class APIServer(ABC):
     """A client of one inference server.
 
-    `chat_completion`, `completion`, `tokens_and_logprobs_completion` and `generate` take the request's fields as keyword
-    arguments, and `split="eval"` to run within the evaluation's share of the concurrency. What a server that is away cannot
-    answer is asked of the others behind the same router; when all are away, they are waited for. Other failures are tried
-    three times.
+    `chat_completion`, `completion`, `tokens_and_logprobs_completion` and `generate` take the
+    request's fields as keyword arguments, and `split="eval"` to run within the evaluation's share
+    of the concurrency. What a server that is away cannot answer is asked of the others behind the
+    same router; when all are away, they are waited for. Other failures are tried three times.
     """
 
     role = "inference server"
@@ -99,9 +118,11 @@ class APIServer(ABC):
     highest_temperature: float | None = None
     """The limit of the server, if it has one. Requests above it are refused here."""
     looked_at_always = False
-    """It is asked how it is all the time while there are others beside it; else only when it was away."""
+    """It is asked how it is all the time while there are others beside it; else only when it was
+    away."""
     router: Router
-    """Says which server answers what this one is asked; one of its own until a manager has several."""
+    """Says which server answers what this one is asked; one of its own until a manager has
+    several."""
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None):
         self.config = config
@@ -110,7 +131,8 @@ class APIServer(ABC):
         self.eval_sem = AsyncSemWithAdaptiveWeight(config.num_requests_for_eval)
         self.router = Router([self], self.role, self.address_flag)
         self.max_sequence_length: int | None = None
-        """Most tokens of prompt and completion together that a trainer takes; set by the environment."""
+        """Most tokens of prompt and completion together that a trainer takes; set by the
+        environment."""
         length = config.rolling_buffer_length
         self.request_timings: deque[float] = deque(maxlen=length)
         self.eval_request_timings: deque[float] = deque(maxlen=length)
@@ -139,7 +161,10 @@ class APIServer(ABC):
 
     @property
     def honours_proxies(self) -> bool:
-        """Return whether HTTP_PROXY and similar variables apply. A proxy does not reach the user's own servers."""
+        """Return whether HTTP_PROXY and similar variables apply.
+
+        A proxy does not reach the user's own servers.
+        """
         return False
 
     @property
@@ -190,7 +215,9 @@ class APIServer(ABC):
     async def _completion_wrapper(self, **kwargs: Any) -> Completion: ...
 
     @abstractmethod
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
+    async def _tokens_and_logprobs_completion_wrapper(
+        self, **kwargs: Any
+    ) -> tuple[list, list, list, list]:
         """(prompt tokens, [completion][position] tokens, the same of logprobs, finish reasons)."""
 
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
@@ -201,13 +228,17 @@ class APIServer(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot give the logprobs of a prompt")
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        return await self._request(self._chat_completion_wrapper, self._inject_reasoning_kwargs(kwargs))
+        return await self._request(
+            self._chat_completion_wrapper, self._inject_reasoning_kwargs(kwargs)
+        )
 
     async def completion(self, **kwargs: Any) -> Completion:
         return await self._request(self._completion_wrapper, kwargs)
 
     async def generate(self, **kwargs: Any) -> Generation:
-        """Token ids in (`input_ids`, or `prompt` as text), token ids, logprobs and weight versions out."""
+        """Token ids in (`input_ids`, or `prompt` as text), token ids, logprobs and weight versions
+        out.
+        """
         training = kwargs.get("split") != "eval"
         generation = await self._request(self._generate_wrapper, kwargs)
         if record := current_versions.get():
@@ -216,15 +247,25 @@ class APIServer(ABC):
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
         result = await self.generate(**kwargs)
-        return result.prompt_tokens, result.output_tokens, result.output_logprobs, result.finish_reasons
+        return (
+            result.prompt_tokens,
+            result.output_tokens,
+            result.output_logprobs,
+            result.finish_reasons,
+        )
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Logprobs of a prompt: `prompt_tokens`, `prompt_topk_token_ids`, `prompt_topk_logprobs`."""
         return await self._request(self._get_logprobs_wrapper, kwargs)
 
     async def _request(self, call: Callable[..., Awaitable[T]], kwargs: dict[str, Any]) -> T:
-        """Ask this server, or one that answers for it. `call` is a method; of another server the same one is called."""
-        require_temperature(kwargs.get("temperature"), self.highest_temperature, f"{self.role} at {self.root_url}")
+        """Ask this server, or one that answers for it.
+
+        `call` is a method; of another server the same one is called.
+        """
+        require_temperature(
+            kwargs.get("temperature"), self.highest_temperature, f"{self.role} at {self.root_url}"
+        )
         split: Split = kwargs.pop("split", "train")
         evaluating = split == "eval"
         failures = 0
@@ -234,13 +275,20 @@ class APIServer(ABC):
             server = await self.router.server_for(self, split, tried)
             began = time.monotonic()
             try:
-                async with self.router.carrying(server), server.eval_sem if evaluating else server.sem:
+                async with (
+                    self.router.carrying(server),
+                    server.eval_sem if evaluating else server.sem,
+                ):
                     began = time.monotonic()
                     ask = call if server is self else getattr(server, call.__name__)
                     answer = await ask(**{"model": await server.model(), **kwargs})
                 require_whole(answer)
-                (server.eval_request_timings if evaluating else server.request_timings).append(time.monotonic() - began)
-                (server.eval_attempts_list if evaluating else server.attempts_list).append(failures + 1)
+                (server.eval_request_timings if evaluating else server.request_timings).append(
+                    time.monotonic() - began
+                )
+                (server.eval_attempts_list if evaluating else server.attempts_list).append(
+                    failures + 1
+                )
                 self.router.answered(server, began)
                 return answer
             except (EnvironmentFailure, RolloutFailure, NotImplementedError):
@@ -250,7 +298,8 @@ class APIServer(ABC):
             except Exception as error:
                 tried.append(server)
                 if server.config.health_check and is_away(error):
-                    # A server may pass its health check and still refuse this request: that ends, too.
+                    # A server may pass its health check and still refuse this request: that ends,
+                    # too.
                     away_since = away_since or time.monotonic()
                     waited = time.monotonic() - away_since
                     if waited > self.gate.outage_timeout:
@@ -266,18 +315,28 @@ class APIServer(ABC):
                 if failures >= MAX_ATTEMPTS:
                     raise
                 logger.warning(
-                    "request to %s failed, attempt %d of %d: %s", server.root_url, failures, MAX_ATTEMPTS, describe(error)
+                    "request to %s failed, attempt %d of %d: %s",
+                    server.root_url,
+                    failures,
+                    MAX_ATTEMPTS,
+                    describe(error),
                 )
                 if len(set(tried)) >= len(self.router.servers):
                     await asyncio.sleep(0.5 * failures)
 
     def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if self.reasoning_config is not None and (extra := self.reasoning_config.build_extra_body(self.config.base_url)):
+        if self.reasoning_config is not None and (
+            extra := self.reasoning_config.build_extra_body(self.config.base_url)
+        ):
             kwargs = kwargs | {"extra_body": extra | (kwargs.get("extra_body") or {})}
         return kwargs
 
-    async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
-        """Request times in seconds and mean attempts, added to `metrics_dict` under `server/<server_name>_…`."""
+    async def wandb_metrics(
+        self, metrics_dict: dict[str, Any] | None, server_name: str | None
+    ) -> dict[str, Any]:
+        """Request times in seconds and mean attempts, added to `metrics_dict` under
+        `server/<server_name>_…`.
+        """
         metrics = metrics_dict if metrics_dict is not None else {}
         for prefix, timings, attempts in (
             ("", self.request_timings, self.attempts_list),
@@ -286,9 +345,13 @@ class APIServer(ABC):
             if timings:
                 metrics[f"server/{server_name}_{prefix}request_time_avg"] = float(np.mean(timings))
                 metrics[f"server/{server_name}_{prefix}request_time_std"] = float(np.std(timings))
-                metrics[f"server/{server_name}_{prefix}request_time_99p"] = float(np.percentile(timings, 99))
+                metrics[f"server/{server_name}_{prefix}request_time_99p"] = float(
+                    np.percentile(timings, 99)
+                )
             if attempts:
-                metrics[f"server/{server_name}_{prefix}average_num_attempts"] = float(np.mean(attempts))
+                metrics[f"server/{server_name}_{prefix}average_num_attempts"] = float(
+                    np.mean(attempts)
+                )
         return metrics
 
 
@@ -297,8 +360,14 @@ def require_temperature(temperature: Any, highest: float | None, server: str) ->
     Raises:
         UsageError: the server would refuse every request at this temperature.
     """
-    if highest is not None and isinstance(temperature, int | float) and not 0 <= temperature <= highest:
-        raise UsageError(f"temperature {temperature:g} is outside what the {server} takes, 0 to {highest:g}: change it")
+    if (
+        highest is not None
+        and isinstance(temperature, int | float)
+        and not 0 <= temperature <= highest
+    ):
+        raise UsageError(
+            f"temperature {temperature:g} is outside what the {server} takes, 0 to {highest:g}: change it"
+        )
 
 
 class CutOff(Exception):
@@ -308,7 +377,8 @@ class CutOff(Exception):
 def require_whole(answer: object) -> None:
     """
     Raises:
-        CutOff: a completion in the answer to a request was broken off, so it is no sample of the model.
+        CutOff: a completion in the answer to a request was broken off, so it is no sample of the
+            model.
     """
     if isinstance(answer, Generation):
         reasons = answer.finish_reasons
@@ -321,18 +391,26 @@ def require_whole(answer: object) -> None:
 
 
 def is_away(error: Exception) -> bool:
-    """Return whether the failure says that the server is not there, rather than that the request was wrong."""
-    if isinstance(error, ServerIsAway | httpx.TransportError) and not isinstance(error, httpx.TimeoutException):
+    """Return whether the failure says that the server is not there, rather than that the request
+    was wrong.
+    """
+    if isinstance(error, ServerIsAway | httpx.TransportError) and not isinstance(
+        error, httpx.TimeoutException
+    ):
         return True
     if isinstance(error, httpx.ConnectTimeout):
         return True
-    if isinstance(error, openai.APIConnectionError) and not isinstance(error, openai.APITimeoutError):
+    if isinstance(error, openai.APIConnectionError) and not isinstance(
+        error, openai.APITimeoutError
+    ):
         return True
     return status_of(error) in SERVER_IS_AWAY
 
 
 def worth_retrying(error: Exception) -> bool:
-    """Return whether the same request may succeed a second time: not when the server refused it as wrong."""
+    """Return whether the same request may succeed a second time: not when the server refused it as
+    wrong.
+    """
     status = status_of(error)
     return status is None or status == 429 or status >= 500
 

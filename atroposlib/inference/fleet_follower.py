@@ -1,4 +1,6 @@
-"""Where the inference servers are, as the rollout service tells it: the trainer publishes them there."""
+"""Where the inference servers are, as the rollout service tells it: the trainer publishes them
+there.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,19 @@ class FleetFollower:
     def __init__(self, url: str, api_key: str | None = None, every: float = ASK_SECONDS):
         self.url, self.every, self._has_key = url.rstrip("/"), every, bool(api_key)
         self.keyed = False
-        """The last answer came from a service that needs this client's key, as it did from those that wrote the addresses."""
-        self._http = httpx.AsyncClient(base_url=self.url, headers=bearer(api_key), timeout=ASK_TIMEOUT, trust_env=False)
+        """The last answer came from a service that needs this client's key, as it did from those
+        that wrote the addresses."""
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=bearer(api_key), timeout=ASK_TIMEOUT, trust_env=False
+        )
         self._wrong = ""
 
     async def ask(self) -> list[str] | None:
-        """The addresses of the servers that have the trainer's weights, or will again; None if nobody says.
+        """The addresses of the servers that have the trainer's weights, or will again; None if
+        nobody says.
 
-        A service that does not answer, or whose trainer has not said anything yet, takes no server away.
+        A service that does not answer, or whose trainer has not said anything yet, takes no server
+        away.
         """
         try:
             response = await self._http.get("/fleet")
@@ -46,7 +53,9 @@ class FleetFollower:
             self.keyed = self._has_key and answer.get("keyed") is True
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
-            wrong = f"/fleet answered {status}" + ("; is it an earlier version?" if status == 404 else "")
+            wrong = f"/fleet answered {status}" + (
+                "; is it an earlier version?" if status == 404 else ""
+            )
         except httpx.HTTPError as error:
             wrong = f"no answer to /fleet ({type(error).__name__})"
         except ValueError as error:
@@ -57,7 +66,11 @@ class FleetFollower:
                 self._wrong = ""
             return addresses
         if wrong != self._wrong:
-            logger.info("the rollout service at %s does not tell of the fleet: %s; the servers stay", self.url, wrong)
+            logger.info(
+                "the rollout service at %s does not tell of the fleet: %s; the servers stay",
+                self.url,
+                wrong,
+            )
         self._wrong = wrong
         return None
 
@@ -67,10 +80,11 @@ class FleetFollower:
 
 
 def servers_of(fleet: Any) -> list[str] | None:
-    """The addresses to follow, from what GET /fleet answered; None if the trainer has published nothing.
+    """The addresses to follow, from what GET /fleet answered; None if the trainer has published
+    nothing.
 
-    A server that joins is left out until it is good: it still serves weights of its own. One that is away or in quarantine
-    stays, and is found to be so by asking it.
+    A server that joins is left out until it is good: it still serves weights of its own. One that
+    is away or in quarantine stays, and is found to be so by asking it.
 
     Raises:
         ValueError: it is no such answer.
@@ -79,7 +93,9 @@ def servers_of(fleet: Any) -> list[str] | None:
         if fleet["published"] is None:
             return None
         left = {server_address(url) for url in fleet.get("left", [])}
-        standings = {server_address(server["url"]): server["standing"] for server in fleet["servers"]}
+        standings = {
+            server_address(server["url"]): server["standing"] for server in fleet["servers"]
+        }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return [url for url, standing in standings.items() if standing != "joining" and url not in left]

@@ -1,4 +1,6 @@
-"""The gate before inference servers: requests that find all away wait here together, with one line in the log for all."""
+"""The gate before inference servers: requests that find all away wait here together, with one line
+in the log for all.
+"""
 
 import asyncio
 import logging
@@ -22,7 +24,9 @@ class HealthGate:
         address_flag: how its address is passed.
     """
 
-    def __init__(self, what: Callable[[], str], probe: Callable[[], Awaitable[str | None]], address_flag: str):
+    def __init__(
+        self, what: Callable[[], str], probe: Callable[[], Awaitable[str | None]], address_flag: str
+    ):
         self.what, self.probe, self.address_flag = what, probe, address_flag
         self.outage_timeout = DEFAULT_OUTAGE_TIMEOUT
         self.failure: InferenceUnavailable | None = None
@@ -33,7 +37,9 @@ class HealthGate:
     @property
     def seconds_away(self) -> float:
         """For how long nothing could be asked since the start, all outages together."""
-        return self._away_before + (0.0 if self._away_since is None else time.monotonic() - self._away_since)
+        return self._away_before + (
+            0.0 if self._away_since is None else time.monotonic() - self._away_since
+        )
 
     @property
     def open(self) -> bool:
@@ -43,7 +49,8 @@ class HealthGate:
         """Return once a server is well.
 
         Raises:
-            InferenceUnavailable: it did not within `outage_timeout` seconds; also for every later caller.
+            InferenceUnavailable: it did not within `outage_timeout` seconds; also for every later
+                caller.
         """
         if self.failure is not None:
             raise self.failure

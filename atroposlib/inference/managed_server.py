@@ -1,4 +1,5 @@
-"""A server that remembers: chat and text completions, with the tokens, masks and logprobs of every sequence kept.
+"""A server that remembers: chat and text completions, with the tokens, masks and logprobs of every
+sequence kept.
 
 async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
     answer = await managed.chat_completion(messages=messages, n=8, max_tokens=512, temperature=1.0)
@@ -16,7 +17,14 @@ from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
-from atroposlib.inference.chat_template import Chat, ChatTemplate, Exchange, MessageKey, completed, exchange
+from atroposlib.inference.chat_template import (
+    Chat,
+    ChatTemplate,
+    Exchange,
+    MessageKey,
+    completed,
+    exchange,
+)
 from atroposlib.inference.client import MODEL_NOT_NAMED
 from atroposlib.inference.client import APIServer as APIServer
 from atroposlib.inference.generation import Generation
@@ -40,11 +48,13 @@ class ManagedServer:
 
     Args:
         server: a server with token ids and logprobs (`APIServer.generate`).
-        tokenizer: the tokenizer of the served model; by default the server's own, or else the one that its settings name.
+        tokenizer: the tokenizer of the served model; by default the server's own, or else the one
+            that its settings name.
         track_tree: keep every sequence by its text, rather than only those that nothing continues.
         tool_parser: format of tool calls in the model's text; see `ToolCallTranslator`.
-        preserve_think_blocks: keep the reasoning of answers that were not sampled here, which many chat templates remove.
-            Answers that were sampled here are continued token for token in any case.
+        preserve_think_blocks: keep the reasoning of answers that were not sampled here, which many
+            chat templates remove. Answers that were sampled here are continued token for token in
+            any case.
     """
 
     def __init__(
@@ -67,7 +77,8 @@ class ManagedServer:
         self.reset()
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        """As OpenAI's `chat.completions.create`: `messages`, `n`, `max_tokens`, `temperature`, `tools` …
+        """As OpenAI's `chat.completions.create`: `messages`, `n`, `max_tokens`, `temperature`,
+        `tools` …
 
         Raises:
             UsageError: a message has a form that no prompt can hold, such as an image.
@@ -78,56 +89,92 @@ class ManagedServer:
         if prompt.continued < sum(key in self._opened for key in chat.keys):
             say_that_history_changed()
         sampling = {key: value for key, value in kwargs.items() if key not in CHAT_ONLY}
-        opened, known = opened_by(prompt.text), self._opened  # a reset in the meantime makes a new one
+        opened, known = (
+            opened_by(prompt.text),
+            self._opened,
+        )  # a reset in the meantime makes a new one
         choices: list[Choice] = []
         exchanges: list[Exchange] = []
 
         def read(generation: Generation) -> list[Exchange]:
             for index, tokens in enumerate(generation.output_tokens):
                 text = self.translator.decode_with_tool_awareness(tokens, has_tools=bool(tools))
-                content, calls, reason = self.translator.parse_model_output(text, kwargs.get("tool_choice"), tools, opened)
+                content, calls, reason = self.translator.parse_model_output(
+                    text, kwargs.get("tool_choice"), tools, opened
+                )
                 # A response that was cut off stays one, whatever calls it had begun with.
                 cut_off = generation.finish_reasons[index] == "length"
-                message = ChatCompletionMessage.model_construct(role="assistant", content=content, tool_calls=None)
+                message = ChatCompletionMessage.model_construct(
+                    role="assistant", content=content, tool_calls=None
+                )
                 message.tool_calls = calls  # type: ignore[assignment]  # after, for OpenAI's constructor makes objects of tables
                 reason = reason if calls and not cut_off else generation.finish_reasons[index]
-                choices.append(Choice.model_construct(index=index, finish_reason=reason, message=message))
+                choices.append(
+                    Choice.model_construct(index=index, finish_reason=reason, message=message)
+                )
                 exchanges.append(exchange(chat, message, text, opened))
             return exchanges
 
         answer_id = await self._answer(prompt, sampling, read)
         known.update((key, opened) for made in exchanges for key in made.keys)
         return ChatCompletion.model_construct(
-            id=answer_id, choices=choices, created=int(time.time()), model=self._model(), object="chat.completion"
+            id=answer_id,
+            choices=choices,
+            created=int(time.time()),
+            model=self._model(),
+            object="chat.completion",
         )
 
     async def completion(self, **kwargs: Any) -> Completion:
         """As OpenAI's `completions.create`, for one `prompt` given as text."""
-        sampling = {key: value for key, value in kwargs.items() if key not in ("prompt", *CHAT_ONLY)}
+        sampling = {
+            key: value for key, value in kwargs.items() if key not in ("prompt", *CHAT_ONLY)
+        }
         choices: list[CompletionChoice] = []
 
         def read(generation: Generation) -> None:
             for index, tokens in enumerate(generation.output_tokens):
-                text, reason = self.translator.decode_with_tool_awareness(tokens), generation.finish_reasons[index]
-                choices.append(CompletionChoice.model_construct(index=index, finish_reason=reason, text=text))
+                text, reason = (
+                    self.translator.decode_with_tool_awareness(tokens),
+                    generation.finish_reasons[index],
+                )
+                choices.append(
+                    CompletionChoice.model_construct(index=index, finish_reason=reason, text=text)
+                )
 
-        answer_id = await self._answer(self.tracker.whole(kwargs["prompt"], rendered=False), sampling, read)
+        answer_id = await self._answer(
+            self.tracker.whole(kwargs["prompt"], rendered=False), sampling, read
+        )
         return Completion.model_construct(
-            id=answer_id, choices=choices, created=int(time.time()), model=self._model(), object="text_completion"
+            id=answer_id,
+            choices=choices,
+            created=int(time.time()),
+            model=self._model(),
+            object="text_completion",
         )
 
-    def render(self, messages: list[Any], tools: list[dict] | None = None, template_kwargs: dict | None = None) -> str:
+    def render(
+        self,
+        messages: list[Any],
+        tools: list[dict] | None = None,
+        template_kwargs: dict | None = None,
+    ) -> str:
         """Return the text of the prompt that `chat_completion` would send for these messages."""
         return self._prompt_of(self._chat(messages, tools, template_kwargs)).text
 
     def prompt_tokens(
-        self, messages: list[Any], tools: list[dict] | None = None, template_kwargs: dict | None = None
+        self,
+        messages: list[Any],
+        tools: list[dict] | None = None,
+        template_kwargs: dict | None = None,
     ) -> list[int]:
         """Return the token ids of the prompt that `chat_completion` would send for these messages."""
         return self._prompt_of(self._chat(messages, tools, template_kwargs)).tokens
 
     def get_state(self) -> dict[str, Any]:
-        """`nodes`: the sequences in order; with `track_tree`, `sequences` (and its alias `tree`): text -> sequence."""
+        """`nodes`: the sequences in order; with `track_tree`, `sequences` (and its alias `tree`):
+        text -> sequence.
+        """
         if self.track_tree:
             sequences = {node.full_text: node for node in self.tracker.nodes}
             return {"sequences": sequences, "tree": sequences}
@@ -142,16 +189,20 @@ class ManagedServer:
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Logprobs of a prompt given as `prompt`, `messages` or `input_ids`."""
         if "messages" in kwargs:
-            kwargs["input_ids"] = self.prompt_tokens(kwargs.pop("messages"), kwargs.pop("tools", None))
+            kwargs["input_ids"] = self.prompt_tokens(
+                kwargs.pop("messages"), kwargs.pop("tools", None)
+            )
         if "input_ids" not in kwargs:
             kwargs["input_ids"] = self.tracker.encode(kwargs.pop("prompt"), rendered=False)
         return await self.server.get_logprobs(**kwargs)
 
     def node_of(self, answer: ChatCompletion | Completion, index: int = 0) -> SequenceNode:
-        """The sequence that ends with an answer's choice, also where several sequences have the same text.
+        """The sequence that ends with an answer's choice, also where several sequences have the
+        same text.
 
         Raises:
-            KeyError: the answer was continued since, or is of another managed server, or of before `reset`.
+            KeyError: the answer was continued since, or is of another managed server, or of before
+                `reset`.
         """
         return node_of(self.tracker.nodes, answer.id, index)
 
@@ -164,7 +215,9 @@ class ManagedServer:
         return Chat(self.translator.with_problems(checked_messages(messages)), tools, options or {})
 
     def _prompt_of(self, chat: Chat) -> Prompt:
-        """Return the prompt of a chat: the tokens of the answer that it continues, or else all of it as the template has it."""
+        """Return the prompt of a chat: the tokens of the answer that it continues, or else all of
+        it as the template has it.
+        """
         fits: dict[int, bool] = {}
 
         def likeness(exchange: Exchange) -> int:
@@ -177,25 +230,39 @@ class ManagedServer:
         if found is not None:
             source, turn = found
             assert turn.exchange is not None
-            tail = self.template.after(chat, len(turn.exchange.chat.keys), self.tracker.end_of(source, turn))
+            tail = self.template.after(
+                chat, len(turn.exchange.chat.keys), self.tracker.end_of(source, turn)
+            )
             if tail is not None:
                 return self.tracker.after(source, turn, tail)
         pairs = zip(chat.messages, chat.keys, strict=True)
-        messages = [completed(message, self._opened.get(key), self.translator.format) for message, key in pairs]
+        messages = [
+            completed(message, self._opened.get(key), self.translator.format)
+            for message, key in pairs
+        ]
         whole = Chat(messages, chat.tools, chat.options)
         return self.tracker.whole(self.template.whole(whole, self.preserve_think_blocks))
 
     async def _answer(
-        self, prompt: Prompt, sampling: dict[str, Any], read: Callable[[Generation], list[Exchange] | None]
+        self,
+        prompt: Prompt,
+        sampling: dict[str, Any],
+        read: Callable[[Generation], list[Exchange] | None],
     ) -> str:
-        """Send a prompt, have the answer read, and note its sequences under a new id, which is returned."""
-        tracker = self.tracker  # a reset in the meantime makes a new one, which does not get this answer
+        """Send a prompt, have the answer read, and note its sequences under a new id, which is
+        returned.
+        """
+        tracker = (
+            self.tracker
+        )  # a reset in the meantime makes a new one, which does not get this answer
         request = tracker.begin(prompt)
         try:
             if hasattr(self.server, "generate"):
                 generation = await self.server.generate(input_ids=prompt.tokens, **sampling)
             else:
-                answer = await self.server.tokens_and_logprobs_completion(prompt=prompt.text, **sampling)
+                answer = await self.server.tokens_and_logprobs_completion(
+                    prompt=prompt.text, **sampling
+                )
                 generation = Generation(*answer)
                 generation.sampling = sampling_of(sampling, len(generation.output_tokens))
             exchanges = read(generation)
@@ -211,13 +278,18 @@ class ManagedServer:
 
 
 def tokenizer_of(server: Any) -> Any:
-    """The server's tokenizer; where it has none yet, that of its settings, which it then keeps. None if they name none."""
+    """The server's tokenizer; where it has none yet, that of its settings, which it then keeps.
+
+    None if they name none.
+    """
     known = getattr(server, "tokenizer", None)
     config = getattr(server, "config", None)
     if known is not None or config is None:
         return known
     names = (getattr(config, "tokenizer_name", None), getattr(config, "model_name", None))
-    named = next((name for name in names if isinstance(name, str) and name not in MODEL_NOT_NAMED), None)
+    named = next(
+        (name for name in names if isinstance(name, str) and name not in MODEL_NOT_NAMED), None
+    )
     if named is None:
         return None
     server.tokenizer = load_tokenizer(named)
@@ -235,7 +307,10 @@ def say_that_history_changed() -> None:
 
 
 class DummyManagedServer:
-    """Placeholders for tokens and logprobs, for evaluating through endpoints that give none. Never train on them."""
+    """Placeholders for tokens and logprobs, for evaluating through endpoints that give none.
+
+    Never train on them.
+    """
 
     DUMMY_TOKENS: ClassVar[list[int]] = list(range(128))
     DUMMY_MASKED_TOKENS: ClassVar[list[int]] = [-100, *range(1, 128)]
@@ -249,7 +324,9 @@ class DummyManagedServer:
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         answer = await self.server.chat_completion(**kwargs)
-        before = "\n\n".join(f"{message['role']}:{message.get('content')}" for message in kwargs["messages"])
+        before = "\n\n".join(
+            f"{message['role']}:{message.get('content')}" for message in kwargs["messages"]
+        )
         for choice in answer.choices:
             self._note(f"{before}\n\nassistant:{choice.message.content}", choice, answer.id)
         return answer
@@ -264,7 +341,11 @@ class DummyManagedServer:
         return node_of(self.nodes, answer.id, index)
 
     def _note(self, text: str, choice: Choice | CompletionChoice, answer_id: str) -> None:
-        whose = {"finish_reason": choice.finish_reason, "answer_id": answer_id, "index": choice.index}
+        whose = {
+            "finish_reason": choice.finish_reason,
+            "answer_id": answer_id,
+            "index": choice.index,
+        }
         self.nodes.append(
             SequenceNode(
                 full_text=text,
@@ -285,7 +366,9 @@ class DummyManagedServer:
         self.nodes = []
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        raise NotImplementedError("placeholders have no logprobs: use a server that gives token ids")
+        raise NotImplementedError(
+            "placeholders have no logprobs: use a server that gives token ids"
+        )
 
 
 class _Create:
@@ -301,7 +384,8 @@ class _Chat:
 
 
 class ManagedServerAdapter:
-    """`client.chat.completions.create(...)` and `client.completions.create(...)` go to the managed server, which keeps tokens.
+    """`client.chat.completions.create(...)` and `client.completions.create(...)` go to the managed
+    server, which keeps tokens.
 
     Args:
         managed_server: a `ManagedServer`.
@@ -316,7 +400,9 @@ class ManagedServerAdapter:
 
     async def post(self, path: str, body: dict[str, Any], cast_to: type) -> Any:
         """Raw requests would go past the record of tokens, so there are none."""
-        raise NotImplementedError(f"POST {path}: only chat.completions.create and completions.create keep tokens")
+        raise NotImplementedError(
+            f"POST {path}: only chat.completions.create and completions.create keep tokens"
+        )
 
     def copy(self, **kwargs: Any) -> "ManagedServerAdapter":
         """Itself: options such as timeouts are the server's."""

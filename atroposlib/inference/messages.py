@@ -71,7 +71,9 @@ def _part(part: Any, where: str) -> str:
     if name in IMAGES or any(image in part for image in IMAGES):
         raise UsageError(f"{where} is an image: prompts are text here; remove it")
     if not isinstance(name, str) or name not in TEXT_PARTS:
-        raise UsageError(f'{where}.type is {name!r:.40}: prompts are text here; give parts of type "text"')
+        raise UsageError(
+            f'{where}.type is {name!r:.40}: prompts are text here; give parts of type "text"'
+        )
     text = part.get(TEXT_PARTS[name])
     if not isinstance(text, str):
         raise UsageError(f"{where}.{TEXT_PARTS[name]} is {kind(text)}: give text")
@@ -85,14 +87,20 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     checked = []
     for index, call in enumerate(calls):
         if not isinstance(call, Mapping) and not hasattr(call, "model_dump"):
-            raise UsageError(f"{where}[{index}] is {kind(call)}: give an object with function.name and function.arguments")
+            raise UsageError(
+                f"{where}[{index}] is {kind(call)}: give an object with function.name and function.arguments"
+            )
         fields = dict(call) if isinstance(call, Mapping) else as_dict(call)
         function = fields.get("function")
         if not isinstance(function, Mapping) and not hasattr(function, "model_dump"):
-            raise UsageError(f"{where}[{index}].function is {kind(function)}: give an object with name and arguments")
+            raise UsageError(
+                f"{where}[{index}].function is {kind(function)}: give an object with name and arguments"
+            )
         function = dict(function) if isinstance(function, Mapping) else as_dict(function)
         if not isinstance(function.get("name"), str):
-            raise UsageError(f"{where}[{index}].function.name is {kind(function.get('name'))}: give the name of a tool")
+            raise UsageError(
+                f"{where}[{index}].function.name is {kind(function.get('name'))}: give the name of a tool"
+            )
         checked.append({**fields, "function": function})
     return checked
 
@@ -103,5 +111,12 @@ def kind(value: Any) -> str:
         return "missing"
     if isinstance(value, bool):
         return "a boolean"
-    names = {str: "text", int: "a number", float: "a number", list: "a list", tuple: "a list", dict: "an object"}
+    names = {
+        str: "text",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        tuple: "a list",
+        dict: "an object",
+    }
     return names.get(type(value), f"a {type(value).__name__}")

@@ -79,7 +79,10 @@ class OpenAIRoutes(APIServer):
             return {"trust_env": False}
         if proxy := proxy_for(self.root_url or OPENAI_ADDRESS):
             return {"trust_env": True, "proxy": proxy}
-        return {"trust_env": True, "transport": httpx.AsyncHTTPTransport(trust_env=True, limits=LIMITS)}
+        return {
+            "trust_env": True,
+            "transport": httpx.AsyncHTTPTransport(trust_env=True, limits=LIMITS),
+        }
 
     async def close(self) -> None:
         if self._client is not None:
@@ -95,7 +98,11 @@ class OpenAIRoutes(APIServer):
         except httpx.HTTPError as error:
             return f"no answer ({type(error).__name__})"
         # An endpoint without this route, or one that wants another key, is there all the same.
-        return f"{response.url.path} answered {response.status_code}" if response.status_code >= 500 else None
+        return (
+            f"{response.url.path} answered {response.status_code}"
+            if response.status_code >= 500
+            else None
+        )
 
     async def served_model(self) -> dict[str, Any]:
         """The first entry of /v1/models: `id`, and with vLLM `max_model_len`."""
@@ -119,7 +126,9 @@ class OpenAIRoutes(APIServer):
     async def _completion_wrapper(self, **kwargs: Any) -> Completion:
         return await self._ask(self.openai.completions.create, kwargs)
 
-    async def _ask(self, create: Callable[..., Awaitable[Answer]], kwargs: dict[str, Any]) -> Answer:
+    async def _ask(
+        self, create: Callable[..., Awaitable[Answer]], kwargs: dict[str, Any]
+    ) -> Answer:
         """One request, or `n` of them when the server ignores `n`."""
         n = kwargs.get("n") or 1
         if n > 1 and self.config.n_kwarg_is_ignored:
@@ -128,27 +137,37 @@ class OpenAIRoutes(APIServer):
         if len(answer.choices) == n:
             return answer
         if len(answer.choices) != 1:
-            raise ValueError(f"{self.root_url} answered {len(answer.choices)} choices where {n} were asked for")
+            raise ValueError(
+                f"{self.root_url} answered {len(answer.choices)} choices where {n} were asked for"
+            )
         logger.warning("%s ignores n: asking %d times instead from now on", self.root_url, n)
         self.config.n_kwarg_is_ignored = True
         rest = await self._ask_separately(create, kwargs, n - 1)
         answer.choices.extend(rest.choices)
         return answer
 
-    async def _ask_once(self, create: Callable[..., Awaitable[Answer]], kwargs: dict[str, Any]) -> Answer:
+    async def _ask_once(
+        self, create: Callable[..., Awaitable[Answer]], kwargs: dict[str, Any]
+    ) -> Answer:
         answer = await create(**kwargs)
-        if not isinstance(getattr(answer, "choices", None), list):  # the client checks nothing; a page of HTML is a text
+        if not isinstance(
+            getattr(answer, "choices", None), list
+        ):  # the client checks nothing; a page of HTML is a text
             raise ValueError(f"{self.openai_url} answered no completion, but {str(answer)!r:.200}")
         return answer
 
-    async def _ask_separately(self, create: Callable[..., Awaitable[Answer]], kwargs: dict[str, Any], n: int) -> Answer:
+    async def _ask_separately(
+        self, create: Callable[..., Awaitable[Answer]], kwargs: dict[str, Any], n: int
+    ) -> Answer:
         single = {key: value for key, value in kwargs.items() if key != "n"}
         answers = await asyncio.gather(*(self._ask_once(create, single) for _ in range(n)))
         for answer in answers[1:]:
             answers[0].choices.extend(answer.choices)
         return answers[0]
 
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
+    async def _tokens_and_logprobs_completion_wrapper(
+        self, **kwargs: Any
+    ) -> tuple[list, list, list, list]:
         raise NotImplementedError(
             f"the OpenAI interface of {self.root_url} gives no token ids to train on: "
             "use a vLLM server with /generate and --openai.server_type vllm"
@@ -156,16 +175,20 @@ class OpenAIRoutes(APIServer):
 
 
 class OpenAIServer(OpenAIRoutes):
-    """An OpenAI-compatible endpoint, for evaluation and for data that is not trained token by token.
+    """An OpenAI-compatible endpoint, for evaluation and for data that is not trained token by
+    token.
 
-    It may be anywhere: proxies apply unless it is on this machine, and a key goes only to where it belongs.
+    It may be anywhere: proxies apply unless it is on this machine, and a key goes only to where it
+    belongs.
     """
 
     highest_temperature = MAX_TEMPERATURE
 
     @property
     def openai_url(self) -> str:
-        """Other providers have these routes below other paths: only an address without any lacks /v1."""
+        """Other providers have these routes below other paths: only an address without any lacks
+        /v1.
+        """
         path = urlsplit(self.config.base_url or "").path.rstrip("/")
         return self.root_url if path and not path.endswith("/v1") else super().openai_url
 
@@ -190,7 +213,8 @@ def resolve_openai_configs(
 ) -> ServerBaseline | APIServerConfig | list[APIServerConfig]:
     """The servers that a run uses.
 
-    Several servers come from a YAML list or from `config_init`; flags set one server, so they cannot be combined.
+    Several servers come from a YAML list or from `config_init`; flags set one server, so they
+    cannot be combined.
 
     Args:
         default_server_configs: what `config_init` returned.
@@ -206,11 +230,17 @@ def resolve_openai_configs(
     several: list[Any] | None = None
     if isinstance(from_yaml, list) and len(from_yaml) > 1:
         several = [APIServerConfig(**entry) for entry in from_yaml]
-    elif isinstance(default_server_configs, list) and len(default_server_configs) > 1 and not from_yaml:
+    elif (
+        isinstance(default_server_configs, list)
+        and len(default_server_configs) > 1
+        and not from_yaml
+    ):
         several = default_server_configs
     if several is not None:
         if flags:
-            raise UsageError(f"--{flags[0]}: {len(several)} servers are configured, so set it in the YAML file's `openai` list")
+            raise UsageError(
+                f"--{flags[0]}: {len(several)} servers are configured, so set it in the YAML file's `openai` list"
+            )
         return several
     if type(default_server_configs) is ServerBaseline and not from_yaml and not flags:
         return default_server_configs

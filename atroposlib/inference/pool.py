@@ -1,5 +1,5 @@
-"""Carries requests to the servers that can answer them: looks at the servers, moves what one cannot answer to another, waits
-when all are away. Which server is asked is decided in `routing`."""
+"""Carries requests to the servers that can answer them: looks at the servers, moves what one cannot
+answer to another, waits when all are away. Which server is asked is decided in `routing`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """How often a server is asked how it is, while requests are under way."""
 MOVE_AFTER_SECONDS = 15.0
-"""A server that is silent, or does not serve, for so long loses the requests that it has, if another can answer them."""
+"""A server that is silent, or does not serve, for so long loses the requests that it has, if
+another can answer them."""
 QUIET_SECONDS = 30.0
 """A server that stands alone is looked at once its requests have had no answer for so long."""
 LOOKS_AFTER_WORK = 5
@@ -55,8 +56,9 @@ class Router:
         self.adopt(servers)
 
     def adopt(self, servers: Sequence[APIServer]) -> None:
-        """From now on these answer for each other. Requests that are under way elsewhere go on where they are, and what is made
-        on a server that is no longer among them goes to those that are."""
+        """From now on these answer for each other. Requests that are under way elsewhere go on
+        where they are, and what is made on a server that is no longer among them goes to those that
+        are."""
         for server in servers:
             server.router = self
         self.servers = list(servers)
@@ -81,9 +83,12 @@ class Router:
 
     # ---- choosing ----
 
-    def pick(self, split: str, preferred: APIServer | None = None, tried: Collection[APIServer] = ()) -> APIServer | None:
+    def pick(
+        self, split: str, preferred: APIServer | None = None, tried: Collection[APIServer] = ()
+    ) -> APIServer | None:
         """The server for the next request; None if all are away."""
-        # Start at another server each time, so that requests sent together spread over equally good ones.
+        # Start at another server each time, so that requests sent together spread over equally good
+        # ones.
         self._turn += preferred is None
         start = self._turn % len(self.servers)
         loads = []
@@ -92,7 +97,9 @@ class Router:
             loads.append((server, Load(slots.in_use, slots.limit)))
         return self.routing.choose(loads, time.monotonic(), preferred, tried)
 
-    async def server_for(self, asked: APIServer, split: str, tried: Collection[APIServer]) -> APIServer:
+    async def server_for(
+        self, asked: APIServer, split: str, tried: Collection[APIServer]
+    ) -> APIServer:
         """The server that a request, made on `asked`, goes to now; waits while all are away.
 
         Raises:
@@ -109,7 +116,8 @@ class Router:
         """While a request is under way there.
 
         Raises:
-            MovedElsewhere: the server was away for so long that the request had better be asked elsewhere.
+            MovedElsewhere: the server was away for so long that the request had better be asked
+                elsewhere.
         """
         if not self._under_way:
             self._last_answer = time.monotonic()
@@ -136,7 +144,9 @@ class Router:
         self._last_answer = time.monotonic()
         known = self.routing.of(server)
         if not known.away and len(self.servers) > 1:
-            logger.info("%s at %s is away (%s): requests go to the others", self.role, server.root_url, why)
+            logger.info(
+                "%s at %s is away (%s): requests go to the others", self.role, server.root_url, why
+            )
         self.routing.refused(server, began, time.monotonic(), why)
 
     def failed(self, server: APIServer, began: float) -> None:
@@ -154,13 +164,18 @@ class Router:
     def _keep_watch(self) -> None:
         """Look at the servers while there are requests."""
         if self._can_be_watched() and (self._watcher is None or self._watcher.done()):
-            self._watcher = asyncio.create_task(self._watch(), name="looks at the inference servers")
+            self._watcher = asyncio.create_task(
+                self._watch(), name="looks at the inference servers"
+            )
 
     def _can_be_watched(self) -> bool:
         return len(self.servers) > 1 or self.servers[0].looked_at_always
 
     def _is_looked_at(self, server: APIServer) -> bool:
-        """Return whether to look at a server now. One that stands alone is left alone while it answers requests."""
+        """Return whether to look at a server now.
+
+        One that stands alone is left alone while it answers requests.
+        """
         if self.routing.of(server).away:
             return True
         quiet = bool(self._under_way) and time.monotonic() - self._last_answer >= QUIET_SECONDS
@@ -174,7 +189,9 @@ class Router:
                     if self._is_looked_at(server):
                         self._look_at(server)
                 self._move_what_is_lost()
-            except Exception:  # looks must go on; what they tell is a help, requests find out by themselves
+            except (
+                Exception
+            ):  # looks must go on; what they tell is a help, requests find out by themselves
                 logger.exception("looking at the inference servers failed; it is tried again")
             idle = 0 if self._under_way or not self.gate.open else idle + 1
             await asyncio.sleep(LOOK_SECONDS)
@@ -183,7 +200,9 @@ class Router:
         """Ask one server how it is, unless it is being asked already."""
         task = self._looking.get(server)
         if task is None or task.done():
-            task = self._looking[server] = asyncio.create_task(self._look(server), name=f"look at {server.root_url}")
+            task = self._looking[server] = asyncio.create_task(
+                self._look(server), name=f"look at {server.root_url}"
+            )
         return task
 
     async def _look(self, server: APIServer) -> None:
@@ -193,19 +212,26 @@ class Router:
         except Exception as error:  # noqa: BLE001  # whatever it says that nobody can read: it is not well
             look = Look(wrong=f"{type(error).__name__}: {error}")
         was_away = known.away
-        self.routing.looked(server, began, time.monotonic(), look, server.sem.in_use + server.eval_sem.in_use)
+        self.routing.looked(
+            server, began, time.monotonic(), look, server.sem.in_use + server.eval_sem.in_use
+        )
         if server in self.servers and bool(was_away) != bool(known.away):
             self._log_change(server, known.away)
 
     def _log_change(self, server: APIServer, away: str) -> None:
-        """Log that a server is away, or back if `away` is empty. A gate logs the same for one that has no requests."""
+        """Log that a server is away, or back if `away` is empty.
+
+        A gate logs the same for one that has no requests.
+        """
         waiting = len(self._under_way.get(server, ()))
         if len(self.servers) == 1 and not waiting:
             return
         if not away:
             logger.info("%s at %s is back", self.role, server.root_url)
         elif len(self.servers) > 1:
-            logger.info("%s at %s is away (%s): requests go to the others", self.role, server.root_url, away)
+            logger.info(
+                "%s at %s is away (%s): requests go to the others", self.role, server.root_url, away
+            )
         else:
             logger.warning(
                 "%s at %s is away (%s): %d requests wait for it; start it again if it does not come back",
@@ -233,7 +259,9 @@ class Router:
     def _reasons(self) -> str:
         if len(self.servers) == 1:
             return self.routing.of(self.servers[0]).away
-        return ", ".join(f"{server.root_url} ({self.routing.of(server).away})" for server in self.servers)
+        return ", ".join(
+            f"{server.root_url} ({self.routing.of(server).away})" for server in self.servers
+        )
 
     async def wait_until_well(self) -> None:
         """Return once some server is well.
@@ -246,7 +274,11 @@ class Router:
 
     async def close(self) -> None:
         """Look no longer."""
-        tasks = [task for task in (self._watcher, *self._looking.values()) if task is not None and not task.done()]
+        tasks = [
+            task
+            for task in (self._watcher, *self._looking.values())
+            if task is not None and not task.done()
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

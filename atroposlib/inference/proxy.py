@@ -1,9 +1,10 @@
-"""An OpenAI-compatible HTTP proxy: managed servers for programs in other languages and processes, one session for each.
+"""An OpenAI-compatible HTTP proxy: managed servers for programs in other languages and processes,
+one session for each.
 
     python -m atroposlib.inference.proxy --base-url http://localhost:9001/v1 --port 9100
 
-POST /sessions/create makes a session. The program then uses `<proxy>/<session>/v1` as its OpenAI address, and the
-environment reads the tokens at GET /<session>/nodes.
+POST /sessions/create makes a session. The program then uses `<proxy>/<session>/v1` as its OpenAI
+address, and the environment reads the tokens at GET /<session>/nodes.
 """
 
 import argparse
@@ -78,7 +79,9 @@ class SessionCreateRequest(BaseModel):
 
 
 class SetupRequest(BaseModel):
-    """The servers to use from now on, each with the fields of `APIServerConfig`, and the name of their model."""
+    """The servers to use from now on, each with the fields of `APIServerConfig`, and the name of
+    their model.
+    """
 
     servers: list[APIServerConfig]
     model_name: str | None = None
@@ -121,7 +124,10 @@ class ProxyLimits:
     body_seconds: float = 60.0
 
     def of_requests(self) -> RequestLimits:
-        """Return the limits of one request. A completion may take as long as the inference server needs."""
+        """Return the limits of one request.
+
+        A completion may take as long as the inference server needs.
+        """
         return RequestLimits(
             self.max_body,
             self.body_seconds,
@@ -163,7 +169,9 @@ TheSession = Annotated[SessionState, Depends(session_of)]
 
 @contextmanager
 def failures_as_refusals() -> Iterator[None]:
-    """Refuse a request whose completion fails, with the status by which clients of OpenAI decide on another try."""
+    """Refuse a request whose completion fails, with the status by which clients of OpenAI decide on
+    another try.
+    """
     try:
         yield
     except (UsageError, RolloutFailure) as error:
@@ -204,7 +212,10 @@ async def health(proxy: TheProxy) -> dict[str, Any]:
 @router.get("/v1/models")
 async def models(proxy: TheProxy) -> dict[str, Any]:
     """Return the served model, in OpenAI's form."""
-    return {"object": "list", "data": [{"id": proxy.model_name, "object": "model", "owned_by": "local"}]}
+    return {
+        "object": "list",
+        "data": [{"id": proxy.model_name, "object": "model", "owned_by": "local"}],
+    }
 
 
 @router.post("/setup")
@@ -214,13 +225,20 @@ async def setup(request: SetupRequest, proxy: TheProxy) -> dict[str, Any]:
         raise HTTPRefusal(400, "servers must not be empty")
     proxy.server_manager.servers = ServerManager(request.servers).servers
     proxy.model_name = request.model_name or proxy.model_name
-    return {"status": "ok", "servers": len(proxy.server_manager.servers), "model_name": proxy.model_name}
+    return {
+        "status": "ok",
+        "servers": len(proxy.server_manager.servers),
+        "model_name": proxy.model_name,
+    }
 
 
 @router.get("/servers")
 async def servers(proxy: TheProxy) -> dict[str, Any]:
     """Return the addresses of the servers."""
-    rows = [{"index": i, "base_url": url_of(server)} for i, server in enumerate(proxy.server_manager.servers)]
+    rows = [
+        {"index": i, "base_url": url_of(server)}
+        for i, server in enumerate(proxy.server_manager.servers)
+    ]
     return {"servers": rows}
 
 
@@ -229,7 +247,9 @@ async def create_session(request: SessionCreateRequest, proxy: TheProxy) -> Sess
     """Open a session."""
     server = proxy.server_manager.pick()
     if request.base_url is not None:
-        pinned = [entry for entry in proxy.server_manager.servers if url_of(entry) == request.base_url]
+        pinned = [
+            entry for entry in proxy.server_manager.servers if url_of(entry) == request.base_url
+        ]
         if not pinned:
             raise HTTPRefusal(404, f"no server at {request.base_url}; GET /servers lists them")
         server = pinned[0]
@@ -251,24 +271,36 @@ async def create_session(request: SessionCreateRequest, proxy: TheProxy) -> Sess
 async def list_sessions(proxy: TheProxy) -> dict[str, Any]:
     """Return the open sessions."""
     fields = ("uuid", "model_name", "base_url", "created_at", "last_accessed")
-    return {"sessions": [{name: getattr(session, name) for name in fields} for session in proxy.sessions.all()]}
+    return {
+        "sessions": [
+            {name: getattr(session, name) for name in fields} for session in proxy.sessions.all()
+        ]
+    }
 
 
 @router.post("/{session_uuid}/v1/chat/completions")
-async def chat_completions(request: ChatCompletionProxyRequest, session: TheSession) -> JSONResponse:
+async def chat_completions(
+    request: ChatCompletionProxyRequest, session: TheSession
+) -> JSONResponse:
     """Complete a chat, and keep its tokens in the session."""
     if not request.messages:
         raise HTTPRefusal(400, "messages must not be empty")
     fields = request.model_dump(exclude_none=True, exclude={"messages"})
     with failures_as_refusals():
-        answer = await session.managed_server.chat_completion(messages=request.plain_messages(), **fields)
+        answer = await session.managed_server.chat_completion(
+            messages=request.plain_messages(), **fields
+        )
     return JSONResponse(answer.model_dump(mode="json", warnings=False))
 
 
 @router.post("/{session_uuid}/v1/chat/completions/render")
 async def render(request: ChatCompletionProxyRequest, session: TheSession) -> RenderResponse:
     """Return the prompt of a chat, as text and as tokens."""
-    managed, messages, options = session.managed_server, request.plain_messages(), request.chat_template_kwargs
+    managed, messages, options = (
+        session.managed_server,
+        request.plain_messages(),
+        request.chat_template_kwargs,
+    )
     with failures_as_refusals():
         text = managed.render(messages, request.tools, options)
         ids = managed.prompt_tokens(messages, request.tools, options)
@@ -289,12 +321,20 @@ async def delete_session(session_uuid: str, proxy: TheProxy) -> dict[str, Any]:
 
 
 def create_app(
-    server_manager: ServerManager, tokenizer: Any, model_name: str = "unknown", limits: ProxyLimits | None = None
+    server_manager: ServerManager,
+    tokenizer: Any,
+    model_name: str = "unknown",
+    limits: ProxyLimits | None = None,
 ) -> FastAPI:
-    """Make the proxy over the given servers. Without `limits`, it answers programs on this machine."""
+    """Make the proxy over the given servers.
+
+    Without `limits`, it answers programs on this machine.
+    """
     limits = limits or ProxyLimits(Access(bound_to="127.0.0.1"))
     app = FastAPI(title="Managed servers")
-    app.state.proxy = Proxy(server_manager, tokenizer, model_name, Sessions(limits.max_sessions, limits.session_seconds))
+    app.state.proxy = Proxy(
+        server_manager, tokenizer, model_name, Sessions(limits.max_sessions, limits.session_seconds)
+    )
     app.add_middleware(RequestLimitsMiddleware, limits=limits.of_requests(), refuse=openai_answer)
     app.include_router(router)
     return app
@@ -315,7 +355,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="the inference server, or several with commas between",
     )
     parser.add_argument("--server-type", default="vllm", choices=["vllm", "sglang"])
-    parser.add_argument("--tokenizer", required=True, help="name or folder of the served model's tokenizer")
+    parser.add_argument(
+        "--tokenizer", required=True, help="name or folder of the served model's tokenizer"
+    )
     parser.add_argument("--model-name", default="default", help="name to report")
     parser.add_argument(
         "--host",
@@ -330,14 +372,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME",
         help="without a key: another name by which it may be called",
     )
-    parser.add_argument("--max-sessions", type=at_least_one(int), default=limits.max_sessions, help="most sessions at once")
+    parser.add_argument(
+        "--max-sessions",
+        type=at_least_one(int),
+        default=limits.max_sessions,
+        help="most sessions at once",
+    )
     parser.add_argument(
         "--session-timeout",
         type=at_least_one(float),
         default=limits.session_seconds,
         help="seconds without a request after which a session is forgotten",
     )
-    parser.add_argument("--max-body-bytes", type=at_least_one(int), default=limits.max_body, help="most bytes of one request")
+    parser.add_argument(
+        "--max-body-bytes",
+        type=at_least_one(int),
+        default=limits.max_body,
+        help="most bytes of one request",
+    )
     return parser.parse_args(argv)
 
 
@@ -360,8 +412,12 @@ def main(argv: list[str] | None = None) -> None:
     """Run the proxy in front of one server."""
     arguments = parse_arguments(argv)
     log_to_stderr()
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request to an inference server
-    manager = ServerManager([APIServerConfig(base_url=arguments.base_url, server_type=arguments.server_type)])
+    logging.getLogger("httpx").setLevel(
+        logging.WARNING
+    )  # a line for every request to an inference server
+    manager = ServerManager(
+        [APIServerConfig(base_url=arguments.base_url, server_type=arguments.server_type)]
+    )
     try:
         tokenizer = load_tokenizer(arguments.tokenizer)
     except EnvironmentFailure as failure:
@@ -369,7 +425,12 @@ def main(argv: list[str] | None = None) -> None:
     api_key = given_or_variable(None, PROXY_KEY)
     host = arguments.host or ("0.0.0.0" if api_key else "127.0.0.1")
     limits = ProxyLimits(
-        access=Access(api_key, host, frozenset(name.lower() for name in arguments.allow_host), PROXY_READ_ONLY_PATHS),
+        access=Access(
+            api_key,
+            host,
+            frozenset(name.lower() for name in arguments.allow_host),
+            PROXY_READ_ONLY_PATHS,
+        ),
         max_sessions=arguments.max_sessions,
         session_seconds=arguments.session_timeout,
         max_body=arguments.max_body_bytes,

@@ -13,11 +13,21 @@ from atroposlib.inference.sequence_tracker import SequenceNode, node_of
 from atroposlib.web.connections import LIMITS
 from atroposlib.web.keys import PROXY_KEY, bearer, given_or_variable
 
-PASSED_ON = ("messages", "max_tokens", "temperature", "n", "stop", "tools", "tool_choice", "chat_template_kwargs")
+PASSED_ON = (
+    "messages",
+    "max_tokens",
+    "temperature",
+    "n",
+    "stop",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+)
 
 
 class ProxyManagedServer:
-    """One session. `get_url` returns the OpenAI address for another program, and `fetch_state` reads that program's sequences.
+    """One session. `get_url` returns the OpenAI address for another program, and `fetch_state`
+    reads that program's sequences.
 
     If the proxy has a key, the other program sends it as its OpenAI key: `$ATROPOS_PROXY_API_KEY`.
     """
@@ -67,7 +77,10 @@ class ProxyManagedServer:
         return {"nodes": list(self.nodes)}
 
     def node_of(self, answer: ChatCompletion, index: int = 0) -> SequenceNode:
-        """Return the sequence that ends with a choice of an answer. Call `fetch_state` first for another program's answers."""
+        """Return the sequence that ends with a choice of an answer.
+
+        Call `fetch_state` first for another program's answers.
+        """
         return node_of(self.nodes, answer.id, index)
 
     async def fetch_state(self) -> dict[str, Any]:
@@ -77,10 +90,17 @@ class ProxyManagedServer:
         self.nodes = [SequenceNode(**node) for node in response.json()["nodes"]]
         if record := current_versions.get():
             known = [node.weights for node in self.nodes if node.weights is not None]
-            record.note([weights.version for weights in known], [weights.epoch for weights in known])
+            record.note(
+                [weights.version for weights in known], [weights.epoch for weights in known]
+            )
             if record.sampled is not None:
                 for node in self.nodes:
-                    record.sampled.note([], [node.tokens], [node.sampling], [(node.metadata or {}).get("finish_reason")])
+                    record.sampled.note(
+                        [],
+                        [node.tokens],
+                        [node.sampling],
+                        [(node.metadata or {}).get("finish_reason")],
+                    )
         return self.get_state()
 
     def reset(self) -> None:
@@ -100,7 +120,10 @@ class ProxyManagedServer:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.cleanup()
 
@@ -124,5 +147,9 @@ async def create_proxy_session(
         response.raise_for_status()
     session = response.json()
     return ProxyManagedServer(
-        proxy_url, session["uuid"], session.get("model_name", model_name), session.get("base_url"), api_key
+        proxy_url,
+        session["uuid"],
+        session.get("model_name", model_name),
+        session.get("base_url"),
+        api_key,
     )

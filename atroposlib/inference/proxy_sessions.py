@@ -1,4 +1,7 @@
-"""The sessions of a managed-server proxy. Their number is bounded, and a session without requests expires."""
+"""The sessions of a managed-server proxy.
+
+Their number is bounded, and a session without requests expires.
+"""
 
 import time
 import uuid
@@ -63,7 +66,9 @@ class Sessions:
         self._forget()
         return list(self._open.values())
 
-    def create(self, managed_server: ManagedServer, model_name: str, base_url: str | None) -> SessionState:
+    def create(
+        self, managed_server: ManagedServer, model_name: str, base_url: str | None
+    ) -> SessionState:
         """Open a session.
 
         Raises:
@@ -75,7 +80,9 @@ class Sessions:
                 f"{len(self._open)} sessions are open, as many as may be: end some with DELETE /<session>, wait (they expire "
                 f"{self.seconds:g} s after their last request), or raise --max-sessions"
             )
-        made = SessionState(str(uuid.uuid4()), managed_server, model_name, base_url, used=self.clock())
+        made = SessionState(
+            str(uuid.uuid4()), managed_server, model_name, base_url, used=self.clock()
+        )
         self._open[made.uuid] = made
         return made
 
@@ -115,5 +122,7 @@ class Sessions:
 
     def _forget(self) -> None:
         oldest = self.clock() - self.seconds
-        for session in [entry for entry in self._open.values() if not entry.busy and entry.used < oldest]:
+        for session in [
+            entry for entry in self._open.values() if not entry.busy and entry.used < oldest
+        ]:
             del self._open[session.uuid]

@@ -1,4 +1,6 @@
-"""Settings that ask an OpenAI-compatible endpoint for reasoning, and the request fields they turn into."""
+"""Settings that ask an OpenAI-compatible endpoint for reasoning, and the request fields they turn
+into.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -7,7 +9,14 @@ from urllib.parse import urlparse
 VALID_REASONING_EFFORTS = {"none", "minimal", "low", "medium", "high", "xhigh"}
 
 # OpenAI's own endpoint knows three levels.
-OPENAI_EFFORT = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+OPENAI_EFFORT = {
+    "none": "low",
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+}
 
 
 @dataclass
@@ -38,7 +47,9 @@ class ReasoningConfig:
 
     def __post_init__(self) -> None:
         if self.effort is not None and self.effort not in VALID_REASONING_EFFORTS:
-            raise ValueError(f"reasoning effort {self.effort!r}: choose one of {', '.join(sorted(VALID_REASONING_EFFORTS))}")
+            raise ValueError(
+                f"reasoning effort {self.effort!r}: choose one of {', '.join(sorted(VALID_REASONING_EFFORTS))}"
+            )
         if self.max_tokens is not None and not 1024 <= self.max_tokens <= 32000:
             raise ValueError(f"{self.max_tokens} reasoning tokens: give 1024 to 32000")
         if self.effort is not None or self.max_tokens is not None:
@@ -47,8 +58,11 @@ class ReasoningConfig:
     def is_reasoning_kwargs_active(self) -> bool:
         return self.enabled
 
-    def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> dict[str, Any] | None:
-        """The request's extra body for the endpoint at `base_url`, or None when no reasoning is asked for.
+    def build_extra_body(
+        self, base_url: str | None = None, use_max_tokens: bool = False
+    ) -> dict[str, Any] | None:
+        """The request's extra body for the endpoint at `base_url`, or None when no reasoning is
+        asked for.
 
         `use_max_tokens` is for endpoints that take a number of tokens only: an effort becomes one.
         """
@@ -67,4 +81,6 @@ class ReasoningConfig:
 
     @classmethod
     def from_env_config(cls, env_config: Any) -> "ReasoningConfig":
-        return cls(env_config.thinking_mode, env_config.reasoning_effort, env_config.max_reasoning_tokens)
+        return cls(
+            env_config.thinking_mode, env_config.reasoning_effort, env_config.max_reasoning_tokens
+        )

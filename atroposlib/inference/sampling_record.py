@@ -1,7 +1,8 @@
-"""From which distribution tokens were sampled: what a request asked for, and how groups tell it to the trainer.
+"""From which distribution tokens were sampled: what a request asked for, and how groups tell it to
+the trainer.
 
-What is neutral (`NEUTRAL`) is left out, so that parameters that hold only a temperature say that nothing else changed the
-distribution.
+What is neutral (`NEUTRAL`) is left out, so that parameters that hold only a temperature say that
+nothing else changed the distribution.
 """
 
 import logging
@@ -17,47 +18,106 @@ from atroposlib.wire.sampling_parameters import CONSTRAINED, NEUTRAL
 logger = logging.getLogger(__name__)
 
 Sampling = dict[str, float | int]
-"""Parameters of one request by name: `temperature`, what of `NEUTRAL` was not neutral, `CONSTRAINED`, and `max_tokens` where it
-was sent."""
+"""Parameters of one request by name: `temperature`, what of `NEUTRAL` was not neutral,
+`CONSTRAINED`, and `max_tokens` where it was sent."""
 
 WHOLE = ("top_k", "min_tokens", "max_tokens")
-ALIASES = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
+ALIASES = {
+    "min_new_tokens": "min_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+}
 """Other interfaces' names for parameters of `Sampling`."""
 
 HARMLESS = frozenset(
     {
-        *("model", "prompt", "input_ids", "n", "split", "seed", "sampling_seed", "user", "request_id", "priority", "rid"),
-        *("stop", "stop_token_ids", "stop_regex", "include_stop_str_in_output", "no_stop_trim", "ignore_eos"),
-        *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "return_text", "echo"),
-        *("logprobs", "top_logprobs", "token_logprobs", "prompt_logprobs", "prompt_token_logprobs", "flat_logprobs"),
-        *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_token_ids", "return_tokens_as_token_ids"),
-        *("stream", "stream_options", "stream_interval", "output_kind", "cache_salt", "add_special_tokens", "timeout"),
+        *(
+            "model",
+            "prompt",
+            "input_ids",
+            "n",
+            "split",
+            "seed",
+            "sampling_seed",
+            "user",
+            "request_id",
+            "priority",
+            "rid",
+        ),
+        *(
+            "stop",
+            "stop_token_ids",
+            "stop_regex",
+            "include_stop_str_in_output",
+            "no_stop_trim",
+            "ignore_eos",
+        ),
+        *(
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "detokenize",
+            "return_text",
+            "echo",
+        ),
+        *(
+            "logprobs",
+            "top_logprobs",
+            "token_logprobs",
+            "prompt_logprobs",
+            "prompt_token_logprobs",
+            "flat_logprobs",
+        ),
+        *(
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            "return_token_ids",
+            "return_tokens_as_token_ids",
+        ),
+        *(
+            "stream",
+            "stream_options",
+            "stream_interval",
+            "output_kind",
+            "cache_salt",
+            "add_special_tokens",
+            "timeout",
+        ),
     }
 )
-"""Fields of requests that leave the distribution of each token as it is. What else a request has (a grammar, biases, allowed
-or forbidden words, the best of several answers) may change it: `CONSTRAINED` counts such fields."""
+"""Fields of requests that leave the distribution of each token as it is. What else a request has (a
+grammar, biases, allowed or forbidden words, the best of several answers) may change it:
+`CONSTRAINED` counts such fields."""
 
 
 class SamplingSpan(NamedTuple):
-    """Consecutive sampled tokens of one sequence that were sampled with the same parameters, whatever their `max_tokens`."""
+    """Consecutive sampled tokens of one sequence that were sampled with the same parameters,
+    whatever their `max_tokens`.
+    """
 
     parameters: Sampling
     tokens: int
 
 
-def sampling_of(request: Mapping[str, Any], completions: int, temperature: float | None = None) -> list[Sampling] | None:
+def sampling_of(
+    request: Mapping[str, Any], completions: int, temperature: float | None = None
+) -> list[Sampling] | None:
     """The parameters that each completion of a request was sampled with.
 
     Args:
-        request: its fields by the names of `Sampling` or of `ALIASES`; None counts as not given. Of the others, those that are
-            not `HARMLESS` and hold something are counted as `CONSTRAINED`, and named in the log once.
+        request: its fields by the names of `Sampling` or of `ALIASES`; None counts as not given. Of
+            the others, those that are not `HARMLESS` and hold something are counted as
+            `CONSTRAINED`, and named in the log once.
         completions: how many there are.
-        temperature: what the server takes for a request that names none; None where that is not known.
+        temperature: what the server takes for a request that names none; None where that is not
+            known.
 
     Returns:
         None where the temperature is not known.
     """
-    parameters = {ALIASES.get(name, name): value for name, value in request.items() if value is not None}
+    parameters = {
+        ALIASES.get(name, name): value for name, value in request.items() if value is not None
+    }
     warmth = parameters.get("temperature", temperature)
     if warmth is None:
         return None
@@ -67,7 +127,11 @@ def sampling_of(request: Mapping[str, Any], completions: int, temperature: float
             sampling[name] = int(parameters[name]) if name in WHOLE else float(parameters[name])
     own = {"temperature", "max_tokens", *NEUTRAL}
     # Empty as {} and False: asked for, and nothing is.
-    strange = sorted(name for name, value in parameters.items() if name not in HARMLESS | own and has_something(value))
+    strange = sorted(
+        name
+        for name, value in parameters.items()
+        if name not in HARMLESS | own and has_something(value)
+    )
     if strange:
         say_that_it_may_be_constrained(tuple(strange))
         sampling[CONSTRAINED] = len(strange)
@@ -95,7 +159,9 @@ def same_distribution(one: Sampling, other: Sampling) -> bool:
     return {**one, "max_tokens": 0} == {**other, "max_tokens": 0}
 
 
-def continued(before: Iterable[SamplingSpan] | None, parameters: Sampling | None, tokens: int) -> list[SamplingSpan] | None:
+def continued(
+    before: Iterable[SamplingSpan] | None, parameters: Sampling | None, tokens: int
+) -> list[SamplingSpan] | None:
     """The spans of a sequence after another turn; None where a turn's parameters are not known.
 
     Turns of the same distribution are one span, with the `max_tokens` of the last of them.
@@ -109,8 +175,8 @@ def continued(before: Iterable[SamplingSpan] | None, parameters: Sampling | None
 
 
 def on_the_wire(spans: Sequence[SamplingSpan]) -> Sampling | list[Sampling]:
-    """A sequence's entry of a group's `sampling_params`: one object where all of its tokens were sampled alike, else one for
-    each span, with the span's `tokens`."""
+    """A sequence's entry of a group's `sampling_params`: one object where all of its tokens were
+    sampled alike, else one for each span, with the span's `tokens`."""
     if len(spans) == 1:
         return dict(spans[0].parameters)
     return [{**span.parameters, "tokens": span.tokens} for span in spans]
@@ -147,13 +213,14 @@ class Prefix:
 
 
 class Sampled(NamedTuple):
-    """A sequence that was sampled, as far as one request knows it. A rollout makes many requests, each with the whole
-    conversation before it, so that tokens are not kept.
+    """A sequence that was sampled, as far as one request knows it. A rollout makes many requests,
+    each with the whole conversation before it, so that tokens are not kept.
 
     Attributes:
         prompt: where what was given ended. Some of it may have been sampled by an earlier request.
         whole: where the sequence ended.
-        sampling: with which parameters the sampled tokens between the two were; None where that is not known.
+        sampling: with which parameters the sampled tokens between the two were; None where that is
+            not known.
         finish_reason: why its sampling ended; None where that is not known.
     """
 
@@ -164,8 +231,8 @@ class Sampled(NamedTuple):
 
 
 class SampledRecord:
-    """What the requests of one rollout sampled. An environment that builds its groups by hand need not carry along how: its
-    sequences are known again by their tokens."""
+    """What the requests of one rollout sampled. An environment that builds its groups by hand need
+    not carry along how: its sequences are known again by their tokens."""
 
     def __init__(self) -> None:
         self._known: dict[Place, list[Sampled]] = {}
@@ -192,50 +259,78 @@ class SampledRecord:
         """All that differ, in the order in which they were noted first."""
         return [sampled for known in self._known.values() for sampled in known]
 
-    def fields_of(self, tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
-        """`sampling_params` and `finish_reasons` of a group, None for a sequence of which it is not known; each only where it
-        is known of one.
+    def fields_of(
+        self, tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
+    ) -> dict[str, list[Any]]:
+        """`sampling_params` and `finish_reasons` of a group, None for a sequence of which it is not
+        known; each only where it is known of one.
 
         Args:
             tokens, masks: of the group, [n][length].
         """
         sequences = self.sequences
-        lengths = {place.tokens for sampled in sequences for place in (sampled.prompt, sampled.whole)}
-        told = [self._told(sequences, places_of(row, lengths), mask) for row, mask in zip(tokens, masks, strict=True)]
+        lengths = {
+            place.tokens for sampled in sequences for place in (sampled.prompt, sampled.whole)
+        }
+        told = [
+            self._told(sequences, places_of(row, lengths), mask)
+            for row, mask in zip(tokens, masks, strict=True)
+        ]
         fields: dict[str, list[Any]] = {
             "sampling_params": [how for how, _ in told],
             "finish_reasons": [reason for _, reason in told],
         }
-        return {name: values for name, values in fields.items() if any(value is not None for value in values)}
+        return {
+            name: values
+            for name, values in fields.items()
+            if any(value is not None for value in values)
+        }
 
     @staticmethod
     def _told(
         sequences: Iterable[Sampled], places: Mapping[int, Place], mask: Sequence[int]
     ) -> tuple[Sampling | list[Sampling] | None, str | None]:
-        """How a sequence with these places was sampled, and why its sampling ended; None for what is not known.
+        """How a sequence with these places was sampled, and why its sampling ended; None for what
+        is not known.
 
-        Of one that is not token for token what a request gave back, or is trained on what earlier requests sampled: what the
-        requests say whose prompt it begins with, if they say the same. Requests of another conversation, as of a judge, say
-        nothing of it.
+        Of one that is not token for token what a request gave back, or is trained on what earlier
+        requests sampled: what the requests say whose prompt it begins with, if they say the same.
+        Requests of another conversation, as of a judge, say nothing of it.
         """
-        near = [sampled for sampled in sequences if places.get(sampled.prompt.tokens) == sampled.prompt]
-        met = [sampled for sampled in near if sampled.whole.tokens == len(mask) and places.get(len(mask)) == sampled.whole]
+        near = [
+            sampled for sampled in sequences if places.get(sampled.prompt.tokens) == sampled.prompt
+        ]
+        met = [
+            sampled
+            for sampled in near
+            if sampled.whole.tokens == len(mask) and places.get(len(mask)) == sampled.whole
+        ]
         reason = only([sampled.finish_reason for sampled in met])
-        whole = [sampled for sampled in met if all(token == PROMPT_MASK for token in mask[: sampled.prompt.tokens])]
+        whole = [
+            sampled
+            for sampled in met
+            if all(token == PROMPT_MASK for token in mask[: sampled.prompt.tokens])
+        ]
         spans = only([sampled.sampling for sampled in whole])
         if spans:
             return on_the_wire(spans), reason
-        return common_of([sampled for sampled in near if sampled.prompt.tokens or sampled in met]), reason
+        return common_of(
+            [sampled for sampled in near if sampled.prompt.tokens or sampled in met]
+        ), reason
 
     @property
     def differ(self) -> bool:
         """Return whether the requests sampled from different distributions."""
-        parameters = [span.parameters for sampled in self.sequences for span in sampled.sampling or []]
+        parameters = [
+            span.parameters for sampled in self.sequences for span in sampled.sampling or []
+        ]
         return not all(same_distribution(parameters[0], other) for other in parameters)
 
 
 def places_of(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, Place]:
-    """A sequence's places at these lengths, by length; none beyond its end, and none of what are no token ids."""
+    """A sequence's places at these lengths, by length; none beyond its end, and none of what are no
+    token ids.
+    """
     prefix, begin, places = Prefix(), 0, {}
     try:
         for end in sorted(length for length in lengths if length <= len(tokens)):
@@ -247,14 +342,20 @@ def places_of(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, Place]
 
 
 def common_of(sequences: Sequence[Sampled]) -> Sampling | None:
-    """The parameters of all of them, where they differ in `max_tokens` at most; None where one is not known."""
+    """The parameters of all of them, where they differ in `max_tokens` at most; None where one is
+    not known.
+    """
     if not sequences or any(sampled.sampling is None for sampled in sequences):
         return None
     parameters = [span.parameters for sampled in sequences for span in sampled.sampling or []]
     if not parameters or not all(same_distribution(parameters[0], other) for other in parameters):
         return None
     limit = only([entry.get("max_tokens") for entry in parameters])
-    return {name: value for name, value in parameters[0].items() if name != "max_tokens" or limit is not None}
+    return {
+        name: value
+        for name, value in parameters[0].items()
+        if name != "max_tokens" or limit is not None
+    }
 
 
 def only(values: Sequence[Any]) -> Any:

@@ -1,12 +1,16 @@
-"""Which of several inference servers a request goes to. Pure: no I/O and no clock; `now` is in seconds and never goes back.
+"""Which of several inference servers a request goes to. Pure: no I/O and no clock; `now` is in
+seconds and never goes back.
 
-What is known of a server comes from two sources. A *look* asks it: is it serving, which weights has it, how many requests are
-in flight there. A *request* experiences it: answered, refused because the server is away, failed although it is there. A look
-may say that all is well where every request fails, so neither replaces the other:
+What is known of a server comes from two sources. A *look* asks it: is it serving, which weights has
+it, how many requests are in flight there. A *request* experiences it: answered, refused because the
+server is away, failed although it is there. A look may say that all is well where every request
+fails, so neither replaces the other:
 
 * a server that is away, by either source, gets nothing until a later look finds it well;
-* one that fails gets nothing for a pause that doubles with every failure in a row, and then one request, as a trial;
-* of the others, those with the freshest weights are asked, and among them the one with the least to do.
+* one that fails gets nothing for a pause that doubles with every failure in a row, and then one
+  request, as a trial;
+* of the others, those with the freshest weights are asked, and among them the one with the least to
+  do.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from typing import Generic, TypeVar
 from atroposlib.inference.generation import Weights
 
 SETTLING_SECONDS = 2.0
-"""Servers take over new weights at nearly the same time, and are looked at a little later one than the other: only who is still
-behind after so long counts as behind. Otherwise the first one to be seen with new weights would be sent everything."""
+"""Servers take over new weights at nearly the same time, and are looked at a little later one than
+the other: only who is still behind after so long counts as behind. Otherwise the first one to be
+seen with new weights would be sent everything."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
 """Seconds for which a server gets nothing after its first failure, and at most."""
 
@@ -75,7 +80,9 @@ class Standing:
     @property
     def pause(self) -> float:
         """Seconds for which it gets nothing after its last failure."""
-        return min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 16)) if self.failures else 0.0
+        return (
+            min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 16)) if self.failures else 0.0
+        )
 
 
 @dataclass
@@ -112,7 +119,10 @@ class Routing(Generic[Key]):
         known = self.of(key)
         if look.wrong:
             self._away(known, now, look.wrong)
-            known.failures, known.avoid_until = 0, 0.0  # it is known why; when it is back, it is asked at once
+            known.failures, known.avoid_until = (
+                0,
+                0.0,
+            )  # it is known why; when it is back, it is asked at once
             return
         known.in_flight, known.ours_then = look.in_flight, ours
         if look.weights is not None:
@@ -156,10 +166,14 @@ class Routing(Generic[Key]):
         return [key for key in keys if not self.of(key).away]
 
     def lost(self, keys: Sequence[Key], now: float, patience: float) -> list[Key]:
-        """Those whose requests had better be asked elsewhere: away for `patience` seconds while others can be asked."""
+        """Those whose requests had better be asked elsewhere: away for `patience` seconds while
+        others can be asked.
+        """
         if not self.available(keys):
             return []
-        return [key for key in keys if self.of(key).away and now - self.of(key).away_since >= patience]
+        return [
+            key for key in keys if self.of(key).away and now - self.of(key).away_since >= patience
+        ]
 
     def settled_weights(self, now: float) -> Weights | None:
         """The weights that every server should have by now; None if none says which it has."""
@@ -170,16 +184,22 @@ class Routing(Generic[Key]):
         return self._newest[0][1]
 
     def choose(
-        self, loads: Sequence[tuple[Key, Load]], now: float, preferred: Key | None = None, tried: Collection[Key] = ()
+        self,
+        loads: Sequence[tuple[Key, Load]],
+        now: float,
+        preferred: Key | None = None,
+        tried: Collection[Key] = (),
     ) -> Key | None:
         """The server that the next request goes to; None if all are away.
 
         Args:
-            loads: the servers that may be asked, each with what is under way there. Among equals the first one is taken.
+            loads: the servers that may be asked, each with what is under way there. Among equals
+                the first one is taken.
             now: the time.
-            preferred: taken whatever its load, if no other is better in any other way: it may still have what a conversation
-                said before.
-            tried: servers at which this request has failed already: asked again only if there is no other.
+            preferred: taken whatever its load, if no other is better in any other way: it may still
+                have what a conversation said before.
+            tried: servers at which this request has failed already: asked again only if there is no
+                other.
         """
         settled = self.settled_weights(now)
 
@@ -189,7 +209,10 @@ class Routing(Generic[Key]):
             behind = (0, 0)
             if settled is not None and known.weights is not None and known.weights < settled:
                 # The freshest of those that are behind; any of them is behind those that are not.
-                behind = (1 + settled.epoch - known.weights.epoch, settled.version - known.weights.version)
+                behind = (
+                    1 + settled.epoch - known.weights.epoch,
+                    settled.version - known.weights.version,
+                )
             return key in tried, avoided, known.avoid_until if avoided else 0.0, behind
 
         def burden(key: Key, load: Load) -> tuple[bool, int]:
@@ -205,7 +228,10 @@ class Routing(Generic[Key]):
         return min(good, key=lambda entry: burden(*entry))[0]
 
     def sent(self, key: Key, now: float) -> None:
-        """A request goes there. After failures it is the trial: what follows waits for what comes of it."""
+        """A request goes there.
+
+        After failures it is the trial: what follows waits for what comes of it.
+        """
         known = self.of(key)
         if known.failures:
             known.avoid_until = now + known.pause

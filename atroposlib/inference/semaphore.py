@@ -16,7 +16,8 @@ class AsyncSemWithAdaptiveWeight:
         self.max_val = value
         self.weight = 1.0
         self._limiter = CapacityLimiter(self.limit)
-        # The limiter counts borrowers. A fresh object borrows each slot, so that one task can hold several.
+        # The limiter counts borrowers. A fresh object borrows each slot, so that one task can hold
+        # several.
         self._slots: list[object] = []
 
     @property
@@ -56,6 +57,9 @@ class AsyncSemWithAdaptiveWeight:
         await self.acquire()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.release()

@@ -1,8 +1,10 @@
-"""Keeps every sequence of a conversation token for token: what was sampled, under which logprob, and what was given.
+"""Keeps every sequence of a conversation token for token: what was sampled, under which logprob,
+and what was given.
 
-Pure bookkeeping, no I/O. A later turn continues the tokens of an earlier one in two cases: its messages begin with the
-earlier request's messages and answer, or its prompt begins with the earlier sequence's text. Then only what was added in
-between is tokenised, so what the model sampled is never tokenised again.
+Pure bookkeeping, no I/O. A later turn continues the tokens of an earlier one in two cases: its
+messages begin with the earlier request's messages and answer, or its prompt begins with the earlier
+sequence's text. Then only what was added in between is tokenised, so what the model sampled is
+never tokenised again.
 """
 
 from bisect import insort
@@ -25,16 +27,19 @@ class SequenceNode(BaseModel):
     """One sequence, ready to be trained on.
 
     Attributes:
-        full_text: the prompt's text and what was answered last, without special tokens, which `tokens` hold.
+        full_text: the prompt's text and what was answered last, without special tokens, which
+            `tokens` hold.
         tokens: token ids, prompt and completions.
         masked_tokens: the token id where it was sampled, -100 where it was given.
         logprobs: logprob where it was sampled, 1.0 where it was given.
         weight_version: version of the oldest weights that a token was sampled under, if known.
         weight_epoch: the trainer's life that made those weights, if known; see `Weights`.
         weight_spans: the weights of all its sampled tokens, in their order, if known of every one.
-        sampling: with which parameters its sampled tokens were sampled, in their order, if known of every one.
-        metadata: of the last completion: `finish_reason`, `answer_id`, its `index` among that answer's choices, and `opened`:
-            what its prompt opened, such as `<think>`, if anything; see `atroposlib.utils.thinking`.
+        sampling: with which parameters its sampled tokens were sampled, in their order, if known of
+            every one.
+        metadata: of the last completion: `finish_reason`, `answer_id`, its `index` among that
+            answer's choices, and `opened`: what its prompt opened, such as `<think>`, if anything;
+            see `atroposlib.utils.thinking`.
     """
 
     full_text: str
@@ -50,24 +55,40 @@ class SequenceNode(BaseModel):
     @property
     def weights(self) -> Weights | None:
         """The oldest weights that a token was sampled under, if known."""
-        return None if self.weight_version is None else Weights(self.weight_epoch or 0, self.weight_version)
+        return (
+            None
+            if self.weight_version is None
+            else Weights(self.weight_epoch or 0, self.weight_version)
+        )
 
 
 def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
-    """The fields of a group that tell how its sequences were sampled: their weights, sampling parameters and finish reasons.
+    """The fields of a group that tell how its sequences were sampled: their weights, sampling
+    parameters and finish reasons.
 
     Args:
         nodes: one for each sequence of the group, in its order.
 
     Returns:
-        weights only where they are known of every sequence; of the rest, None for the sequences of which it is not known.
+        weights only where they are known of every sequence; of the rest, None for the sequences of
+        which it is not known.
     """
     weights = [node.weights for node in nodes if node.weights is not None]
-    fields = weight_fields(weights, [node.weight_spans for node in nodes]) if len(weights) == len(nodes) else {}
+    fields = (
+        weight_fields(weights, [node.weight_spans for node in nodes])
+        if len(weights) == len(nodes)
+        else {}
+    )
     sampling = [on_the_wire(node.sampling) if node.sampling else None for node in nodes]
     reasons = [(node.metadata or {}).get("finish_reason") for node in nodes]
     group_fields: dict[str, list[Any]] = {"sampling_params": sampling, "finish_reasons": reasons}
-    fields.update({name: values for name, values in group_fields.items() if any(value is not None for value in values)})
+    fields.update(
+        {
+            name: values
+            for name, values in group_fields.items()
+            if any(value is not None for value in values)
+        }
+    )
     return fields
 
 
@@ -78,9 +99,14 @@ def node_of(nodes: Iterable[SequenceNode], answer_id: str, index: int) -> Sequen
         KeyError: there is none.
     """
     for node in nodes:
-        if node.metadata is not None and (node.metadata.get("answer_id"), node.metadata.get("index")) == (answer_id, index):
+        if node.metadata is not None and (
+            node.metadata.get("answer_id"),
+            node.metadata.get("index"),
+        ) == (answer_id, index):
             return node
-    raise KeyError(f"no sequence ends with choice {index} of answer {answer_id}: it was continued, or was not made here")
+    raise KeyError(
+        f"no sequence ends with choice {index} of answer {answer_id}: it was continued, or was not made here"
+    )
 
 
 @dataclass(frozen=True)
@@ -113,10 +139,11 @@ class Kept:
 
     Attributes:
         node: what the environment gets.
-        text: the prompt's text and the text of all tokens after it, special tokens included: what a prompt that goes on from it
-            begins with.
-        place: sorts the sequences. Of a first turn: (number of its request, number of the completion). A continuation's
-            begins with what it continues, so that it stands where that stood, whichever request was answered first.
+        text: the prompt's text and the text of all tokens after it, special tokens included: what a
+            prompt that goes on from it begins with.
+        place: sorts the sequences. Of a first turn: (number of its request, number of the
+            completion). A continuation's begins with what it continues, so that it stands where
+            that stood, whichever request was answered first.
         turns: its ends of turns, the last one its own.
         claims: requests under way that continue it as it is.
     """
@@ -146,7 +173,11 @@ class Prompt:
     @property
     def continued(self) -> int:
         """Number of sampled turns that the prompt holds token for token."""
-        return 0 if self.source is None or self.turn is None else self.source.turns.index(self.turn) + 1
+        return (
+            0
+            if self.source is None or self.turn is None
+            else self.source.turns.index(self.turn) + 1
+        )
 
 
 @dataclass(frozen=True)
@@ -168,8 +199,10 @@ class SequenceTracker:
     """The sequences of one conversation and its branches.
 
     Args:
-        tokenizer: encodes and decodes; `encode(text)`, `encode(text, add_special_tokens=False)` and `decode(ids)` are used.
-        keep_all: keep every sequence by its text (a tree), instead of replacing a sequence by what continues it.
+        tokenizer: encodes and decodes; `encode(text)`, `encode(text, add_special_tokens=False)` and
+            `decode(ids)` are used.
+        keep_all: keep every sequence by its text (a tree), instead of replacing a sequence by what
+            continues it.
     """
 
     def __init__(self, tokenizer: Any, keep_all: bool = False):
@@ -181,11 +214,14 @@ class SequenceTracker:
 
     @property
     def nodes(self) -> list[SequenceNode]:
-        """The sequences, in the order in which their first turns were asked for; a continuation in its parent's place."""
+        """The sequences, in the order in which their first turns were asked for; a continuation in
+        its parent's place.
+        """
         return [sequence.node for sequence in self._sequences]
 
     def whole(self, text: str, rendered: bool = True) -> Prompt:
-        """Return the prompt with this text. It continues the longest turn whose text it begins with.
+        """Return the prompt with this text. It continues the longest turn whose text it begins
+        with.
 
         Args:
             text: the prompt's, with the marks of `ControlTokens.guard` if a chat template made it.
@@ -201,22 +237,31 @@ class SequenceTracker:
         Args:
             source: a sequence.
             turn: one of its turns.
-            tail: text behind the answer, the end of its turn included. Where the model sampled that end itself, it is
-                not repeated.
+            tail: text behind the answer, the end of its turn included. Where the model sampled that
+                end itself, it is not repeated.
         """
         tokens, added = source.node.tokens[: turn.tokens], self._continuation(tail)
         end, stripped = self.end_of(source, turn), tail.lstrip()
         if end and stripped.startswith(end):
-            # Tokenised with the end, and not behind it: some of these tokens take the white space that follows them.
+            # Tokenised with the end, and not behind it: some of these tokens take the white space
+            # that follows them.
             from_end = encode_rendered(self.tokenizer, stripped)
             if from_end[:1] == tokens[-1:]:
                 added, tail = from_end[1:], stripped[len(end) :]
         return Prompt(source.text[: turn.text] + plain(tail), tokens + added, source, turn)
 
     def end_of(self, source: Kept, turn: Turn) -> str:
-        """Return the text of the token with which the model ended a turn; empty if the answer was cut off."""
-        last = source.node.masked_tokens[turn.tokens - 1]  # no end if the answer has no tokens at all
-        return str(self.tokenizer.decode([last], skip_special_tokens=False)) if last in self._continuation.atomic else ""
+        """Return the text of the token with which the model ended a turn; empty if the answer was
+        cut off.
+        """
+        last = source.node.masked_tokens[
+            turn.tokens - 1
+        ]  # no end if the answer has no tokens at all
+        return (
+            str(self.tokenizer.decode([last], skip_special_tokens=False))
+            if last in self._continuation.atomic
+            else ""
+        )
 
     def find(self, likeness: Callable[[Exchange], int]) -> tuple[Kept, Turn] | None:
         """Return the longest turn that a chat continues.
@@ -225,7 +270,14 @@ class SequenceTracker:
             likeness: of a turn's exchange to the beginning of the chat; 0 where it is not that.
         """
         ranked = [
-            (len(turn.exchange.chat.keys), like, turn is sequence.turns[-1], -sequence.claims, sequence, turn)
+            (
+                len(turn.exchange.chat.keys),
+                like,
+                turn is sequence.turns[-1],
+                -sequence.claims,
+                sequence,
+                turn,
+            )
             for sequence in self._sequences
             for turn in sequence.turns
             if turn.exchange is not None and (like := likeness(turn.exchange))
@@ -245,7 +297,9 @@ class SequenceTracker:
         return Request(self._begun, prompt.source, prompt.turn)
 
     def prompt(self, text: str, rendered: bool = True) -> tuple[list[int], Request]:
-        """Return the token ids of a prompt that is sent now, and its request; see `whole` and `begin`."""
+        """Return the token ids of a prompt that is sent now, and its request; see `whole` and
+        `begin`.
+        """
         prompt = self.whole(text, rendered)
         return prompt.tokens, self.begin(prompt)
 
@@ -272,7 +326,8 @@ class SequenceTracker:
             exchanges: one for each completion, where the prompt is a chat.
 
         Raises:
-            ValueError: a completion's tokens and logprobs do not line up, or its spans do not cover its tokens.
+            ValueError: a completion's tokens and logprobs do not line up, or its spans do not cover
+                its tokens.
         """
         request = request or self.prompt("")[1]
         self.abandon(request)
@@ -281,7 +336,11 @@ class SequenceTracker:
         earlier: list[Turn] = []
         before: list[Span] | None = []
         sampled_before: list[SamplingSpan] | None = []
-        if source is not None and turn is not None and given[: turn.tokens] == source.node.tokens[: turn.tokens]:
+        if (
+            source is not None
+            and turn is not None
+            and given[: turn.tokens] == source.node.tokens[: turn.tokens]
+        ):
             masks[: turn.tokens] = source.node.masked_tokens[: turn.tokens]
             logprobs[: turn.tokens] = source.node.logprobs[: turn.tokens]
             earlier = [known for known in source.turns if known.tokens <= turn.tokens]
@@ -289,13 +348,19 @@ class SequenceTracker:
         opened = opened_by(text)
         about = {"opened": opened} if opened else {}
         added = []
-        for index, (tokens, sampled) in enumerate(zip(generation.output_tokens, generation.output_logprobs, strict=True)):
+        for index, (tokens, sampled) in enumerate(
+            zip(generation.output_tokens, generation.output_logprobs, strict=True)
+        ):
             if len(tokens) != len(sampled):
-                raise ValueError(f"completion {index} has {len(tokens)} tokens but {len(sampled)} logprobs")
+                raise ValueError(
+                    f"completion {index} has {len(tokens)} tokens but {len(sampled)} logprobs"
+                )
             version, epoch = oldest_of(generation, index, turn)
             row_spans = None if generation.weight_spans is None else generation.weight_spans[index]
             if row_spans is not None and sum(span.tokens for span in row_spans) != len(tokens):
-                raise ValueError(f"completion {index} has {len(tokens)} tokens, but its weight spans cover {row_spans}")
+                raise ValueError(
+                    f"completion {index} has {len(tokens)} tokens, but its weight spans cover {row_spans}"
+                )
             spans = None if row_spans is None or before is None else joined(before, row_spans)
             how = None if generation.sampling is None else generation.sampling[index]
             sampling = continued(sampled_before, how, len(tokens))
@@ -308,12 +373,19 @@ class SequenceTracker:
                 weight_epoch=epoch,
                 weight_spans=spans,
                 sampling=sampling,
-                metadata={"finish_reason": generation.finish_reasons[index], "answer_id": answer_id, "index": index, **about},
+                metadata={
+                    "finish_reason": generation.finish_reasons[index],
+                    "answer_id": answer_id,
+                    "index": index,
+                    **about,
+                },
             )
             place = (*(turn.place if turn else ()), request.number, index)
             whole = text + self.tokenizer.decode(tokens, skip_special_tokens=False)
             exchange = None if exchanges is None else exchanges[index]
-            end = Turn(len(whole), len(node.tokens), version, epoch, spans, sampling, place, exchange)
+            end = Turn(
+                len(whole), len(node.tokens), version, epoch, spans, sampling, place, exchange
+            )
             added.append(Kept(node, whole, place, [*earlier, end]))
         if source is not None and turn is source.turns[-1] and added and not self.keep_all:
             # Gone already when another branch took its place; both hold its tokens.
@@ -325,8 +397,9 @@ class SequenceTracker:
     def _find(self, text: str) -> tuple[Kept, Turn] | tuple[None, None]:
         """The sequence and its turn that the text goes on from.
 
-        Sequences of the same text cannot be told apart by it: one that is whole goes before one that was continued
-        already, one that no request under way continues before one that is, and then the first of them.
+        Sequences of the same text cannot be told apart by it: one that is whole goes before one
+        that was continued already, one that no request under way continues before one that is, and
+        then the first of them.
         """
         best = max(
             self._beginnings(text),
@@ -341,14 +414,20 @@ class SequenceTracker:
                 if 0 < turn.text <= len(text) and text.startswith(sequence.text[: turn.text]):
                     yield sequence, turn
 
-    def _encode(self, text: str, rendered: bool, source: Kept | None, turn: Turn | None) -> list[int]:
+    def _encode(
+        self, text: str, rendered: bool, source: Kept | None, turn: Turn | None
+    ) -> list[int]:
         if source is not None and turn is not None:
             return source.node.tokens[: turn.tokens] + self._continuation(behind(text, turn.text))
         return (encode_rendered if rendered else encode_plain)(self.tokenizer, text)
 
 
-def oldest_of(generation: Generation, index: int, before: Turn | None) -> tuple[int | None, int | None]:
-    """(version, epoch) of the oldest weights of a completion and of the turns before it; None for what nobody told."""
+def oldest_of(
+    generation: Generation, index: int, before: Turn | None
+) -> tuple[int | None, int | None]:
+    """(version, epoch) of the oldest weights of a completion and of the turns before it; None for
+    what nobody told.
+    """
     versions, epochs = generation.weight_versions, generation.weight_epochs
     met = [(versions[index], epochs[index] if epochs else None)] if versions else []
     if before is not None and before.version is not None:

@@ -26,13 +26,23 @@ def create_chat_completion(
     n = len(resp) if isinstance(resp, list) else n
     reasons = _spread(finish_reason, n, "finish reasons")
     if unknown := set(reasons) - set(get_args(FinishReason)):
-        raise ValueError(f"finish reason {sorted(unknown)[0]!r}: choose one of {', '.join(get_args(FinishReason))}")
+        raise ValueError(
+            f"finish reason {sorted(unknown)[0]!r}: choose one of {', '.join(get_args(FinishReason))}"
+        )
     choices = [
-        Choice(index=i, finish_reason=reason, message=ChatCompletionMessage(role="assistant", content=text))
+        Choice(
+            index=i,
+            finish_reason=reason,
+            message=ChatCompletionMessage(role="assistant", content=text),
+        )
         for i, (text, reason) in enumerate(zip(_spread(resp, n, "texts"), reasons, strict=True))
     ]
     return ChatCompletion(
-        id=str(uuid.uuid4()), choices=choices, created=int(time.time()), model="test_model", object="chat.completion"
+        id=str(uuid.uuid4()),
+        choices=choices,
+        created=int(time.time()),
+        model="test_model",
+        object="chat.completion",
     )
 
 
@@ -47,12 +57,18 @@ def create_completion(
         for i, (text, reason) in enumerate(zip(_spread(resp, n, "texts"), reasons, strict=True))
     ]
     return Completion(
-        id=str(uuid.uuid4()), choices=choices, created=int(time.time()), model="test_model", object="text_completion"
+        id=str(uuid.uuid4()),
+        choices=choices,
+        created=int(time.time()),
+        model="test_model",
+        object="text_completion",
     )
 
 
 class ServerHarness:
-    """Gives back what was set for exactly the same messages or prompt; anything else is a KeyError that shows the request."""
+    """Gives back what was set for exactly the same messages or prompt; anything else is a KeyError
+    that shows the request.
+    """
 
     def __init__(self) -> None:
         self.responses: dict[str, Any] = {}
@@ -63,10 +79,14 @@ class ServerHarness:
     async def update_weight(self, weight: float) -> None:
         """Nothing to share out."""
 
-    async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
+    async def wandb_metrics(
+        self, metrics_dict: dict[str, Any] | None, server_name: str | None
+    ) -> dict[str, Any]:
         return metrics_dict or {}
 
-    def set_desired_response(self, input_message: list[dict[str, Any]], desired_response: ChatCompletion) -> None:
+    def set_desired_response(
+        self, input_message: list[dict[str, Any]], desired_response: ChatCompletion
+    ) -> None:
         self.responses[self.conv_to_dictkey(input_message)] = desired_response
 
     def set_desired_completion(self, input_message: str, completion: Completion) -> None:
@@ -80,7 +100,12 @@ class ServerHarness:
         output_logprobs_list: list[list[float]],
         finish_reasons: list[str],
     ) -> None:
-        self.responses[f"tokens:{prompt}"] = (prompt_tokens, output_tokens_list, output_logprobs_list, finish_reasons)
+        self.responses[f"tokens:{prompt}"] = (
+            prompt_tokens,
+            output_tokens_list,
+            output_logprobs_list,
+            finish_reasons,
+        )
 
     def _look_up(self, key: str) -> Any:
         if key not in self.responses:

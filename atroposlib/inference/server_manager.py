@@ -1,5 +1,5 @@
-"""All inference servers of one environment: where they are, and the calls that environments make on them. `router` says which
-of them answers."""
+"""All inference servers of one environment: where they are, and the calls that environments make on
+them. `router` says which of them answers."""
 
 import asyncio
 import dataclasses
@@ -49,12 +49,19 @@ LOCAL_PORTS = range(9004, 9008)
 class ServerManagerConfig(WarnsOfUnknownKeys, StrictNumbers):
     """Settings of the set of servers: flags without a namespace, or `--server.<name>`."""
 
-    slurm: bool = Field(default=False, description="Find the servers on the nodes of this Slurm job")
+    slurm: bool = Field(
+        default=False, description="Find the servers on the nodes of this Slurm job"
+    )
     testing: bool = Field(default=False, description="Answer from a table instead of a server")
-    max_n_completions: int = Field(default=8, ge=1, description="Split requests for more completions, to spread the load")
-    proxy_url: HttpAddress | None = Field(default=None, description="Address of a proxy for managed servers")
+    max_n_completions: int = Field(
+        default=8, ge=1, description="Split requests for more completions, to spread the load"
+    )
+    proxy_url: HttpAddress | None = Field(
+        default=None, description="Address of a proxy for managed servers"
+    )
     follow_fleet: bool = Field(
-        default=False, description="Ask the rollout service which inference servers the trainer has, and use those"
+        default=False,
+        description="Ask the rollout service which inference servers the trainer has, and use those",
     )
 
 
@@ -62,8 +69,9 @@ class ServerManager:
     """The servers, and the calls that environments make on them.
 
     Args:
-        configs: one entry per server, or several addresses with commas between them in one; a bare `ServerBaseline` stands for
-            the local ports 9004 to 9007, or with Slurm for the nodes after the first `NUM_TRAINING_NODES`.
+        configs: one entry per server, or several addresses with commas between them in one; a bare
+            `ServerBaseline` stands for the local ports 9004 to 9007, or with Slurm for the nodes
+            after the first `NUM_TRAINING_NODES`.
         server_class: a class of one's own, instead of the one that `server_type` names.
         testing: use a `ServerHarness`.
         max_n_completions: most completions per request.
@@ -89,8 +97,8 @@ class ServerManager:
         self.tool_parser = tool_parser
         self.servers: list[Any]
         self.beside: list[APIServer] = []
-        """Servers of another role that rollouts ask, too, such as a judge. They are closed with these, and while one is away,
-        the time of a rollout does not run."""
+        """Servers of another role that rollouts ask, too, such as a judge. They are closed with
+        these, and while one is away, the time of a rollout does not run."""
         self._turn = 0
         self._known: list[APIServer] = []
         self._retired: list[APIServer] = []
@@ -98,7 +106,8 @@ class ServerManager:
         self._configured: list[str] = []
         self._strangers: set[str] = set()
         self.follower: FleetFollower | None = None
-        """Set before the first request: the servers are then those that the rollout service tells of, once it does."""
+        """Set before the first request: the servers are then those that the rollout service tells
+        of, once it does."""
         if testing:
             self.servers = [ServerHarness()]
             return
@@ -110,7 +119,11 @@ class ServerManager:
         if slurm:
             configs = [at_url(template, url) for url in slurm_urls()]
         elif not isinstance(configs, list):
-            urls = slurm_urls() if "SLURM_JOB_NODELIST" in os.environ else [f"http://localhost:{p}/v1" for p in LOCAL_PORTS]
+            urls = (
+                slurm_urls()
+                if "SLURM_JOB_NODELIST" in os.environ
+                else [f"http://localhost:{p}/v1" for p in LOCAL_PORTS]
+            )
             configs = [at_url(template, url) for url in urls]
         self._own_class = None if inspect.isabstract(server_class) else server_class
         self.servers = [self._made(one) for config in configs for one in each_address(config)]
@@ -122,7 +135,10 @@ class ServerManager:
         return server_class(config, reasoning_config=self.reasoning_config)
 
     def routers(self) -> list[Router]:
-        """One for each kind of server: those of one kind answer for each other. `servers` may have been set to others since."""
+        """One for each kind of server: those of one kind answer for each other.
+
+        `servers` may have been set to others since.
+        """
         servers = [server for server in self.servers if isinstance(server, APIServer)]
         if servers != self._known:
             for gone in self._known:
@@ -137,11 +153,15 @@ class ServerManager:
         before, self._known = self._known, servers
         for kind in dict.fromkeys(map(kind_of, servers)):
             group = [server for server in servers if kind_of(server) == kind]
-            router = next((server.router for server in [*before, *group] if kind_of(server) == kind), group[0].router)
+            router = next(
+                (server.router for server in [*before, *group] if kind_of(server) == kind),
+                group[0].router,
+            )
             router.adopt(group)
 
     async def wait_until_well(self) -> None:
-        """Ask the service where the servers are, if that is to be followed, and return once one of each kind is well.
+        """Ask the service where the servers are, if that is to be followed, and return once one of
+        each kind is well.
 
         Raises:
             InferenceUnavailable: none was in time.
@@ -172,7 +192,10 @@ class ServerManager:
                 await server.close()
 
     def _use(self, addresses: list[str]) -> None:
-        """From now on, the servers are at these addresses. Those that stay are the same objects as before."""
+        """From now on, the servers are at these addresses.
+
+        Those that stay are the same objects as before.
+        """
         old = [server for server in self.servers if isinstance(server, APIServer)]
         if not old:
             return  # answers come from a table
@@ -191,14 +214,21 @@ class ServerManager:
         self._retired += [server for server in old if server not in new]
         self.servers = list(new)
         self._group(new)
-        logger.info("the inference servers of the fleet are now: %s", ", ".join(server.root_url for server in new))
+        logger.info(
+            "the inference servers of the fleet are now: %s",
+            ", ".join(server.root_url for server in new),
+        )
 
     def _trusted(self, addresses: list[str], old: list[APIServer]) -> list[str]:
-        """Leave out addresses to which no key of ours may go: anyone may have written them at a service without a key."""
+        """Leave out addresses to which no key of ours may go: anyone may have written them at a
+        service without a key.
+        """
         assert self.follower is not None
         if self.follower.keyed or not any(server.api_key for server in old):
             return addresses
-        strangers = [url for url in addresses if not any(same_address(url, own) for own in self._configured)]
+        strangers = [
+            url for url in addresses if not any(same_address(url, own) for own in self._configured)
+        ]
         for url in strangers:
             if url not in self._strangers:
                 self._strangers.add(url)
@@ -226,42 +256,70 @@ class ServerManager:
                 await server.close()
 
     def pick(self, split: str = "train") -> Any:
-        """The server that the next request had best go to. What is asked of it goes to another one if it goes away."""
+        """The server that the next request had best go to.
+
+        What is asked of it goes to another one if it goes away.
+        """
 
         def free(server: Any) -> int:
-            return (server.eval_sem if split == "eval" else server.sem).free if isinstance(server, APIServer) else 0
+            return (
+                (server.eval_sem if split == "eval" else server.sem).free
+                if isinstance(server, APIServer)
+                else 0
+            )
 
         picked = [router.pick(split) for router in self.routers()]
         candidates = [server for server in picked if server is not None]
         candidates += [server for server in self.servers if not isinstance(server, APIServer)]
         self._turn += 1
-        return max(candidates, key=free) if candidates else self.servers[self._turn % len(self.servers)]
+        return (
+            max(candidates, key=free)
+            if candidates
+            else self.servers[self._turn % len(self.servers)]
+        )
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        return await self._spread(lambda server, part: server.chat_completion(**part), kwargs, _join_choices)
+        return await self._spread(
+            lambda server, part: server.chat_completion(**part), kwargs, _join_choices
+        )
 
     async def completion(self, **kwargs: Any) -> Completion:
-        return await self._spread(lambda server, part: server.completion(**part), kwargs, _join_choices)
+        return await self._spread(
+            lambda server, part: server.completion(**part), kwargs, _join_choices
+        )
 
     async def generate(self, **kwargs: Any) -> Generation:
-        return await self._spread(lambda server, part: server.generate(**part), kwargs, _join_generations)
+        return await self._spread(
+            lambda server, part: server.generate(**part), kwargs, _join_generations
+        )
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
-        return await self._spread(lambda server, part: server.tokens_and_logprobs_completion(**part), kwargs, _join_tuples)
+        return await self._spread(
+            lambda server, part: server.tokens_and_logprobs_completion(**part), kwargs, _join_tuples
+        )
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         return await self.pick(kwargs.get("split", "train")).get_logprobs(**kwargs)
 
-    async def _spread(self, call: Callable[[Any, dict], Awaitable[Any]], kwargs: dict, join: Callable[[list[Any]], Any]) -> Any:
+    async def _spread(
+        self,
+        call: Callable[[Any, dict], Awaitable[Any]],
+        kwargs: dict,
+        join: Callable[[list[Any]], Any],
+    ) -> Any:
         """Split a request for many completions, one server per part, and join the answers in order."""
         n = kwargs.get("n") or 1
         split = kwargs.get("split", "train")
         if n <= self.max_n_completions:
             return await call(self.pick(split), kwargs)
-        sizes = [min(self.max_n_completions, n - start) for start in range(0, n, self.max_n_completions)]
+        sizes = [
+            min(self.max_n_completions, n - start) for start in range(0, n, self.max_n_completions)
+        ]
 
         async def ask(size: int) -> Any:
-            return await call(self.pick(split), kwargs | {"n": size})  # picked when the one before has begun
+            return await call(
+                self.pick(split), kwargs | {"n": size}
+            )  # picked when the one before has begun
 
         return join(await asyncio.gather(*map(ask, sizes)))
 
@@ -272,19 +330,28 @@ class ServerManager:
 
     @asynccontextmanager
     async def managed_server(
-        self, tokenizer: Any = None, base_url: str | None = None, preserve_think_blocks: bool = False
+        self,
+        tokenizer: Any = None,
+        base_url: str | None = None,
+        preserve_think_blocks: bool = False,
     ) -> AsyncGenerator[Any, None]:
-        """A server that keeps the tokens, masks and logprobs of what it generates; see `ManagedServer`.
+        """A server that keeps the tokens, masks and logprobs of what it generates; see
+        `ManagedServer`.
 
-        An endpoint without token ids gives a `DummyManagedServer` when ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 is set.
+        An endpoint without token ids gives a `DummyManagedServer` when
+        ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 is set.
 
         Raises:
             NotImplementedError: the endpoint gives no token ids and dummies are not allowed.
         """
         if self.use_proxy:
             if not self.proxy_url:
-                raise UsageError("use_proxy is set but no address is: pass --proxy_url or set ATROPOS_PROXY_URL")
-            session = await create_proxy_session(self.proxy_url, base_url, self.tool_parser or "hermes")
+                raise UsageError(
+                    "use_proxy is set but no address is: pass --proxy_url or set ATROPOS_PROXY_URL"
+                )
+            session = await create_proxy_session(
+                self.proxy_url, base_url, self.tool_parser or "hermes"
+            )
             try:
                 yield session
             finally:
@@ -298,11 +365,17 @@ class ServerManager:
                     "an OpenAI endpoint gives no token ids and logprobs to train on. Use a vLLM server with "
                     f"--openai.server_type vllm, or set {ALLOW_DUMMY}=1 to get placeholders, for evaluation only"
                 )
-            logger.warning("token ids and logprobs are placeholders and not fit for training (%s is set)", ALLOW_DUMMY)
+            logger.warning(
+                "token ids and logprobs are placeholders and not fit for training (%s is set)",
+                ALLOW_DUMMY,
+            )
             managed = DummyManagedServer(server, tokenizer)
         else:
             managed = ManagedServer(
-                server, tokenizer, tool_parser=self.tool_parser, preserve_think_blocks=preserve_think_blocks
+                server,
+                tokenizer,
+                tool_parser=self.tool_parser,
+                preserve_think_blocks=preserve_think_blocks,
             )
         try:
             yield managed
@@ -315,7 +388,8 @@ def at_url(template: ServerBaseline, url: str) -> APIServerConfig:
 
 
 def each_address(config: APIServerConfig) -> list[APIServerConfig]:
-    """One configuration for each address in `base_url`, which may hold several with commas between them.
+    """One configuration for each address in `base_url`, which may hold several with commas between
+    them.
 
     Raises:
         UsageError: an address is there twice. The configuration has refused empty ones.
@@ -325,7 +399,9 @@ def each_address(config: APIServerConfig) -> list[APIServerConfig]:
     addresses = [address.strip() for address in (config.base_url or "").split(",")]
     for index, address in enumerate(addresses):
         if any(same_address(address, other) for other in addresses[:index]):
-            raise UsageError(f"--openai.base_url {config.base_url}: {address} is there twice; name each server once")
+            raise UsageError(
+                f"--openai.base_url {config.base_url}: {address} is there twice; name each server once"
+            )
     return [at_url(config, address) for address in addresses]
 
 
@@ -335,11 +411,19 @@ def kind_of(server: APIServer) -> tuple[type[APIServer], str]:
 
 
 def slurm_urls() -> list[str]:
-    """Servers on the nodes of this Slurm job that do not train: one per `INFER_TP` of eight GPUs, from port 9000."""
+    """Servers on the nodes of this Slurm job that do not train: one per `INFER_TP` of eight GPUs,
+    from port 9000.
+    """
     nodelist = os.environ.get("SLURM_JOB_NODELIST")
     if not nodelist:
         raise UsageError("--slurm: SLURM_JOB_NODELIST is not set; run inside a Slurm job")
-    listed = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True, timeout=30)
+    listed = subprocess.run(
+        ["scontrol", "show", "hostnames", nodelist],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
     nodes = listed.stdout.split()
     if len(nodes) < 2:
         return [f"http://localhost:{port}/v1" for port in LOCAL_PORTS]
@@ -360,9 +444,13 @@ def _join_choices(parts: list[Any]) -> Any:
 def _join_generations(parts: list[Generation]) -> Generation:
     def joined(field: str) -> Any:
         rows = [getattr(part, field) for part in parts]
-        return None if any(row is None for row in rows) else [entry for row in rows for entry in row]
+        return (
+            None if any(row is None for row in rows) else [entry for row in rows for entry in row]
+        )
 
-    per_completion = [field.name for field in dataclasses.fields(Generation) if field.name != "prompt_tokens"]
+    per_completion = [
+        field.name for field in dataclasses.fields(Generation) if field.name != "prompt_tokens"
+    ]
     return Generation(parts[0].prompt_tokens, **{field: joined(field) for field in per_completion})
 
 

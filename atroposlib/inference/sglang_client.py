@@ -26,7 +26,9 @@ class SGLangServer(VLLMServer):
         max_tokens = next((kwargs.pop(name) for name in MAX_TOKENS_NAMES if name in kwargs), None)
         room = await self._room_for(prompt_tokens, max_tokens)
         sampling = kwargs | {"max_new_tokens": room}
-        answer = await self._post({"input_ids": prompt_tokens, "sampling_params": sampling, "return_logprob": True})
+        answer = await self._post(
+            {"input_ids": prompt_tokens, "sampling_params": sampling, "return_logprob": True}
+        )
         completions: list[dict[str, Any]] = answer if isinstance(answer, list) else [answer]
         # Each entry of output_token_logprobs is (logprob, token id, text or None).
         rows = [completion["meta_info"]["output_token_logprobs"] for completion in completions]
@@ -34,7 +36,9 @@ class SGLangServer(VLLMServer):
             prompt_tokens=prompt_tokens,
             output_tokens=[[int(token) for _, token, *_ in row] for row in rows],
             output_logprobs=[[float(logprob) for logprob, *_ in row] for row in rows],
-            finish_reasons=[completion["meta_info"]["finish_reason"]["type"] for completion in completions],
+            finish_reasons=[
+                completion["meta_info"]["finish_reason"]["type"] for completion in completions
+            ],
             texts=[completion.get("text", "") for completion in completions],
             # A server may have sampling parameters of its own for requests that name none.
             sampling=sampling_of({**kwargs, "max_tokens": room}, len(rows)),

@@ -1,4 +1,7 @@
-"""A teacher's endpoint: token ids in, the teacher's logprobs of them out. Ours, or anybody's vLLM."""
+"""A teacher's endpoint: token ids in, the teacher's logprobs of them out.
+
+Ours, or anybody's vLLM.
+"""
 
 import asyncio
 import logging
@@ -18,7 +21,12 @@ from atroposlib.inference.client import (
     worth_retrying,
 )
 from atroposlib.inference.openai_client import PROBE_TIMEOUT
-from atroposlib.inference.tokenizers import differing_ids, encode_rendered, first_difference, probe_texts
+from atroposlib.inference.tokenizers import (
+    differing_ids,
+    encode_rendered,
+    first_difference,
+    probe_texts,
+)
 from atroposlib.inference.vllm_client import VLLMServer
 from atroposlib.utils.waiting import Patience
 from atroposlib.web.keys import TEACHER_KEY
@@ -26,11 +34,13 @@ from atroposlib.web.keys import TEACHER_KEY
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_SECONDS = 300.0
-"""Seconds without an answer after which a request is sent anew: the server may hang, and its next start may not."""
+"""Seconds without an answer after which a request is sent anew: the server may hang, and its next
+start may not."""
 VOCABULARY_SECONDS = 60.0
 LOOK_AGAIN_SECONDS = 5.0
-"""How old what is known of the served model may be when a sequence is scored. A server takes longer to be started anew, so
-that one that was exchanged while nobody asked is noticed before it scores anything."""
+"""How old what is known of the served model may be when a sequence is scored. A server takes longer
+to be started anew, so that one that was exchanged while nobody asked is noticed before it scores
+anything."""
 IDENTITY = ("id", "root", "max_model_len")
 """What /v1/models says of a model, but for `created`, which vLLM makes up for each answer."""
 ROUNDING = 1e-3
@@ -52,10 +62,11 @@ class NoLogprob(ValueError):
 class TeacherServer(VLLMServer):
     """Scores sequences of token ids.
 
-    A server that says in `GET /sampling` that it knows `prompt_token_logprobs` is asked by `/generate`, any other by
-    `/v1/completions` with `prompt_logprobs`, which vLLM has. Before the first sequence, and again after the server was away,
-    its vocabulary is compared with that of `tokenizer`, which must be set; and so it is when /v1/models names another model
-    than before, for which it is asked every LOOK_AGAIN_SECONDS at most.
+    A server that says in `GET /sampling` that it knows `prompt_token_logprobs` is asked by
+    `/generate`, any other by `/v1/completions` with `prompt_logprobs`, which vLLM has. Before the
+    first sequence, and again after the server was away, its vocabulary is compared with that of
+    `tokenizer`, which must be set; and so it is when /v1/models names another model than before,
+    for which it is asked every LOOK_AGAIN_SECONDS at most.
 
     Args:
         url: address, with or without /v1.
@@ -70,7 +81,14 @@ class TeacherServer(VLLMServer):
     role = "teacher"
     address_flag = "--env.teacher_url"
 
-    def __init__(self, url: str, model_name: str | None, api_key: str | None, timeout: float, max_requests: int):
+    def __init__(
+        self,
+        url: str,
+        model_name: str | None,
+        api_key: str | None,
+        timeout: float,
+        max_requests: int,
+    ):
         super().__init__(
             APIServerConfig(
                 base_url=url,
@@ -95,14 +113,16 @@ class TeacherServer(VLLMServer):
             response = await self.http.get("/health", timeout=PROBE_TIMEOUT)
         except httpx.HTTPError as error:
             return f"no answer ({type(error).__name__})"
-        # Somebody else's may have no such route, or want a key: it is there all the same, and will say so itself.
+        # Somebody else's may have no such route, or want a key: it is there all the same, and will
+        # say so itself.
         return f"/health answered {response.status_code}" if response.status_code >= 500 else None
 
     async def start(self) -> None:
         """Wait until it answers, compare the vocabularies, and have it score a sequence.
 
         Raises:
-            EnvironmentFailure: it did not come in time, has another vocabulary, or does not score; one line.
+            EnvironmentFailure: it did not come in time, has another vocabulary, or does not score;
+                one line.
         """
         await self.router.wait_until_well()
         try:
@@ -112,12 +132,14 @@ class TeacherServer(VLLMServer):
             raise UsageError(str(refusal)) from refusal
 
     async def score(self, tokens: list[int]) -> list[float | None]:
-        """The logprob of each token given those before it, at temperature 1; None for the first, which nothing predicts.
+        """The logprob of each token given those before it, at temperature 1; None for the first,
+        which nothing predicts.
 
         Raises:
-            TeacherRefused: it will not score this sequence, which may be too long for it, or has no logprob of one of its
-                tokens.
-            EnvironmentFailure: it was away for too long, refuses the key, has another vocabulary, or answers something else.
+            TeacherRefused: it will not score this sequence, which may be too long for it, or has no
+                logprob of one of its tokens.
+            EnvironmentFailure: it was away for too long, refuses the key, has another vocabulary,
+                or answers something else.
         """
         patience: Patience | None = None
         while True:
@@ -128,7 +150,11 @@ class TeacherServer(VLLMServer):
                 if not worth_retrying(error):
                     raise self._refusal(error, what) from error
                 patience = patience or Patience(
-                    f"teacher at {self.root_url}", self._timeout, TeacherUnavailable, logger, "see its log"
+                    f"teacher at {self.root_url}",
+                    self._timeout,
+                    TeacherUnavailable,
+                    logger,
+                    "see its log",
                 )
                 await patience.wait(what)
 
@@ -156,7 +182,9 @@ class TeacherServer(VLLMServer):
                 f"teacher at {self.root_url}: a sequence of {len(tokens)} tokens does not fit into its {context}, of which it "
                 "keeps one for itself: start it with a larger --max-model-len"
             )
-        names_a_model = self.config.model_name not in MODEL_NOT_NAMED  # which /generate does not know
+        names_a_model = (
+            self.config.model_name not in MODEL_NOT_NAMED
+        )  # which /generate does not know
         try:
             if not names_a_model and "prompt_token_logprobs" in await self._generate_options():
                 logprobs = await self._by_generate(tokens)
@@ -165,7 +193,9 @@ class TeacherServer(VLLMServer):
             return checked_scores(logprobs, len(tokens))
         except NoLogprob as error:
             if self._scores:
-                raise TeacherRefused(f"teacher at {self.root_url}: of a sequence of {len(tokens)} tokens, {error}") from error
+                raise TeacherRefused(
+                    f"teacher at {self.root_url}: of a sequence of {len(tokens)} tokens, {error}"
+                ) from error
             raise self._no_scoring(error) from error
         except (ValueError, LookupError, TypeError) as error:
             raise self._no_scoring(error) from error
@@ -186,7 +216,11 @@ class TeacherServer(VLLMServer):
             if before is None or any(before.get(name) != now.get(name) for name in IDENTITY):
                 self._options, self._same_vocabulary = None, False
                 if before is not None:
-                    logger.warning("teacher at %s: another model is served there now, %s", self.root_url, now.get("id"))
+                    logger.warning(
+                        "teacher at %s: another model is served there now, %s",
+                        self.root_url,
+                        now.get("id"),
+                    )
             self._looked = time.monotonic()
 
     async def _by_generate(self, tokens: list[int]) -> list[Any]:
@@ -195,13 +229,25 @@ class TeacherServer(VLLMServer):
         return (await self._post(body))["prompt_token_logprobs"]
 
     async def _by_completions(self, tokens: list[int], model: str) -> list[Any]:
-        body = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = {
+            "model": model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
         response = await self.http.post("/v1/completions", json=body)
         response.raise_for_status()
         tables = orjson.loads(response.content)["choices"][0].get("prompt_logprobs")
         if tables is None or len(tables) != len(tokens):
             raise ValueError(f"{len(tables or [])} prompt_logprobs of {len(tokens)} tokens")
-        return [None, *(table[str(token)]["logprob"] for table, token in zip(tables[1:], tokens[1:], strict=True))]
+        return [
+            None,
+            *(
+                table[str(token)]["logprob"]
+                for table, token in zip(tables[1:], tokens[1:], strict=True)
+            ),
+        ]
 
     async def _compare_vocabularies(self, model: str) -> None:
         """Once after each start or outage, and for each model.
@@ -214,7 +260,9 @@ class TeacherServer(VLLMServer):
                 return
             difference = await self._difference(model)
             if difference is not None:
-                ours = getattr(self.tokenizer, "name_or_path", None) or type(self.tokenizer).__name__
+                ours = (
+                    getattr(self.tokenizer, "name_or_path", None) or type(self.tokenizer).__name__
+                )
                 raise UsageError(
                     f"--env.teacher_url {self.root_url}: the teacher {model} has another vocabulary than this environment's "
                     f"tokenizer {ours}: {difference}; serve a teacher with the same tokenizer"
@@ -225,15 +273,24 @@ class TeacherServer(VLLMServer):
         response = await self.http.get("/vocabulary", timeout=VOCABULARY_SECONDS)
         if response.status_code != 404:
             response.raise_for_status()
-            return first_difference(orjson.loads(response.content)["vocabulary"], self.tokenizer.get_vocab())
+            return first_difference(
+                orjson.loads(response.content)["vocabulary"], self.tokenizer.get_vocab()
+            )
         for text in probe_texts(self.tokenizer):
             body = {"model": model, "prompt": text, "add_special_tokens": False}
             response = await self.http.post("/tokenize", json=body, timeout=PROBE_TIMEOUT)
             response.raise_for_status()
-            difference = differing_ids(text, orjson.loads(response.content)["tokens"], encode_rendered(self.tokenizer, text))
+            difference = differing_ids(
+                text,
+                orjson.loads(response.content)["tokens"],
+                encode_rendered(self.tokenizer, text),
+            )
             if difference is not None:
                 return difference
-        logger.info("teacher at %s: same ids for all probe texts; of its whole vocabulary it says nothing", self.root_url)
+        logger.info(
+            "teacher at %s: same ids for all probe texts; of its whole vocabulary it says nothing",
+            self.root_url,
+        )
         return None
 
 
@@ -246,7 +303,9 @@ def checked_scores(logprobs: list[Any], length: int) -> list[float | None]:
     """
     if len(logprobs) != length:
         raise ValueError(f"{len(logprobs)} logprobs of {length} tokens")
-    wrong = [v for v in logprobs[1:] if not isinstance(v, float | int) or not -math.inf < v <= ROUNDING]
+    wrong = [
+        v for v in logprobs[1:] if not isinstance(v, float | int) or not -math.inf < v <= ROUNDING
+    ]
     if wrong:
         raise NoLogprob(f"{wrong[0]} is no logprob")
     return [None, *logprobs[1:]]

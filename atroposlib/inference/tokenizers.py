@@ -47,9 +47,11 @@ def load_tokenizer(name: str) -> Any:
 
 
 def is_plain_tokenizer(folder: Path) -> bool:
-    """Return whether a local tokenizer is fully described by its tokenizer.json, so that its class need not be looked up.
+    """Return whether a local tokenizer is fully described by its tokenizer.json, so that its class
+    need not be looked up.
 
-    `AutoTokenizer` imports PyTorch where it is installed: seconds and hundreds of megabytes that an environment has no use for.
+    `AutoTokenizer` imports PyTorch where it is installed: seconds and hundreds of megabytes that an
+    environment has no use for.
     """
     try:
         named = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
@@ -59,15 +61,20 @@ def is_plain_tokenizer(folder: Path) -> bool:
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a prompt as a person wrote it: with the start token that the model was trained to see first, exactly once."""
+    """Ids of a prompt as a person wrote it: with the start token that the model was trained to see
+    first, exactly once.
+    """
     tokens = list(tokenizer.encode(text))
     bos = getattr(tokenizer, "bos_token_id", None)
-    # Text that a chat template made begins with the start token already, and encoding adds it again.
+    # Text that a chat template made begins with the start token already, and encoding adds it
+    # again.
     return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
 
 
 def encode_rendered(tokenizer: Any, text: str) -> list[int]:
-    """Ids of text that a chat template rendered, marks of `ControlTokens.guard` included, or of what follows other text."""
+    """Ids of text that a chat template rendered, marks of `ControlTokens.guard` included, or of
+    what follows other text.
+    """
     if GUARD in text:
         return ControlTokens(tokenizer).encode(text)
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
@@ -76,8 +83,8 @@ def encode_rendered(tokenizer: Any, text: str) -> list[int]:
 class Continuation:
     """An encoder of text that follows other tokens.
 
-    Some tokenizers put a space before the first word of whatever they encode. So the text is encoded behind the end token,
-    which nothing merges with.
+    Some tokenizers put a space before the first word of whatever they encode. So the text is
+    encoded behind the end token, which nothing merges with.
 
     Attributes:
         atomic: ids of tokens that no text is merged with, such as those that end a turn.
@@ -86,7 +93,10 @@ class Continuation:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        end, number = getattr(tokenizer, "eos_token", None), getattr(tokenizer, "eos_token_id", None)
+        end, number = (
+            getattr(tokenizer, "eos_token", None),
+            getattr(tokenizer, "eos_token_id", None),
+        )
         self.atomic = frozenset([*added, *getattr(tokenizer, "all_special_ids", ()), number])
         takes_space = number not in added or added[number].rstrip
         self._end, self._end_id = ("" if takes_space or not isinstance(end, str) else end), number
@@ -103,7 +113,8 @@ class Continuation:
 class ResponseDecoder:
     """A decoder of sampled tokens into text without special tokens.
 
-    Some tokenizers hold the tags of reasoning as special tokens. Those stay in the text: they show where the reasoning ends.
+    Some tokenizers hold the tags of reasoning as special tokens. Those stay in the text: they show
+    where the reasoning ends.
 
     Attributes:
         kept: the special tokens that stay.
@@ -113,8 +124,12 @@ class ResponseDecoder:
         self.tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token.content: number for number, token in added.items() if token.special}
-        self.kept = frozenset(mark for marks in SPECIAL_MARKS if marks <= special.keys() for mark in marks)
-        self._dropped = frozenset(number for mark, number in special.items() if mark not in self.kept)
+        self.kept = frozenset(
+            mark for marks in SPECIAL_MARKS if marks <= special.keys() for mark in marks
+        )
+        self._dropped = frozenset(
+            number for mark, number in special.items() if mark not in self.kept
+        )
 
     def __call__(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens."""
@@ -125,12 +140,17 @@ class ResponseDecoder:
 
 
 def first_difference(there: Mapping[str, int], here: Mapping[str, int]) -> str | None:
-    """The lowest id that is not the same token in both vocabularies (token -> id), in words; None where there is none."""
+    """The lowest id that is not the same token in both vocabularies (token -> id), in words; None
+    where there is none.
+    """
     differing = there.items() ^ here.items()
     if not differing:
         return None
     lowest = min(token_id for _, token_id in differing)
-    theirs, ours = ([token for token, token_id in table.items() if token_id == lowest] for table in (there, here))
+    theirs, ours = (
+        [token for token, token_id in table.items() if token_id == lowest]
+        for table in (there, here)
+    )
     return f"id {lowest} is {_named(theirs)} there and {_named(ours)} here ({len(there)} and {len(here)} entries)"
 
 
@@ -139,10 +159,14 @@ def _named(tokens: list[str]) -> str:
 
 
 def probe_texts(tokenizer: Any) -> Iterator[str]:
-    """Texts whose ids tell vocabularies apart: of several kinds, and of tokens from all over the tokenizer's own vocabulary."""
+    """Texts whose ids tell vocabularies apart: of several kinds, and of tokens from all over the
+    tokenizer's own vocabulary.
+    """
     yield from TEXTS
     ids = sorted(tokenizer.get_vocab().values())
-    chosen = ids[:: max(1, len(ids) // SAMPLED_IDS)] + ids[-IDS_PER_TEXT:]  # special tokens are the last ones, usually
+    chosen = (
+        ids[:: max(1, len(ids) // SAMPLED_IDS)] + ids[-IDS_PER_TEXT:]
+    )  # special tokens are the last ones, usually
     for start in range(0, len(chosen), IDS_PER_TEXT):
         yield tokenizer.decode(chosen[start : start + IDS_PER_TEXT])
 
@@ -151,7 +175,10 @@ def differing_ids(text: str, there: list[int], here: list[int]) -> str | None:
     """Where two tokenizations of a text part, in words; None if they are the same."""
     if there == here:
         return None
-    at = next((i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), min(len(there), len(here)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b),
+        min(len(there), len(here)),
+    )
     return f"of {text[:30]!r} token {at} is {_at(there, at)} there and {_at(here, at)} here"
 
 

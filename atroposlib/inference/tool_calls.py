@@ -1,13 +1,15 @@
-"""Calls of tools: reading them from what a model wrote, writing them, and carrying them in OpenAI's messages.
+"""Calls of tools: reading them from what a model wrote, writing them, and carrying them in OpenAI's
+messages.
 
-`FORMATS` has one entry for each notation, by the name of vLLM's parser; the notations come from the models' own chat
-templates and from the documentation of vLLM's `--tool-call-parser`. An entry parses and renders calls.
-`ToolCallTranslator` uses it for OpenAI's messages, `ToolFormat` for the conversations of environments.
+`FORMATS` has one entry for each notation, by the name of vLLM's parser; the notations come from the
+models' own chat templates and from the documentation of vLLM's `--tool-call-parser`. An entry
+parses and renders calls. `ToolCallTranslator` uses it for OpenAI's messages, `ToolFormat` for the
+conversations of environments.
 
 One scan finds reasoning and calls together: a call inside of reasoning does not count, and a tag
-inside of a call is text of its arguments. A plain value ends at its own closing tag, such as `</parameter>`.
-An opening tag written twice counts once, and no arguments or `null` are no arguments. docs/multi-turn.md
-lists the other rules. The time is linear in the length of the text.
+inside of a call is text of its arguments. A plain value ends at its own closing tag, such as
+`</parameter>`. An opening tag written twice counts once, and no arguments or `null` are no
+arguments. docs/multi-turn.md lists the other rules. The time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 NO_TOOL = "-ERROR-"
 MAX_UNREADABLE = 100
-"""Unreadable calls of one response. What follows them is not read: each may cost a look at all of the text."""
+"""Unreadable calls of one response. What follows them is not read: each may cost a look at all of
+the text."""
 MAX_LITERAL = 100_000
 """Characters of an object in Python's notation."""
 
@@ -39,7 +42,8 @@ Tools = Sequence[Mapping[str, Any]]
 
 _DECODER = json.JSONDecoder(strict=False)
 _PYTHON = re.compile(
-    r"""'''(?:\\.|[^\\])*?'''|\"\"\"(?:\\.|[^\\])*?\"\"\"|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[\](){}]""", re.DOTALL
+    r"""'''(?:\\.|[^\\])*?'''|\"\"\"(?:\\.|[^\\])*?\"\"\"|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[\](){}]""",
+    re.DOTALL,
 )
 _SPACE = re.compile(r"\s*")
 
@@ -62,7 +66,8 @@ class ParsedCall:
     """A call in a text.
 
     Attributes:
-        start, end: its first character, and one past the last. Calls of one list have the same ones.
+        start, end: its first character, and one past the last. Calls of one list have the same
+            ones.
         name: of the function; empty if the call cannot be read.
         arguments: by name; None if the call cannot be read.
         problem: the reason why the call cannot be read; empty if it can.
@@ -124,7 +129,8 @@ class CallFormat(ABC):
 
         Args:
             text: the response.
-            tools: in OpenAI's form. Formats that write values as plain text take their types from them.
+            tools: in OpenAI's form. Formats that write values as plain text take their types from
+                them.
             opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
         """
         scan = _Scan(self, text, tools)
@@ -197,7 +203,10 @@ class _Scan:
         return spans
 
     def _next(self, cursor: int) -> re.Match[str] | None:
-        """Return the first mark at a position or behind it. Positions of successive calls must not fall."""
+        """Return the first mark at a position or behind it.
+
+        Positions of successive calls must not fall.
+        """
         if self._mark is not None and self._mark.start() < cursor:
             self._mark = self._mark.re.search(self.text, cursor)
         return self._mark
@@ -222,7 +231,9 @@ class _Scan:
         """
         closes, seen = self.format.closes, max(error.seen, mark.end())
         if error.end is not None:
-            is_cut = closes and error.end == len(self.text) and not self.text.rstrip().endswith(closes)
+            is_cut = (
+                closes and error.end == len(self.text) and not self.text.rstrip().endswith(closes)
+            )
             return self.format.unclosed if is_cut else str(error), error.end
         if not closes:
             return str(error), seen
@@ -247,7 +258,9 @@ def decode(text: str, start: int) -> tuple[Any, int]:
         Unreadable: there is none.
     """
     if text[start : start + 1] not in ("{", "["):
-        raise Unreadable(f"a call is not a JSON object: it begins with {text[start : start + 20]!r}")
+        raise Unreadable(
+            f"a call is not a JSON object: it begins with {text[start : start + 20]!r}"
+        )
     end, seen = None, start
     try:
         return _DECODER.raw_decode(text, start)
@@ -269,7 +282,9 @@ def decode(text: str, start: int) -> tuple[Any, int]:
 
 
 def literal_end(text: str, start: int) -> int | None:
-    """Return the end of brackets in Python's notation; None if they are not closed within `MAX_LITERAL` characters."""
+    """Return the end of brackets in Python's notation; None if they are not closed within
+    `MAX_LITERAL` characters.
+    """
     depth = 0
     for token in _PYTHON.finditer(text, start, start + MAX_LITERAL):
         if token[0] in "([{":
@@ -302,10 +317,17 @@ def as_arguments(value: Any) -> dict[str, Any]:
 
 
 def as_call(value: Any, start: int, end: int) -> ParsedCall:
-    """Return a call that was written as an object. OpenAI's form, with the call under `function`, is one too."""
+    """Return a call that was written as an object.
+
+    OpenAI's form, with the call under `function`, is one too.
+    """
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = value["function"]
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"].strip():
+    if (
+        not isinstance(value, Mapping)
+        or not isinstance(value.get("name"), str)
+        or not value["name"].strip()
+    ):
         return ParsedCall(start, end, "", None, "a call has no name")
     written = value.get("arguments")
     try:
@@ -321,7 +343,10 @@ def compact(value: Any) -> str:
 
 
 def by_name(arguments: Any) -> Mapping[str, Any]:
-    """Return arguments by name. Text that is not JSON becomes one argument of the name `arguments`."""
+    """Return arguments by name.
+
+    Text that is not JSON becomes one argument of the name `arguments`.
+    """
     return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
 
 
@@ -337,7 +362,12 @@ class JsonBetween(CallFormat):
     """
 
     def __init__(
-        self, opening: str, closing: str = "", many: bool = False, arguments: str = "arguments", if_list: bool = False
+        self,
+        opening: str,
+        closing: str = "",
+        many: bool = False,
+        arguments: str = "arguments",
+        if_list: bool = False,
     ) -> None:
         self.opens = re.compile(rf"(?:{re.escape(opening)}\s*)++" + (r"(?=\[)" if if_list else ""))
         self.closes = closing
@@ -357,7 +387,11 @@ class JsonBetween(CallFormat):
 
     def render(self, name: str, arguments: Any) -> str:
         call = {"name": name, self.arguments: arguments}
-        between = f"\n{compact(call)}\n" if self.closes and not self.many else compact([call] if self.many else call)
+        between = (
+            f"\n{compact(call)}\n"
+            if self.closes and not self.many
+            else compact([call] if self.many else call)
+        )
         return f"{self.opening}{between}{self.closes}"
 
 
@@ -375,7 +409,9 @@ class BareJson(CallFormat):
 
     def at(self, text: str, mark: re.Match[str], tools: Tools) -> tuple[list[ParsedCall], int]:
         value, end = decode(text, mark.end())
-        if not mark[0].strip() and not ("name" in value or "arguments" in value or "parameters" in value):
+        if not mark[0].strip() and not (
+            "name" in value or "arguments" in value or "parameters" in value
+        ):
             return [], mark.end()
         calls = [as_call(value, mark.start(), end)]
         while (more := self.between.match(text, end)) is not None:
@@ -430,8 +466,18 @@ class Pythonic(CallFormat):
             end = behind + len(self.closes)
         try:
             elements = ast.parse(written, mode="eval").body.elts  # type: ignore[attr-defined]
-            calls = [ParsedCall(mark.start(), end, ast.unparse(call.func), plain_arguments(call)) for call in elements]
-        except (SyntaxError, ValueError, TypeError, AttributeError, MemoryError, RecursionError) as error:
+            calls = [
+                ParsedCall(mark.start(), end, ast.unparse(call.func), plain_arguments(call))
+                for call in elements
+            ]
+        except (
+            SyntaxError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            MemoryError,
+            RecursionError,
+        ) as error:
             raise Unreadable(f"a call is not as Python writes it: {error}") from None
         return calls, end
 
@@ -464,16 +510,25 @@ class Marked(CallFormat):
 
     Args:
         opening: pattern of the mark in front. A call begins there, readable or not.
-        head: pattern of all that stands before the arguments, the mark included, with the group `name`.
+        head: pattern of all that stands before the arguments, the mark included, with the group
+            `name`.
         tail: pattern of the end.
         closing: the mark at the end, as text.
         call: text of a call, with {name} and {body}.
-        pair: pattern of an argument, with the groups `key` and `value`; None if the arguments are JSON.
+        pair: pattern of an argument, with the groups `key` and `value`; None if the arguments are
+            JSON.
         argument: text of an argument, with {key} and {value}.
     """
 
     def __init__(
-        self, opening: str, head: str, tail: str, closing: str, call: str, pair: str | None = None, argument: str = ""
+        self,
+        opening: str,
+        head: str,
+        tail: str,
+        closing: str,
+        call: str,
+        pair: str | None = None,
+        argument: str = "",
     ) -> None:
         self.opens = re.compile(opening)
         self.closes = closing
@@ -491,7 +546,9 @@ class Marked(CallFormat):
         tail = self._tail.match(text, at)
         if tail is None:
             rest = text[at : at + 20]
-            raise Unreadable(f"{rest!r} follows the arguments of {name!r:.50}: write {self.closes} behind them")
+            raise Unreadable(
+                f"{rest!r} follows the arguments of {name!r:.50}: write {self.closes} behind them"
+            )
         return [ParsedCall(mark.start(), tail.end(), name, arguments)], tail.end()
 
     def _arguments(self, text: str, at: int, tools: Tools, name: str) -> tuple[dict[str, Any], int]:
@@ -513,7 +570,9 @@ class Marked(CallFormat):
         if self._pair is None:
             return self._call.format(name=name, body=compact(arguments))
         written = (
-            self._argument.format(key=key, value=value if isinstance(value, str) else compact(value))
+            self._argument.format(
+                key=key, value=value if isinstance(value, str) else compact(value)
+            )
             for key, value in by_name(arguments).items()
         )
         return self._call.format(name=name, body="".join(written))
@@ -525,7 +584,11 @@ def types_of(tools: Tools, name: str) -> dict[str, frozenset[str]]:
         function = tool.get("function", tool)
         if function.get("name") == name:
             properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: json_types(schema) for key, schema in properties.items() if isinstance(schema, Mapping)}
+            return {
+                key: json_types(schema)
+                for key, schema in properties.items()
+                if isinstance(schema, Mapping)
+            }
     return {}
 
 
@@ -546,15 +609,17 @@ def typed(text: str, types: frozenset[str]) -> Any:
         types: JSON types of the parameter; empty if they are not known.
 
     Returns:
-        The text itself, if a string is allowed and the text is not of another allowed type, or if it is
-        not JSON. The tool refuses what does not fit.
+        The text itself, if a string is allowed and the text is not of another allowed type, or if
+        it is not JSON. The tool refuses what does not fit.
     """
     value = text.removeprefix("\n").removesuffix("\n")
     try:
         read = json.loads(value)
     except (ValueError, RecursionError):
         read = {"True": True, "False": False, "None": None}.get(value, value)
-    return value if "string" in types and not types & JSON_TYPES.get(type(read), frozenset()) else read
+    return (
+        value if "string" in types and not types & JSON_TYPES.get(type(read), frozenset()) else read
+    )
 
 
 JSON_TYPES: Mapping[type, frozenset[str]] = {
@@ -568,7 +633,10 @@ JSON_TYPES: Mapping[type, frozenset[str]] = {
 
 
 def xml(tag: str) -> Marked:
-    """Return the notation of Qwen's coders. `tag` stands around each call, and may be missing in front."""
+    """Return the notation of Qwen's coders.
+
+    `tag` stands around each call, and may be missing in front.
+    """
     return Marked(
         opening=rf"(?:<{tag}>\s*)++(?:<function=)?+|<function=",
         head=rf"(?:<{tag}>\s*)*+<function=(?P<name>[^>\n]+)>",
@@ -597,7 +665,9 @@ FORMATS: dict[str, CallFormat] = {
     "seed_oss": xml("seed:tool_call"),
     **dict.fromkeys(("llama3_json", "llama4_json"), BareJson()),
     "mistral": MistralJson("[TOOL_CALLS]", many=True),
-    **dict.fromkeys(("jamba", "hunyuan_a13b"), JsonBetween("<tool_calls>", "</tool_calls>", many=True)),
+    **dict.fromkeys(
+        ("jamba", "hunyuan_a13b"), JsonBetween("<tool_calls>", "</tool_calls>", many=True)
+    ),
     "granite": JsonBetween("<|tool_call|>", many=True),
     "granite-20b-fc": JsonBetween("<function_call>"),
     "internlm": JsonBetween("<|action_start|><|plugin|>", "<|action_end|>", arguments="parameters"),
@@ -655,7 +725,9 @@ def content_before(text: str, calls: Sequence[ParsedCall]) -> str | None:
 
 
 def parse_tool_call(
-    response: str, available_tools: Iterable[dict[str, Any]] | None = None, preferred_tags: Sequence[str] | None = None
+    response: str,
+    available_tools: Iterable[dict[str, Any]] | None = None,
+    preferred_tags: Sequence[str] | None = None,
 ) -> tuple[str, dict[str, Any], bool]:
     """Return the first call: name of the tool, its arguments, and True if something is wrong.
 
@@ -676,14 +748,19 @@ def parse_tool_call(
         return NO_TOOL, {}, True
     name, arguments = calls[0].name, calls[0].arguments
     if available_tools:
-        known = {tool.get("name") or tool.get("function", {}).get("name") for tool in available_tools}
+        known = {
+            tool.get("name") or tool.get("function", {}).get("name") for tool in available_tools
+        }
         if name not in known:
             return NO_TOOL, arguments, True
     return name, arguments, False
 
 
 class ToolCall(dict[str, Any]):
-    """A call in OpenAI's JSON. Its fields are attributes too: `call["function"]["name"]`, `call.function.name`."""
+    """A call in OpenAI's JSON.
+
+    Its fields are attributes too: `call["function"]["name"]`, `call.function.name`.
+    """
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -694,7 +771,8 @@ class ToolCall(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the model, and how it was read. A message with the same content and calls is this text again.
+    """An answer of the model, and how it was read. A message with the same content and calls is
+    this text again.
 
     Attributes:
         raw: all of its text.
@@ -724,7 +802,9 @@ class ToolCallTranslator:
 
     def __init__(self, tokenizer: Any, parser_name: str = "hermes"):
         if parser_name not in FORMATS:
-            raise ValueError(f"tool parser {parser_name!r} is not known: choose one of {', '.join(FORMATS)}")
+            raise ValueError(
+                f"tool parser {parser_name!r} is not known: choose one of {', '.join(FORMATS)}"
+            )
         self.tokenizer = tokenizer
         self._decode = ResponseDecoder(tokenizer)
         self.parser_name = parser_name
@@ -735,7 +815,11 @@ class ToolCallTranslator:
         """Text of each answer in which no call could be read, and the reasons."""
 
     def parse_model_output(
-        self, raw_text: str, tool_choice: Any = None, tools: list[dict[str, Any]] | None = None, opened: str = ""
+        self,
+        raw_text: str,
+        tool_choice: Any = None,
+        tools: list[dict[str, Any]] | None = None,
+        opened: str = "",
     ) -> tuple[str | None, list[ToolCall] | None, str]:
         """Return the text before the calls, the calls, and the finish reason.
 
@@ -761,7 +845,9 @@ class ToolCallTranslator:
         calls = []
         for one in readable:
             function = ToolCall(name=sendable(one.name), arguments=as_json(one.arguments))
-            calls.append(ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=function))
+            calls.append(
+                ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=function)
+            )
         content = content_before(raw_text, parsed)
         answer = Answer(raw_text, content, tuple(call["id"] for call in calls), problems)
         self.answers.update(dict.fromkeys(answer.ids, answer))
@@ -789,7 +875,9 @@ class ToolCallTranslator:
         waiting: tuple[str, ...] = ()
         for message in messages:
             if waiting and message.get("role") != "assistant":
-                reasons = "\n".join(f"error: a tool call cannot be read: {problem}" for problem in waiting)
+                reasons = "\n".join(
+                    f"error: a tool call cannot be read: {problem}" for problem in waiting
+                )
                 message = message | {"content": f"{reasons}\n\n{message.get('content') or ''}"}
                 waiting = ()
             waiting = self.problems_of(message) or waiting
@@ -797,7 +885,9 @@ class ToolCallTranslator:
         return completed
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: list[Any]) -> str:
-        """Return the text of calls: the model's own if they are all of one answer from here, else a new one."""
+        """Return the text of calls: the model's own if they are all of one answer from here, else a
+        new one.
+        """
         calls = [as_dict(call) for call in tool_calls]
         answer = self._answer_of(calls)
         return answer.raw if answer is not None else self._written(calls)
@@ -811,10 +901,14 @@ class ToolCallTranslator:
     def _written(self, calls: list[dict[str, Any]]) -> str:
         functions = [as_dict(call["function"]) for call in calls]
         arguments = [decoded(function.get("arguments") or {}) for function in functions]
-        return self.format.render_all(zip((function["name"] for function in functions), arguments, strict=True))
+        return self.format.render_all(
+            zip((function["name"] for function in functions), arguments, strict=True)
+        )
 
     def convert_messages_for_template(self, messages: list[Any]) -> list[dict[str, Any]]:
-        """Return messages with the assistant's calls as text again, so that the prompt begins with the sampled text."""
+        """Return messages with the assistant's calls as text again, so that the prompt begins with
+        the sampled text.
+        """
         converted = []
         for message in map(as_dict, messages):
             if message.get("role") == "assistant" and message.get("tool_calls"):
@@ -824,12 +918,17 @@ class ToolCallTranslator:
                     text = answer.raw
                 else:
                     text = "\n".join(part for part in (content, self._written(calls)) if part)
-                message = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
+                message = {key: value for key, value in message.items() if key != "tool_calls"} | {
+                    "content": text
+                }
             converted.append(message)
         return converted
 
     def decode_with_tool_awareness(self, token_ids: list[int], has_tools: bool = False) -> str:
-        """Return the text of tokens. With tools, marks of calls that are special tokens of the tokenizer stay in it."""
+        """Return the text of tokens.
+
+        With tools, marks of calls that are special tokens of the tokenizer stay in it.
+        """
         if not has_tools:
             return self._decode(token_ids)
         text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -863,10 +962,23 @@ def decoded(arguments: Any) -> Any:
 
 def as_dict(message: Any) -> dict[str, Any]:
     """Return a message, given as a dict or as one of OpenAI's models, as a dict."""
-    return dict(message) if isinstance(message, dict) else message.model_dump(exclude_none=True, warnings=False)
+    return (
+        dict(message)
+        if isinstance(message, dict)
+        else message.model_dump(exclude_none=True, warnings=False)
+    )
 
 
-Problem = Literal["unreadable", "unknown_tool", "wrong_arguments", "too_many", "raised", "timeout", "not_text", "cut"]
+Problem = Literal[
+    "unreadable",
+    "unknown_tool",
+    "wrong_arguments",
+    "too_many",
+    "raised",
+    "timeout",
+    "not_text",
+    "cut",
+]
 MAX_REASON = 200
 """Characters of the reason why a call cannot be read."""
 
@@ -875,7 +987,8 @@ class Described(Protocol):
     """The part of a tool that a format uses.
 
     Attributes:
-        schema: as in a chat request: `{"type": "function", "function": {name, description, parameters}}`.
+        schema: as in a chat request: `{"type": "function", "function": {name, description,
+            parameters}}`.
     """
 
     schema: dict[str, Any]
@@ -888,7 +1001,8 @@ class Call:
     Attributes:
         name: of the tool; empty where it cannot be read.
         arguments: as the model wrote them, by name.
-        problem: the kind of fault; None if there was none. After "cut" the answer is there, but for its end.
+        problem: the kind of fault; None if there was none. After "cut" the answer is there, but for
+            its end.
         answer: the text that the model gets.
         span: first, and one past the last character of the call in the text that was read.
     """
@@ -904,7 +1018,8 @@ class ToolFormat(ABC):
     """A notation for tools, calls and answers.
 
     Attributes:
-        in_template: the model's chat template shows it the tools, if it can; `describe` is for templates that cannot.
+        in_template: the model's chat template shows it the tools, if it can; `describe` is for
+            templates that cannot.
         role: of the message that answers a call. Templates without a role "tool" take "user".
     """
 
@@ -922,7 +1037,8 @@ class ToolFormat(ABC):
         """Return the calls of a response, in their order.
 
         Args:
-            text: the response with its reasoning. If the prompt opened the reasoning, the opening tag stands in front.
+            text: the response with its reasoning. If the prompt opened the reasoning, the opening
+                tag stands in front.
 
         Returns:
             A call that cannot be read has the problem "unreadable", and the reason as its answer.
@@ -938,7 +1054,8 @@ class ToolFormat(ABC):
 
 
 class NamedFormat(ToolFormat):
-    """The notation of a family of models, by the name of vLLM's parser for it, such as `llama3_json` or `mistral`.
+    """The notation of a family of models, by the name of vLLM's parser for it, such as
+    `llama3_json` or `mistral`.
 
     A call inside of reasoning does not count; see docs/multi-turn.md.
 
@@ -955,7 +1072,9 @@ class NamedFormat(ToolFormat):
     def __init__(self, name: str, role: str = "tool"):
         super().__init__(role)
         if name not in FORMATS:
-            raise UsageError(f"no tool format is called {name!r}: choose one of {', '.join(FORMATS)}")
+            raise UsageError(
+                f"no tool format is called {name!r}: choose one of {', '.join(FORMATS)}"
+            )
         self._format = FORMATS[name]
 
     def describe(self, tools: Sequence[Described]) -> str:
@@ -973,7 +1092,9 @@ class NamedFormat(ToolFormat):
 
 
 class HermesFormat(NamedFormat):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, on which Hermes and Qwen models are trained."""
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, on which Hermes and Qwen models are
+    trained.
+    """
 
     def __init__(self, role: str = "tool"):
         super().__init__("hermes", role)
@@ -1006,7 +1127,9 @@ class TaggedFormat(ToolFormat):
         hint: text of the system message; empty for a model that needs none.
     """
 
-    def __init__(self, tool: str, argument: str, begin: str, end: str, role: str = "tool", hint: str = ""):
+    def __init__(
+        self, tool: str, argument: str, begin: str, end: str, role: str = "tool", hint: str = ""
+    ):
         super().__init__(role)
         self.tool, self.argument, self.begin, self.end, self.hint = tool, argument, begin, end, hint
         self._notation = _TextBetween(tool, argument, begin, end)
@@ -1040,7 +1163,11 @@ class _TextBetween(CallFormat):
         if close < 0 or text.find(self._begin, mark.end(), close) >= 0:
             raise Unreadable(self.unclosed)
         end = close + len(self.closes)
-        return [ParsedCall(mark.start(), end, self._tool, {self._argument: text[mark.end() : close].strip()})], end
+        return [
+            ParsedCall(
+                mark.start(), end, self._tool, {self._argument: text[mark.end() : close].strip()}
+            )
+        ], end
 
 
 def as_read(parsed: ParsedCall) -> Call:

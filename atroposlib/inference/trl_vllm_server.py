@@ -34,7 +34,9 @@ class TrlVllmServer(OpenAIRoutes):
 
     async def _texts(self, prompt: str, kwargs: dict[str, Any]) -> list[str]:
         if self.tokenizer is None:
-            raise ValueError("a TRL server answers token ids: set `server.tokenizer` to decode them")
+            raise ValueError(
+                "a TRL server answers token ids: set `server.tokenizer` to decode them"
+            )
         body = {
             "prompts": [prompt],
             "n": kwargs.get("n", 1),
@@ -44,17 +46,30 @@ class TrlVllmServer(OpenAIRoutes):
         }
         response = await self.http.post("/generate/", json=body)
         response.raise_for_status()
-        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in response.json()["completion_ids"]]
+        return [
+            self.tokenizer.decode(ids, skip_special_tokens=True)
+            for ids in response.json()["completion_ids"]
+        ]
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
         messages = checked_messages(kwargs["messages"])
-        prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         choices = [
-            Choice(index=i, finish_reason="stop", message=ChatCompletionMessage(role="assistant", content=text))
+            Choice(
+                index=i,
+                finish_reason="stop",
+                message=ChatCompletionMessage(role="assistant", content=text),
+            )
             for i, text in enumerate(await self._texts(prompt, kwargs))
         ]
         return ChatCompletion(
-            id=str(uuid.uuid4()), choices=choices, created=int(time.time()), model=kwargs["model"], object="chat.completion"
+            id=str(uuid.uuid4()),
+            choices=choices,
+            created=int(time.time()),
+            model=kwargs["model"],
+            object="chat.completion",
         )
 
     async def _completion_wrapper(self, **kwargs: Any) -> Completion:
@@ -63,8 +78,16 @@ class TrlVllmServer(OpenAIRoutes):
             for i, text in enumerate(await self._texts(kwargs["prompt"], kwargs))
         ]
         return Completion(
-            id=str(uuid.uuid4()), choices=choices, created=int(time.time()), model=kwargs["model"], object="text_completion"
+            id=str(uuid.uuid4()),
+            choices=choices,
+            created=int(time.time()),
+            model=kwargs["model"],
+            object="text_completion",
         )
 
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
-        raise NotImplementedError("TRL's server gives no logprobs: use a vLLM server with /generate")
+    async def _tokens_and_logprobs_completion_wrapper(
+        self, **kwargs: Any
+    ) -> tuple[list, list, list, list]:
+        raise NotImplementedError(
+            "TRL's server gives no logprobs: use a vLLM server with /generate"
+        )

@@ -10,7 +10,12 @@ from atroposlib.inference.client import APIServer as APIServer
 from atroposlib.inference.client import APIServerConfig as APIServerConfig
 from atroposlib.inference.client import ReasoningConfig as ReasoningConfig
 from atroposlib.inference.generation import Generation, Weights, spans_of
-from atroposlib.inference.openai_client import MAX_TEMPERATURE, PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
+from atroposlib.inference.openai_client import (
+    MAX_TEMPERATURE,
+    PROBE_TIMEOUT,
+    OpenAIRoutes,
+    resolve_openai_configs,
+)
 from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.inference.selection import Look
 from atroposlib.inference.tokenizers import encode_plain
@@ -28,20 +33,23 @@ MIN_TEMPERATURE = 0.01
 
 
 class VLLMServer(OpenAIRoutes):
-    """Requests for training go to `/generate`, so that no text is ever tokenised twice; the OpenAI routes work too."""
+    """Requests for training go to `/generate`, so that no text is ever tokenised twice; the OpenAI
+    routes work too.
+    """
 
     key_variable: str | None = VLLM_KEY
     highest_temperature: float | None = MAX_TEMPERATURE
     tokenizer: Any = None
-    """Encodes prompts given as text; set by the environment. Prompts given as token ids need none."""
+    """Encodes prompts given as text; set by the environment. Prompts given as token ids need
+    none."""
     _options: list[str] | None = None
     looked_at_always = True
     tells_weights = True
     """It is asked GET /weights; no longer once it has said that it knows no such route."""
 
     async def look(self) -> Look:
-        """GET /weights says whether it would answer, with which weights, and how busy it is; where there is no such route,
-        GET /health whether it is there."""
+        """GET /weights says whether it would answer, with which weights, and how busy it is; where
+        there is no such route, GET /health whether it is there."""
         if not (self.tells_weights and self.config.health_check):
             return await super().look()
         try:
@@ -73,21 +81,31 @@ class VLLMServer(OpenAIRoutes):
         kwargs["max_tokens"] = await self._room_for(prompt_tokens, kwargs.get("max_tokens"))
         if 0 < (kwargs.get("temperature") or 0) < MIN_TEMPERATURE:
             kwargs["temperature"] = MIN_TEMPERATURE
-        body = {**await self._shortest_answer(kwargs), **kwargs, "prompt": {"prompt_token_ids": prompt_tokens}}
+        body = {
+            **await self._shortest_answer(kwargs),
+            **kwargs,
+            "prompt": {"prompt_token_ids": prompt_tokens},
+        }
         answer = await self._post(body)
         generation = parse_generation(prompt_tokens, answer)
         generation.sampling = sampling_of(kwargs, len(generation.output_tokens), temperature=1.0)
         return generation
 
     async def _shortest_answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Fields of a request that ask for ids and logprobs and nothing else, as far as the server knows them."""
+        """Fields of a request that ask for ids and logprobs and nothing else, as far as the server
+        knows them.
+        """
         options = {"return_text": False}
         if not asked.get("logprobs"):
             options["token_logprobs"] = True
-        return {name: value for name, value in options.items() if name in await self._generate_options()} or {"logprobs": 0}
+        return {
+            name: value for name, value in options.items() if name in await self._generate_options()
+        } or {"logprobs": 0}
 
     async def _generate_options(self) -> list[str]:
-        """What GET /sampling says that /generate understands; nothing on servers that know no such route. Asked once."""
+        """What GET /sampling says that /generate understands; nothing on servers that know no such
+        route. Asked once.
+        """
         if self._options is None:
             response = await self.http.get("/sampling", timeout=PROBE_TIMEOUT)
             if response.status_code >= 500:
@@ -97,16 +115,27 @@ class VLLMServer(OpenAIRoutes):
         return self._options
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        response = await self.http.post("/generate", content=orjson.dumps(body), headers={"Content-Type": "application/json"})
+        response = await self.http.post(
+            "/generate", content=orjson.dumps(body), headers={"Content-Type": "application/json"}
+        )
         response.raise_for_status()
         return orjson.loads(response.content)
 
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
+    async def _tokens_and_logprobs_completion_wrapper(
+        self, **kwargs: Any
+    ) -> tuple[list, list, list, list]:
         result = await self._generate_wrapper(**kwargs)
-        return result.prompt_tokens, result.output_tokens, result.output_logprobs, result.finish_reasons
+        return (
+            result.prompt_tokens,
+            result.output_tokens,
+            result.output_logprobs,
+            result.finish_reasons,
+        )
 
     def _prompt_tokens(self, kwargs: dict[str, Any]) -> list[int]:
-        """Take the prompt out of the request: `input_ids`, else `prompt` encoded, without a second start token."""
+        """Take the prompt out of the request: `input_ids`, else `prompt` encoded, without a second
+        start token.
+        """
         text = kwargs.pop("prompt", None)
         ids = kwargs.pop("input_ids", None)
         if ids is not None:
@@ -116,17 +145,25 @@ class VLLMServer(OpenAIRoutes):
         if isinstance(text, list):
             return [int(token) for token in text]
         if self.tokenizer is None:
-            raise ValueError("a prompt given as text needs a tokenizer: set `server.tokenizer`, or pass `input_ids`")
+            raise ValueError(
+                "a prompt given as text needs a tokenizer: set `server.tokenizer`, or pass `input_ids`"
+            )
         return encode_plain(self.tokenizer, text)
 
     async def _room_for(self, prompt_tokens: list[int], wanted: int | None) -> int:
-        """`max_tokens` that the model's context and the trainer's longest sequence leave after the prompt."""
-        limits = [limit for limit in (await self._context_length(), self.max_sequence_length) if limit]
+        """`max_tokens` that the model's context and the trainer's longest sequence leave after the
+        prompt.
+        """
+        limits = [
+            limit for limit in (await self._context_length(), self.max_sequence_length) if limit
+        ]
         if not limits:
             return wanted or 1024
         room = min(limits) - len(prompt_tokens)
         if room < 1:
-            raise NoRoom(f"a prompt of {len(prompt_tokens)} tokens leaves no room within {min(limits)} tokens")
+            raise NoRoom(
+                f"a prompt of {len(prompt_tokens)} tokens leaves no room within {min(limits)} tokens"
+            )
         return min(wanted or room, room)
 
     async def _context_length(self) -> int | None:
@@ -135,7 +172,12 @@ class VLLMServer(OpenAIRoutes):
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         top_k = max(1, int(kwargs.pop("top_k", kwargs.pop("top_logprobs", 1))))
         prompt_tokens = self._prompt_tokens(kwargs)
-        body = {"prompt": {"prompt_token_ids": prompt_tokens}, "prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0}
+        body = {
+            "prompt": {"prompt_token_ids": prompt_tokens},
+            "prompt_logprobs": top_k,
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
         rows = (await self._post(body)).get("prompt_logprobs")
         if rows is None:
             raise ValueError(f"{self.root_url}/generate gave no prompt_logprobs")
@@ -160,14 +202,18 @@ def read_look(told: Any) -> Look:
         for name in ("weight_version", "weight_epoch", "in_flight")
     )
     return Look(
-        wrong="" if told.get("serving", True) else str(told.get("trouble") or "it does not serve")[:300],
+        wrong=""
+        if told.get("serving", True)
+        else str(told.get("trouble") or "it does not serve")[:300],
         weights=None if version is None else Weights(epoch or 0, version),
         in_flight=in_flight,
     )
 
 
 def merge_logprob_row(row: Any) -> dict[int, float]:
-    """One position's logprobs, `{id: logprob}` or `[{id: logprob}, …]`, as one table; empty for the first position."""
+    """One position's logprobs, `{id: logprob}` or `[{id: logprob}, …]`, as one table; empty for the
+    first position.
+    """
     table: dict[int, float] = {}
     for part in row if isinstance(row, list) else [row or {}]:
         table.update({int(token): float(logprob) for token, logprob in (part or {}).items()})
@@ -177,9 +223,10 @@ def merge_logprob_row(row: Any) -> dict[int, float]:
 def parse_generation(prompt_tokens: list[int], answer: dict[str, Any]) -> Generation:
     """Read `/generate`'s answer.
 
-    `token_logprobs[completion][position]` is the logprob of the token at that place in `token_ids`. Where there is none,
-    `logprobs[completion][position]` is a table whose first entry is `{token_id: logprob}` of the sampled token, or a list that
-    begins with one; servers without `token_ids` are read through these alone.
+    `token_logprobs[completion][position]` is the logprob of the token at that place in `token_ids`.
+    Where there is none, `logprobs[completion][position]` is a table whose first entry is
+    `{token_id: logprob}` of the sampled token, or a list that begins with one; servers without
+    `token_ids` are read through these alone.
 
     Raises:
         ValueError: ids and logprobs do not line up, so they are not the tokens that were sampled.
@@ -188,7 +235,9 @@ def parse_generation(prompt_tokens: list[int], answer: dict[str, Any]) -> Genera
     if tokens is None or logprobs is None:
         sampled, logprobs = read_tables(answer["logprobs"])
         if tokens is not None and tokens != sampled:
-            raise ValueError("/generate answered token_ids that differ from the ids of its logprobs")
+            raise ValueError(
+                "/generate answered token_ids that differ from the ids of its logprobs"
+            )
         tokens = sampled
     elif list(map(len, tokens)) != list(map(len, logprobs)):
         raise ValueError("/generate answered token_ids and token_logprobs of different lengths")
@@ -211,7 +260,10 @@ def read_tables(rows: list[list[Any]]) -> tuple[list[list[int]], list[list[float
     tokens: list[list[int]] = []
     logprobs: list[list[float]] = []
     for completion in rows:
-        pairs = [next(iter((position[0] if isinstance(position, list) else position).items())) for position in completion]
+        pairs = [
+            next(iter((position[0] if isinstance(position, list) else position).items()))
+            for position in completion
+        ]
         tokens.append([int(token) for token, _ in pairs])
         logprobs.append([float(logprob) for _, logprob in pairs])
     return tokens, logprobs

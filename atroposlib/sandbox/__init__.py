@@ -1,4 +1,7 @@
-"""Runs Python programs that nobody trusts, such as those that a model writes. What it holds against: docs/sandbox.md."""
+"""Runs Python programs that nobody trusts, such as those that a model writes.
+
+What it holds against: docs/sandbox.md.
+"""
 
 from atroposlib.sandbox.contract import (
     ISOLATIONS,

@@ -19,7 +19,8 @@ End = Literal["exited", "signal", "deadline", "cpu", "memory", "output"]
 
 
 class SandboxUnavailable(EnvironmentFailure):
-    """This host cannot hold programs as they must be held; the message says what is missing, and the remedy.
+    """This host cannot hold programs as they must be held; the message says what is missing, and
+    the remedy.
 
     Attributes:
         missing: isolation -> why; empty where programs cannot be run at all.
@@ -31,8 +32,8 @@ class SandboxUnavailable(EnvironmentFailure):
 
 
 class SandboxBroken(RolloutFailure):
-    """A program could not be run, or what became of it is not known. That says nothing of the program: raised in a tool or a
-    reward, it ends the rollout without a score."""
+    """A program could not be run, or what became of it is not known. That says nothing of the
+    program: raised in a tool or a reward, it ends the rollout without a score."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Limits:
     Attributes:
         seconds: of wall time, over all calls.
         cpu_seconds: of processor time, of each of its processes; whole seconds.
-        memory: of each of its processes, in addresses, and of all together, in what they use (docs/sandbox.md).
+        memory: of each of its processes, in addresses, and of all together, in what they use
+            (docs/sandbox.md).
         processes: processes and threads at once, the first included.
         disk: of its temporary folder, and of each file.
         files: files and folders in it.
@@ -75,7 +77,8 @@ class Program:
 
     Attributes:
         code: the source.
-        function: the name of a function that it defines and that is called; None to run it as a script.
+        function: the name of a function that it defines and that is called; None to run it as a
+            script.
         calls: the arguments of each call, as values that JSON can hold.
         stdin: what it can read from standard input.
     """
@@ -102,16 +105,18 @@ class Raised:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program. Nothing in it is to be believed but what the sandbox itself has seen: `end`, the times, `left`.
+    """What became of a program. Nothing in it is to be believed but what the sandbox itself has
+    seen: `end`, the times, `left`.
 
-    A program writes `results` and `output` as it likes. Whether it is right is for whoever knows the expected values to say,
-    by comparing: they are no part of a `Program`.
+    A program writes `results` and `output` as it likes. Whether it is right is for whoever knows
+    the expected values to say, by comparing: they are no part of a `Program`.
 
     Attributes:
         end: what ended it: it exited, a signal did, or a limit.
         code: its exit status, negative for a signal.
         results: of the calls, in order; shorter than these if it ended before.
-        problem: why no call was made: it does not compile, raised, or defines no such function. None if there is no problem.
+        problem: why no call was made: it does not compile, raised, or defines no such function.
+            None if there is no problem.
         output: the beginning of what it wrote.
         output_bytes: how much it wrote.
         left: processes that were still there when it had ended, and were killed.
@@ -133,7 +138,10 @@ class Outcome:
 
 
 class Sandbox(Protocol):
-    """A way to run programs that nobody trusts. `LocalSandbox` is one; a class of your own may ask another machine."""
+    """A way to run programs that nobody trusts.
+
+    `LocalSandbox` is one; a class of your own may ask another machine.
+    """
 
     async def start(self) -> None:
         """Make ready.

@@ -1,4 +1,6 @@
-"""The sandbox of this machine: a keeper process in namespaces, which forks a process for each program."""
+"""The sandbox of this machine: a keeper process in namespaces, which forks a process for each
+program.
+"""
 
 import asyncio
 import contextlib
@@ -30,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 15.0
-"""Beyond a program's own deadline, which its watcher keeps: a busy machine may hold that up. If the watcher reports nothing
-until then, the keeper is replaced: one of them has stopped."""
+"""Beyond a program's own deadline, which its watcher keeps: a busy machine may hold that up. If the
+watcher reports nothing until then, the keeper is replaced: one of them has stopped."""
 CHUNK = 1 << 16
 TRIAL = Path(__file__).with_name("inside") / "isolation_check.py"
 HOW = {
@@ -51,7 +53,8 @@ class LocalSandbox:
 
     Args:
         limits: what each program may use.
-        allow_missing: names of `ISOLATIONS` that may be missing; any other that this host cannot give is refused.
+        allow_missing: names of `ISOLATIONS` that may be missing; any other that this host cannot
+            give is refused.
         at_once: most programs at a time; None for one for each processor.
         readable: paths that programs may read beyond Python's own.
 
@@ -96,9 +99,15 @@ class LocalSandbox:
                 self.missing = {name: "neither namespaces nor Landlock" for name in ISOLATIONS}
             else:
                 self.missing = await self._tried() | self.missing
-            if refused := {name: why for name, why in self.missing.items() if name not in self.allow_missing or not self.mode}:
+            if refused := {
+                name: why
+                for name, why in self.missing.items()
+                if name not in self.allow_missing or not self.mode
+            }:
                 await self.close()
-                what = "; ".join(f"{ISOLATIONS[name]}: {name} ({why})" for name, why in refused.items())
+                what = "; ".join(
+                    f"{ISOLATIONS[name]}: {name} ({why})" for name, why in refused.items()
+                )
                 tried = "; ".join(f"{mode}: {why}" for mode, why in said["refusals"].items())
                 raise SandboxUnavailable(
                     f"this host cannot promise of a program that {what}. {'Refused were ' + tried + '. ' if tried else ''}"
@@ -106,7 +115,9 @@ class LocalSandbox:
                     refused,
                 )
             if first:
-                without = "".join(f"; without {name} ({why}), as allowed" for name, why in self.missing.items())
+                without = "".join(
+                    f"; without {name} ({why}), as allowed" for name, why in self.missing.items()
+                )
                 logger.info("the sandbox runs programs %s%s", HOW[self.mode], without)
 
     async def _start_keeper(self) -> dict[str, Any]:
@@ -128,7 +139,9 @@ class LocalSandbox:
                 await self.close()
                 errors.seek(0)
                 last = errors.read()[-2000:].decode(errors="replace").strip().splitlines()
-                raise SandboxUnavailable(f"the sandbox's keeper did not start: {last[-1] if last else 'no reason given'}")
+                raise SandboxUnavailable(
+                    f"the sandbox's keeper did not start: {last[-1] if last else 'no reason given'}"
+                )
         return cast(dict[str, Any], json.loads(said))
 
     async def _tried(self) -> dict[str, str]:
@@ -227,7 +240,11 @@ class LocalSandbox:
 
     async def _order(self, descriptors: list[int]) -> None:
         """Hand a program to the keeper."""
-        order = {name: value for name, value in vars(self.limits).items() if not name.endswith(("output", "results"))}
+        order = {
+            name: value
+            for name, value in vars(self.limits).items()
+            if not name.endswith(("output", "results"))
+        }
         message = json.dumps(order).encode()
         try:
             async with asyncio.timeout(GRACE_SECONDS):
@@ -239,7 +256,9 @@ class LocalSandbox:
                         await asyncio.sleep(0.005)
             raise SandboxBroken("it was closed")
         except (OSError, TimeoutError) as error:
-            raise SandboxBroken(f"its keeper does not answer ({type(error).__name__}: {error})") from error
+            raise SandboxBroken(
+                f"its keeper does not answer ({type(error).__name__}: {error})"
+            ) from error
 
     async def close(self) -> None:
         """End the keeper, and with it all programs that run."""
@@ -264,7 +283,8 @@ def file_of(data: bytes) -> int:
 
 
 class Pipe:
-    """What a program writes into a pipe: the beginning is kept, all is counted, and beyond the limit it is told to stop.
+    """What a program writes into a pipe: the beginning is kept, all is counted, and beyond the
+    limit it is told to stop.
 
     Args:
         descriptor: the end to read.
@@ -301,10 +321,14 @@ def encode(program: Program) -> bytes:
         TypeError: an argument that JSON cannot hold.
     """
     request = {"code": program.code, "function": program.function, "stdin": program.stdin}
-    return json.dumps(request | {"calls": [list(arguments) for arguments in program.calls]}).encode()
+    return json.dumps(
+        request | {"calls": [list(arguments) for arguments in program.calls]}
+    ).encode()
 
 
-def outcome_of(told: dict[str, Any], stopped: list[str], written: Pipe, returned: Pipe, calls: int) -> Outcome:
+def outcome_of(
+    told: dict[str, Any], stopped: list[str], written: Pipe, returned: Pipe, calls: int
+) -> Outcome:
     """Put together what the watcher has seen and what the program says."""
     results, problem = read_results(bytes(returned.kept), calls)
     return Outcome(
@@ -325,7 +349,8 @@ def read_results(data: bytes, calls: int) -> tuple[list[Returned | Raised], str 
     """What the program says of its calls; it may have written anything at all.
 
     Returns:
-        The results of the first calls, as many as follow one another; and why there are none, if it says so.
+        The results of the first calls, as many as follow one another; and why there are none, if it
+        says so.
     """
     results: list[Returned | Raised] = []
     problem: str | None = None

@@ -1,4 +1,6 @@
-"""The keeper's process as its owner sees it: how it is started, and how it is ended when it does nothing any more."""
+"""The keeper's process as its owner sees it: how it is started, and how it is ended when it does
+nothing any more.
+"""
 
 import os
 import signal
@@ -18,7 +20,8 @@ def keeper_process(control: int, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     python = os.path.realpath(sys.executable)
     return subprocess.Popen(
         [python, "-s", "-P", "-S", "-B", str(KEEPER), str(control)],
-        # The only variables that it has: two threads need no arenas of 64 MiB each, and sets have the same order in every run.
+        # The only variables that it has: two threads need no arenas of 64 MiB each, and sets have
+        # the same order in every run.
         env={"MALLOC_ARENA_MAX": "2", "PYTHONHASHSEED": "0"},
         cwd="/",
         stdin=subprocess.DEVNULL,
@@ -30,7 +33,9 @@ def keeper_process(control: int, errors: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def await_end(keeper: subprocess.Popen[bytes]) -> None:
-    """Wait for a keeper whose socket was closed, and kill it with its programs if it does not end in time."""
+    """Wait for a keeper whose socket was closed, and kill it with its programs if it does not end
+    in time.
+    """
     try:
         keeper.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
@@ -40,7 +45,8 @@ def await_end(keeper: subprocess.Popen[bytes]) -> None:
 def kill_all(keeper: subprocess.Popen[bytes]) -> None:
     """Kill a keeper and every process below it, stopped ones included.
 
-    Without namespaces a program outlives its killed watcher. So all processes are listed before the first one is killed.
+    Without namespaces a program outlives its killed watcher. So all processes are listed before the
+    first one is killed.
     """
     if keeper.poll() is not None:
         return
@@ -57,7 +63,12 @@ def processes_below(pid: int) -> list[int]:
     found = [pid]
     for one in found:
         try:
-            found += [int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text(encoding="ascii").split()]
+            found += [
+                int(child)
+                for child in Path(f"/proc/{one}/task/{one}/children")
+                .read_text(encoding="ascii")
+                .split()
+            ]
         except OSError:
             continue  # it ended in the meantime
     return found[1:]

@@ -14,8 +14,9 @@ TOLERANCE = 1e-6
 
 
 REFUSED = ("PermissionError: [Errno 1] ", "OSError: [Errno 12] ", "MemoryError")
-"""Beginnings of the errors that a program meets where the sandbox refuses something: EPERM, ENOMEM, and no more addresses.
-A program may raise them without cause. That changes the name of its failure, and never a failure into a success."""
+"""Beginnings of the errors that a program meets where the sandbox refuses something: EPERM, ENOMEM,
+and no more addresses. A program may raise them without cause. That changes the name of its failure,
+and never a failure into a success."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,10 @@ class Verdict:
     """What a program is worth.
 
     Attributes:
-        kind: `right` if every call returned what was expected. Otherwise `timeout` (no time left), `contained` (ended by
-            another limit, by an error with which the sandbox refuses a call, or processes of it had to be killed), `crash`
-            (it does not compile, raised, or died), or `wrong`.
+        kind: `right` if every call returned what was expected. Otherwise `timeout` (no time left),
+            `contained` (ended by another limit, by an error with which the sandbox refuses a call,
+            or processes of it had to be killed), `crash` (it does not compile, raised, or died), or
+            `wrong`.
         passed: calls that returned what was expected.
         why: for a person, one line.
     """
@@ -36,17 +38,25 @@ class Verdict:
 
 
 def same_value(expected: Any, got: Any) -> bool:
-    """Whether two values that JSON can hold are equal: types count, but that a whole number may stand for a float.
+    """Whether two values that JSON can hold are equal: types count, but that a whole number may
+    stand for a float.
 
     Tuples are lists here. Floats are equal within TOLERANCE, and NaN equals NaN.
     """
-    if isinstance(expected, bool) or isinstance(got, bool) or expected is None or isinstance(expected, str):
+    if (
+        isinstance(expected, bool)
+        or isinstance(got, bool)
+        or expected is None
+        or isinstance(expected, str)
+    ):
         return type(expected) is type(got) and bool(expected == got)
     if isinstance(expected, float):
         if type(got) not in (int, float):
             return False
         try:
-            return math.isclose(expected, got, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (expected != expected and got != got)
+            return math.isclose(expected, got, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (
+                expected != expected and got != got
+            )
         except OverflowError:  # a whole number that no float can be
             return False
     if isinstance(expected, int):
@@ -74,7 +84,10 @@ def verdict(outcome: Outcome, expected: Sequence[Any]) -> Verdict:
         expected: the values, as JSON holds them; the program has never seen them.
     """
     results = outcome.results[: len(expected)]
-    same = [isinstance(got, Returned) and same_value(value, got.value) for value, got in zip(expected, results, strict=False)]
+    same = [
+        isinstance(got, Returned) and same_value(value, got.value)
+        for value, got in zip(expected, results, strict=False)
+    ]
     passed = sum(same)
     if expected and passed == len(expected) and outcome.end == "exited":
         return Verdict("right", passed, f"all {passed} calls returned what was expected")
@@ -93,7 +106,19 @@ def verdict(outcome: Outcome, expected: Sequence[Any]) -> Verdict:
     for number, (ok, got) in enumerate(zip(same, results, strict=True)):
         if not ok:
             if isinstance(got, Raised) and got.text.startswith(REFUSED):
-                return Verdict("contained", passed, f"refused by the sandbox: call {number} raised {got.text}")
-            what = f"returned {got.value!r:.100}" if isinstance(got, Returned) else f"raised {got.text}"
-            return Verdict("wrong" if isinstance(got, Returned) else "crash", passed, f"call {number} {what}")
-    return Verdict("crash", passed, f"it ended with status {outcome.code} after {len(results)} of {len(expected)} calls")
+                return Verdict(
+                    "contained", passed, f"refused by the sandbox: call {number} raised {got.text}"
+                )
+            what = (
+                f"returned {got.value!r:.100}"
+                if isinstance(got, Returned)
+                else f"raised {got.text}"
+            )
+            return Verdict(
+                "wrong" if isinstance(got, Returned) else "crash", passed, f"call {number} {what}"
+            )
+    return Verdict(
+        "crash",
+        passed,
+        f"it ended with status {outcome.code} after {len(results)} of {len(expected)} calls",
+    )

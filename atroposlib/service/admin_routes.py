@@ -1,5 +1,5 @@
-"""The routes for people, scripts and Prometheus: how the service is, and which inference servers the run has. The trainer tells
-of those, people change them, and environments follow."""
+"""The routes for people, scripts and Prometheus: how the service is, and which inference servers
+the run has. The trainer tells of those, people change them, and environments follow."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ async def status(service: Service) -> Response:
 
 @router.get("/stats")
 async def stats(service: Service) -> Response:
-    """Everything that says whether data flows: what waits, what is leased, what was dropped and why, who is behind."""
+    """Everything that says whether data flows: what waits, what is leased, what was dropped and
+    why, who is behind.
+    """
     return answer(service.stats())
 
 
@@ -76,12 +78,17 @@ async def fleet(service: Service) -> Response:
     requests = await service.run(lambda queue: queue.fleet.answered(service.keyed))
     table = service.fleet_status
     age = table.age(service.clock())
-    return answer({"servers": table.servers, **requests, "published": table.published, "published_ago": age})
+    return answer(
+        {"servers": table.servers, **requests, "published": table.published, "published_ago": age}
+    )
 
 
 @router.post("/fleet", **takes(PublishedFleet))
 async def publish(request: Request, service: Service) -> Response:
-    """The trainer, or a parameter server, tells how its servers are. The table replaces its one before."""
+    """The trainer, or a parameter server, tells how its servers are.
+
+    The table replaces its one before.
+    """
     body = read(PublishedFleet, await request.body())
     if body.uuid is not None:
         service.queue.require_trainer(body.uuid)

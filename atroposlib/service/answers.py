@@ -1,4 +1,5 @@
-"""Parts that all routes use: the service, answers and refusals, integers of the query, and the OpenAPI description.
+"""Parts that all routes use: the service, answers and refusals, integers of the query, and the
+OpenAPI description.
 
 The routes read their bodies themselves, so FastAPI cannot describe these.
 """
@@ -104,7 +105,12 @@ def query_int(request: Request, name: str) -> int | None:
     except ValueError:
         value = 2**63
     if abs(value) >= 2**53:
-        error = {"type": "int_parsing", "loc": ["query", name], "msg": f"{name} must be an integer", "input": text[:64]}
+        error = {
+            "type": "int_parsing",
+            "loc": ["query", name],
+            "msg": f"{name} must be an integer",
+            "input": text[:64],
+        }
         raise InvalidRequestError([error])
     return value
 
@@ -114,7 +120,14 @@ def takes(model: type[BaseModel], many: bool = False, required: bool = True) -> 
     schema: dict[str, Any] = {"$ref": PREFIX + model.__name__}
     if many:
         schema = {"type": "array", "items": schema}
-    return {"openapi_extra": {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}}
+    return {
+        "openapi_extra": {
+            "requestBody": {
+                "required": required,
+                "content": {"application/json": {"schema": schema}},
+            }
+        }
+    }
 
 
 def describe(app: FastAPI) -> None:
@@ -123,13 +136,17 @@ def describe(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _, models = models_json_schema([(model, "validation") for model in MODELS], ref_template=PREFIX + "{model}")
+            _, models = models_json_schema(
+                [(model, "validation") for model in MODELS], ref_template=PREFIX + "{model}"
+            )
             schema.setdefault("components", {}).setdefault("schemas", {}).update(models["$defs"])
             refused = {"application/json": {"schema": {"type": "object", "required": ["detail"]}}}
             for methods in schema["paths"].values():
                 for operation in methods.values():
                     for status, text in REFUSALS.items():
-                        operation["responses"].setdefault(str(status), {"description": text, "content": refused})
+                        operation["responses"].setdefault(
+                            str(status), {"description": text, "content": refused}
+                        )
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -46,7 +46,9 @@ class ServedPage(Protocol):
         """In the block it is brought up to date."""
 
 
-def make_app(service: RolloutService, limits: RequestLimits | None = None, page: ServedPage | None = None) -> FastAPI:
+def make_app(
+    service: RolloutService, limits: RequestLimits | None = None, page: ServedPage | None = None
+) -> FastAPI:
     """The ASGI application that serves one rollout service.
 
     Args:
@@ -101,7 +103,9 @@ def add_error_handlers(app: FastAPI) -> None:
     async def _(_: Request, error: InvalidRequestError) -> Response:
         return refuse(422, error.errors)
 
-    def handler(status: int, seconds: str | None) -> Callable[[Request, Exception], Awaitable[Response]]:
+    def handler(
+        status: int, seconds: str | None
+    ) -> Callable[[Request, Exception], Awaitable[Response]]:
         async def handle(_: Request, error: Exception) -> Response:
             if isinstance(error, ReaderError | TooComplexError):
                 logger.error("%s", error)

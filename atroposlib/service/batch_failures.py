@@ -1,9 +1,10 @@
-"""Batches that end the trainers that train on them: counted, and set aside before they end many. Pure: no I/O, no clock.
+"""Batches that end the trainers that train on them: counted, and set aside before they end many.
+Pure: no I/O, no clock.
 
-The first batch that a trainer holds is the one that it trains on. A trainer that ends with it reports
-so (POST /batch/report), with the error if the batch may be the cause. A killed trainer reports
-nothing. Both are counted for the groups of the batch, so that the count lasts if the batch is
-dissolved.
+The first batch that a trainer holds is the one that it trains on. A trainer that ends with it
+reports so (POST /batch/report), with the error if the batch may be the cause. A killed trainer
+reports nothing. Both are counted for the groups of the batch, so that the count lasts if the batch
+is dissolved.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 from atroposlib.service.records import Group, Lease
 
 ERROR_COUNTS, KILL_COUNTS, LIMIT = 3, 1, 5
-"""An error in training on a batch counts for three kills. So a batch is set aside after two errors, or
-five kills, or an error and two kills. A person who kills a trainer by hand does so a few times at
-most, and must not lose the batch by it."""
+"""An error in training on a batch counts for three kills. So a batch is set aside after two errors,
+or five kills, or an error and two kills. A person who kills a trainer by hand does so a few times
+at most, and must not lose the batch by it."""
 MAX_SET_ASIDE = 8
 """Batches that are kept for inspection; the oldest are forgotten first."""
 
@@ -51,12 +52,17 @@ class BatchFailures:
         """Restore what `stored` returned, and take the batches that were set aside out of `leases`."""
         counts = {seq: count for seq, count in state.get("counts", [])}
         batches = {
-            batch_id: (leases.pop(batch_id), reason) for batch_id, reason in state.get("reasons", []) if batch_id in leases
+            batch_id: (leases.pop(batch_id), reason)
+            for batch_id, reason in state.get("reasons", [])
+            if batch_id in leases
         }
         return cls(counts, set(state.get("reported", [])), batches, state.get("total", 0))
 
     def count(self, lease: Lease, weight: int) -> bool:
-        """Count a failure for each group of a batch. Return True if the batch has reached the limit."""
+        """Count a failure for each group of a batch.
+
+        Return True if the batch has reached the limit.
+        """
         for group in lease.groups:
             self.counts[group.seq] = self.counts.get(group.seq, 0) + weight
         return max(self.counts[group.seq] for group in lease.groups) >= LIMIT

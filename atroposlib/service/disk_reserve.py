@@ -1,7 +1,9 @@
-"""Disk space that the store keeps for what empties its queue: batches that are handed out, acknowledgements, registrations.
+"""Disk space that the store keeps for what empties its queue: batches that are handed out,
+acknowledgements, registrations.
 
-Posts are refused while there is little space. Another program may fill the disk all the same. So a part of the space is
-allocated to a file of its own, which is removed when a commit that empties the queue would fail without it.
+Posts are refused while there is little space. Another program may fill the disk all the same. So a
+part of the space is allocated to a file of its own, which is removed when a commit that empties the
+queue would fail without it.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 RESERVE_BYTES = 64 << 20
-"""Enough for hundreds of commits, and for many more as the log is folded into the file between them."""
+"""Enough for hundreds of commits, and for many more as the log is folded into the file between
+them."""
 SLACK_BYTES = 16 << 20
 """Free space below which no post may make the file longer."""
 FIXED_BYTES = 2 << 20
-"""Bytes of log for the pages that every post touches besides its bodies. Rebuilding the reserve leaves them free."""
+"""Bytes of log for the pages that every post touches besides its bodies. Rebuilding the reserve
+leaves them free."""
 
 
 def megabytes(n_bytes: int) -> str:
@@ -39,7 +43,8 @@ class DiskSpace:
         reusable: bytes of pages in the file that hold nothing.
         reserve: bytes kept for what empties the queue, if they are not used.
         reserve_is_whole: they are allocated.
-        reserve_lacks_space: the system refused to allocate them for want of space, though `free` may be more: a quota.
+        reserve_lacks_space: the system refused to allocate them for want of space, though `free`
+            may be more: a quota.
         measured: when, in seconds of the monotonic clock.
     """
 
@@ -61,7 +66,9 @@ class DiskSpace:
     def refusal(self, n_bytes: int) -> str | None:
         """Return the reason to refuse posts of so many bytes; None if there is space."""
         needed, folder = self.needed_for(n_bytes), self.path.absolute().parent
-        kept = f"{megabytes(self.reserve)} beyond that are reserved for batches and acknowledgements"
+        kept = (
+            f"{megabytes(self.reserve)} beyond that are reserved for batches and acknowledgements"
+        )
         if not self.reserve_is_whole:
             needed += self.reserve
             kept = f"its reserve of {megabytes(self.reserve)} for batches and acknowledgements is not whole"
@@ -93,7 +100,9 @@ class Reserve:
             file = self.path.lstat()
         except OSError:
             return False
-        return file.st_size == self.size and file.st_blocks * 512 >= self.size  # a copy may have holes
+        return (
+            file.st_size == self.size and file.st_blocks * 512 >= self.size
+        )  # a copy may have holes
 
     def build(self, free: int) -> None:
         """Allocate the reserve, if it is not there and enough of the disk is free."""
@@ -101,7 +110,9 @@ class Reserve:
             return
         try:
             self.path.unlink(missing_ok=True)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(
+                self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+            )
             try:
                 os.posix_fallocate(descriptor, 0, self.size)
             finally:
@@ -110,7 +121,12 @@ class Reserve:
             self._remove()
             self.lacks_space = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not self._complained:
-                logger.warning("store: cannot allocate %s for %s: %s", megabytes(self.size), self.path, error.strerror)
+                logger.warning(
+                    "store: cannot allocate %s for %s: %s",
+                    megabytes(self.size),
+                    self.path,
+                    error.strerror,
+                )
             self._complained = True
             return
         self.is_whole, self.lacks_space, self._complained = True, False, False

@@ -1,4 +1,6 @@
-"""The routes that an environment calls: to register, to pace itself, and to post groups and results of evaluations."""
+"""The routes that an environment calls: to register, to pace itself, and to post groups and results
+of evaluations.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from fastapi.responses import Response
 from atroposlib.service.answers import Reader, Service, answer, query_int, takes
 from atroposlib.service.group_reader import GroupReader
 from atroposlib.service.group_schema import ScoredData
-from atroposlib.service.records import BatchTooSmallError, QueueError, Receipt, UnknownEnvironmentError
+from atroposlib.service.records import (
+    BatchTooSmallError,
+    QueueError,
+    Receipt,
+    UnknownEnvironmentError,
+)
 from atroposlib.service.schemas import (
     EnvIdentifier,
     EnvStatus,
@@ -27,7 +34,9 @@ from atroposlib.service.store import StoreError
 
 logger = logging.getLogger(__name__)
 
-RUN_ENDED = "the last trainer's run has ended; an environment that registers now waits for the next trainer"
+RUN_ENDED = (
+    "the last trainer's run has ended; an environment that registers now waits for the next trainer"
+)
 """Reason in the answer to /register-env after the end of a run."""
 
 
@@ -94,8 +103,9 @@ async def disconnect_env(request: Request, service: Service) -> Response:
 async def status_env(request: Request, service: Service) -> Response:
     """How an environment should pace itself. The id comes in a JSON body, or as ?env_id=.
 
-    One that has nothing to do hands back the `moves` of its last answer, and how long it may `wait`: it is answered when
-    the trainer has registered, taken or acknowledged a batch, or ended its run since, or when that time is over.
+    One that has nothing to do hands back the `moves` of its last answer, and how long it may
+    `wait`: it is answered when the trainer has registered, taken or acknowledged a batch, or ended
+    its run since, or when that time is over.
     """
     env_id, process = query_int(request, "env_id"), ""
     if env_id is None:
@@ -104,7 +114,9 @@ async def status_env(request: Request, service: Service) -> Response:
         if body.moves is not None:
             await service.trainer_activity.wait_for_change(body.moves, body.wait)
     now, moves = service.clock(), service.trainer_activity.number
-    return answer(await service.run(lambda queue: queue.status_env(env_id, now, process)) | {"moves": moves})
+    return answer(
+        await service.run(lambda queue: queue.status_env(env_id, now, process)) | {"moves": moves}
+    )
 
 
 @router.post("/scored_data", **takes(ScoredData))
@@ -152,14 +164,21 @@ async def post_evaluation(request: Request, service: Service) -> Response:
 
 @router.get("/evaluations")
 async def evaluations(request: Request, service: Service) -> Response:
-    """The results that came after the one with the id `after` (default 0, all that are kept), oldest first."""
+    """The results that came after the one with the id `after` (default 0, all that are kept),
+    oldest first.
+    """
     after = query_int(request, "after") or 0
     newer = await service.run(lambda queue: queue.evaluations.after(after))
     return answer({"evaluations": [evaluation.to_json() for evaluation in newer]})
 
 
-async def post(service: RolloutService, reader: GroupReader, body: bytes, many: bool) -> list[Receipt]:
-    """Read and post groups. Name the field of a group that is too large, and count the post if it is refused."""
+async def post(
+    service: RolloutService, reader: GroupReader, body: bytes, many: bool
+) -> list[Receipt]:
+    """Read and post groups.
+
+    Name the field of a group that is too large, and count the post if it is refused.
+    """
     try:
         await service.post_space.require(len(body))
         with service.post_space.taken(len(body)):
@@ -167,7 +186,9 @@ async def post(service: RolloutService, reader: GroupReader, body: bytes, many: 
             try:
                 return await service.post(drafts)
             except BatchTooSmallError as error:
-                raise invalid([error.index, "tokens"] if many else ["tokens"], error.size, f"tokens: {error}") from None
+                raise invalid(
+                    [error.index, "tokens"] if many else ["tokens"], error.size, f"tokens: {error}"
+                ) from None
     except (InvalidRequestError, QueueError, StoreError) as refusal:
         service.queue.refusals.note_refusal(str(refusal))
         raise

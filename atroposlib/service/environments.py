@@ -1,4 +1,7 @@
-"""The environments that have registered, and their accounts with the scheduler. Pure: no I/O, no clock of its own."""
+"""The environments that have registered, and their accounts with the scheduler.
+
+Pure: no I/O, no clock of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from atroposlib.service.records import NOBODY, Environment, Limits, UnknownEnvir
 from atroposlib.service.scheduling import MIN_WEIGHT
 
 MAX_NAMES = 1024
-"""Names of environments whose numbers are remembered; those used last, and those of registered environments, are kept."""
+"""Names of environments whose numbers are remembered; those used last, and those of registered
+environments, are kept."""
 
 
 class Registry:
@@ -24,7 +28,8 @@ class Registry:
         self.came: dict[int, float] = {}
         """When each registered, or when the service began that knew it from its store."""
         self.posted: dict[int, float] = {}
-        """Time of the last group that each has posted to this process of the service, dropped groups included."""
+        """Time of the last group that each has posted to this process of the service, dropped
+        groups included."""
         self.processes: dict[int, str] = {}
         """The process of each that names it."""
         self.name_counts: Counter[str] = Counter()
@@ -46,7 +51,12 @@ class Registry:
         return forgotten
 
     def restore(
-        self, records: list[dict[str, Any]], name_counts: Mapping[str, int], clock: float, now: float, next_id: int = 0
+        self,
+        records: list[dict[str, Any]],
+        name_counts: Mapping[str, int],
+        clock: float,
+        now: float,
+        next_id: int = 0,
     ) -> None:
         """Take over what was stored; every environment counts as heard from just now."""
         for stored in records:
@@ -59,7 +69,13 @@ class Registry:
         self._next_id = max(next_id, max(self.by_id) + 1)
 
     def add(
-        self, desired_name: str, weight: float, group_size: int, max_token_length: int, allocation: float | None, now: float
+        self,
+        desired_name: str,
+        weight: float,
+        group_size: int,
+        max_token_length: int,
+        allocation: float | None,
+        now: float,
     ) -> Environment:
         """Register a new environment, named after what it wished for and how many did so before it."""
         environment = Environment(
@@ -73,7 +89,9 @@ class Registry:
             clock=self.clock,
         )
         self._next_id = environment.env_id + 1
-        self.name_counts[desired_name] = self.name_counts.pop(desired_name, 0) + 1  # the newest is last
+        self.name_counts[desired_name] = (
+            self.name_counts.pop(desired_name, 0) + 1
+        )  # the newest is last
         self._forget_names()
         self.by_id[environment.env_id] = environment
         self.last_seen[environment.env_id] = self.came[environment.env_id] = now
@@ -98,7 +116,8 @@ class Registry:
         """The environment of that id.
 
         Raises:
-            UnknownEnvironmentError: not registered here (any more); the environment should register again.
+            UnknownEnvironmentError: not registered here (any more); the environment should register
+                again.
         """
         if env_id == NOBODY or env_id not in self.by_id:
             raise UnknownEnvironmentError(env_id)
@@ -106,12 +125,18 @@ class Registry:
 
     def serving(self, stream: str) -> list[int]:
         """The connected environments that serve a stream of items."""
-        return [env_id for env_id, one in self.by_id.items() if one.connected and one.stream == stream]
+        return [
+            env_id for env_id, one in self.by_id.items() if one.connected and one.stream == stream
+        ]
 
     def beside(self, env_id: int) -> list[Environment]:
         """The other connected environments that have spoken since this one registered."""
         came = self.came[env_id]
-        return [self.by_id[other] for other, seen in self.last_seen.items() if seen > came and self._is_other(other, env_id)]
+        return [
+            self.by_id[other]
+            for other, seen in self.last_seen.items()
+            if seen > came and self._is_other(other, env_id)
+        ]
 
     def _is_other(self, other: int, env_id: int) -> bool:
         return other != env_id and self.by_id[other].connected
@@ -141,7 +166,8 @@ class Registry:
     def connected(self, now: float, first_of_run: int) -> list[Environment]:
         """Connected environments of the present run.
 
-        An environment of an ended run counts while it still posts: environments of the public Atropos stay for the next run.
+        An environment of an ended run counts while it still posts: environments of the public
+        Atropos stay for the next run.
 
         Args:
             now: seconds of the queue's clock.
@@ -151,7 +177,8 @@ class Registry:
         return [
             one
             for one in known
-            if one.env_id >= first_of_run or now - self.posted.get(one.env_id, -math.inf) <= self.limits.silent_after
+            if one.env_id >= first_of_run
+            or now - self.posted.get(one.env_id, -math.inf) <= self.limits.silent_after
         ]
 
     def seconds_silent(self, environment: Environment, now: float) -> float:
@@ -159,12 +186,16 @@ class Registry:
         return now - self.last_seen[environment.env_id]
 
     def follows(self, later: Environment, earlier: Environment) -> bool:
-        """Return whether `later` was started in the place of `earlier`: same name, registered after its last call."""
+        """Return whether `later` was started in the place of `earlier`: same name, registered after
+        its last call.
+        """
         same = later.desired_name == earlier.desired_name
         return same and self.came[later.env_id] > self.last_seen[earlier.env_id]
 
     def seconds_without_groups(self, environment: Environment, now: float) -> float:
-        """Seconds since the environment posted a group, or since it registered if it has posted none."""
+        """Seconds since the environment posted a group, or since it registered if it has posted
+        none.
+        """
         return now - self.posted.get(environment.env_id, self.came[environment.env_id])
 
     def next_id(self) -> int:
@@ -180,10 +211,15 @@ class Registry:
         ]
 
     def reservations(self, batch_size: int, now: float) -> dict[int, float]:
-        """Sequences of the next batch that are kept for each environment, what earlier batches owe it included."""
+        """Sequences of the next batch that are kept for each environment, what earlier batches owe
+        it included.
+        """
         reserving = [e for e in self.active(now) if e.min_batch_allocation]
         scale = max(1.0, sum(e.min_batch_allocation or 0.0 for e in reserving))
-        return {e.env_id: (e.min_batch_allocation or 0.0) / scale * batch_size + e.owed for e in reserving}
+        return {
+            e.env_id: (e.min_batch_allocation or 0.0) / scale * batch_size + e.owed
+            for e in reserving
+        }
 
     def wake(self, line: int) -> None:
         """A line that was empty has groups again: it may not claim the turns that it did not need."""
@@ -196,7 +232,9 @@ class Registry:
         """Book a batch: sequences served per line, and what had been reserved."""
         for env_id, reserved in reservations.items():
             environment = self.by_id[env_id]
-            environment.owed = min(max(0.0, reserved - served.get(env_id, 0)), float(environment.group_size))
+            environment.owed = min(
+                max(0.0, reserved - served.get(env_id, 0)), float(environment.group_size)
+            )
             self._dirty.add(env_id)
         for line, sequences in served.items():
             environment = self.by_id[line]
@@ -205,11 +243,15 @@ class Registry:
             self._dirty.add(line)
 
     def shares(self, env_id: int, now: float) -> dict[str, float]:
-        """The wire's `unallocated_fraction` of a batch and `env_weight` (share of all weights, at least 0.01)."""
+        """The wire's `unallocated_fraction` of a batch and `env_weight` (share of all weights, at
+        least 0.01).
+        """
         active = self.active(now)
         weights = sum(e.weight for e in active)
         return {
-            "unallocated_fraction": max(0.0, 1.0 - sum(e.min_batch_allocation or 0.0 for e in active)),
+            "unallocated_fraction": max(
+                0.0, 1.0 - sum(e.min_batch_allocation or 0.0 for e in active)
+            ),
             "env_weight": max(0.01, self.by_id[env_id].weight / weights if weights else 1.0),
         }
 

@@ -10,7 +10,8 @@ from atroposlib.service.records import Evaluation
 MAX_KEPT = 1024
 """Evaluations; the oldest are forgotten first."""
 MAX_BYTES = 8 << 20
-"""Of JSON that all of them are together, for all may be asked for at once. The newest is kept whatever its size."""
+"""Of JSON that all of them are together, for all may be asked for at once. The newest is kept
+whatever its size."""
 
 
 class Evaluations:
@@ -45,11 +46,16 @@ class Evaluations:
         key: str | None = None,
         weight_epoch: int | None = None,
     ) -> int:
-        """Note a result. Returns its id; that of the first one, if a result of the same key is kept."""
+        """Note a result.
+
+        Returns its id; that of the first one, if a result of the same key is kept.
+        """
         for known in self._kept if key is not None else ():
             if known.key == key:
                 return known.id
-        evaluation = Evaluation(self.next_id, time, env_id, name, weight_version, metrics, key, weight_epoch)
+        evaluation = Evaluation(
+            self.next_id, time, env_id, name, weight_version, metrics, key, weight_epoch
+        )
         self.next_id += 1
         self._added.append(evaluation)
         self._keep(evaluation)

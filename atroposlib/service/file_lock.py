@@ -18,7 +18,8 @@ LOCKED_BYTE = 1 << 62
 def lock_file(path: Path) -> int:
     """Make the file if there is none, and lock it until the returned descriptor is closed.
 
-    The lock belongs to the open file, not to the process: SQLite drops all locks of the process whenever it closes the file.
+    The lock belongs to the open file, not to the process: SQLite drops all locks of the process
+    whenever it closes the file.
 
     Raises:
         StoreError: another service has it, or it cannot be opened.
@@ -39,7 +40,9 @@ def lock_file(path: Path) -> int:
             status = os.fstat(descriptor)
             os.close(descriptor)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise StoreError(f"store {path}: it cannot be locked: {error.strerror}; pass another --store") from None
+                raise StoreError(
+                    f"store {path}: it cannot be locked: {error.strerror}; pass another --store"
+                ) from None
             named = ", ".join(map(str, file_users(status))) or "not visible here"
             raise StoreError(
                 f"store {path} is in use by another service (pid {named}); stop it, or pass another --store"
@@ -50,14 +53,17 @@ def lock_file(path: Path) -> int:
 def require_same_files(opened: Mapping[Path, os.stat_result]) -> None:
     """Check that open files still have their names.
 
-    Data that is written to a file without a name is gone when the process ends, although each write succeeds.
+    Data that is written to a file without a name is gone when the process ends, although each write
+    succeeds.
 
     Raises:
         StoreError: a file was removed, moved or replaced.
     """
     for path, before in opened.items():
         try:
-            happened = None if os.path.samestat(os.stat(path), before) else "was replaced by another file"
+            happened = (
+                None if os.path.samestat(os.stat(path), before) else "was replaced by another file"
+            )
         except OSError as error:
             happened = f"is not in its place ({error.strerror})"
         if happened:
@@ -77,7 +83,9 @@ def file_users(wanted: os.stat_result, proc: Path = Path("/proc")) -> list[int]:
     users = []
     for process in proc.glob("[0-9]*"):
         try:
-            opened = any(os.path.samestat(link.stat(), wanted) for link in (process / "fd").iterdir())
+            opened = any(
+                os.path.samestat(link.stat(), wanted) for link in (process / "fd").iterdir()
+            )
         except OSError:  # another user's process, or one that has just ended
             continue
         if opened:

@@ -1,8 +1,8 @@
-"""The inference servers of a run, as the service knows them: which are wanted, which are to leave, and what the trainer says of
-each. Pure.
+"""The inference servers of a run, as the service knows them: which are wanted, which are to leave,
+and what the trainer says of each. Pure.
 
-What people and scripts wish is kept like everything else that was answered. The trainer's table is not: it is published anew
-every few seconds, and one of before a restart would only be wrong.
+What people and scripts wish is kept like everything else that was answered. The trainer's table is
+not: it is published anew every few seconds, and one of before a restart would only be wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 from atroposlib.service.records import MAX_SERVERS
 
 FORGET_SECONDS = 60.0
-"""After which what one has said is not shown beside what another says; everybody says it anew every few seconds."""
+"""After which what one has said is not shown beside what another says; everybody says it anew every
+few seconds."""
 
 
 MAX_PUBLISHERS = 64
@@ -51,7 +52,8 @@ class FleetRequests:
     left: list[str] = field(default_factory=list)
     """Servers that it shall let go, those that it was started with included."""
     unkeyed: list[str] = field(default_factory=list)
-    """Addresses among the wanted ones from requests that needed no key: no key may be sent to them."""
+    """Addresses among the wanted ones from requests that needed no key: no key may be sent to
+    them."""
     _changed: bool = False
 
     def take_changed(self) -> bool:
@@ -86,7 +88,8 @@ class FleetRequests:
 
         Args:
             url: the server's.
-            published: the addresses in the trainer's table; None if it has published none, and then any may be meant.
+            published: the addresses in the trainer's table; None if it has published none, and then
+                any may be meant.
 
         Raises:
             UnknownServerError: nobody knows this server.
@@ -109,7 +112,8 @@ class FleetRequests:
         """Return the lists as the service answers them.
 
         Args:
-            keyed: the service has a key. Addresses from before it had one are left out: clients send their keys to the rest.
+            keyed: the service has a key. Addresses from before it had one are left out: clients
+                send their keys to the rest.
         """
         wanted = [url for url in self.wanted if not keyed or url not in self.unkeyed]
         return {"wanted": wanted, "left": list(self.left), "keyed": keyed}
@@ -117,19 +121,25 @@ class FleetRequests:
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """What was said last of the servers, by the trainer or by parameter servers of which each has some."""
+    """What was said last of the servers, by the trainer or by parameter servers of which each has
+    some.
+    """
 
     servers: list[dict[str, Any]] = field(default_factory=list)
     """url, standing, weight_version, weight_epoch, since, reason of each."""
     published: float | None = None
-    """When, in Unix seconds by this machine's clock, for people; None if there was no publication yet."""
+    """When, in Unix seconds by this machine's clock, for people; None if there was no publication
+    yet."""
     heard: float = 0.0
     """When, in seconds of a clock that does not jump."""
     _parts: dict[str, tuple[float, list[dict[str, Any]]]] = field(default_factory=dict)
 
-    def updated(self, by: str, servers: list[dict[str, Any]], now: float, unix: float) -> FleetStatus:
-        """The table after somebody has said something: it takes the place of what the same one said before. Of others counts
-        what is no older than FORGET_SECONDS, and of two who name the same server the later one.
+    def updated(
+        self, by: str, servers: list[dict[str, Any]], now: float, unix: float
+    ) -> FleetStatus:
+        """The table after somebody has said something: it takes the place of what the same one said
+        before. Of others counts what is no older than FORGET_SECONDS, and of two who name the same
+        server the later one.
 
         Args:
             by: who; empty for the trainer.
@@ -140,7 +150,11 @@ class FleetStatus:
         Raises:
             TooManyPublishersError: there are too many tables, or servers in them.
         """
-        parts = {who: part for who, part in self._parts.items() if who != by and now - part[0] < FORGET_SECONDS}
+        parts = {
+            who: part
+            for who, part in self._parts.items()
+            if who != by and now - part[0] < FORGET_SECONDS
+        }
         parts[by] = (now, servers)
         count = sum(len(part) for _, part in parts.values())
         if len(parts) > MAX_PUBLISHERS or count > MAX_SERVERS:
@@ -148,7 +162,11 @@ class FleetStatus:
                 f"with this table {len(parts)} parties would have published {count} servers within {FORGET_SECONDS:g} s; at "
                 f"most {MAX_PUBLISHERS} may, and {MAX_SERVERS} servers: use one name in `by` for each parameter server"
             )
-        rows = {row["url"]: row for _, part in sorted(parts.values(), key=lambda part: part[0]) for row in part}
+        rows = {
+            row["url"]: row
+            for _, part in sorted(parts.values(), key=lambda part: part[0])
+            for row in part
+        }
         return FleetStatus(list(rows.values()), unix, now, parts)
 
     def age(self, now: float) -> float | None:

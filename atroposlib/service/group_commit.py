@@ -1,4 +1,6 @@
-"""Stores what the calls change: everything that waits at a time goes into one transaction, and costs one fsync."""
+"""Stores what the calls change: everything that waits at a time goes into one transaction, and
+costs one fsync.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ class Committer:
         store: where to.
         timeout: seconds that a caller waits at most.
         committed: called with the seconds that a transaction took.
-        failed: called when a transaction failed, before those who wait for it hear so. What was given since then is
-            forgotten, since it was made from a state that never was.
+        failed: called when a transaction failed, before those who wait for it hear so. What was
+            given since then is forgotten, since it was made from a state that never was.
     """
 
     def __init__(
-        self, store: Store, timeout: float, committed: Callable[[float], None], failed: Callable[[StoreError], None]
+        self,
+        store: Store,
+        timeout: float,
+        committed: Callable[[float], None],
+        failed: Callable[[StoreError], None],
     ) -> None:
         self.store, self.timeout = store, timeout
         self._tell_committed, self._tell_failed = committed, failed
@@ -41,8 +47,9 @@ class Committer:
     async def store_all(self, changes: Changes) -> None:
         """Wait until these changes are stored, and all that were given before.
 
-        A call that changed nothing has seen what others changed, and its answer promises that: a post that is retried
-        while the first one is still being written, a batch that is asked for again. So it waits for the others.
+        A call that changed nothing has seen what others changed, and its answer promises that: a
+        post that is retried while the first one is still being written, a batch that is asked for
+        again. So it waits for the others.
 
         Raises:
             StoreError: they could not be stored, or not within the time limit.
@@ -62,9 +69,13 @@ class Committer:
             return
         try:
             async with asyncio.timeout(self.timeout):
-                await asyncio.shield(newest)  # a client that goes away does not take back what others share
+                await asyncio.shield(
+                    newest
+                )  # a client that goes away does not take back what others share
         except TimeoutError:
-            raise StoreError(f"the store did not answer within {self.timeout:g} s; look at the disk it is on") from None
+            raise StoreError(
+                f"the store did not answer within {self.timeout:g} s; look at the disk it is on"
+            ) from None
 
     async def _commit_all(self) -> None:
         loop = asyncio.get_running_loop()
@@ -78,7 +89,11 @@ class Committer:
                 self._fail(error)
             except Exception as error:  # whatever it is, those who wait must hear of it
                 logger.exception("the store failed in a way that it does not know")
-                self._fail(StoreError(f"nothing was stored: {type(error).__name__}: {error}; see the service's log"))
+                self._fail(
+                    StoreError(
+                        f"nothing was stored: {type(error).__name__}: {error}; see the service's log"
+                    )
+                )
             else:
                 self._resolve(None)
                 self._tell_committed(time.perf_counter() - started)
@@ -101,7 +116,10 @@ class Committer:
             future.exception()  # whoever waited may be gone
 
     async def close(self) -> bool:
-        """Wait for what is under way. Returns whether all of it was stored within the time limit."""
+        """Wait for what is under way.
+
+        Returns whether all of it was stored within the time limit.
+        """
         late: set[asyncio.Task[None]] = set()
         if self._task is not None:
             _, late = await asyncio.wait([self._task], timeout=self.timeout)

@@ -1,8 +1,9 @@
 """Reads posted groups, and large ones in a process of their own.
 
-Reading JSON keeps the interpreter to itself until it is done, in whichever thread: while 100 MB are read, nothing else of
-the process is answered. So what is large goes through a socket to a child, which says what `group_schema.read_groups` found.
-The child ends with its end of the socket, so it outlives the service in no case.
+Reading JSON keeps the interpreter to itself until it is done, in whichever thread: while 100 MB are
+read, nothing else of the process is answered. So what is large goes through a socket to a child,
+which says what `group_schema.read_groups` found. The child ends with its end of the socket, so it
+outlives the service in no case.
 
     python -m atroposlib.service.group_reader FD    # the child
 """
@@ -37,7 +38,8 @@ IN_A_PROCESS_FROM = 1 << 20
 KEEP_UP_TO = 32 << 20
 """Bytes of a body after which the child ends, and its memory with it."""
 MEMORY_PER_BYTE = 20
-"""Memory of the child for each byte of the largest body. A group of many long sequences needs 13."""
+"""Memory of the child for each byte of the largest body. A group of many long sequences needs
+13."""
 MEMORY_BESIDES = 256 << 20
 """Memory of the child beyond that, in bytes."""
 LOOK_EVERY_SECONDS = 0.05
@@ -91,7 +93,9 @@ class GroupReader:
             head = orjson.loads(_take(sock, *LENGTH.unpack(_take(sock, LENGTH.size))))
             if "errors" in head:
                 raise InvalidRequestError(head["errors"])
-            drafts = [_draft(fields, _take(sock, fields.pop("n_bytes"))) for fields in head["groups"]]
+            drafts = [
+                _draft(fields, _take(sock, fields.pop("n_bytes"))) for fields in head["groups"]
+            ]
         except (OSError, EOFError) as error:
             self._stop()
             raise ReaderError(
@@ -158,7 +162,9 @@ class GroupReader:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the memory that a process has now; 0 if it has ended, or if the system does not show it."""
+    """Return the memory that a process has now; 0 if it has ended, or if the system does not show
+    it.
+    """
     try:
         pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
     except (OSError, IndexError):
@@ -203,8 +209,13 @@ def serve(sock: socket.socket) -> None:
             head = orjson.dumps({"errors": error.errors}, default=str)
         else:
             bodies = [draft.body for draft in drafts]
-            names = [field.name for field in dataclasses.fields(ValidatedGroup) if field.name != "body"]
-            groups = [{**{name: getattr(draft, name) for name in names}, "n_bytes": len(draft.body)} for draft in drafts]
+            names = [
+                field.name for field in dataclasses.fields(ValidatedGroup) if field.name != "body"
+            ]
+            groups = [
+                {**{name: getattr(draft, name) for name in names}, "n_bytes": len(draft.body)}
+                for draft in drafts
+            ]
             head = orjson.dumps({"groups": groups})
         sock.sendall(LENGTH.pack(len(head)) + head)
         for part in bodies:

@@ -28,17 +28,37 @@ class Metrics:
 
     def __init__(self, queue: Callable[[], RolloutQueue], post_space: PostSpace) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter("rollout_requests", "Requests answered", ["method", "route", "status"], registry=self.registry)
+        self.requests = Counter(
+            "rollout_requests",
+            "Requests answered",
+            ["method", "route", "status"],
+            registry=self.registry,
+        )
         self.request_seconds = Histogram(
-            "rollout_request_seconds", "Seconds to answer a request", ["route"], buckets=SECONDS, registry=self.registry
+            "rollout_request_seconds",
+            "Seconds to answer a request",
+            ["route"],
+            buckets=SECONDS,
+            registry=self.registry,
         )
         self.commit_seconds = Histogram(
-            "rollout_commit_seconds", "Seconds until a change was stored", buckets=SECONDS, registry=self.registry
+            "rollout_commit_seconds",
+            "Seconds until a change was stored",
+            buckets=SECONDS,
+            registry=self.registry,
         )
-        self.groups = Counter("rollout_groups_posted", "Groups by answer", ["status"], registry=self.registry)
-        self.sequences = Counter("rollout_sequences_posted", "Sequences accepted", registry=self.registry)
-        self.bytes = Counter("rollout_bytes_posted", "Bytes of JSON accepted", registry=self.registry)
-        self.batches = Counter("rollout_batches_handed_out", "Batches, repeated ones included", registry=self.registry)
+        self.groups = Counter(
+            "rollout_groups_posted", "Groups by answer", ["status"], registry=self.registry
+        )
+        self.sequences = Counter(
+            "rollout_sequences_posted", "Sequences accepted", registry=self.registry
+        )
+        self.bytes = Counter(
+            "rollout_bytes_posted", "Bytes of JSON accepted", registry=self.registry
+        )
+        self.batches = Counter(
+            "rollout_batches_handed_out", "Batches, repeated ones included", registry=self.registry
+        )
         self.age = Histogram(
             "rollout_group_age_versions",
             "Weight versions between sampling and handing out",
@@ -83,18 +103,42 @@ class _QueueState(Collector):
         queue = self._queue()
         gauges = {
             "rollout_queue_groups": ("Groups ready for a batch", queue.lines.groups),
-            "rollout_queue_sequences": ("Sequences ready for a batch", queue.lines.total_sequences()),
-            "rollout_buffered_groups": ("Groups that wait to be recombined", sum(len(b) for b in queue.buffers.values())),
-            "rollout_used_groups_waiting": ("Groups that may be learned from again", queue.lines.used_groups),
-            "rollout_reference_waiting_groups": ("Groups that wait for ref_logprobs", len(queue.reference.waiting)),
-            "rollout_reference_leased_groups": ("Groups at reference workers, overdue ones too", len(queue.reference.loans)),
+            "rollout_queue_sequences": (
+                "Sequences ready for a batch",
+                queue.lines.total_sequences(),
+            ),
+            "rollout_buffered_groups": (
+                "Groups that wait to be recombined",
+                sum(len(b) for b in queue.buffers.values()),
+            ),
+            "rollout_used_groups_waiting": (
+                "Groups that may be learned from again",
+                queue.lines.used_groups,
+            ),
+            "rollout_reference_waiting_groups": (
+                "Groups that wait for ref_logprobs",
+                len(queue.reference.waiting),
+            ),
+            "rollout_reference_leased_groups": (
+                "Groups at reference workers, overdue ones too",
+                len(queue.reference.loans),
+            ),
             "rollout_leased_batches": ("Batches not yet acknowledged", len(queue.leases)),
             "rollout_held_groups": ("Groups held in all", queue.held_groups),
             "rollout_held_bytes": ("Bytes held in all", queue.held_bytes),
-            "rollout_batches_skipped": ("Batches that the trainer could not learn from", queue.batches_skipped),
-            "rollout_batches_set_aside": ("Batches that ended trainers and are handed out no more", queue.failures.total),
+            "rollout_batches_skipped": (
+                "Batches that the trainer could not learn from",
+                queue.batches_skipped,
+            ),
+            "rollout_batches_set_aside": (
+                "Batches that ended trainers and are handed out no more",
+                queue.failures.total,
+            ),
             "rollout_current_step": ("Batches handed out", queue.current_step),
-            "rollout_trainer_version": ("Weight version of the next batch", queue.trainer_version()),
+            "rollout_trainer_version": (
+                "Weight version of the next batch",
+                queue.trainer_version(),
+            ),
             "rollout_environments": (
                 "Connected environments",
                 sum(e.connected for e in queue.registry.by_id.values() if e.env_id != NOBODY),
@@ -103,15 +147,29 @@ class _QueueState(Collector):
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value)
         counted = {
-            "rollout_group_uses": ("Groups in batches that were learned from, each time", queue.uses),
+            "rollout_group_uses": (
+                "Groups in batches that were learned from, each time",
+                queue.uses,
+            ),
             "rollout_groups_used": ("Groups that were learned from at all", queue.groups_used),
-            "rollout_references_answered": ("Groups that got their ref_logprobs from workers", queue.reference.answered),
-            "rollout_references_unusable": ("Groups for which workers could compute none", queue.reference.unusable),
-            "rollout_reference_leases_expired": ("Groups that a worker kept for too long", queue.reference.expired),
+            "rollout_references_answered": (
+                "Groups that got their ref_logprobs from workers",
+                queue.reference.answered,
+            ),
+            "rollout_references_unusable": (
+                "Groups for which workers could compute none",
+                queue.reference.unusable,
+            ),
+            "rollout_reference_leases_expired": (
+                "Groups that a worker kept for too long",
+                queue.reference.expired,
+            ),
         }
         for name, (text, value) in counted.items():
             yield CounterMetricFamily(name, text, value)
-        drops = CounterMetricFamily("rollout_groups_dropped", "Groups dropped", labels=["reason", "longest_up_to"])
+        drops = CounterMetricFamily(
+            "rollout_groups_dropped", "Groups dropped", labels=["reason", "longest_up_to"]
+        )
         for (reason, bucket), count in sorted(queue.drops.items()):
             drops.add_metric([reason, str(bucket)], count)
         yield drops
@@ -128,8 +186,16 @@ class _StoreSpace(Collector):
         figures = self._post_space.figures()
         if figures is None:
             return
-        yield GaugeMetricFamily("rollout_store_free_bytes", "Free bytes of the store's disk", figures["free_bytes"])
+        yield GaugeMetricFamily(
+            "rollout_store_free_bytes", "Free bytes of the store's disk", figures["free_bytes"]
+        )
         refusing = figures["refusing_posts"] is not None
-        yield GaugeMetricFamily("rollout_store_refusing_posts", "1 while posts are refused for want of disk space", refusing)
+        yield GaugeMetricFamily(
+            "rollout_store_refusing_posts",
+            "1 while posts are refused for want of disk space",
+            refusing,
+        )
         whole = figures["reserve_is_whole"]
-        yield GaugeMetricFamily("rollout_store_reserve_is_whole", "1 if the reserve for batches is there", whole)
+        yield GaugeMetricFamily(
+            "rollout_store_reserve_is_whole", "1 if the reserve for batches is there", whole
+        )

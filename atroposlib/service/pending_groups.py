@@ -1,11 +1,11 @@
 """Accepted groups that are not handed out yet. Pure: no I/O, no clock of its own.
 
-`PendingGroups` holds one first-in-first-out line per environment. If the trainer wants reference logprobs, groups
-first wait in the `ReferenceQueue`, which lends them to reference workers.
+`PendingGroups` holds one first-in-first-out line per environment. If the trainer wants reference
+logprobs, groups first wait in the `ReferenceQueue`, which lends them to reference workers.
 
-A group is lent to a worker for a time, and after that to the next worker. The queue takes the first answer. The
-reference has frozen weights, so both answers are the same. Loans are not stored: after a restart the queue lends
-all groups again, and still takes the answers of earlier loans.
+A group is lent to a worker for a time, and after that to the next worker. The queue takes the first
+answer. The reference has frozen weights, so both answers are the same. Loans are not stored: after
+a restart the queue lends all groups again, and still takes the answers of earlier loans.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from atroposlib.service.records import NOBODY, Group
 
 IDLE_SECONDS = 30.0
-"""A worker without a call for this long counts as silent. If no worker requests waiting groups for this long, the
-trainer gets the command that starts one."""
+"""A worker without a call for this long counts as silent. If no worker requests waiting groups for
+this long, the trainer gets the command that starts one."""
 MAX_NAMED = 3
 """Workers that the text for the trainer names."""
 MAX_WORKERS = 1024
@@ -143,7 +143,8 @@ class ReferenceQueue:
         self.expired = 0
         """Loans that ran out, in that time."""
         self.idle_since: float | None = None
-        """Time of the last request of a worker, or of the first check without one. None while nothing waits."""
+        """Time of the last request of a worker, or of the first check without one. None while
+        nothing waits."""
         self._recently: OrderedDict[int, None] = OrderedDict()
 
     def add(self, groups: Iterable[Group]) -> None:
@@ -174,8 +175,12 @@ class ReferenceQueue:
             self.remove(group)
         return gone
 
-    def lend(self, name: str, model: str, max_tokens: int, seconds: float, now: float) -> list[Group]:
-        """Lend a worker the oldest free groups, with at most `max_tokens` tokens together, but at least one group."""
+    def lend(
+        self, name: str, model: str, max_tokens: int, seconds: float, now: float
+    ) -> list[Group]:
+        """Lend a worker the oldest free groups, with at most `max_tokens` tokens together, but at
+        least one group.
+        """
         self.note_call(name, now).model = model
         self.idle_since = now if self.waiting else None
         chosen: list[Group] = []
@@ -216,7 +221,10 @@ class ReferenceQueue:
         worker = self.workers.setdefault(name, Worker(name))
         worker.seen = now
         self.workers.move_to_end(name)
-        while len(self.workers) > MAX_WORKERS or now - next(iter(self.workers.values())).seen > FORGET_SECONDS:
+        while (
+            len(self.workers) > MAX_WORKERS
+            or now - next(iter(self.workers.values())).seen > FORGET_SECONDS
+        ):
             self.workers.popitem(last=False)
         return worker
 
@@ -233,7 +241,9 @@ class ReferenceQueue:
         text = f"{len(self.waiting)} groups wait for ref_logprobs"
         idle = now - self.idle_since
         if lent := self._holders(now):
-            more = "" if len(lent) <= MAX_NAMED else f", and at {len(lent) - MAX_NAMED} more workers"
+            more = (
+                "" if len(lent) <= MAX_NAMED else f", and at {len(lent) - MAX_NAMED} more workers"
+            )
             return f"{text}; {', '.join(lent[:MAX_NAMED])}{more}"
         if idle < IDLE_SECONDS:
             return text

@@ -1,4 +1,6 @@
-"""Refuses posts before they would take the disk space that the store keeps for what empties the queue."""
+"""Refuses posts before they would take the disk space that the store keeps for what empties the
+queue.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class PostSpace:
         """Return if there is space for a post of so many bytes besides those under way.
 
         Raises:
-            StoreError: there is not; the message names the file, the free space, the reserve and the remedy.
+            StoreError: there is not; the message names the file, the free space, the reserve and
+                the remedy.
         """
         space = self._store.space
         if space is None:
@@ -62,13 +65,17 @@ class PostSpace:
         return None if space is None else space.refusal(n_bytes + self._under_way)
 
     async def _make_room(self) -> None:
-        """Have the store give back what it can, once for all posts that wait, and not more often than `FRESH_SECONDS`."""
+        """Have the store give back what it can, once for all posts that wait, and not more often
+        than `FRESH_SECONDS`.
+        """
         if self._making is None or self._making.done():
             if time.monotonic() - self._made < FRESH_SECONDS:
                 return
             self._made = time.monotonic()
             self._making = asyncio.create_task(asyncio.to_thread(self._store.make_room))
-        await asyncio.wait([self._making], timeout=WAIT_SECONDS)  # a stalled disk refuses this post, too
+        await asyncio.wait(
+            [self._making], timeout=WAIT_SECONDS
+        )  # a stalled disk refuses this post, too
 
     @contextmanager
     def taken(self, n_bytes: int) -> Iterator[None]:
@@ -80,7 +87,9 @@ class PostSpace:
             self._under_way -= n_bytes
 
     def figures(self) -> dict[str, Any] | None:
-        """Return the space as it was last measured, for /stats and the page; None for a store that needs none."""
+        """Return the space as it was last measured, for /stats and the page; None for a store that
+        needs none.
+        """
         space = self._store.space
         if space is None:
             return None

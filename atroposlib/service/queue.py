@@ -1,10 +1,12 @@
-"""The state of the rollout service and every rule about it. Pure: no I/O, no clock of its own, no threads.
+"""The state of the rollout service and every rule about it. Pure: no I/O, no clock of its own, no
+threads.
 
 Groups come in with `add`, wait in one first-in-first-out line per environment, and leave in batches
 with `next_batch`. Each method changes the state and records the change; `take_changes` returns the
 records, so that the caller stores them in one transaction. `RolloutQueue(limits, snapshot)` builds
 the same state from a store. Sizes and shares are in sequences unless a name says groups. Versions
-are weight versions (numbers of optimizer steps). `now` is in seconds of a clock that never goes back.
+are weight versions (numbers of optimizer steps). `now` is in seconds of a clock that never goes
+back.
 
 `scheduling` chooses the groups of a batch, `unfillable` finds groups that no batch can hold, and
 `starvation` explains an empty batch.
@@ -62,9 +64,11 @@ FORGET_SECONDS = 86_400.0
 """The queue forgets an environment that is silent for longer. If MAX_ENVIRONMENTS are registered,
 `Limits.silent_after` is enough."""
 MAX_STREAMS = 1024
-"""Streams of items of one run. The queue remembers each, since a forgotten stream would begin again."""
+"""Streams of items of one run. The queue remembers each, since a forgotten stream would begin
+again."""
 DROPPED_AT_ONCE = 100
-"""The bound on groups divided by this is the smallest number of unfillable groups dropped at a time."""
+"""The bound on groups divided by this is the smallest number of unfillable groups dropped at a
+time."""
 MAX_NEWS = 64
 """Lines for the log about unfillable groups."""
 STORED = (
@@ -87,7 +91,9 @@ STORED = (
 class RolloutQueue:
     """Queue, buffers, leases and registrations of one rollout service."""
 
-    def __init__(self, limits: Limits | None = None, snapshot: Snapshot | None = None, now: float = 0.0) -> None:
+    def __init__(
+        self, limits: Limits | None = None, snapshot: Snapshot | None = None, now: float = 0.0
+    ) -> None:
         self.limits = limits or Limits()
         self._clear()
         if snapshot is not None:
@@ -103,8 +109,12 @@ class RolloutQueue:
         self.current_step = 0
         self.acks = False  # the trainer acknowledges its batches
         self.acked_version: int | None = None
-        self.former_version: int | None = None  # an earlier trainer's, if the present one began below that
-        self.learned_up_to = 0  # the highest id of a batch that is learned from but kept for the next trainer
+        self.former_version: int | None = (
+            None  # an earlier trainer's, if the present one began below that
+        )
+        self.learned_up_to = (
+            0  # the highest id of a batch that is learned from but kept for the next trainer
+        )
         self.epochs = WeightEpochs()
         # Environments.
         self.registry = Registry(self.limits)
@@ -157,7 +167,10 @@ class RolloutQueue:
                 "next_evaluation": self.evaluations.next_id,
                 "fleet": self.fleet.stored(),
                 "streams": self.streams.stored(),
-                "drops": [[reason, bucket, count] for (reason, bucket), count in sorted(self.drops.items())],
+                "drops": [
+                    [reason, bucket, count]
+                    for (reason, bucket), count in sorted(self.drops.items())
+                ],
                 "sizes_posted": self.posted_sizes.stored(),
             }
         return changes
@@ -169,7 +182,9 @@ class RolloutQueue:
         for name in STORED:
             setattr(self, name, state.get(name, getattr(self, name)))
         self.epochs = WeightEpochs.restored(state)
-        self.drops.update({(reason, bucket): count for reason, bucket, count in state.get("drops", [])})
+        self.drops.update(
+            {(reason, bucket): count for reason, bucket, count in state.get("drops", [])}
+        )
         names, clock = state.get("name_counts", {}), state.get("clock", 0.0)
         self.registry.restore(snapshot.environments, names, clock, now, state.get("next_env_id", 0))
         self.keys.update(snapshot.keys)
@@ -186,7 +201,10 @@ class RolloutQueue:
         for group in snapshot.buffered:
             self.buffers.setdefault(group.line, []).append(group)
         self.reference.add(snapshot.for_reference)
-        self.leases = {lease.batch_id: lease for lease in sorted(snapshot.leases, key=lambda lease: lease.batch_id)}
+        self.leases = {
+            lease.batch_id: lease
+            for lease in sorted(snapshot.leases, key=lambda lease: lease.batch_id)
+        }
         self.failures = BatchFailures.restored(snapshot.state.get("failures", {}), self.leases)
         held = sorted(self._held(), key=lambda group: group.seq)
         self.held_groups, self.held_bytes = len(held), sum(group.n_bytes for group in held)
@@ -235,13 +253,14 @@ class RolloutQueue:
         return self.epochs.give(proposed, run)
 
     def register(self, registration: Registration, lives: Sequence[Life] = ()) -> int:
-        """Register a trainer, for the first time or again. It takes over; leased batches wait for it.
+        """Register a trainer, for the first time or again. It takes over; leased batches wait for
+        it.
 
         Groups that another run has sampled are dropped. These are all groups if the registration is
         another run's. If the trainer names its weight epoch, they are the groups of epochs that are
-        not its run's, and groups that count as older than version 0 (see `WeightEpochs`). If it does not,
-        they are the groups sampled at a version that it has not reached. For the groups of a leased
-        batch, only stated weights count.
+        not its run's, and groups that count as older than version 0 (see `WeightEpochs`). If it
+        does not, they are the groups sampled at a version that it has not reached. For the groups
+        of a leased batch, only stated weights count.
 
         Args:
             registration: the trainer's. Its `weight_epoch` becomes the one that the service counts.
@@ -263,13 +282,17 @@ class RolloutQueue:
         if old is not None and old.reference != registration.reference:
             self._forget_references()
         self._return_leases(old, another_run)
-        if another_run or (old is None and registration.run is not None and not registration.starting_step):
+        if another_run or (
+            old is None and registration.run is not None and not registration.starting_step
+        ):
             self.evaluations.clear()  # a run that begins has measured nothing yet
         dropped = self._drop_for_registration(another_run)
         self._move_by_reference()
         for env_id in list(self.buffers):
             self._recombine(env_id)
-        self.streams.rewind(registration.uuid, registration.positions, [*self._held(), *self.failures.groups()])
+        self.streams.rewind(
+            registration.uuid, registration.positions, [*self._held(), *self.failures.groups()]
+        )
         return dropped
 
     def _begin_session(self, registration: Registration) -> None:
@@ -299,7 +322,8 @@ class RolloutQueue:
             if another_run or not same_size or any(unusable(group) for group in lease.groups):
                 self._dissolve(lease)
                 continue
-            # A new object: an answer that is still on its way to the old trainer cannot mark it as sent.
+            # A new object: an answer that is still on its way to the old trainer cannot mark it as
+            # sent.
             self.leases[lease.batch_id] = Lease(lease.batch_id, lease.groups, returned=True)
             self._record_lease(self.leases[lease.batch_id])
 
@@ -314,10 +338,14 @@ class RolloutQueue:
         return dropped
 
     def _is_ahead(self, group: Group) -> bool:
-        """Return True if the weights of a group are not the present trainer's or an earlier one's of its run."""
+        """Return True if the weights of a group are not the present trainer's or an earlier one's
+        of its run.
+        """
         if not self.epochs.lives:
             return group.version > self.require_trainer(None).starting_step
-        return group.version < 0 or (group.stated and any(self._is_of_another_run(*weights) for weights in group.weights))
+        return group.version < 0 or (
+            group.stated and any(self._is_of_another_run(*weights) for weights in group.weights)
+        )
 
     def _is_used_up(self, group: Group) -> bool:
         return group.uses >= self.replay.max_reuse
@@ -325,7 +353,8 @@ class RolloutQueue:
     def end(self, uuid: int) -> None:
         """End the trainer's run, for it and for all environments that are registered.
 
-        The next start of a service begins another run. Environments that register from now on wait for the next trainer.
+        The next start of a service begins another run. Environments that register from now on wait
+        for the next trainer.
 
         Raises:
             NotRegisteredError: no trainer has registered.
@@ -359,7 +388,11 @@ class RolloutQueue:
         if self.registration is None or not self.started or self.ended:
             return None
         self._make_space_for_environment(now)
-        if stream is not None and stream not in self.streams.by_name and len(self.streams.by_name) >= MAX_STREAMS:
+        if (
+            stream is not None
+            and stream not in self.streams.by_name
+            and len(self.streams.by_name) >= MAX_STREAMS
+        ):
             raise RegistryFullError(
                 f"{MAX_STREAMS} streams of items are open, as many as may be: end this run (GET /reset_data) to begin others"
             )
@@ -367,18 +400,21 @@ class RolloutQueue:
             for former in self.registry.serving(stream):
                 self.disconnect_env(former)
             self.streams.open(stream, self.registration.positions)
-        environment = self.registry.add(desired_name, weight, group_size, max_token_length, allocation, now)
+        environment = self.registry.add(
+            desired_name, weight, group_size, max_token_length, allocation, now
+        )
         environment.stream = stream
         self.lines.open(environment.env_id)
         self._state_changed = True
         return environment
 
     def _make_space_for_environment(self, now: float) -> None:
-        """Forget environments that have been silent for long, and more of them if one more would be too many.
+        """Forget environments that have been silent for long, and more of them if one more would be
+        too many.
 
         The queue keeps an environment while any group of it waits or is leased. A forgotten
-        environment gets 404 at its next call, as after `/reset_data`, and registers again. Its number
-        is not given to another one.
+        environment gets 404 at its next call, as after `/reset_data`, and registers again. Its
+        number is not given to another one.
 
         Raises:
             RegistryFullError: as many environments as may be are in use.
@@ -393,7 +429,10 @@ class RolloutQueue:
             env_id
             for env_id in idle
             if env_id in self.registry.by_id
-            and (silence[env_id] > self.limits.silent_after or not self.registry.by_id[env_id].connected)
+            and (
+                silence[env_id] > self.limits.silent_after
+                or not self.registry.by_id[env_id].connected
+            )
         ]
         if len(removable) < excess:
             raise RegistryFullError(
@@ -404,8 +443,12 @@ class RolloutQueue:
         self._forget_environments(removable[:excess])
 
     def _idle_environments(self) -> list[int]:
-        """Return the environments without a waiting or leased group, in the order of their registration."""
-        busy = {group.line for group in self._held()} | {group.line for group in self.failures.groups()}
+        """Return the environments without a waiting or leased group, in the order of their
+        registration.
+        """
+        busy = {group.line for group in self._held()} | {
+            group.line for group in self.failures.groups()
+        }
         return [env_id for env_id in self.registry.by_id if env_id not in busy and env_id != NOBODY]
 
     def _forget_environments(self, env_ids: list[int]) -> None:
@@ -427,16 +470,19 @@ class RolloutQueue:
         Both queue sizes are in groups of the environment's own group_size, rounded down. The
         environment counts its work in that unit, whatever the size of the groups that others post.
         The sizes include groups that wait for a reference and groups that the trainer has fetched
-        ahead. Without the latter, an environment that bounds how many batches are ahead of it would be
-        trained on one version later.
+        ahead. Without the latter, an environment that bounds how many batches are ahead of it would
+        be trained on one version later.
 
         Raises:
-            UnknownEnvironmentError: not registered here (any more); the environment should register again.
+            UnknownEnvironmentError: not registered here (any more); the environment should register
+                again.
         """
         environment = self.registry.get(env_id)
         unit = environment.group_size
         run_ended = env_id < self.first_env_of_run
-        if not run_ended:  # an environment that leaves now must not count as one that fills the next run's batches
+        if (
+            not run_ended
+        ):  # an environment that leaves now must not count as one that fills the next run's batches
             self.registry.touch(env_id, now, process)
         waiting = self.lines.fresh + self.reference.sequences + self.held_ahead()
         return {
@@ -448,45 +494,69 @@ class RolloutQueue:
             "groups_wanted": self.groups_wanted(env_id, now),
             "max_staleness": self.registration.max_staleness if self.registration else None,
             "run_ended": run_ended,
-            **({"stream": self._stream_status(environment)} if environment.stream is not None else {}),
+            **(
+                {"stream": self._stream_status(environment)}
+                if environment.stream is not None
+                else {}
+            ),
         }
 
     def _stream_status(self, environment: Environment) -> dict[str, Any] | None:
-        """Return the position of an environment's stream, with `inexact`, the reason if the run cannot be resumed exactly."""
+        """Return the position of an environment's stream, with `inexact`, the reason if the run
+        cannot be resumed exactly.
+        """
         status = self.streams.status(environment.stream or "")
         if status is None:
             return None
         status["version"] = self.trainer_version()
         if not self.replay.is_plain:
             replay = f"{self.replay.policy}, each group in up to {self.replay.max_reuse} batches"
-            status["inexact"] = f"the trainer replays ({replay}): start it without --replay and --max-reuse"
+            status["inexact"] = (
+                f"the trainer replays ({replay}): start it without --replay and --max-reuse"
+            )
         elif others := self.registry.beside(environment.env_id):
             names = ", ".join(other.wandb_name for other in others)
-            status["inexact"] = f"{names} fills batches too, and time decides how much of them: let one environment run alone"
+            status["inexact"] = (
+                f"{names} fills batches too, and time decides how much of them: let one environment run alone"
+            )
         return status
 
     def groups_wanted(self, env_id: int, now: float) -> int:
-        """Return how many more groups of its group_size this environment should sample, those under way included.
+        """Return how many more groups of its group_size this environment should sample, those under
+        way included.
 
-        With a staleness bound: as many as can still be handed out before they are too old, shared by
-        weight. Without: as many as the queue has space for. Groups that a trainer has learned from do
-        not count, since new groups replace them.
+        With a staleness bound: as many as can still be handed out before they are too old, shared
+        by weight. Without: as many as the queue has space for. Groups that a trainer has learned
+        from do not count, since new groups replace them.
         """
         unfillable = self.unfillable()
-        replaceable = self.lines.used_groups + sum(sum(unfillable.sizes(line).values()) for line in unfillable.lines())
+        replaceable = self.lines.used_groups + sum(
+            sum(unfillable.sizes(line).values()) for line in unfillable.lines()
+        )
         space = max(0, self.limits.max_groups - self.held_groups + replaceable)
         if self.registration is None or self.registration.max_staleness is None:
             return space
-        batches = self.registration.max_staleness + 1 - (self.trainer_version() - self.sampling_version())
+        batches = (
+            self.registration.max_staleness + 1 - (self.trainer_version() - self.sampling_version())
+        )
         waiting = self.lines.fresh + self.reference.sequences
         for line, buffer in self.buffers.items():
             waiting[line] += sum(group.size for group in buffer)
         for line in unfillable.lines():
             waiting[line] -= min(waiting[line], unfillable.sequences(line))
-        for group in [group for lease in self.leases.values() if lease.returned for group in lease.groups if not group.uses]:
+        for group in [
+            group
+            for lease in self.leases.values()
+            if lease.returned
+            for group in lease.groups
+            if not group.uses
+        ]:
             waiting[group.line] += group.size
         shares = scheduling.apportion(
-            max(0, batches) * self.registration.batch_size, waiting, self.registry.active(now), self.limits.max_groups
+            max(0, batches) * self.registration.batch_size,
+            waiting,
+            self.registry.active(now),
+            self.limits.max_groups,
         )
         return min(space, shares.get(env_id, 0))
 
@@ -506,7 +576,11 @@ class RolloutQueue:
             QueueFullError: the queue is at its bound.
         """
         batch_size = self.registration.batch_size if self.registration else None
-        new = [(index, group) for index, group in enumerate(groups) if group.key is None or group.key not in self.keys]
+        new = [
+            (index, group)
+            for index, group in enumerate(groups)
+            if group.key is None or group.key not in self.keys
+        ]
         for index, group in new:
             if batch_size is not None and group.size > batch_size:
                 raise BatchTooSmallError(index, group.size, batch_size)
@@ -515,21 +589,33 @@ class RolloutQueue:
         if n_groups <= self.limits.max_groups and n_bytes <= self.limits.max_bytes:
             return
         unfillable = self._unfillable_groups()  # new groups replace them
-        n_groups, n_bytes = n_groups - len(unfillable), n_bytes - sum(group.n_bytes for group in unfillable)
+        n_groups, n_bytes = (
+            n_groups - len(unfillable),
+            n_bytes - sum(group.n_bytes for group in unfillable),
+        )
         if n_groups <= self.limits.max_groups and n_bytes <= self.limits.max_bytes:
             return
-        waiting = self.lines.fresh.total() + self.reference.sequences.total() - sum(group.size for group in unfillable)
+        waiting = (
+            self.lines.fresh.total()
+            + self.reference.sequences.total()
+            - sum(group.size for group in unfillable)
+        )
         if waiting < 2 * (batch_size or 0) and not any(
             self._is_mis_sized(self.registry.line_of(group.env_id), group.size) for _, group in new
         ):
-            return  # the held groups cannot fill two batches: a bound that small must not starve the trainer
+            # the held groups cannot fill two batches: a bound that small must not starve the
+            # trainer
+            return
         raise QueueFullError(
             f"the queue holds {self.held_groups} groups in {self.held_bytes} bytes; its bounds are {self.limits.max_groups} "
             f"groups and {self.limits.max_bytes} bytes: post again when the trainer has taken some"
         )
 
     def add(self, group: ValidatedGroup, now: float) -> Receipt:
-        """Accept one group that has passed `check`. A repeated idempotency key gets the first answer again."""
+        """Accept one group that has passed `check`.
+
+        A repeated idempotency key gets the first answer again.
+        """
         if group.key is not None and group.key in self.keys:
             return self.keys[group.key]
         self.registry.note_post(group.env_id, now)
@@ -544,31 +630,48 @@ class RolloutQueue:
         return receipt
 
     def _receive(self, group: ValidatedGroup) -> Receipt:
-        """Drop a group of another run, a stale one or one that its stream does not need; accept any other."""
+        """Drop a group of another run, a stale one or one that its stream does not need; accept any
+        other.
+        """
         present = self.epochs.present
-        stated = [(None if epoch is None else self.epochs.counted(epoch), version) for epoch, version in group.weights]
+        stated = [
+            (None if epoch is None else self.epochs.counted(epoch), version)
+            for epoch, version in group.weights
+        ]
         weights = tuple((present if epoch is None else epoch, version) for epoch, version in stated)
         weights = weights or ((present, self.sampling_version()),)
-        foreign = [(version, epoch) for epoch, version in stated if self._is_of_another_run(epoch, version)]
+        foreign = [
+            (version, epoch) for epoch, version in stated if self._is_of_another_run(epoch, version)
+        ]
         if foreign:
             self._count_drop("another_run", group.longest)
             return Receipt("dropped", reason=self._why_foreign(*foreign[-1]))
         counts_as, bound = oldest(weights, self.epochs.lives), self.oldest_allowed()
         if bound is not None and counts_as < bound:
             self._count_drop("stale", group.longest)
-            version = f"{counts_as}" if (counts_as in (v for _, v in weights)) else f"{counts_as} (an earlier trainer's)"
+            version = (
+                f"{counts_as}"
+                if (counts_as in (v for _, v in weights))
+                else f"{counts_as} (an earlier trainer's)"
+            )
             reason = f"stale: sampled at weight version {version}, but the trainer takes none below {bound} now"
             return Receipt("dropped", reason=reason)
         return self.streams.refusal(group) or self._accept(group, weights, counts_as)
 
     def _why_foreign(self, version: int, epoch: int | None) -> str:
-        whose = "which an earlier trainer had reached" if epoch is None else f"of weight epoch {epoch}, not of this run"
+        whose = (
+            "which an earlier trainer had reached"
+            if epoch is None
+            else f"of weight epoch {epoch}, not of this run"
+        )
         return (
             f"another run: sampled at weight version {version}, {whose}; this one is at {self.sampling_version()}. "
             "Does the inference server have its weights?"
         )
 
-    def _accept(self, posted: ValidatedGroup, weights: tuple[tuple[int, int], ...], version: int) -> Receipt:
+    def _accept(
+        self, posted: ValidatedGroup, weights: tuple[tuple[int, int], ...], version: int
+    ) -> Receipt:
         line = self.registry.line_of(posted.env_id)
         group = Group(
             self.next_seq,
@@ -600,16 +703,27 @@ class RolloutQueue:
         """Beyond the bounds, drop unfillable groups, and then used ones, the most often used first."""
         used_groups, used_bytes = self.lines.used_groups, self.lines.used_bytes
         self._drop_unfillable(
-            self.held_groups - used_groups - self.limits.max_groups, self.held_bytes - used_bytes - self.limits.max_bytes
+            self.held_groups - used_groups - self.limits.max_groups,
+            self.held_bytes - used_bytes - self.limits.max_bytes,
         )
-        n_groups, n_bytes = self.held_groups - self.limits.max_groups, self.held_bytes - self.limits.max_bytes
+        n_groups, n_bytes = (
+            self.held_groups - self.limits.max_groups,
+            self.held_bytes - self.limits.max_bytes,
+        )
         if not self.lines.used_groups or (n_groups <= 0 and n_bytes <= 0):
             return
-        used = sorted((group for group in self.lines if group.uses), key=lambda group: (-group.uses, group.seq))
+        used = sorted(
+            (group for group in self.lines if group.uses),
+            key=lambda group: (-group.uses, group.seq),
+        )
         self._drop_first(used, n_groups, n_bytes, "replaced")
 
-    def _drop_first(self, groups: Sequence[Group], n_groups: int, n_bytes: int, reason: str) -> None:
-        """Drop groups from the front, until they are `n_groups` and have `n_bytes`, or all are gone."""
+    def _drop_first(
+        self, groups: Sequence[Group], n_groups: int, n_bytes: int, reason: str
+    ) -> None:
+        """Drop groups from the front, until they are `n_groups` and have `n_bytes`, or all are
+        gone.
+        """
         dropped = set()
         for group in groups:
             if n_groups <= 0 and n_bytes <= 0:
@@ -632,13 +746,17 @@ class RolloutQueue:
         return group.reference == MISSING and self.takes_references()
 
     def _is_mis_sized(self, line: int, size: int) -> bool:
-        """Return True if a group has another size than its environment, and waits in its buffer until some add up."""
+        """Return True if a group has another size than its environment, and waits in its buffer
+        until some add up.
+        """
         environment = self.registry.by_id[line]
         return line != NOBODY and environment.connected and size != environment.group_size
 
     def _enter(self, group: Group, place: int) -> None:
         """Put a group where it waits."""
-        if self._pruned_below is not None:  # the bound falls when a batch is skipped, so the group may be older
+        if (
+            self._pruned_below is not None
+        ):  # the bound falls when a batch is skipped, so the group may be older
             self._pruned_below = min(self._pruned_below, group.version)
         if place == QUEUED:
             if self.lines.add(group):
@@ -661,12 +779,18 @@ class RolloutQueue:
                 self.buffers[line].sort(key=lambda group: group.seq)
 
     def _recombine(self, env_id: int) -> None:
-        """Move groups out of a buffer that add up to a multiple of the environment's group_size and fit into a batch."""
+        """Move groups out of a buffer that add up to a multiple of the environment's group_size and
+        fit into a batch.
+        """
         unit = self.registry.by_id[env_id].group_size
         limit = max(unit, self.registration.batch_size) if self.registration else unit
-        if self.registration and unit > self.registration.batch_size:  # no multiple will ever fit: leave it to the packing
+        if (
+            self.registration and unit > self.registration.batch_size
+        ):  # no multiple will ever fit: leave it to the packing
             self._release(env_id, range(len(self.buffers[env_id])))
-        while (chosen := choose_multiple([group.size for group in self.buffers[env_id]], unit, limit)) is not None:
+        while (
+            chosen := choose_multiple([group.size for group in self.buffers[env_id]], unit, limit)
+        ) is not None:
             self._release(env_id, chosen)
 
     def _release(self, env_id: int, positions: Sequence[int]) -> None:
@@ -676,7 +800,11 @@ class RolloutQueue:
             if position in chosen:
                 self._enter(group, QUEUED)
                 self.changes.moved.append((group.seq, QUEUED))
-        self.buffers[env_id] = [group for position, group in enumerate(self.buffers.get(env_id, [])) if position not in chosen]
+        self.buffers[env_id] = [
+            group
+            for position, group in enumerate(self.buffers.get(env_id, []))
+            if position not in chosen
+        ]
 
     # ---- reference logprobs ----
 
@@ -684,7 +812,9 @@ class RolloutQueue:
         """Return True if groups without ref_logprobs wait for a reference worker."""
         return self.registration is not None and self.registration.ref_logprobs_from_workers
 
-    def lend_references(self, worker: str, model: str, max_tokens: int, seconds: float, now: float) -> list[Group]:
+    def lend_references(
+        self, worker: str, model: str, max_tokens: int, seconds: float, now: float
+    ) -> list[Group]:
         """Return groups for a reference worker, none if there are none for it now.
 
         Args:
@@ -706,11 +836,14 @@ class RolloutQueue:
         return self.reference.lend(worker, model, max_tokens, seconds, now)
 
     def take_references(self, worker: str, answers: Mapping[int, bytes | None], now: float) -> None:
-        """Move the groups that a reference worker has answered to the queue. Groups that do not wait stay as they are.
+        """Move the groups that a reference worker has answered to the queue. Groups that do not
+        wait stay as they are.
 
         Args:
-            worker: whose answers they are. It need not have the groups on loan: the first answer is taken.
-            answers: by number, the group's body with ref_logprobs; None if there can be none for it.
+            worker: whose answers they are. It need not have the groups on loan: the first answer is
+                taken.
+            answers: by number, the group's body with ref_logprobs; None if there can be none for
+                it.
             now: see the module's docstring.
         """
         answered = [self.reference.waiting[seq] for seq in answers if seq in self.reference.waiting]
@@ -726,7 +859,10 @@ class RolloutQueue:
         self._move(answered, self._place_of)
 
     def drop_unreadable(self, seqs: Collection[int]) -> int:
-        """Drop groups that wait for a reference and whose bodies the store cannot read. Return how many."""
+        """Drop groups that wait for a reference and whose bodies the store cannot read.
+
+        Return how many.
+        """
         return self._drop_where(lambda group: group.seq in seqs, "damaged")
 
     def _forget_references(self) -> None:
@@ -737,29 +873,45 @@ class RolloutQueue:
                 self.changes.reference.append((group.seq, MISSING))
 
     def _move_by_reference(self) -> None:
-        """Move groups into or out of the reference queue, as a trainer that has just registered needs it."""
+        """Move groups into or out of the reference queue, as a trainer that has just registered
+        needs it.
+        """
         if not self.takes_references():
             moving = self.reference.remove_where(lambda group: True)
         else:
             moving = self.lines.remove_where(self._wants_reference)
             for env_id, buffer in self.buffers.items():
                 moving += [group for group in buffer if self._wants_reference(group)]
-                self.buffers[env_id] = [group for group in buffer if not self._wants_reference(group)]
+                self.buffers[env_id] = [
+                    group for group in buffer if not self._wants_reference(group)
+                ]
         self._move(moving, self._place_of)
 
     # ---- groups that no batch can hold ----
 
     def unfillable(self) -> Unfillable:
-        """Return the groups that no batch can hold as things are; none while no trainer is registered."""
+        """Return the groups that no batch can hold as things are; none while no trainer is
+        registered.
+        """
         if self.registration is None or not (self.lines.groups or any(self.buffers.values())):
             return Unfillable()
         batch_size = self.registration.batch_size
-        elsewhere = {group.size for lease in self.leases.values() for group in lease.groups} | self.reference.sizes.keys()
-        unfillable = self.posted_sizes.unfillable(batch_size, self.registry.by_id, self.lines, self.buffers, elsewhere)
+        elsewhere = {
+            group.size for lease in self.leases.values() for group in lease.groups
+        } | self.reference.sizes.keys()
+        unfillable = self.posted_sizes.unfillable(
+            batch_size, self.registry.by_id, self.lines, self.buffers, elsewhere
+        )
         for line, size in unfillable.pairs():
-            if (line, size, batch_size) not in self._named_unfillable and len(self._named_unfillable) < MAX_NEWS:
+            if (line, size, batch_size) not in self._named_unfillable and len(
+                self._named_unfillable
+            ) < MAX_NEWS:
                 self._named_unfillable.add((line, size, batch_size))
-                self.news.append(describe_unfillable(self.registry.by_id[line], unfillable.sizes(line), batch_size))
+                self.news.append(
+                    describe_unfillable(
+                        self.registry.by_id[line], unfillable.sizes(line), batch_size
+                    )
+                )
         return unfillable
 
     def _unfillable_groups(self) -> list[Group]:
@@ -778,17 +930,23 @@ class RolloutQueue:
             self._drop_first(self._unfillable_groups(), n_groups, n_bytes, REASON)
 
     def _useless_reservations(self) -> set[int]:
-        """Return the environments whose waiting groups are all unfillable. No batch waits for their reserved share."""
+        """Return the environments whose waiting groups are all unfillable.
+
+        No batch waits for their reserved share.
+        """
         unfillable = self.unfillable()
         return {
             line
             for line in unfillable.lines()
-            if len(self.lines.by_line.get(line, {})) == sum(unfillable.in_lines.get(line, Counter()).values())
+            if len(self.lines.by_line.get(line, {}))
+            == sum(unfillable.in_lines.get(line, Counter()).values())
         }
 
     # ---- batches ----
 
-    def next_batch(self, now: float, received: int | None = None, uuid: int | None = None) -> Lease | None:
+    def next_batch(
+        self, now: float, received: int | None = None, uuid: int | None = None
+    ) -> Lease | None:
         """Return the next batch for the trainer, or None if none can be made yet.
 
         A trainer that acknowledges gets the same batch until it has acknowledged it, or passes as
@@ -816,7 +974,10 @@ class RolloutQueue:
         return self._form_batch(registration, now)
 
     def _unreceived_lease(self, received: int | None) -> Lease | None:
-        """Return a lease that the trainer has not got yet, or None. Finish those that it is done with."""
+        """Return a lease that the trainer has not got yet, or None.
+
+        Finish those that it is done with.
+        """
         for lease in [lease for lease in self.leases.values() if not lease.returned]:
             if self.acks:
                 if lease.batch_id > (received or 0):
@@ -828,7 +989,10 @@ class RolloutQueue:
         return None
 
     def _form_batch(self, registration: Registration, now: float) -> Lease | None:
-        """Return a new batch of waiting groups. Without enough of them, keep the reason in `waiting`."""
+        """Return a new batch of waiting groups.
+
+        Without enough of them, keep the reason in `waiting`.
+        """
         useless = self._useless_reservations()
         reservations = {
             env_id: reserved
@@ -837,7 +1001,9 @@ class RolloutQueue:
         }
         groups, reason = self._choose(registration, reservations)
         if groups is None:
-            self.waiting = "; ".join(filter(None, [reason, *self._why_unfillable(), *self._why_empty(registration, now)]))
+            self.waiting = "; ".join(
+                filter(None, [reason, *self._why_unfillable(), *self._why_empty(registration, now)])
+            )
             return None
         self.waiting, self.refusals = None, Refusals()
         served: Counter[int] = Counter()
@@ -850,15 +1016,23 @@ class RolloutQueue:
         self.leases[lease.batch_id] = lease
         return self._hand_out(lease)
 
-    def _choose(self, registration: Registration, reservations: Mapping[int, float]) -> tuple[list[Group] | None, str | None]:
+    def _choose(
+        self, registration: Registration, reservations: Mapping[int, float]
+    ) -> tuple[list[Group] | None, str | None]:
         """Return the groups of a new batch, or None and the reason."""
         if self.lines.total_sequences() < registration.batch_size:
-            return None, f"{self.lines.total_sequences()} of {registration.batch_size} sequences are queued"
+            return (
+                None,
+                f"{self.lines.total_sequences()} of {registration.batch_size} sequences are queued",
+            )
         lines: Mapping[int, Mapping[int, Group]] = self.lines.by_line
         replay, staleness = self.replay, registration.max_staleness
         if not replay.is_plain:
             lines = {
-                line: {group.seq: group for group in replay.ordered(groups.values(), self.next_batch_id)}
+                line: {
+                    group.seq: group
+                    for group in replay.ordered(groups.values(), self.next_batch_id)
+                }
                 for line, groups in lines.items()
             }
         return scheduling.form_batch(
@@ -866,21 +1040,27 @@ class RolloutQueue:
             lines,
             self.registry.by_id,
             reservations,
-            None if staleness is None or replay.policy != "fifo" else (staleness + 1) * registration.batch_size,
+            None
+            if staleness is None or replay.policy != "fifo"
+            else (staleness + 1) * registration.batch_size,
         )
 
     def _why_unfillable(self) -> list[str]:
         """Return a sentence for each environment with unfillable groups."""
         unfillable, batch_size = self.unfillable(), self.require_trainer(None).batch_size
         return [
-            describe_unfillable(self.registry.by_id[line], unfillable.sizes(line), batch_size) for line in unfillable.lines()
+            describe_unfillable(self.registry.by_id[line], unfillable.sizes(line), batch_size)
+            for line in unfillable.lines()
         ]
 
     def _why_empty(self, registration: Registration, now: float) -> list[str | None]:
         """Describe the processes that delay the next batch."""
         at_workers = self.reference.sequences.total()
         if at_workers and self.lines.total_sequences() + at_workers >= registration.batch_size:
-            return [self.reference.why_waiting(now), *self.refusals.describe()]  # environments have posted a whole batch
+            return [
+                self.reference.why_waiting(now),
+                *self.refusals.describe(),
+            ]  # environments have posted a whole batch
         starved = why_starved(self.registry, self.first_env_of_run, self.refusals, now)
         return [self.reference.why_waiting(now), *starved]
 
@@ -903,10 +1083,12 @@ class RolloutQueue:
             self._record_lease(lease)
 
     def drop_damaged(self, lease: Lease, seqs: Collection[int]) -> int:
-        """Drop the groups of a batch whose bodies the store cannot read. The others return to the front of their lines.
+        """Drop the groups of a batch whose bodies the store cannot read. The others return to the
+        front of their lines.
 
         Returns:
-            How many groups were dropped; 0 if the trainer has acknowledged the batch in the meantime.
+            How many groups were dropped; 0 if the trainer has acknowledged the batch in the
+            meantime.
         """
         if self.leases.get(lease.batch_id) is not lease:
             return 0
@@ -916,7 +1098,9 @@ class RolloutQueue:
         return self._drop_where(lambda group: group.seq in seqs, "damaged")
 
     def _record_lease(self, lease: Lease) -> None:
-        self.changes.leases.append((lease.batch_id, lease.sent, lease.returned, [group.seq for group in lease.groups]))
+        self.changes.leases.append(
+            (lease.batch_id, lease.sent, lease.returned, [group.seq for group in lease.groups])
+        )
 
     def _remove_lease(self, lease: Lease) -> None:
         del self.leases[lease.batch_id]
@@ -926,7 +1110,9 @@ class RolloutQueue:
         """Put the groups of a lease back at the front of their lines, or into the reference queue."""
         self._remove_lease(lease)
         self.streams.put_back(lease.groups)
-        self._move(lease.groups, lambda group: REFERENCE if self._wants_reference(group) else QUEUED)
+        self._move(
+            lease.groups, lambda group: REFERENCE if self._wants_reference(group) else QUEUED
+        )
 
     # ---- acknowledgements ----
 
@@ -938,15 +1124,16 @@ class RolloutQueue:
         skipped: str | None = None,
         keep: bool = False,
     ) -> int:
-        """Acknowledge a batch (None: all that the trainer holds). The trainer has learned from it and is now at `version`.
+        """Acknowledge a batch (None: all that the trainer holds). The trainer has learned from it
+        and is now at `version`.
 
         Without a version, each batch counts as one optimizer step. With `skipped`, the reason, the
         trainer could not learn from the batch, and it counts as none. Acknowledging twice does
         nothing more.
 
-        With `keep`, the trainer has not saved what it learned. The batch and those handed out before
-        it no longer count as held. They stay for the trainer that registers next, until they are
-        acknowledged without `keep`.
+        With `keep`, the trainer has not saved what it learned. The batch and those handed out
+        before it no longer count as held. They stay for the trainer that registers next, until they
+        are acknowledged without `keep`.
 
         Returns:
             How many groups were acknowledged for good.
@@ -967,7 +1154,9 @@ class RolloutQueue:
         else:
             done = [self.leases[batch_id]] if batch_id in self.leases else []
         reached = self.sampling_version()
-        new = [lease for lease in done if not lease.returned and lease.batch_id > self.learned_up_to]
+        new = [
+            lease for lease in done if not lease.returned and lease.batch_id > self.learned_up_to
+        ]
         steps = 0 if skipped is not None else len(new)
         self.acked_version = max(reached, version if version is not None else reached + steps)
         self.acks = self._state_changed = True
@@ -982,7 +1171,11 @@ class RolloutQueue:
         return sum(len(lease.groups) for lease in done)
 
     def _finish(self, lease: Lease, learned: bool = True) -> None:
-        """End a lease. Its groups may be used again if the trainer has learned from them, and are gone if it could not."""
+        """End a lease.
+
+        Its groups may be used again if the trainer has learned from them, and are gone if it could
+        not.
+        """
         self._remove_lease(lease)
         if not learned:
             self._forget(lease.groups)
@@ -1019,10 +1212,14 @@ class RolloutQueue:
         self.failures.reported.add(batch_id)
         self._state_changed = True
         if error is not None and self._count_failure(lease, ERROR_COUNTS, error):
-            self.current_step -= 1  # it counts as never handed out, as an answer that did not arrive
+            self.current_step -= (
+                1  # it counts as never handed out, as an answer that did not arrive
+            )
 
     def _count_unreported_end(self, counts: bool) -> None:
-        """At a registration, count the batch that the trainer before had in training if that did not report its end."""
+        """At a registration, count the batch that the trainer before had in training if that did
+        not report its end.
+        """
         out = self._out() if counts else []
         if out and out[0].sent and out[0].batch_id not in self.failures.reported:
             reason = "a trainer ended without a report, as by a kill or for want of memory"
@@ -1048,7 +1245,9 @@ class RolloutQueue:
     def take_set_aside(self) -> list[str]:
         """Describe the batches that were set aside since the last call, one line each."""
         new, self.failures.new = self.failures.new, []
-        batches = [self.failures.batches[batch_id] for batch_id in new if batch_id in self.failures.batches]
+        batches = [
+            self.failures.batches[batch_id] for batch_id in new if batch_id in self.failures.batches
+        ]
         lines = []
         for lease, reason in batches:
             names = ", ".join(sorted({self._name_of(group) for group in lease.groups}))
@@ -1067,7 +1266,12 @@ class RolloutQueue:
                 "batch_id": batch_id,
                 "reason": reason,
                 "groups": [
-                    {"id": group.seq, "environment": self._name_of(group), "sequences": group.size, "longest": group.longest}
+                    {
+                        "id": group.seq,
+                        "environment": self._name_of(group),
+                        "sequences": group.size,
+                        "longest": group.longest,
+                    }
                     for group in lease.groups
                 ],
             }
@@ -1080,12 +1284,22 @@ class RolloutQueue:
     # ---- weight versions ----
 
     def _out(self) -> list[Lease]:
-        """Return the batches that the trainer holds and has not learned from. The first is the one that it trains on."""
-        out = [lease for lease in self.leases.values() if not lease.returned and lease.batch_id > self.learned_up_to]
+        """Return the batches that the trainer holds and has not learned from.
+
+        The first is the one that it trains on.
+        """
+        out = [
+            lease
+            for lease in self.leases.values()
+            if not lease.returned and lease.batch_id > self.learned_up_to
+        ]
         return sorted(out, key=lambda lease: lease.batch_id)
 
     def held_ahead(self) -> Counter[int]:
-        """Return the sequences, by line, that the trainer has fetched ahead. They count as waiting."""
+        """Return the sequences, by line, that the trainer has fetched ahead.
+
+        They count as waiting.
+        """
         held: Counter[int] = Counter()
         for lease in self._out()[1:]:
             for group in lease.groups:
@@ -1094,11 +1308,21 @@ class RolloutQueue:
 
     def trainer_version(self) -> int:
         """Return the weight version at which the trainer trains on the next batch."""
-        return self.current_step if self.acked_version is None else self.acked_version + len(self._out())
+        return (
+            self.current_step
+            if self.acked_version is None
+            else self.acked_version + len(self._out())
+        )
 
     def sampling_version(self) -> int:
-        """Return the inference server's weight version, which excludes the batches that the trainer still holds."""
-        return self.current_step - len(self._out()) if self.acked_version is None else self.acked_version
+        """Return the inference server's weight version, which excludes the batches that the trainer
+        still holds.
+        """
+        return (
+            self.current_step - len(self._out())
+            if self.acked_version is None
+            else self.acked_version
+        )
 
     def oldest_allowed(self) -> int | None:
         """Return the lowest weight version that may still be handed out; None without a bound."""
@@ -1117,8 +1341,13 @@ class RolloutQueue:
         has not. The present trainer may be sending one version more than it has acknowledged.
         """
         if epoch is not None:
-            return self.epochs.is_foreign(epoch, version, self.registration.run if self.registration else None)
-        return self.former_version is not None and self.trainer_version() + 1 < version <= self.former_version
+            return self.epochs.is_foreign(
+                epoch, version, self.registration.run if self.registration else None
+            )
+        return (
+            self.former_version is not None
+            and self.trainer_version() + 1 < version <= self.former_version
+        )
 
     def _update_versions(self) -> None:
         """Compute the version of every group again, after the weight lineage has changed."""
@@ -1141,7 +1370,9 @@ class RolloutQueue:
             self.buffers[env_id] = [group for group in buffer if not unwanted(group)]
         self._forget(gone)
         for group in gone:
-            self._count_drop("stale_after_use" if group.uses and reason == "stale" else reason, group.longest)
+            self._count_drop(
+                "stale_after_use" if group.uses and reason == "stale" else reason, group.longest
+            )
         return len(gone)
 
     def _count_drop(self, reason: str, longest: int) -> None:

@@ -10,11 +10,11 @@ import orjson
 NOBODY = -1
 """The line of groups that name no environment, or one that never registered here."""
 QUEUED, BUFFERED, REFERENCE = 0, -1, -2
-"""Where a group is: in its line, in its environment's buffer, or waiting for reference logprobs. A number above 0 is the id of
-the batch that it was handed out with."""
+"""Where a group is: in its line, in its environment's buffer, or waiting for reference logprobs. A
+number above 0 is the id of the batch that it was handed out with."""
 MISSING, GIVEN, COMPUTED = 0, 1, 2
-"""A group's ref_logprobs: it has none, or none that count; what it came with is all that there will be; a reference worker has
-put them in."""
+"""A group's ref_logprobs: it has none, or none that count; what it came with is all that there will
+be; a reference worker has put them in."""
 
 
 MAX_POSITIONS = 4096
@@ -27,15 +27,18 @@ Policy = Literal["fifo", "recent", "uniform"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the queue. A post beyond them is refused with 429, unless the trainer would otherwise run dry."""
+    """Bounds of the queue.
+
+    A post beyond them is refused with 429, unless the trainer would otherwise run dry.
+    """
 
     max_groups: int = 20_000
     """Groups held: queued, buffered and leased."""
     max_bytes: int = 4 << 30
     """Bytes of JSON held."""
     silent_after: float = 60.0
-    """Seconds without a word from an environment after which it no longer counts: no batch waits for its reserved share,
-    and weights and wanted groups are shared among the others."""
+    """Seconds without a word from an environment after which it no longer counts: no batch waits
+    for its reserved share, and weights and wanted groups are shared among the others."""
     max_keys: int = 65_536
     """Idempotency keys remembered; the oldest are forgotten first."""
 
@@ -52,8 +55,8 @@ class ValidatedGroup:
     """Tokens of the longest sequence."""
     env_id: int | None = None
     weights: tuple[tuple[int | None, int], ...] = ()
-    """The weights that its sequences were sampled under, as (epoch, version), each once. The epoch is None if only the
-    version is known; nothing at all if the environment does not say."""
+    """The weights that its sequences were sampled under, as (epoch, version), each once. The epoch
+    is None if only the version is known; nothing at all if the environment does not say."""
     key: str | None = None
     """Idempotency key."""
     tokens: int = 0
@@ -61,7 +64,8 @@ class ValidatedGroup:
     referenced: bool = True
     """It holds ref_logprobs. If not, its body ends with a null in their place."""
     stream: str | None = None
-    """The stream of items that it belongs to, if its environment can be resumed exactly; see `resume_streams`."""
+    """The stream of items that it belongs to, if its environment can be resumed exactly; see
+    `resume_streams`."""
     item: int | None = None
     """Which of them it answers."""
     life: str | None = None
@@ -80,11 +84,14 @@ class Group:
     longest: int
     n_bytes: int
     weights: tuple[tuple[int, int], ...]
-    """The weights that its sequences were sampled under, as (epoch, version), each once. At least one."""
+    """The weights that its sequences were sampled under, as (epoch, version), each once. At least
+    one."""
     stated: bool = False
-    """The weights are the environment's word; else they are the trainer's when the group arrived."""
+    """The weights are the environment's word; else they are the trainer's when the group
+    arrived."""
     version: int = 0
-    """Version of its oldest weights, as the present trainer counts versions. The queue keeps it up to date."""
+    """Version of its oldest weights, as the present trainer counts versions. The queue keeps it up
+    to date."""
     tokens: int = 0
     """Of all its sequences."""
     reference: int = GIVEN
@@ -127,11 +134,13 @@ class Registration:
     run: str | None = None
     """Names the run, over all its resumes; None if the trainer does not say."""
     positions: dict[str, int] | None = None
-    """The first item after the last batch that its weights have learned from, by stream; None if it does not say."""
+    """The first item after the last batch that its weights have learned from, by stream; None if it
+    does not say."""
     ref_logprobs_from_workers: bool = False
     """Groups without ref_logprobs wait for a reference worker before they are handed out."""
     reference: dict[str, Any] | None = None
-    """How they are to be computed: handed on to the workers as it is, but for its `model`, which theirs is compared with."""
+    """How they are to be computed: handed on to the workers as it is, but for its `model`, which
+    theirs is compared with."""
     replay: dict[str, Any] | None = None
     """The fields of a `Replay`; None for its defaults."""
     log_dir: str | None = None
@@ -146,8 +155,8 @@ class Registration:
         return named if isinstance(named, str) else self.model
 
     def is_another_run(self, other: Registration) -> bool:
-        """Whether the two name different runs. Where one of them names none: different models, or the same model in
-        different folders."""
+        """Whether the two name different runs. Where one of them names none: different models, or
+        the same model in different folders."""
         if self.run is not None and other.run is not None:
             return self.run != other.run
         named = self.model is not None and other.model is not None
@@ -169,7 +178,8 @@ class Environment:
     clock: float = 0.0
     """Fair-queueing clock: sequences handed out divided by weight."""
     owed: float = 0.0
-    """Sequences of its reserved share that earlier batches could not hold because groups are whole."""
+    """Sequences of its reserved share that earlier batches could not hold because groups are
+    whole."""
     accepted: int = 0
     """Groups accepted from it."""
     stream: str | None = None
@@ -208,7 +218,8 @@ class Evaluation:
     key: str | None = None
     """Chosen by the client; the same key again is the same evaluation."""
     weight_epoch: int | None = None
-    """Of those weights: which life of the trainer made them. One that resumes counts versions again from its checkpoint's."""
+    """Of those weights: which life of the trainer made them. One that resumes counts versions again
+    from its checkpoint's."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as GET /evaluations answers it."""
@@ -223,19 +234,24 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Changes:
-    """What one call changed, to be stored in one transaction. Applied in the order of the fields."""
+    """What one call changed, to be stored in one transaction.
+
+    Applied in the order of the fields.
+    """
 
     wipe: bool = False
     added: list[tuple[Group, bytes, int]] = field(default_factory=list)
     """(group, body, place): the place is QUEUED, BUFFERED or REFERENCE."""
     referenced: list[tuple[int, bytes]] = field(default_factory=list)
-    """(sequence number, body): groups that have got their ref_logprobs, with the body that now holds them."""
+    """(sequence number, body): groups that have got their ref_logprobs, with the body that now
+    holds them."""
     reference: list[tuple[int, int]] = field(default_factory=list)
     """(sequence number, MISSING, GIVEN or COMPUTED)"""
     uses: list[tuple[int, int]] = field(default_factory=list)
     """(sequence number, how often it was learned from)"""
     moved: list[tuple[int, int]] = field(default_factory=list)
-    """(sequence number, place): groups that moved there, from another of these places or from a lease, in that order."""
+    """(sequence number, place): groups that moved there, from another of these places or from a
+    lease, in that order."""
     leases: list[tuple[int, bool, bool, list[int]]] = field(default_factory=list)
     """(batch id, sent, returned, sequence numbers): leases that are new or changed."""
     removed: list[int] = field(default_factory=list)
@@ -279,7 +295,9 @@ def record(environment: Environment) -> dict[str, Any]:
 
 
 def length_bucket(tokens: int) -> int:
-    """The smallest power of two that is at least `tokens`: the bucket under which dropped lengths are counted."""
+    """The smallest power of two that is at least `tokens`: the bucket under which dropped lengths
+    are counted.
+    """
     return 1 << max(0, tokens - 1).bit_length()
 
 
@@ -316,7 +334,9 @@ class UnknownEnvironmentError(QueueError):
     """The environment id is not registered here."""
 
     def __init__(self, env_id: int) -> None:
-        super().__init__(f"environment {env_id} is not registered here; POST /register-env to get an id")
+        super().__init__(
+            f"environment {env_id} is not registered here; POST /register-env to get an id"
+        )
 
 
 class OtherModelError(QueueError):

@@ -1,7 +1,9 @@
-"""The routes of reference workers: groups that wait for ref_logprobs go out to them, and come back with those.
+"""The routes of reference workers: groups that wait for ref_logprobs go out to them, and come back
+with those.
 
-The number by which a worker knows a group is made of the group's own and of a checksum of its content and of the model, so
-that an answer that comes after `/reset_data` or from before another store was put there is never taken for another group's.
+The number by which a worker knows a group is made of the group's own and of a checksum of its
+content and of the model, so that an answer that comes after `/reset_data` or from before another
+store was put there is never taken for another group's.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from atroposlib.service.store import DamagedError
 logger = logging.getLogger(__name__)
 
 CHECK_BITS = 20
-"""Of a group's number: enough that an answer meant for another group is taken once in a million times, and that numbers stay
-below 2**53 for eight billion groups."""
+"""Of a group's number: enough that an answer meant for another group is taken once in a million
+times, and that numbers stay below 2**53 for eight billion groups."""
 SHOWN = ("tokens", "masks", "sampling_params")
 """What a worker needs of a group."""
 GONE = "it no longer waits for a reference: it was dropped, another run has begun, or it was answered long ago"
@@ -38,13 +40,18 @@ router = APIRouter()
 
 @router.post("/reference/lease", **takes(LeaseReferences))
 async def lease(request: Request, service: Service) -> Response:
-    """Groups that wait for reference logprobs, for a worker that computes them; none if there are none now."""
+    """Groups that wait for reference logprobs, for a worker that computes them; none if there are
+    none now.
+    """
     return answer(await lend(service, read(LeaseReferences, await request.body())))
 
 
 @router.post("/reference/done", **takes(ReferencesDone))
 async def done(request: Request, service: Service) -> Response:
-    """Reference logprobs of groups. The first answer for a group is taken; sending it again does no harm."""
+    """Reference logprobs of groups.
+
+    The first answer for a group is taken; sending it again does no harm.
+    """
     return answer(await take(service, read(ReferencesDone, await request.body())))
 
 
@@ -69,7 +76,9 @@ def _status(queue: RolloutQueue, now: float) -> dict[str, Any]:
             {
                 "worker": worker.name,
                 "model": worker.model or None,
-                "leased": sum(loan.worker == worker.name and now < loan.until for loan in stage.loans.values()),
+                "leased": sum(
+                    loan.worker == worker.name and now < loan.until for loan in stage.loans.values()
+                ),
                 "answered": worker.answered,
                 "seconds_silent": round(now - worker.seen, 1),
             }
@@ -85,10 +94,17 @@ async def lend(service: RolloutService, lease: LeaseReferences) -> dict[str, Any
     now = service.clock()
 
     def take_out(queue: RolloutQueue) -> list[int]:
-        return [group.seq for group in queue.lend_references(lease.worker, lease.model, lease.max_tokens, lease.seconds, now)]
+        return [
+            group.seq
+            for group in queue.lend_references(
+                lease.worker, lease.model, lease.max_tokens, lease.seconds, now
+            )
+        ]
 
     shown: list[dict[str, Any]] = []
-    while not shown and (seqs := await service.run(take_out)):  # until what the disk has damaged is out of the way
+    while not shown and (
+        seqs := await service.run(take_out)
+    ):  # until what the disk has damaged is out of the way
         bodies = await _bodies(service, seqs)
         shown = await asyncio.to_thread(_shown, bodies, lease.model)
         loans = service.queue.reference.loans
@@ -98,11 +114,17 @@ async def lend(service: RolloutService, lease: LeaseReferences) -> dict[str, Any
     queue, trainer = service.queue, service.queue.registration
     takes_references = trainer is not None and queue.takes_references()
     waiting = len(queue.reference.waiting) - queue.reference.lent(now)
-    content = {"groups": shown, "waiting": waiting, "reference": trainer.reference if trainer and takes_references else None}
+    content = {
+        "groups": shown,
+        "waiting": waiting,
+        "reference": trainer.reference if trainer and takes_references else None,
+    }
     if trainer is None:
         content["reason"] = "no trainer has registered"
     elif not takes_references:
-        content["reason"] = "the trainer takes no ref_logprobs from workers (--ref-logprobs-from-workers)"
+        content["reason"] = (
+            "the trainer takes no ref_logprobs from workers (--ref-logprobs-from-workers)"
+        )
     return content
 
 
@@ -129,7 +151,10 @@ async def take(service: RolloutService, posted: ReferencesDone) -> dict[str, Any
     bodies = await _bodies(service, [seq for seq in answers if seq in stage.waiting])
     lengths = {seq: loan.lengths for seq, loan in stage.loans.items() if seq in bodies}
     read = await asyncio.to_thread(
-        lambda: {seq: _answered(seq, body, model, answers[seq], lengths.get(seq)) for seq, body in bodies.items()}
+        lambda: {
+            seq: _answered(seq, body, model, answers[seq], lengths.get(seq))
+            for seq, body in bodies.items()
+        }
     )
     right = {seq: body for seq, body in read.items() if not isinstance(body, str)}
     await service.run(lambda queue: queue.take_references(posted.worker, right, now))
@@ -140,17 +165,31 @@ async def take(service: RolloutService, posted: ReferencesDone) -> dict[str, Any
         if not isinstance(wrong, str) or (seq not in read and stage.was_answered(seq)):
             accepted.append(group.id)
             if group.unusable is not None and seq in read:
-                logger.warning("reference worker %s can do nothing with group %d: %s", posted.worker, seq, group.unusable)
+                logger.warning(
+                    "reference worker %s can do nothing with group %d: %s",
+                    posted.worker,
+                    seq,
+                    group.unusable,
+                )
             continue
         refused.append({"id": group.id, "reason": wrong})
         if seq in read:
             stage.take_back(seq)
-            logger.warning("refused what reference worker %s answered for group %d: %s", posted.worker, seq, wrong)
+            logger.warning(
+                "refused what reference worker %s answered for group %d: %s",
+                posted.worker,
+                seq,
+                wrong,
+            )
     return {"accepted": accepted, "refused": refused}
 
 
-def _answered(seq: int, body: bytes, model: str, reference: AnsweredReference, lengths: list[int] | None) -> bytes | str | None:
-    """The body with its reference, None if there can be none for it, or what is wrong with the answer."""
+def _answered(
+    seq: int, body: bytes, model: str, reference: AnsweredReference, lengths: list[int] | None
+) -> bytes | str | None:
+    """The body with its reference, None if there can be none for it, or what is wrong with the
+    answer.
+    """
     if reference.id != number_of(seq, body, model):
         return "the id is not of a group that waits here: hand ids back as they came"
     if reference.ref_logprobs is None:
@@ -163,7 +202,9 @@ def _answered(seq: int, body: bytes, model: str, reference: AnsweredReference, l
 
 
 async def _bodies(service: RolloutService, seqs: Sequence[int]) -> dict[int, bytes]:
-    """The bodies of groups that wait for a reference, without those that the disk has damaged: they are dropped."""
+    """The bodies of groups that wait for a reference, without those that the disk has damaged: they
+    are dropped.
+    """
     try:
         return dict(zip(seqs, await service.bodies(seqs), strict=True))
     except DamagedError as error:

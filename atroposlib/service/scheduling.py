@@ -1,20 +1,25 @@
-"""Which groups make the next batch, in which order they are used, and how many each environment should sample. Pure functions.
+"""Which groups make the next batch, in which order they are used, and how many each environment
+should sample. Pure functions.
 
-**Order of preference in a batch** (`form_batch`): first what a `min_batch_allocation` has reserved; then, under a staleness
-bound, the groups of environments that keep to what is wanted of them, oldest weight version first, so that none becomes too
-old before it was learned from; then start-time fair queueing over the environments (Goyal, Vin and Cheng, 1996): each
-environment has a clock that advances by size / weight when a group of it is handed out, and the lowest clock goes next; within
-an environment, oldest first. Of all sets of whole groups that fill the batch exactly, the one that comes first in that order is
-taken. The error: while two environments both have groups waiting, their sequences per weight differ by at most the sum of one
-group per weight of each, plus what exact packing had to pass over.
+**Order of preference in a batch** (`form_batch`): first what a `min_batch_allocation` has reserved;
+then, under a staleness bound, the groups of environments that keep to what is wanted of them,
+oldest weight version first, so that none becomes too old before it was learned from; then
+start-time fair queueing over the environments (Goyal, Vin and Cheng, 1996): each environment has a
+clock that advances by size / weight when a group of it is handed out, and the lowest clock goes
+next; within an environment, oldest first. Of all sets of whole groups that fill the batch exactly,
+the one that comes first in that order is taken. The error: while two environments both have groups
+waiting, their sequences per weight differ by at most the sum of one group per weight of each, plus
+what exact packing had to pass over.
 
-**Packing** (`choose_exact`): whole groups whose sizes add up to exactly a target. It prefers what comes first: the answer is
-the lexicographically smallest set of positions that works, so the first group that can be part of any exact choice is always
-part of the one returned. That is what "oldest first" and "no group is starved" rest on.
+**Packing** (`choose_exact`): whole groups whose sizes add up to exactly a target. It prefers what
+comes first: the answer is the lexicographically smallest set of positions that works, so the first
+group that can be part of any exact choice is always part of the one returned. That is what "oldest
+first" and "no group is starved" rest on.
 
-**Replay** (`Replay`): a group that a trainer has learned from goes back to its line until it was used `max_reuse` times or is
-too old. While it is out in a batch it is in no line, so no batch holds it twice, and no two batches hold it at a time. All of
-it follows from what is stored, so that a restart changes nothing.
+**Replay** (`Replay`): a group that a trainer has learned from goes back to its line until it was
+used `max_reuse` times or is too old. While it is out in a batch it is in no line, so no batch holds
+it twice, and no two batches hold it at a time. All of it follows from what is stored, so that a
+restart changes nothing.
 """
 
 from __future__ import annotations
@@ -44,10 +49,13 @@ def form_batch(
 
     Args:
         batch_size: sequences in a batch, to be met exactly.
-        lines: waiting groups by environment, each line in the order in which its groups shall be used.
+        lines: waiting groups by environment, each line in the order in which its groups shall be
+            used.
         environments: by id; their clocks and weights set the order.
-        reservations: sequences of this batch that are kept for an environment, rounded down to whole groups.
-        horizon: sequences that can be handed out before what is sampled now is too old; None without a staleness bound.
+        reservations: sequences of this batch that are kept for an environment, rounded down to
+            whole groups.
+        horizon: sequences that can be handed out before what is sampled now is too old; None
+            without a staleness bound.
     """
     preferred: list[Group] = []
     for env_id, reserved in reservations.items():
@@ -59,36 +67,64 @@ def form_batch(
             have += group.size
         else:  # the line ended before the share was full
             if have + environments[env_id].group_size <= reserved:
-                return None, f"{reserved:.0f} sequences are reserved for environment {env_id}, which has {have} waiting"
+                return (
+                    None,
+                    f"{reserved:.0f} sequences are reserved for environment {env_id}, which has {have} waiting",
+                )
 
     first = {group.seq for group in preferred}
-    weights = {env_id: max(environments[env_id].weight, MIN_WEIGHT) for env_id, line in lines.items() if line}
+    weights = {
+        env_id: max(environments[env_id].weight, MIN_WEIGHT)
+        for env_id, line in lines.items()
+        if line
+    }
     others: list[tuple[tuple[float, float, int], Group]] = []
     group_sizes = [environment.group_size for environment in environments.values()]
-    # The most that `apportion` can have asked of an environment, per weight. Where it stops, let r be the largest ratio of
-    # sequences to weight: every other environment has at least r * weight - group_size, or the last group would have been
-    # its own, and together they hold the horizon and one group at most: r * sum(weights) <= horizon + max(...) + sum(...).
-    most = ((horizon or 0) + max(group_sizes, default=0) + sum(group_sizes)) / (sum(weights.values()) or 1.0)
+    # The most that `apportion` can have asked of an environment, per weight. Where it stops, let r
+    # be the largest ratio of sequences to weight: every other environment has at least r * weight -
+    # group_size, or the last group would have been its own, and together they hold the horizon and
+    # one group at most: r * sum(weights) <= horizon + max(...) + sum(...).
+    most = ((horizon or 0) + max(group_sizes, default=0) + sum(group_sizes)) / (
+        sum(weights.values()) or 1.0
+    )
     for env_id, weight in weights.items():
         useful = _useful(lines[env_id], batch_size)
-        waits = sum(group.size for group in lines[env_id].values() if not group.uses) if horizon is not None else 0
+        waits = (
+            sum(group.size for group in lines[env_id].values() if not group.uses)
+            if horizon is not None
+            else 0
+        )
         by_version = horizon is not None and waits <= most * weight
         clock = environments[env_id].clock
         for group in useful:
             if group.seq not in first:
-                others.append(((group.version if by_version and not group.uses else math.inf, clock, group.seq), group))
+                others.append(
+                    (
+                        (
+                            group.version if by_version and not group.uses else math.inf,
+                            clock,
+                            group.seq,
+                        ),
+                        group,
+                    )
+                )
             clock += group.size / weight
     others.sort(key=lambda entry: entry[0])
     order = preferred + [group for _, group in others]
     chosen = choose_exact([group.size for group in order], batch_size)
     if chosen is None:
         sizes = dict(sorted(Counter(group.size for group in order).items()))
-        return None, f"no choice of whole groups adds up to {batch_size} (waiting, as size: groups that matter: {sizes})"
+        return (
+            None,
+            f"no choice of whole groups adds up to {batch_size} (waiting, as size: groups that matter: {sizes})",
+        )
     return [order[position] for position in chosen], None
 
 
 def _useful(line: Mapping[int, Group], batch_size: int) -> list[Group]:
-    """The earliest groups of each size, as many as could fit into one batch; the others cannot change what is chosen."""
+    """The earliest groups of each size, as many as could fit into one batch; the others cannot
+    change what is chosen.
+    """
     left = Counter(group.size for group in line.values())
     used: Counter[int] = Counter()
     useful = []
@@ -103,11 +139,14 @@ def _useful(line: Mapping[int, Group], batch_size: int) -> list[Group]:
     return useful
 
 
-def apportion(total: int, waiting: Mapping[int, int], environments: Sequence[Environment], most: int) -> dict[int, int]:
-    """Return how many groups each environment should add so that `total` sequences wait in all, shared by weight.
+def apportion(
+    total: int, waiting: Mapping[int, int], environments: Sequence[Environment], most: int
+) -> dict[int, int]:
+    """Return how many groups each environment should add so that `total` sequences wait in all,
+    shared by weight.
 
-    Whole groups go one at a time to the environment that is furthest below its share, so that the shares of several
-    environments together never fall short of the total by a whole group of each.
+    Whole groups go one at a time to the environment that is furthest below its share, so that the
+    shares of several environments together never fall short of the total by a whole group of each.
 
     Args:
         total: sequences wanted.
@@ -122,7 +161,8 @@ def apportion(total: int, waiting: Mapping[int, int], environments: Sequence[Env
         next_up = min(
             environments,
             key=lambda environment: (
-                (have[environment.env_id] + environment.group_size) / max(environment.weight, MIN_WEIGHT),
+                (have[environment.env_id] + environment.group_size)
+                / max(environment.weight, MIN_WEIGHT),
                 environment.env_id,
             ),
         )
@@ -134,13 +174,15 @@ def apportion(total: int, waiting: Mapping[int, int], environments: Sequence[Env
 
 
 def choose_exact(sizes: Sequence[int], target: int) -> list[int] | None:
-    """Positions of the earliest sizes that add up to exactly `target`, ascending; None if no choice does.
+    """Positions of the earliest sizes that add up to exactly `target`, ascending; None if no choice
+    does.
 
-    Subset sum by dynamic programming over bit sets: bit s of the set at i says that some of sizes[i:] add up to s. Of
-    equal sizes an exact choice never needs more than target // size, and the earliest are always as good, so the work is
-    bounded by the target and not by how many sizes there are. The sets are made from the end and read from the front; of n
-    only every sqrt(n)-th is kept, and those between two are made a second time when they are needed, so that memory is
-    about 2 * sqrt(n) * target / 8 bytes.
+    Subset sum by dynamic programming over bit sets: bit s of the set at i says that some of
+    sizes[i:] add up to s. Of equal sizes an exact choice never needs more than target // size, and
+    the earliest are always as good, so the work is bounded by the target and not by how many sizes
+    there are. The sets are made from the end and read from the front; of n only every sqrt(n)-th is
+    kept, and those between two are made a second time when they are needed, so that memory is about
+    2 * sqrt(n) * target / 8 bytes.
 
     Args:
         sizes: group sizes in sequences, all >= 1, in order of preference.
@@ -149,7 +191,9 @@ def choose_exact(sizes: Sequence[int], target: int) -> list[int] | None:
     if target < 1:
         return None
     total = 0
-    for position, size in enumerate(sizes):  # the common case, groups of one size: the first ones just fit
+    for position, size in enumerate(
+        sizes
+    ):  # the common case, groups of one size: the first ones just fit
         total += size
         if total == target:
             return list(range(position + 1))
@@ -194,7 +238,9 @@ def choose_exact(sizes: Sequence[int], target: int) -> list[int] | None:
 
 
 def choose_multiple(sizes: Sequence[int], unit: int, limit: int) -> list[int] | None:
-    """Positions of the earliest sizes that add up to the smallest possible multiple of `unit` up to `limit`; None if none."""
+    """Positions of the earliest sizes that add up to the smallest possible multiple of `unit` up to
+    `limit`; None if none.
+    """
     for target in range(unit, min(limit, sum(sizes)) + 1, unit):
         chosen = choose_exact(sizes, target)
         if chosen is not None:
@@ -220,9 +266,10 @@ class Replay:
     def ordered(self, line: Iterable[Group], batch_id: int) -> list[Group]:
         """The groups of a line, those that are to be used first in front.
 
-        fifo: those that were used least often, of these the oldest. recent: those of the newest weights, of these the ones that
-        were used least often, and of those the ones that came last. uniform: every order is as likely as any other; it follows
-        from the seed, the batch and the groups' numbers.
+        fifo: those that were used least often, of these the oldest. recent: those of the newest
+        weights, of these the ones that were used least often, and of those the ones that came last.
+        uniform: every order is as likely as any other; it follows from the seed, the batch and the
+        groups' numbers.
 
         Args:
             line: groups that wait.
@@ -231,7 +278,9 @@ class Replay:
         if self.policy == "recent":
             return sorted(line, key=lambda group: (-group.version, group.uses, -group.seq))
         if self.policy == "uniform":
-            return sorted(line, key=lambda group: (_number(self.seed, batch_id, group.seq), group.seq))
+            return sorted(
+                line, key=lambda group: (_number(self.seed, batch_id, group.seq), group.seq)
+            )
         return sorted(line, key=lambda group: (group.uses, group.seq))
 
 

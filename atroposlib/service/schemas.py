@@ -1,4 +1,5 @@
-"""What the rollout service is asked, as pydantic models, and how what does not validate is refused: by its place and its value.
+"""What the rollout service is asked, as pydantic models, and how what does not validate is refused:
+by its place and its value.
 
 Posted groups, which are long, are read in `groups`.
 """
@@ -52,7 +53,8 @@ MetricName = Annotated[str, Field(min_length=1, max_length=256)]
 ServerUrl = Annotated[str, Field(max_length=MAX_ADDRESS_LENGTH), AfterValidator(server_address)]
 """http://host:port, or https."""
 
-# The first wrong value ends the reading: a million wrong values would otherwise become a million error records.
+# The first wrong value ends the reading: a million wrong values would otherwise become a million
+# error records.
 Ints = Annotated[list[int], Field(fail_fast=True)]
 Floats = Annotated[list[FiniteFloat], Field(fail_fast=True)]
 IntRows = Annotated[list[Ints], Field(fail_fast=True)]
@@ -78,20 +80,29 @@ class InvalidRequestError(ValueError):
 
 
 def invalid(where: list[str | int], value: Any, message: str) -> InvalidRequestError:
-    """One error at one place of the body: its path, the value found there, and what is wrong with it."""
-    return InvalidRequestError([{"type": "value_error", "loc": ["body", *where], "msg": message, "input": value}])
+    """One error at one place of the body: its path, the value found there, and what is wrong with
+    it.
+    """
+    return InvalidRequestError(
+        [{"type": "value_error", "loc": ["body", *where], "msg": message, "input": value}]
+    )
 
 
 def path(where: list[str | int] | tuple[str | int, ...]) -> str:
     """tokens[0][3]"""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".") or "the body"
+    return (
+        "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
+        or "the body"
+    )
 
 
 def short(value: Any) -> Any:
     """An input value as it can be shown: short, and without NaN, which JSON does not have."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
-    if isinstance(value, int) and abs(value) >= 10**40:  # Python refuses to print integers of 4,300 digits
+    if (
+        isinstance(value, int) and abs(value) >= 10**40
+    ):  # Python refuses to print integers of 4,300 digits
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, int | float) and not abs(value) < 2**53:
         return str(value)[:64]
@@ -106,10 +117,14 @@ def refused(error: ValidationError) -> InvalidRequestError:
         bare = item["type"] in ("missing", "json_invalid")  # their input is the whole body
         value = None if bare else short(item["input"])
         rule = item["msg"]
-        if item["type"] == "float_type" and type(item["input"]) is int:  # an integer that no float can hold
+        if (
+            item["type"] == "float_type" and type(item["input"]) is int
+        ):  # an integer that no float can hold
             rule = f"Input should be less than or equal to {LARGEST_FLOAT32:g} in magnitude"
         message = rule if bare else f"{path(where)} is {value!r}: {rule}"
-        errors.append({"type": item["type"], "loc": ["body", *where], "msg": message, "input": value})
+        errors.append(
+            {"type": item["type"], "loc": ["body", *where], "msg": message, "input": value}
+        )
     return InvalidRequestError(errors)
 
 
@@ -162,38 +177,52 @@ class RegisterTrainer(Request):
     starting_step: SafeInt
     num_steps: SafeInt
     max_staleness: Version | None = None
-    """Weight versions by which a group may be older than the trainer when it is handed out; null for any age."""
+    """Weight versions by which a group may be older than the trainer when it is handed out; null
+    for any age."""
     ack_batches: bool = False
-    """The trainer sends POST /batch/ack from the first batch on; without it, the first ack tells."""
+    """The trainer sends POST /batch/ack from the first batch on; without it, the first ack
+    tells."""
     model: Name | None = None
-    """The model that is trained. With checkpoint_dir it tells one run from another; null where nothing does."""
+    """The model that is trained. With checkpoint_dir it tells one run from another; null where
+    nothing does."""
     weight_epoch: Version = 0
     """Names this trainer process: what POST /weight-epoch answered; 0 if it does not say."""
     run: RunName | None = None
-    """Names the run, over all its resumes: another name is another run. Null where model and checkpoint_dir tell runs apart."""
+    """Names the run, over all its resumes: another name is another run. Null where model and
+    checkpoint_dir tell runs apart."""
     lives: Annotated[list[EpochAndStep], Field(max_length=MOST_LIVES)] | None = None
-    """[weight epoch, starting step] of each trainer of the run, this one last, as its checkpoints name them."""
+    """[weight epoch, starting step] of each trainer of the run, this one last, as its checkpoints
+    name them."""
     positions: Annotated[dict[Name, Version], Field(max_length=MAX_POSITIONS)] | None = None
-    """Those of the last batch that the weights have learned from, {} before the first; null if they are not known."""
+    """Those of the last batch that the weights have learned from, {} before the first; null if they
+    are not known."""
     ref_logprobs_from_workers: bool = False
-    """Groups that come without ref_logprobs get them from reference workers (POST /reference/lease) before they are handed
-    out. Needs `model`: by it workers are told from those of another one."""
-    reference: Annotated[dict[ShortName, SafeInt | Number | bool | Name | None], Field(max_length=64)] | None = None
-    """How they are to be computed, for the workers to compare with. If it names a `model`, theirs is compared with that one."""
+    """Groups that come without ref_logprobs get them from reference workers (POST /reference/lease)
+    before they are handed out. Needs `model`: by it workers are told from those of another one."""
+    reference: (
+        Annotated[dict[ShortName, SafeInt | Number | bool | Name | None], Field(max_length=64)]
+        | None
+    ) = None
+    """How they are to be computed, for the workers to compare with. If it names a `model`, theirs
+    is compared with that one."""
 
     log_dir: Name | None = None
-    """Folder of the trainer's figures, for the page of a service on the same machine; null if it does not say."""
+    """Folder of the trainer's figures, for the page of a service on the same machine; null if it
+    does not say."""
     inference_servers: Annotated[list[Name], Field(max_length=MAX_SERVERS)] | None = None
-    """Addresses of the servers that sample for it, for the page to ask how they are; null if it does not say."""
+    """Addresses of the servers that sample for it, for the page to ask how they are; null if it
+    does not say."""
     replay: WantedReplay | None = None
-    """Null for fifo and each group once. Anything else needs max_staleness, by which old groups are dropped; groups that are
-    used again are one version older at least."""
+    """Null for fifo and each group once. Anything else needs max_staleness, by which old groups are
+    dropped; groups that are used again are one version older at least."""
 
     @model_validator(mode="after")
     def _replayed_groups_age(self) -> Self:
         replay = self.replay or WantedReplay()
         if replay.policy != "fifo" and self.max_staleness is None:
-            raise ValueError(f"replay {replay.policy!r} needs max_staleness: nothing else drops the groups that it passes over")
+            raise ValueError(
+                f"replay {replay.policy!r} needs max_staleness: nothing else drops the groups that it passes over"
+            )
         if replay.max_reuse > 1 and not self.max_staleness:
             raise ValueError(
                 f"max_reuse {replay.max_reuse} needs max_staleness, at least 1: a group that was learned from is of older "
@@ -204,7 +233,9 @@ class RegisterTrainer(Request):
     @model_validator(mode="after")
     def _workers_know_the_model(self) -> Self:
         if self.ref_logprobs_from_workers and self.model is None:
-            raise ValueError("ref_logprobs_from_workers needs model, which tells reference workers whose logprobs are meant")
+            raise ValueError(
+                "ref_logprobs_from_workers needs model, which tells reference workers whose logprobs are meant"
+            )
         return self
 
 
@@ -212,9 +243,11 @@ class AskEpoch(Request):
     """POST /weight-epoch."""
 
     asked: Version = 0
-    """Unix milliseconds, and more than the epochs that the trainer knows of its run. The answer is at least as high."""
+    """Unix milliseconds, and more than the epochs that the trainer knows of its run. The answer is
+    at least as high."""
     run: RunName | None = None
-    """As in POST /register: what is sampled with the epoch before the trainer registers counts as this run's."""
+    """As in POST /register: what is sampled with the epoch before the trainer registers counts as
+    this run's."""
 
 
 def _or_default(weight: float) -> float:
@@ -229,14 +262,15 @@ class RegisterEnv(Request):
     max_token_length: SafeInt
     desired_name: Annotated[str, Field(max_length=256)]
     weight: Annotated[FiniteFloat, AfterValidator(_or_default), Field(le=1e9)]
-    """Share of the trainer's data relative to the other environments' weights. -1, which stock environments send when
-    they have none, is the default, 1."""
+    """Share of the trainer's data relative to the other environments' weights. -1, which stock
+    environments send when they have none, is the default, 1."""
     group_size: Size
     min_batch_allocation: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     """Fraction of every batch that is kept for this environment."""
     stream: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Names the stream of items that it serves, if it can be resumed exactly: it numbers them, and GET /status-env tells it
-    where the stream stands. It takes the place of an environment that served the same stream before."""
+    """Names the stream of items that it serves, if it can be resumed exactly: it numbers them, and
+    GET /status-env tells it where the stream stands. It takes the place of an environment that
+    served the same stream before."""
 
 
 class EnvIdentifier(Request):
@@ -249,11 +283,13 @@ class EnvStatus(EnvIdentifier):
     """GET /status-env."""
 
     moves: SafeInt | None = None
-    """What it said the last time, from whoever wants to be answered when the trainer has done something since."""
+    """What it said the last time, from whoever wants to be answered when the trainer has done
+    something since."""
     wait: Annotated[FiniteFloat, Field(ge=0, le=30)] = 0.0
     """Seconds until it is answered nevertheless."""
     process: Annotated[str, Field(max_length=256)] = ""
-    """Names the environment's process for people, and for a supervisor: for instance its id and host."""
+    """Names the environment's process for people, and for a supervisor: for instance its id and
+    host."""
 
 
 class AckBatch(Request):
@@ -268,10 +304,11 @@ class AckBatch(Request):
     skipped: Name | None = None
     """Why the trainer could not learn from the batch; null if it did."""
     keep: bool = False
-    """What was learned is not saved yet: keep the batch for the trainer that registers next, until it is acknowledged again."""
+    """What was learned is not saved yet: keep the batch for the trainer that registers next, until
+    it is acknowledged again."""
     report: Any = None
-    """What the trainer computed for tokens of the batch, kept for whoever reads rollouts; see `ui.rollouts.report`. One that
-    cannot be read is no reason to refuse the acknowledgement."""
+    """What the trainer computed for tokens of the batch, kept for whoever reads rollouts; see
+    `ui.rollouts.report`. One that cannot be read is no reason to refuse the acknowledgement."""
 
 
 class BatchReport(Request):
@@ -283,7 +320,8 @@ class BatchReport(Request):
     report: Any = None
     """As in an acknowledgement."""
     error: Reason | None = None
-    """The error that training on the batch raised; null if something else ends the run. See `batch_failures`."""
+    """The error that training on the batch raised; null if something else ends the run. See
+    `batch_failures`."""
 
 
 class EndRun(Request):
@@ -303,7 +341,8 @@ class PostedEvaluation(Request):
     weight_version: Version | None = None
     """Of the oldest weights that it was measured with; null if that is not known."""
     weight_epoch: Version | None = None
-    """Of those weights; null if that is not known, 0 for those that no trainer made, or where the server does not say."""
+    """Of those weights; null if that is not known, 0 for those that no trainer made, or where the
+    server does not say."""
     metrics: Annotated[dict[MetricName, Number], Field(min_length=1, max_length=256)]
     idempotency_key: Key | None = None
     """Chosen by the client; the same key again is answered again but not counted again."""
@@ -341,9 +380,12 @@ def _each_once(servers: list[PublishedServer]) -> list[PublishedServer]:
 class PublishedFleet(Request):
     """POST /fleet."""
 
-    servers: Annotated[list[PublishedServer], Field(max_length=MAX_SERVERS), AfterValidator(_each_once)]
+    servers: Annotated[
+        list[PublishedServer], Field(max_length=MAX_SERVERS), AfterValidator(_each_once)
+    ]
     uuid: SafeInt | None = None
-    """What /register answered; a trainer that was superseded is told so, and its table is not taken."""
+    """What /register answered; a trainer that was superseded is told so, and its table is not
+    taken."""
     by: Annotated[str, Field(max_length=256)] = ""
     """Which of several publishers says it, such as a parameter server; empty for the trainer."""
 
@@ -367,14 +409,17 @@ class AnsweredReference(Request):
     id: Version
     """As it came with the group."""
     ref_logprobs: NumberRows | None = None
-    """[n][length]: aligned with the group's tokens; where the mask is -100, as in inference_logprobs, 1.0."""
+    """[n][length]: aligned with the group's tokens; where the mask is -100, as in
+    inference_logprobs, 1.0."""
     unusable: Name | None = None
     """Why there can be none for this group: it goes on to the trainer without."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.ref_logprobs is None) == (self.unusable is None):
-            raise ValueError("a group has either ref_logprobs, or says in unusable why there can be none")
+            raise ValueError(
+                "a group has either ref_logprobs, or says in unusable why there can be none"
+            )
         return self
 
 

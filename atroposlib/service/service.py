@@ -1,5 +1,5 @@
-"""The rollout service between the routes and the rules: it runs one call on the queue, stores what that changed, and only
-then lets the answer go out."""
+"""The rollout service between the routes and the rules: it runs one call on the queue, stores what
+that changed, and only then lets the answer go out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class HandOut:
 
 
 class Recorder(Protocol):
-    """Keeps rollouts for people to read, after what concerns them is stored. It neither waits nor raises."""
+    """Keeps rollouts for people to read, after what concerns them is stored.
+
+    It neither waits nor raises.
+    """
 
     def model(self, name: str | None) -> None:
         """A trainer has registered that names this model."""
@@ -49,7 +52,9 @@ class Recorder(Protocol):
         """Groups were accepted: sequence number, name of the environment, body of each."""
 
     def reported(self, seqs: Sequence[int], report: Any) -> None:
-        """The trainer says what it computed for tokens of a batch of these groups, in the order in which it got them."""
+        """The trainer says what it computed for tokens of a batch of these groups, in the order in
+        which it got them.
+        """
 
     def another_run(self) -> None:
         """What comes from now on is of another run."""
@@ -65,7 +70,9 @@ def _refuse_unreadable(bodies: Sequence[tuple[int, bytes]]) -> None:
     reasons = {seq: reason for seq, body in bodies if (reason := unreadable(body))}
     if reasons:
         what = "; ".join(f"group {seq}: {reason}" for seq, reason in reasons.items())
-        raise DamagedError(f"an earlier version stored groups that trainers cannot read: {what}", list(reasons))
+        raise DamagedError(
+            f"an earlier version stored groups that trainers cannot read: {what}", list(reasons)
+        )
 
 
 class RolloutService:
@@ -88,13 +95,15 @@ class RolloutService:
         self.clock = time.monotonic  # never the wall clock: it may jump
         self.queue = RolloutQueue(self.limits, store.load(), self.clock())
         self._checked_from = self.queue.next_seq
-        """Groups below this number were stored by an earlier start, perhaps of a version that accepted more."""
+        """Groups below this number were stored by an earlier start, perhaps of a version that
+        accepted more."""
         self.post_space = PostSpace(store)
         self.metrics = Metrics(lambda: self.queue, self.post_space)
         self.latest: bytes | None = None
         self.fleet_status = FleetStatus()
         self.keyed = False
-        """Every request needs the service's key, so that addresses in requests come from those that have it."""
+        """Every request needs the service's key, so that addresses in requests come from those that
+        have it."""
         self.trainer_activity = TrainerActivity()
         self.trainer_heard = self.clock()
         """When the trainer said anything last, or when this service began."""
@@ -103,7 +112,10 @@ class RolloutService:
         self._broken: StoreError | None = None
         self._reloading: asyncio.Task[None] | None = None
         self.committer = Committer(
-            store, commit_timeout, self.metrics.commit_seconds.observe, self._reload_after_commit_failure
+            store,
+            commit_timeout,
+            self.metrics.commit_seconds.observe,
+            self._reload_after_commit_failure,
         )
 
     def require_key(self, keyed: bool) -> None:
@@ -116,7 +128,8 @@ class RolloutService:
             )
 
     async def run(self, call: Callable[[RolloutQueue], T]) -> T:
-        """Run `call` on the queue and return its result once everything that it changed or saw is stored.
+        """Run `call` on the queue and return its result once everything that it changed or saw is
+        stored.
 
         Raises:
             StoreError: it could not be stored; the queue is again as the store has it.
@@ -132,7 +145,9 @@ class RolloutService:
         return result
 
     def heard_trainer(self, publishes: bool | None = None) -> None:
-        """The trainer has just said something: for instance how its servers are, or that it is another one."""
+        """The trainer has just said something: for instance how its servers are, or that it is
+        another one.
+        """
         self.trainer_heard = self.clock()
         if publishes is not None:
             self.trainer_publishes = publishes
@@ -152,7 +167,9 @@ class RolloutService:
             self._broken = error  # every request says so; the next one may try again
             logger.error("%s", error)
         except Exception as error:
-            self._broken = StoreError(f"the store could not be read: {type(error).__name__}: {error}; see the service's log")
+            self._broken = StoreError(
+                f"the store could not be read: {type(error).__name__}: {error}; see the service's log"
+            )
             logger.exception("the store could not be read")
         else:
             self.queue = RolloutQueue(self.limits, snapshot, self.clock())
@@ -171,7 +188,13 @@ class RolloutService:
                 seq = queue.next_seq
                 receipts.append(queue.add(group, now))
                 if queue.next_seq > seq:
-                    accepted.append((seq, queue.registry.by_id[queue.registry.line_of(group.env_id)].desired_name, group.body))
+                    accepted.append(
+                        (
+                            seq,
+                            queue.registry.by_id[queue.registry.line_of(group.env_id)].desired_name,
+                            group.body,
+                        )
+                    )
             return receipts
 
         receipts = await self.run(call)
@@ -184,9 +207,15 @@ class RolloutService:
         return receipts
 
     def handed_out(self, batch_id: int | None) -> list[int]:
-        """The sequence numbers of a batch's groups, in the order in which the trainer got them; none if it is not out."""
+        """The sequence numbers of a batch's groups, in the order in which the trainer got them;
+        none if it is not out.
+        """
         lease = None if batch_id is None else self.queue.leases.get(batch_id)
-        return [] if lease is None else [group.seq for group in self.queue.streams.in_order(lease.groups)]
+        return (
+            []
+            if lease is None
+            else [group.seq for group in self.queue.streams.in_order(lease.groups)]
+        )
 
     def reported(self, seqs: Sequence[int], report: Any) -> None:
         """The trainer has told what it computed for a batch."""
@@ -194,12 +223,14 @@ class RolloutService:
             self.recorder.reported(seqs, report)
 
     @asynccontextmanager
-    async def handing_out(self, received: int | None, uuid: int | None) -> AsyncIterator[HandOut | None]:
+    async def handing_out(
+        self, received: int | None, uuid: int | None
+    ) -> AsyncIterator[HandOut | None]:
         """A batch while it is on its way, or None if there is none yet.
 
-        Whatever ends the block or keeps it from being reached, a commit that stalls, the request's time limit, a client
-        that goes away, the batch is no longer taken to be on its way then: it comes again, unless the block has said that
-        it is `complete`.
+        Whatever ends the block or keeps it from being reached, a commit that stalls, the request's
+        time limit, a client that goes away, the batch is no longer taken to be on its way then: it
+        comes again, unless the block has said that it is `complete`.
         """
         now = self.clock()
         on_its_way: list[Lease] = []
@@ -234,7 +265,11 @@ class RolloutService:
         try:
             await self.run(lambda queue: queue.sent(lease, complete=True))
         except StoreError as error:
-            logger.error("batch %d went out, but that is not stored and it may be sent again: %s", lease.batch_id, error)
+            logger.error(
+                "batch %d went out, but that is not stored and it may be sent again: %s",
+                lease.batch_id,
+                error,
+            )
 
     async def _read(self, lease: Lease) -> HandOut | None:
         """The JSON answer for a batch; None if it has been dissolved, because bodies were damaged."""
@@ -247,12 +282,22 @@ class RolloutService:
             damaged = error.seqs
             dropped = await self.run(lambda queue: queue.drop_damaged(lease, damaged))
             if dropped:
-                logger.error("%s; dropped %d groups of batch %d, and forming it anew", error, dropped, lease.batch_id)
+                logger.error(
+                    "%s; dropped %d groups of batch %d, and forming it anew",
+                    error,
+                    dropped,
+                    lease.batch_id,
+                )
             return None
         for at, group in enumerate(groups):
-            if group.reference == MISSING and not bodies[at].endswith(NO_REFERENCE):  # of a reference that is none any more
+            if group.reference == MISSING and not bodies[at].endswith(
+                NO_REFERENCE
+            ):  # of a reference that is none any more
                 bodies[at] = with_reference(bodies[at])
-        names = {str(line): self.queue.registry.by_id[line].desired_name for line in {group.line for group in lease.groups}}
+        names = {
+            str(line): self.queue.registry.by_id[line].desired_name
+            for line in {group.line for group in lease.groups}
+        }
         names.pop(str(NOBODY), None)
         content: dict[str, Any] = {"batch_id": lease.batch_id, "environments": names}
         if not self.queue.replay.is_plain:
@@ -266,13 +311,16 @@ class RolloutService:
         """The bodies of groups, in the order asked for.
 
         Raises:
-            DamagedError: some of them are damaged or gone, or an earlier version stored what trainers cannot read.
+            DamagedError: some of them are damaged or gone, or an earlier version stored what
+                trainers cannot read.
             StoreError: they cannot be read.
         """
         bodies = self.store.bodies_at_hand(seqs)
         if bodies is None:
             bodies = await asyncio.to_thread(self.store.bodies, seqs)
-        earlier = [(seq, body) for seq, body in zip(seqs, bodies, strict=True) if seq < self._checked_from]
+        earlier = [
+            (seq, body) for seq, body in zip(seqs, bodies, strict=True) if seq < self._checked_from
+        ]
         if earlier:
             await asyncio.to_thread(_refuse_unreadable, earlier)
         return bodies
@@ -283,7 +331,9 @@ class RolloutService:
             logger.error("%s", line)
 
     async def set_aside_body(self, batch_id: int) -> bytes | None:
-        """A batch that was set aside, as JSON with its groups as they were posted; None if there is none of this number."""
+        """A batch that was set aside, as JSON with its groups as they were posted; None if there is
+        none of this number.
+        """
         lease, reason = self.queue.failures.batches.get(batch_id, (None, ""))
         if lease is None:
             return None
@@ -292,7 +342,9 @@ class RolloutService:
         return b'{"batch":[' + b",".join(bodies) + b"]," + head[1:]
 
     def stats(self) -> dict[str, Any]:
-        """What waits, what is leased, what was dropped and why, and who is behind; for people and scripts."""
+        """What waits, what is leased, what was dropped and why, and who is behind; for people and
+        scripts.
+        """
         queue, now = self.queue, self.clock()
         trainer = queue.registration
         return {
@@ -319,14 +371,18 @@ class RolloutService:
                 for (reason, bucket), count in sorted(queue.drops.items())
             ],
             "environments": [
-                one | {"groups_wanted": queue.groups_wanted(one["env_id"], now)} for one in stats.environments(queue, now)
+                one | {"groups_wanted": queue.groups_wanted(one["env_id"], now)}
+                for one in stats.environments(queue, now)
             ],
         }
 
     async def close(self) -> None:
         """Store what is under way and close the store."""
         if not await self.committer.close():
-            logger.error("the store did not answer within %g s; what it was given last may be lost", self.committer.timeout)
+            logger.error(
+                "the store did not answer within %g s; what it was given last may be lost",
+                self.committer.timeout,
+            )
         if self._reloading is not None:
             await asyncio.wait([self._reloading], timeout=self.committer.timeout)
         await asyncio.to_thread(self.store.close)

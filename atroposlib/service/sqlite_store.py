@@ -19,9 +19,25 @@ from typing import TypeVar
 
 import orjson
 
-from atroposlib.service.disk_reserve import RESERVE_BYTES, SLACK_BYTES, DiskSpace, Reserve, megabytes
+from atroposlib.service.disk_reserve import (
+    RESERVE_BYTES,
+    SLACK_BYTES,
+    DiskSpace,
+    Reserve,
+    megabytes,
+)
 from atroposlib.service.file_lock import lock_file, require_same_files
-from atroposlib.service.records import BUFFERED, QUEUED, REFERENCE, Changes, Evaluation, Group, Lease, Receipt, Snapshot
+from atroposlib.service.records import (
+    BUFFERED,
+    QUEUED,
+    REFERENCE,
+    Changes,
+    Evaluation,
+    Group,
+    Lease,
+    Receipt,
+    Snapshot,
+)
 from atroposlib.service.store import DamagedError, RecentBodies, Store, StoreError
 
 logger = logging.getLogger(__name__)
@@ -49,9 +65,11 @@ CREATE TABLE evaluations (id INTEGER PRIMARY KEY, record BLOB NOT NULL);
 PAGE_SIZE = 65536
 """Bodies are long: larger pages make fewer links."""
 CHECKPOINT_PAGES = 512
-"""32 MiB of log before it is copied into the file. Much of it has been handed out and freed by then.
+"""32 MiB of log before it is copied into the file. Much of it has been handed out and freed by
+then.
 
-If the disk is full, the file grows by as much with the space of the reserve. So the log is at most half of that.
+If the disk is full, the file grows by as much with the space of the reserve. So the log is at most
+half of that.
 """
 RECENT_BYTES = 64 << 20
 """Bodies of the newest groups are kept in memory, since most are handed out soon."""
@@ -84,14 +102,23 @@ class Statements:
             run("UPDATE groups SET reference = ? WHERE seq = ?", (reference, seq))
         uses = dict([entry for changes in together for entry in changes.uses])
         for times in sorted(set(uses.values())):
-            self._for_all("UPDATE groups SET uses = ? WHERE seq", [seq for seq, n in uses.items() if n == times], times)
+            self._for_all(
+                "UPDATE groups SET uses = ? WHERE seq",
+                [seq for seq, n in uses.items() if n == times],
+                times,
+            )
         for changes in together:
             self._place(changes)
         removed = [seq for changes in together for seq in changes.removed]
         if removed:
             self._for_all("DELETE FROM groups WHERE seq", removed)
-            self._for_all("DELETE FROM bodies WHERE seq", [seq for seq in removed if seq not in self._unreadable])
-        environments = {record["env_id"]: record for changes in together for record in changes.environments}
+            self._for_all(
+                "DELETE FROM bodies WHERE seq",
+                [seq for seq in removed if seq not in self._unreadable],
+            )
+        environments = {
+            record["env_id"]: record for changes in together for record in changes.environments
+        }
         for env_id, record in environments.items():
             run("INSERT OR REPLACE INTO environments VALUES (?, ?)", (env_id, orjson.dumps(record)))
         forgotten = [env_id for changes in together for env_id in changes.environments_removed]
@@ -102,13 +129,24 @@ class Statements:
             keys.update(dict.fromkeys(changes.keys_removed))
         if keys:
             self._for_all("DELETE FROM keys WHERE key", list(keys))
-            kept = [(key, r.status, r.buffer_size, r.reason) for key, r in keys.items() if r is not None]
+            kept = [
+                (key, r.status, r.buffer_size, r.reason) for key, r in keys.items() if r is not None
+            ]
             self._insert("keys (key, status, buffer_size, reason)", kept)
-        results = [(result.id, orjson.dumps(result)) for changes in together for result in changes.evaluations]
+        results = [
+            (result.id, orjson.dumps(result))
+            for changes in together
+            for result in changes.evaluations
+        ]
         if results:
             self._insert("evaluations", results)
-        self._for_all("DELETE FROM evaluations WHERE id", [id for changes in together for id in changes.evaluations_removed])
-        state = next((changes.state for changes in reversed(together) if changes.state is not None), None)
+        self._for_all(
+            "DELETE FROM evaluations WHERE id",
+            [id for changes in together for id in changes.evaluations_removed],
+        )
+        state = next(
+            (changes.state for changes in reversed(together) if changes.state is not None), None
+        )
         if state is not None:
             run("INSERT OR REPLACE INTO state VALUES (1, ?)", (orjson.dumps(state),))
 
@@ -117,15 +155,17 @@ class Statements:
         for group, _, place in added:
             weights = orjson.dumps(group.weights).decode()
             numbers = (group.seq, group.line, group.size, group.longest, group.n_bytes)
-            rows.append((*numbers, weights, group.stated, place, group.tokens, group.reference, group.uses))
+            rows.append(
+                (*numbers, weights, group.stated, place, group.tokens, group.reference, group.uses)
+            )
         self._insert("groups", rows)
         self._insert("bodies", [(group.seq, zlib.crc32(body), body) for group, body, _ in added])
 
     def _insert(self, into: str, rows: Sequence[tuple[object, ...]]) -> None:
         """Insert many rows with one statement.
 
-        Each statement releases the interpreter to other threads and then waits for it. So few statements are faster
-        than short ones.
+        Each statement releases the interpreter to other threads and then waits for it. So few
+        statements are faster than short ones.
         """
         for some in _chunks(rows, MAX_VARIABLES // len(rows[0]) if rows else 1):
             row = f"({', '.join('?' * len(some[0]))})"
@@ -133,7 +173,10 @@ class Statements:
             self._run(f"INSERT INTO {into} VALUES {', '.join([row] * len(some))}", values)
 
     def _for_all(self, statement: str, values: Sequence[int | str], *first: int) -> None:
-        """Run a statement that ends before its `IN`, for many values at a time. `first` are its earlier parameters."""
+        """Run a statement that ends before its `IN`, for many values at a time.
+
+        `first` are its earlier parameters.
+        """
         for some in _chunks(values, MAX_VARIABLES - len(first)):
             self._run(f"{statement} IN ({', '.join('?' * len(some))})", [*first, *some])
 
@@ -175,8 +218,12 @@ class SqliteStore(Store):
     def __init__(self, path: Path, reserve: int = RESERVE_BYTES) -> None:
         self.path = path
         if not path.parent.is_dir():
-            raise StoreError(f"{path}: the folder {path.parent} does not exist; create it, or pass another --store")
-        self._file = path.resolve()  # SQLite names its log after the file, so a link must not have a log of its own
+            raise StoreError(
+                f"{path}: the folder {path.parent} does not exist; create it, or pass another --store"
+            )
+        self._file = (
+            path.resolve()
+        )  # SQLite names its log after the file, so a link must not have a log of its own
         self._lock = lock_file(self._file)
         self._reserve = Reserve(Path(f"{self._file}-reserve"), reserve)
         self._recent = RecentBodies(RECENT_BYTES)
@@ -219,15 +266,21 @@ class SqliteStore(Store):
         if isinstance(error, sqlite3.OperationalError) and _wants_space(error):
             folder = self.path.absolute().parent
             free = f"{megabytes(self._free())} are free on the disk of {folder}"
-            remedy = f"{free}: free some space, raise the quota, or look for faults of the disk (dmesg)"
+            remedy = (
+                f"{free}: free some space, raise the quota, or look for faults of the disk (dmesg)"
+            )
         elif "malformed" in text or "not a database" in text:
             remedy = "the file is damaged: restore it from a copy, or move it away to start with an empty one"
         return StoreError(f"store {self.path}: {text}; {remedy}")
 
     def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._file, timeout=10, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            self._file, timeout=10, isolation_level=None, check_same_thread=False
+        )
         connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
-        connection.execute("PRAGMA synchronous = FULL")  # not only a kill: a power cut may not lose an answered post either
+        connection.execute(
+            "PRAGMA synchronous = FULL"
+        )  # not only a kill: a power cut may not lose an answered post either
         pages = max(16, min(CHECKPOINT_PAGES, self._reserve.size // 2 // PAGE_SIZE))
         connection.execute(f"PRAGMA wal_autocheckpoint = {pages}")
         connection.execute(f"PRAGMA journal_size_limit = {2 * CHECKPOINT_PAGES * PAGE_SIZE}")
@@ -235,7 +288,9 @@ class SqliteStore(Store):
         connection.execute(
             "PRAGMA secure_delete = OFF"
         )  # some builds write zeros over all that is deleted: an ack costs a batch
-        connection.execute("PRAGMA temp_store = MEMORY")  # the folder for temporary files may be full too
+        connection.execute(
+            "PRAGMA temp_store = MEMORY"
+        )  # the folder for temporary files may be full too
         return connection
 
     def _prepare(self, writer: sqlite3.Connection) -> None:
@@ -245,7 +300,9 @@ class SqliteStore(Store):
             self._require_format(writer)
         (mode,) = writer.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
-            raise StoreError(f"store {self.path}: the file system cannot do write-ahead logging ({mode}); pass another --store")
+            raise StoreError(
+                f"store {self.path}: the file system cannot do write-ahead logging ({mode}); pass another --store"
+            )
         if not tables:
             writer.executescript(
                 f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"
@@ -280,13 +337,24 @@ class SqliteStore(Store):
         snapshot = Snapshot()
         for (record,) in run("SELECT record FROM state"):
             snapshot.state = orjson.loads(record)
-        snapshot.environments = [orjson.loads(record) for (record,) in run("SELECT record FROM environments ORDER BY env_id")]
+        snapshot.environments = [
+            orjson.loads(record)
+            for (record,) in run("SELECT record FROM environments ORDER BY env_id")
+        ]
         leases = {
             batch_id: Lease(batch_id, [], bool(sent), bool(returned))
-            for batch_id, sent, returned in run("SELECT batch_id, sent, returned FROM leases ORDER BY batch_id")
+            for batch_id, sent, returned in run(
+                "SELECT batch_id, sent, returned FROM leases ORDER BY batch_id"
+            )
         }
-        waiting = {QUEUED: snapshot.queued, BUFFERED: snapshot.buffered, REFERENCE: snapshot.for_reference}
-        columns = "place, weights, stated, seq, line, size, longest, n_bytes, tokens, reference, uses"
+        waiting = {
+            QUEUED: snapshot.queued,
+            BUFFERED: snapshot.buffered,
+            REFERENCE: snapshot.for_reference,
+        }
+        columns = (
+            "place, weights, stated, seq, line, size, longest, n_bytes, tokens, reference, uses"
+        )
         for place, listed, stated, *numbers in run(f"SELECT {columns} FROM groups ORDER BY seq"):
             seq, line, size, longest, n_bytes, *others = numbers
             weights = tuple((epoch, version) for epoch, version in orjson.loads(listed))
@@ -295,10 +363,13 @@ class SqliteStore(Store):
         snapshot.leases = list(leases.values())
         snapshot.keys = [
             (key, Receipt(*receipt))
-            for key, *receipt in run("SELECT key, status, buffer_size, reason FROM keys ORDER BY place")
+            for key, *receipt in run(
+                "SELECT key, status, buffer_size, reason FROM keys ORDER BY place"
+            )
         ]
         snapshot.evaluations = [
-            Evaluation(**orjson.loads(record)) for (record,) in run("SELECT record FROM evaluations ORDER BY id")
+            Evaluation(**orjson.loads(record))
+            for (record,) in run("SELECT record FROM evaluations ORDER BY id")
         ]
         return snapshot
 
@@ -313,9 +384,13 @@ class SqliteStore(Store):
         with self._reading:
             for seq in seqs:
                 try:
-                    row = self._reader.execute("SELECT crc, body FROM bodies WHERE seq = ?", (seq,)).fetchone()
+                    row = self._reader.execute(
+                        "SELECT crc, body FROM bodies WHERE seq = ?", (seq,)
+                    ).fetchone()
                 except sqlite3.Error as error:
-                    if type(error) is not sqlite3.DatabaseError:  # its subclasses: the disk, not the content
+                    if (
+                        type(error) is not sqlite3.DatabaseError
+                    ):  # its subclasses: the disk, not the content
                         raise self._error(error) from None
                     damaged[seq] = f"cannot be read ({error})"
                     self._unreadable.add(seq)
@@ -326,7 +401,10 @@ class SqliteStore(Store):
                 bodies.append(row[1])
         if damaged:
             what = ", ".join(f"the body of group {seq} {how}" for seq, how in damaged.items())
-            raise DamagedError(f"store {self.path}: {what}; the file is damaged: look at the disk that it is on", list(damaged))
+            raise DamagedError(
+                f"store {self.path}: {what}; the file is damaged: look at the disk that it is on",
+                list(damaged),
+            )
         return bodies
 
     # ---- writing ----
@@ -334,7 +412,8 @@ class SqliteStore(Store):
     def commit(self, together: Sequence[Changes]) -> None:
         """Write the changes in one transaction, and have it on the disk.
 
-        New groups may not use the reserve. Everything else may, since it empties the queue or is small.
+        New groups may not use the reserve. Everything else may, since it empties the queue or is
+        small.
         """
         # What came before a wipe is gone; what is left is applied at once.
         wiped = max((index for index, changes in enumerate(together) if changes.wipe), default=0)
@@ -370,7 +449,9 @@ class SqliteStore(Store):
             raise
 
     def _transact_from_reserve(self, wipes: bool, changes: Sequence[Changes]) -> None:
-        """Write changes for which the disk has no space: first into an emptied log, then with the reserve."""
+        """Write changes for which the disk has no space: first into an emptied log, then with the
+        reserve.
+        """
         with self._reading:
             self._fold()
         try:
@@ -425,7 +506,9 @@ class SqliteStore(Store):
             self.space = replace(self.space, free=free, measured=time.monotonic())
 
     def make_room(self) -> None:
-        """Give back what the store does not need, rebuild the reserve if there is space for it, and measure what is left."""
+        """Give back what the store does not need, rebuild the reserve if there is space for it, and
+        measure what is left.
+        """
         with self._writing:
             self._make_room()
             self._look()
@@ -440,7 +523,10 @@ class SqliteStore(Store):
             logger.warning("store %s: its reserve cannot be rebuilt: %s", self.path, error)
 
     def _fold(self) -> None:
-        """Fold the log into the file and empty it, with the reserve if need be. Nobody may be reading."""
+        """Fold the log into the file and empty it, with the reserve if need be.
+
+        Nobody may be reading.
+        """
         statement = "PRAGMA wal_checkpoint(TRUNCATE)"
         try:
             try:
@@ -451,10 +537,15 @@ class SqliteStore(Store):
                     raise
                 self._writer.execute(statement).fetchone()
         except sqlite3.Error as error:  # the log stays as it is, and nothing is lost
-            logger.warning("store %s: its log cannot be folded into the file now: %s", self.path, error)
+            logger.warning(
+                "store %s: its log cannot be folded into the file now: %s", self.path, error
+            )
 
     def _shorten(self) -> None:
-        """Rewrite a file that holds next to nothing, which gives its free pages back to the disk. Nobody may be reading."""
+        """Rewrite a file that holds next to nothing, which gives its free pages back to the disk.
+
+        Nobody may be reading.
+        """
         try:
             (pages,) = self._writer.execute("PRAGMA page_count").fetchone()
             (unused,) = self._writer.execute("PRAGMA freelist_count").fetchone()
@@ -473,14 +564,18 @@ class SqliteStore(Store):
 
 
 def _wants_space(error: sqlite3.Error) -> bool:
-    """Return True for what a full disk or a used-up quota looks like. A broken disk looks like the latter."""
+    """Return True for what a full disk or a used-up quota looks like.
+
+    A broken disk looks like the latter.
+    """
     return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 def set_aside(path: Path) -> int:
     """Move a store that an earlier service left behind out of the way.
 
-    It goes to `<name>.previous.db` if it holds groups (an older one there is replaced), and is deleted if it does not.
+    It goes to `<name>.previous.db` if it holds groups (an older one there is replaced), and is
+    deleted if it does not.
 
     Returns:
         How many groups it holds.
@@ -495,7 +590,8 @@ def set_aside(path: Path) -> int:
         snapshot = store.load()
         waiting = len(snapshot.queued) + len(snapshot.buffered) + len(snapshot.for_reference)
         groups = waiting + sum(len(lease.groups) for lease in snapshot.leases)
-    # Closing the last connection has folded the log into the file, so that the file alone is the whole store.
+    # Closing the last connection has folded the log into the file, so that the file alone is the
+    # whole store.
     if groups:
         path.replace(path.with_suffix(".previous.db"))
     else:

@@ -1,6 +1,8 @@
-"""Explain to a trainer without a batch what its environments do, or that there are none. Pure: no I/O, no clock of its own.
+"""Explain to a trainer without a batch what its environments do, or that there are none. Pure: no
+I/O, no clock of its own.
 
-The counts cover the time since the last batch was formed. They are not stored: a restarted service begins at zero.
+The counts cover the time since the last batch was formed. They are not stored: a restarted service
+begins at zero.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ START_ONE = (
 
 
 class Refusals:
-    """Posts that were refused, and groups that were dropped on arrival, since the last batch was formed."""
+    """Posts that were refused, and groups that were dropped on arrival, since the last batch was
+    formed.
+    """
 
     def __init__(self) -> None:
         self.refused = 0
@@ -46,10 +50,14 @@ class Refusals:
         sentences = []
         if self.refused:
             posts = "post was" if self.refused == 1 else "posts were"
-            sentences.append(f"{self.refused} {posts} refused since the last batch, the last one because: {self.last_refusal}")
+            sentences.append(
+                f"{self.refused} {posts} refused since the last batch, the last one because: {self.last_refusal}"
+            )
         if self.dropped:
             groups = "group was" if self.dropped == 1 else "groups were"
-            sentences.append(f"{self.dropped} {groups} dropped since the last batch, the last one because: {self.last_drop}")
+            sentences.append(
+                f"{self.dropped} {groups} dropped since the last batch, the last one because: {self.last_drop}"
+            )
         return sentences
 
 
@@ -72,7 +80,9 @@ def why_starved(registry: Registry, first_of_run: int, refusals: Refusals, now: 
     sentences = []
     if silent:
         what = [_silence(one, registry, now) for one in silent]
-        sentences.append(f"{_list_of(what)}: see its log, and start it again if its process is gone or stands still")
+        sentences.append(
+            f"{_list_of(what)}: see its log, and start it again if its process is gone or stands still"
+        )
     if speaking:
         what = [_what_it_does(one, registry, now) for one in speaking]
         quiet = min(registry.seconds_without_groups(one, now) for one in speaking)

@@ -12,7 +12,8 @@ def backlog(queue: RolloutQueue, most_looked_at: int | None = None) -> dict[str,
     """What waits, and what may.
 
     Args:
-        most_looked_at: groups; in a longer queue the oldest version is not looked for, and is None. Not given: any number.
+        most_looked_at: groups; in a longer queue the oldest version is not looked for, and is None.
+            Not given: any number.
     """
     looks = most_looked_at is None or queue.lines.groups <= most_looked_at
     return {
@@ -24,7 +25,9 @@ def backlog(queue: RolloutQueue, most_looked_at: int | None = None) -> dict[str,
         "held_bytes": queue.held_bytes,
         "max_groups": queue.limits.max_groups,
         "max_bytes": queue.limits.max_bytes,
-        "oldest_version": min((group.version for group in queue.lines), default=None) if looks else None,
+        "oldest_version": min((group.version for group in queue.lines), default=None)
+        if looks
+        else None,
     }
 
 
@@ -32,7 +35,12 @@ def leases(queue: RolloutQueue, most: int | None = None) -> list[dict[str, Any]]
     """The batches that are handed out, or the newest of them."""
     listed = list(queue.leases.values())
     return [
-        {"batch_id": lease.batch_id, "groups": len(lease.groups), "sent": lease.sent, "returned": lease.returned}
+        {
+            "batch_id": lease.batch_id,
+            "groups": len(lease.groups),
+            "sent": lease.sent,
+            "returned": lease.returned,
+        }
         for lease in listed[-most if most else 0 :]
     ]
 
@@ -40,7 +48,8 @@ def leases(queue: RolloutQueue, most: int | None = None) -> list[dict[str, Any]]
 def environments(queue: RolloutQueue, now: float, most: int | None = None) -> list[dict[str, Any]]:
     """The environments of the present run, or those that registered last.
 
-    An environment of an earlier run is listed only if it has posted since the present trainer registered.
+    An environment of an earlier run is listed only if it has posted since the present trainer
+    registered.
 
     Args:
         queue: of the service.
@@ -49,7 +58,9 @@ def environments(queue: RolloutQueue, now: float, most: int | None = None) -> li
     """
     first, posted = 0 if queue.ended else queue.first_env_of_run, queue.registry.posted
     listed = [
-        one for one in queue.registry.by_id.values() if one.env_id != NOBODY and (one.env_id >= first or one.env_id in posted)
+        one
+        for one in queue.registry.by_id.values()
+        if one.env_id != NOBODY and (one.env_id >= first or one.env_id in posted)
     ]
     unfillable = queue.unfillable()
     return [

@@ -11,7 +11,10 @@ from atroposlib.service.records import Changes, Snapshot
 
 
 class StoreError(RuntimeError):
-    """The store could not keep or give back what it was asked to. The message names the file and the remedy."""
+    """The store could not keep or give back what it was asked to.
+
+    The message names the file and the remedy.
+    """
 
 
 class DamagedError(StoreError):
@@ -29,7 +32,8 @@ class Store(ABC):
     """
 
     durable: bool = False
-    """What was committed survives the death of the process and of the machine. A store that is not commits at once."""
+    """What was committed survives the death of the process and of the machine. A store that is not
+    commits at once."""
     space: DiskSpace | None = None
     """The space of its disk when that was last measured; None for a store that needs none."""
 
@@ -55,7 +59,8 @@ class Store(ABC):
 
     @abstractmethod
     def bodies(self, seqs: Sequence[int]) -> list[bytes]:
-        """The JSON bodies of groups that are stored, in the order asked for. May be called from another thread.
+        """The JSON bodies of groups that are stored, in the order asked for. May be called from
+        another thread.
 
         Raises:
             DamagedError: some of them are damaged or gone; it names all of those.
@@ -63,10 +68,16 @@ class Store(ABC):
         """
 
     def measure(self) -> None:  # noqa: B027 - a store without a file has nothing to do
-        """Measure the free space of the disk again. May be called from another thread, and waits for no commit."""
+        """Measure the free space of the disk again.
+
+        May be called from another thread, and waits for no commit.
+        """
 
     def make_room(self) -> None:  # noqa: B027 - a store without a file has nothing to do
-        """Give unused space back to the disk, and measure `space` again. May be called from another thread."""
+        """Give unused space back to the disk, and measure `space` again.
+
+        May be called from another thread.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -116,7 +127,10 @@ class RecentBodies:
         """Keep what was added, let go of what was removed."""
         if changes.wipe:
             self.clear()
-        for seq, body in [*((group.seq, body) for group, body, _ in changes.added), *changes.referenced]:
+        for seq, body in [
+            *((group.seq, body) for group, body, _ in changes.added),
+            *changes.referenced,
+        ]:
             self._bytes += len(body) - len(self._bodies.pop(seq, b""))
             self._bodies[seq] = body
         for seq in changes.removed:

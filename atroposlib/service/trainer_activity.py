@@ -25,7 +25,8 @@ class TrainerActivity:
     async def wait_for_change(self, known: int, seconds: float) -> None:
         """Wait until the count differs from `known`, for at most so many seconds.
 
-        A count from before a restart of the service may equal the present one by chance. Then the wait lasts `seconds`.
+        A count from before a restart of the service may equal the present one by chance. Then the
+        wait lasts `seconds`.
         """
         if known != self.number:
             return

@@ -1,4 +1,6 @@
-"""The routes that a trainer calls: to register, to take batches and say what it has learned from, and to end its run."""
+"""The routes that a trainer calls: to register, to take batches and say what it has learned from,
+and to end its run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from starlette.types import Receive, Scope, Send
 from atroposlib.service.answers import Service, answer, query_int, refuse, takes
 from atroposlib.service.fleet import FleetStatus
 from atroposlib.service.records import NotRegisteredError, Registration
-from atroposlib.service.schemas import AckBatch, AskEpoch, BatchReport, EndRun, RegisterTrainer, invalid, read
+from atroposlib.service.schemas import (
+    AckBatch,
+    AskEpoch,
+    BatchReport,
+    EndRun,
+    RegisterTrainer,
+    invalid,
+    read,
+)
 from atroposlib.service.service import RolloutService
 from atroposlib.service.weight_epochs import FIRST_EPOCHS, read_lives
 from atroposlib.web.middleware import GZIP_FROM, accepts_gzip, compress
@@ -26,7 +36,10 @@ router = APIRouter()
 
 @router.post("/register", **takes(RegisterTrainer))
 async def register(request: Request, service: Service) -> Response:
-    """Register the trainer. A later registration takes over, with the batches that were not acknowledged yet."""
+    """Register the trainer.
+
+    A later registration takes over, with the batches that were not acknowledged yet.
+    """
     body = read(RegisterTrainer, await request.body())
     lives = read_lives(body.lives)
     _check_epochs(service, "weight_epoch", [body.weight_epoch])
@@ -53,7 +66,9 @@ def _log_registration(body: RegisterTrainer, weight_epoch: int, dropped: int) ->
         weight_epoch,
     )
     if body.replay is not None:
-        logger.info("replay: %s, each group in up to %d batches", body.replay.policy, body.replay.max_reuse)
+        logger.info(
+            "replay: %s, each group in up to %d batches", body.replay.policy, body.replay.max_reuse
+        )
     if dropped:
         logger.warning(
             "dropped %d groups that this trainer's weights did not sample: of another run, or of a version above "
@@ -65,10 +80,14 @@ def _log_registration(body: RegisterTrainer, weight_epoch: int, dropped: int) ->
 
 @router.post("/weight-epoch", **takes(AskEpoch))
 async def weight_epoch(request: Request, service: Service) -> Response:
-    """An epoch for the weights of a trainer that starts: no other trainer of this service has it, or a higher one."""
+    """An epoch for the weights of a trainer that starts: no other trainer of this service has it,
+    or a higher one.
+    """
     body = read(AskEpoch, await request.body())
     _check_epochs(service, "asked", [body.asked])
-    return answer({"weight_epoch": await service.run(lambda queue: queue.give_epoch(body.asked, body.run))})
+    return answer(
+        {"weight_epoch": await service.run(lambda queue: queue.give_epoch(body.asked, body.run))}
+    )
 
 
 @router.get("/batch")
@@ -86,18 +105,27 @@ async def ack(request: Request, service: Service) -> Response:
     body = read(AckBatch, await request.body())
     service.heard_trainer()
     handed_out = service.handed_out(body.batch_id) if body.report is not None else []
-    groups = await service.run(lambda queue: queue.ack(body.batch_id, body.weight_version, body.uuid, body.skipped, body.keep))
+    groups = await service.run(
+        lambda queue: queue.ack(
+            body.batch_id, body.weight_version, body.uuid, body.skipped, body.keep
+        )
+    )
     service.trainer_activity.count()
     service.reported(handed_out, body.report)
     if body.skipped is not None and not body.keep:
         which = "what it held" if body.batch_id is None else f"batch {body.batch_id}"
         logger.warning("the trainer skipped %s, %d groups: %s", which, groups, body.skipped)
-    return answer({"status": "success", "groups": groups, "weight_version": service.queue.sampling_version()})
+    return answer(
+        {"status": "success", "groups": groups, "weight_version": service.queue.sampling_version()}
+    )
 
 
 @router.post("/batch/report", **takes(BatchReport))
 async def report(request: Request, service: Service) -> Response:
-    """A trainer ends with a batch in hand. The trainer that registers next gets it, unless it is set aside."""
+    """A trainer ends with a batch in hand.
+
+    The trainer that registers next gets it, unless it is set aside.
+    """
     body = read(BatchReport, await request.body())
     service.queue.require_trainer(body.uuid)
     service.reported(service.handed_out(body.batch_id), body.report)
@@ -108,13 +136,18 @@ async def report(request: Request, service: Service) -> Response:
 
 @router.get("/batch/set-aside")
 async def set_aside(request: Request, service: Service) -> Response:
-    """The batches that are handed out no more, because trainers ended with them. With batch_id, one of them in full."""
+    """The batches that are handed out no more, because trainers ended with them.
+
+    With batch_id, one of them in full.
+    """
     batch_id = query_int(request, "batch_id")
     if batch_id is None:
         return answer({"batches": service.queue.set_aside(), "total": service.queue.failures.total})
     body = await service.set_aside_body(batch_id)
     if body is None:
-        return refuse(404, f"batch {batch_id} is not set aside; GET /batch/set-aside lists those that are")
+        return refuse(
+            404, f"batch {batch_id} is not set aside; GET /batch/set-aside lists those that are"
+        )
     return Response(body, media_type="application/json")
 
 
@@ -124,7 +157,9 @@ async def end(request: Request, service: Service) -> Response:
     uuid = read(EndRun, await request.body()).uuid
     await service.run(lambda queue: queue.end(uuid))
     service.trainer_activity.count()
-    logger.info("the trainer says that its run has ended, at version %d", service.queue.sampling_version())
+    logger.info(
+        "the trainer says that its run has ended, at version %d", service.queue.sampling_version()
+    )
     return answer({"status": "success"})
 
 
@@ -142,9 +177,17 @@ async def info(service: Service) -> Response:
 
 @router.get("/wandb_info")
 async def wandb_info(service: Service) -> Response:
-    """Where the trainer logs. Null after the end of a run: an environment that asks then waits for the next trainer."""
+    """Where the trainer logs.
+
+    Null after the end of a run: an environment that asks then waits for the next trainer.
+    """
     trainer = None if service.queue.ended else service.queue.registration
-    return answer({"group": trainer.wandb_group if trainer else None, "project": trainer.wandb_project if trainer else None})
+    return answer(
+        {
+            "group": trainer.wandb_group if trainer else None,
+            "project": trainer.wandb_project if trainer else None,
+        }
+    )
 
 
 @router.get("/reset_data")
@@ -166,29 +209,45 @@ def _check_epochs(service: RolloutService, field: str, named: list[int]) -> None
     epoch = service.queue.epochs.too_high(named)
     if epoch is not None:
         message = (
-            f"{field} names epoch {epoch}: an epoch must be at most {FIRST_EPOCHS}, or close to one that this service gave"
+            f"{field} names epoch {epoch}: an epoch must be at most {FIRST_EPOCHS}, "
+            "or close to one that this service gave"
         )
         raise invalid([field], epoch, message)
 
 
 class BatchResponse(Response):
-    """A batch, taken only now that it can be sent, so that whatever interrupts it, it is not taken for sent or on its way."""
+    """A batch, taken only now that it can be sent, so that whatever interrupts it, it is not taken
+    for sent or on its way.
+    """
 
-    def __init__(self, service: RolloutService, received: int | None, uuid: int | None, gzip_accepted: bool) -> None:
+    def __init__(
+        self, service: RolloutService, received: int | None, uuid: int | None, gzip_accepted: bool
+    ) -> None:
         super().__init__()
-        self.service, self.received, self.uuid, self.gzip_accepted = service, received, uuid, gzip_accepted
+        self.service, self.received, self.uuid, self.gzip_accepted = (
+            service,
+            received,
+            uuid,
+            gzip_accepted,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
         try:
             async with self.service.handing_out(self.received, self.uuid) as hand_out:
                 if hand_out is None:
-                    why = {"reason": self.service.queue.waiting} if self.service.queue.takes_references() else {}
+                    why = (
+                        {"reason": self.service.queue.waiting}
+                        if self.service.queue.takes_references()
+                        else {}
+                    )
                     await answer({"batch": None, **why})(scope, receive, send)
                 else:
                     hand_out.complete = await self._send(hand_out.body, receive, send)
         except NotRegisteredError as error:
-            await answer({"status": "error", "message": str(error), "batch": []})(scope, receive, send)
+            await answer({"status": "error", "message": str(error), "batch": []})(
+                scope, receive, send
+            )
 
     async def _send(self, body: bytes, receive: Receive, send: Send) -> bool:
         """Send a batch; whether all of it went out."""

@@ -1,15 +1,16 @@
 """Find the groups that no batch can hold as things are. Pure: no I/O, no clock.
 
 A batch has exactly batch_size sequences in whole groups. Groups of another size than their
-environment's group_size must first add up to a multiple of it. A group is unfillable if no choice of
-groups that includes it does so. A choice may use the groups that wait, and any number of each size
-that may still come. These sizes are the group_size of every connected environment and every size
-among its last REMEMBERED_SIZES groups. Sizes of groups at reference workers and in batches that are
-handed out may still come too.
+environment's group_size must first add up to a multiple of it. A group is unfillable if no choice
+of groups that includes it does so. A choice may use the groups that wait, and any number of each
+size that may still come. These sizes are the group_size of every connected environment and every
+size among its last REMEMBERED_SIZES groups. Sizes of groups at reference workers and in batches
+that are handed out may still come too.
 
-The queue keeps unfillable groups as long as there is space, since another trainer or environment may
-make them useful. They do not count as groups that wait for a batch, and reserve no share. A post that
-would exceed the queue's bounds replaces them, the oldest first; no other group is dropped for it.
+The queue keeps unfillable groups as long as there is space, since another trainer or environment
+may make them useful. They do not count as groups that wait for a batch, and reserve no share. A
+post that would exceed the queue's bounds replaces them, the oldest first; no other group is dropped
+for it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ REASON = "fills_no_batch"
 """Under which the queue counts dropped unfillable groups."""
 
 
-def fillable_sizes(waiting: Mapping[int, int], supply: Collection[int], targets: Collection[int]) -> set[int]:
+def fillable_sizes(
+    waiting: Mapping[int, int], supply: Collection[int], targets: Collection[int]
+) -> set[int]:
     """Return the sizes that are part of some sum which is exactly one of the targets.
 
     Args:
@@ -40,7 +43,8 @@ def fillable_sizes(waiting: Mapping[int, int], supply: Collection[int], targets:
     """
     largest = max(targets, default=0)
     sizes = sorted(
-        {size for size, count in waiting.items() if count and size <= largest} | {size for size in supply if size <= largest}
+        {size for size, count in waiting.items() if count and size <= largest}
+        | {size for size in supply if size <= largest}
     )
     if len(sizes) > MAX_SIZES:
         return set(sizes)
@@ -120,14 +124,19 @@ class Unfillable:
 
 
 class PostedSizes:
-    """The sizes that environments have posted, and the search for groups that these sizes cannot fill a batch with."""
+    """The sizes that environments have posted, and the search for groups that these sizes cannot
+    fill a batch with.
+    """
 
     def __init__(self) -> None:
         self._by_line: dict[int, LastSizes] = {}
         self._fillable: tuple[Any, set[int]] | None = None
 
     def add(self, line: int, size: int) -> bool:
-        """Add the size of an accepted group. Return True if it is new among the environment's last groups."""
+        """Add the size of an accepted group.
+
+        Return True if it is new among the environment's last groups.
+        """
         last = self._by_line.setdefault(line, LastSizes())
         is_new = size not in last.sizes()
         last.note(size)
@@ -174,24 +183,36 @@ class PostedSizes:
             buffers: by environment, the groups that wait until they add up to its group_size.
             elsewhere: sizes of the groups that wait elsewhere and may join a line.
         """
-        to_come = {line: self._sizes_to_come(environment) for line, environment in environments.items()}
+        to_come = {
+            line: self._sizes_to_come(environment) for line, environment in environments.items()
+        }
         buffered = {group.size for buffer in buffers.values() for group in buffer}
         supply = frozenset(buffered.union(elsewhere, *to_come.values()))
-        key = (batch_size, supply, frozenset((size, min(count, batch_size)) for size, count in lines.sizes.items()))
+        key = (
+            batch_size,
+            supply,
+            frozenset((size, min(count, batch_size)) for size, count in lines.sizes.items()),
+        )
         if self._fillable is None or self._fillable[0] != key:
             self._fillable = (key, fillable_sizes(lines.sizes, supply, [batch_size]))
         fillable = self._fillable[1]
         unfillable = Unfillable()
         if not lines.sizes.keys() <= fillable:
             for line, groups in lines.by_line.items():
-                sizes = Counter(group.size for group in groups.values() if group.size not in fillable)
+                sizes = Counter(
+                    group.size for group in groups.values() if group.size not in fillable
+                )
                 if sizes:
                     unfillable.in_lines[line] = sizes
         for line, buffer in buffers.items():
             sizes = Counter(group.size for group in buffer)
             unit = environments[line].group_size
             targets = range(unit, max(unit, batch_size) + 1, unit)
-            useful = fillable_sizes(sizes, to_come[line] - {unit}, targets) & fillable if sizes else set()
+            useful = (
+                fillable_sizes(sizes, to_come[line] - {unit}, targets) & fillable
+                if sizes
+                else set()
+            )
             stuck = Counter({size: count for size, count in sizes.items() if size not in useful})
             if stuck:
                 unfillable.in_buffers[line] = stuck
@@ -208,7 +229,11 @@ def describe_unfillable(environment: Environment, sizes: Mapping[int, int], batc
     """
     listed = ", ".join(f"{count} of {size} sequences" for size, count in sorted(sizes.items())[:5])
     registered = environment.env_id != NOBODY
-    whose = f"{environment.wandb_name} (group_size {environment.group_size})" if registered else "no environment"
+    whose = (
+        f"{environment.wandb_name} (group_size {environment.group_size})"
+        if registered
+        else "no environment"
+    )
     return (
         f"{sum(sizes.values())} groups of {whose} can be part of no batch of {batch_size} ({listed}): let group_size "
         "divide the trainer's batch_size, and post whole groups; they are dropped when others need their space in the queue"

@@ -1,8 +1,10 @@
-"""Weight epochs: the service gives them, and decides by them which run a rollout belongs to. Pure: no I/O, no clock.
+"""Weight epochs: the service gives them, and decides by them which run a rollout belongs to. Pure:
+no I/O, no clock.
 
-A trainer asks for an epoch before an inference server gets its weights. The answer is above all epochs that this service has
-seen, so no two trainers have the same one, whatever their clocks show. A trainer that registers without asking keeps the epoch
-that it names, if that is above those of its run. If not, the service counts it as a higher one.
+A trainer asks for an epoch before an inference server gets its weights. The answer is above all
+epochs that this service has seen, so no two trainers have the same one, whatever their clocks show.
+A trainer that registers without asking keeps the epoch that it names, if that is above those of its
+run. If not, the service counts it as a higher one.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from atroposlib.wire.weight_lineage import Life, begin_life, line_version
 MAX_EPOCHS = 1024
 """Epochs that are remembered of each kind; the oldest are forgotten first."""
 FIRST_EPOCHS = 2**52
-"""Trainers may name epochs up to this one. It is half of the largest that a rollout can carry, and far above the clock."""
+"""Trainers may name epochs up to this one. It is half of the largest that a rollout can carry, and
+far above the clock."""
 LARGEST_LEAP = 2**20
-"""Trainers may also name epochs that exceed the last one by this number, so epochs that the service gave are always valid."""
+"""Trainers may also name epochs that exceed the last one by this number, so epochs that the service
+gave are always valid."""
 
 
 class WeightEpochs:
@@ -28,7 +32,8 @@ class WeightEpochs:
         self.last = last
         """The highest epoch that was given to a trainer, or named by one."""
         self.lives: list[Life] = []
-        """The trainers of the present run that name epochs, the present one last. Empty if the present one names none."""
+        """The trainers of the present run that name epochs, the present one last. Empty if the
+        present one names none."""
         self.run_epoch = 0
         """For a trainer that names no epoch: lower epochs, but for 0, are another run's."""
         self._own: dict[int, None] = {}
@@ -74,7 +79,8 @@ class WeightEpochs:
         return next((epoch for epoch in named if epoch > highest), None)
 
     def give(self, proposed: int, run: str | None) -> int:
-        """Return an epoch for a trainer that starts: the one that it asks for, or a higher one that no trainer has.
+        """Return an epoch for a trainer that starts: the one that it asks for, or a higher one that
+        no trainer has.
 
         Args:
             proposed: Unix milliseconds, and more than the epochs that the trainer knows of its run.
@@ -85,7 +91,9 @@ class WeightEpochs:
             _remember(self._given, self.last, run)
         return self.last
 
-    def register(self, registration: Registration, lives: Iterable[Life], another_run: bool) -> None:
+    def register(
+        self, registration: Registration, lives: Iterable[Life], another_run: bool
+    ) -> None:
         """A trainer registers. Its `weight_epoch` becomes the one that it counts as.
 
         Args:

@@ -9,12 +9,37 @@ import re
 _CHARACTERS = str.maketrans(
     dict.fromkeys("\u00a0\u2002\u2003\u2007\u2008\u2009\u200a\u202f\u3000", " ")
     | dict.fromkeys("\u200b\u2060\ufeff", "")
-    | {"−": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∞": r"\infty ", "π": r"\pi ", "±": r"\pm "}
-    | {"∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "°": r"^\circ ", "⁄": "/", "⟨": "(", "⟩": ")"}
-    | {"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"}
+    | {
+        "−": "-",
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "∞": r"\infty ",
+        "π": r"\pi ",
+        "±": r"\pm ",
+    }
+    | {
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∅": r"\emptyset ",
+        "∈": r"\in ",
+        "°": r"^\circ ",
+        "⁄": "/",
+        "⟨": "(",
+        "⟩": ")",
+    }
+    | {
+        "½": r"\frac{1}{2}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+        "⅓": r"\frac{1}{3}",
+        "⅔": r"\frac{2}{3}",
+    }
     | {"²": "^{2}", "³": "^{3}", "⁴": "^{4}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta "}
 )
-_TEXT_COMMAND = r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|boldsymbol)"
+_TEXT_COMMAND = (
+    r"\\(?:text(?:rm|bf|it|sf|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname|boldsymbol)"
+)
 _WHOLE_TEXT = re.compile(rf"{_TEXT_COMMAND}\s*\{{([^{{}}]*)\}}")
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
@@ -35,7 +60,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\rangle(?![A-Za-z])", ")"),
         (r"[€£¥₹]|\\?\$|\\(?:textdollar|texteuro|euro|pounds)(?![A-Za-z])", ""),
         (r"(?:\\text\s*\{\s*|\b)per\s?cent\s*\}?\s*$", r"\\%"),
-        (r"(\^\s*\{?\s*\\circ\s*\}?)\s*(?:\\(?:text|mathrm)\s*\{\s*[CFK]\s*\}|[CF])(?![A-Za-z])", r"\1"),
+        (
+            r"(\^\s*\{?\s*\\circ\s*\}?)\s*(?:\\(?:text|mathrm)\s*\{\s*[CFK]\s*\}|[CF])(?![A-Za-z])",
+            r"\1",
+        ),
         (r"(?<![\d.}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     )
 )
@@ -54,7 +82,9 @@ _WRAPPERS = tuple(
 )
 _GROUPED = re.compile(r"([+-]?\d{1,3})((?:,\d{3})+)(?=(?:\.\d+)?\s*\\?%)")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALED = re.compile(rf"(?<=\d)(?:\s+|\s*\\text\s*\{{\s*)({'|'.join(_SCALES)})(?![A-Za-z])(?:\s*\}}|([^{{}}]*))?(?:\}}|$)")
+_SCALED = re.compile(
+    rf"(?<=\d)(?:\s+|\s*\\text\s*\{{\s*)({'|'.join(_SCALES)})(?![A-Za-z])(?:\s*\}}|([^{{}}]*))?(?:\}}|$)"
+)
 _SCIENTIFIC = re.compile(
     r"([+-]?)\s*(?:([\d.,]+)\s*(?:\\times(?![A-Za-z])|\\cdot(?![A-Za-z])|\*|[xX])\s*)?10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|([+-]?\d{1,3}))"
 )
@@ -65,7 +95,8 @@ _UNIT_AS_TEXT = re.compile(
     r"(?=[,;)\]]|\\\}|$)"
 )
 _SHORT_UNITS = r"cm|mm|km|kg|mg|ml|mL|lb|oz|ft|yd|mi|hr|in|m/s|km/h|[AaPp]\.?[Mm]"
-# The alternatives exclude each other: if two of them could match one word, a search would take exponential time.
+# The alternatives exclude each other: if two of them could match one word, a search would take
+# exponential time.
 _WORD = rf"(?:{_SHORT_UNITS}|[A-Za-z]{{3,}})(?![A-Za-z])"
 _UNIT_AS_WORDS = re.compile(
     rf"(?<=[\d}})])(?:\s+(?P<words>(?:sq|cu|{_WORD})(?:[ /]+(?:a|an|of|{_WORD}))*)|(?P<short>cm|mm|km|kg|mph))"
@@ -73,7 +104,8 @@ _UNIT_AS_WORDS = re.compile(
 )
 _LETTERS = re.compile(r"[A-Za-z]+")
 _NO_UNITS = frozenset(
-    # Words that join, condition or scale what stands before them, and names of functions and variables.
+    # Words that join, condition or scale what stands before them, and names of functions and
+    # variables.
     """
     or and if when for mod but not where with plus minus times over remainder otherwise each until
     unless hundred thousand million billion trillion dozen half sin cos tan cot sec csc log exp
@@ -82,7 +114,9 @@ _NO_UNITS = frozenset(
 )
 _TIME_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.?\s?m\b\.?[\s}]*$", re.IGNORECASE)
 _WITH_BASE = re.compile(r"([0-9A-Fa-f]+)\s*_\s*(?:\{\s*(\d+)\s*\}|(\d))")
-_CHOICE = re.compile(rf"(?:{_TEXT_COMMAND}\s*\{{\s*)?(?:\(([A-J])\)|([A-J])[).:])\s*(\}}?)\s*(.*)", re.DOTALL)
+_CHOICE = re.compile(
+    rf"(?:{_TEXT_COMMAND}\s*\{{\s*)?(?:\(([A-J])\)|([A-J])[).:])\s*(\}}?)\s*(.*)", re.DOTALL
+)
 _LONE_CHOICE = re.compile(r"[A-J]")
 _CAPITALISED = re.compile(r"[A-Z][a-z]{2,}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
@@ -158,7 +192,9 @@ def is_text(text: str) -> bool:
 
 
 def _unwrapped(text: str) -> str:
-    """Remove what stands around an answer: emphasis, delimiters of mathematics, punctuation behind it."""
+    """Remove what stands around an answer: emphasis, delimiters of mathematics, punctuation behind
+    it.
+    """
     text = text.strip()
     while True:
         before = text

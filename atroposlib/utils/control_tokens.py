@@ -1,8 +1,9 @@
 """Special tokens that a message spells out, which must stay text.
 
-A template's own special tokens are control tokens: they end turns and name roles. The same characters in a question, an
-answer or a tool's output are text. So `ControlTokens.guard` marks them before the template is rendered, and
-`ControlTokens.encode` tokenises marked text without looking for special tokens.
+A template's own special tokens are control tokens: they end turns and name roles. The same
+characters in a question, an answer or a tool's output are text. So `ControlTokens.guard` marks them
+before the template is rendered, and `ControlTokens.encode` tokenises marked text without looking
+for special tokens.
 """
 
 import re
@@ -13,7 +14,8 @@ from typing import Any
 from atroposlib.utils.thinking import SPECIAL_MARKS
 
 GUARD = str(secrets.randbelow(9 * 10**23) + 10**23)
-"""The mark, behind the first character of a spelled-out token. Digits pass through JSON, trimming and changes of case."""
+"""The mark, behind the first character of a spelled-out token. Digits pass through JSON, trimming
+and changes of case."""
 SPELLED = re.compile(
     r"<(?=[|\uff5c][^<>|\uff5c\s]{1,64}[|\uff5c]>|/?s>|(?:bos|eos|pad|unk|mask|sep|cls)>|(?:start|end|begin)_of_\w{1,32}>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|AVAILABLE_TOOLS|ARGS|CALL_ID|IMG|IMG_BREAK|IMG_END)\])"
@@ -29,7 +31,9 @@ def plain(text: str) -> str:
 
 
 def behind(text: str, length: int) -> str:
-    """Return rendered text, marks included, without the beginning that has `length` characters of plain text."""
+    """Return rendered text, marks included, without the beginning that has `length` characters of
+    plain text.
+    """
     first, *rest = text.split(GUARD)
     if length <= len(first):
         return text[length:]
@@ -42,7 +46,8 @@ def behind(text: str, length: int) -> str:
 
 
 def harmless(text: str, special: Iterable[str] = ()) -> str:
-    """Return text for a server that tokenises by itself: a space keeps spelled-out special tokens from being found.
+    """Return text for a server that tokenises by itself: a space keeps spelled-out special tokens
+    from being found.
 
     Args:
         text: what a model or a data set wrote.
@@ -57,21 +62,30 @@ class ControlTokens:
     """The special tokens of a tokenizer, in text that a chat template renders.
 
     Args:
-        tokenizer: a Hugging Face tokenizer. Without `added_tokens_decoder` it has no special tokens here.
+        tokenizer: a Hugging Face tokenizer. Without `added_tokens_decoder` it has no special tokens
+            here.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
         # A token of one character cannot be broken by a mark behind it.
-        tokens = {token.content: token for token in added.values() if token.special and len(token.content) > 1}
+        tokens = {
+            token.content: token
+            for token in added.values()
+            if token.special and len(token.content) > 1
+        }
         self.special = frozenset(tokens)
         self._spelled = _anywhere(tokens)
-        marks = frozenset(mark for marks in SPECIAL_MARKS if marks <= self.special for mark in marks)
+        marks = frozenset(
+            mark for marks in SPECIAL_MARKS if marks <= self.special for mark in marks
+        )
         self._of_answers = marks | {token for token in tokens if OF_CALLS.search(token)}
         # Some control tokens take the white space beside them.
         forms = [
-            (r"\s*" if tokens[text].lstrip else "") + re.escape(text) + (r"\s*" if tokens[text].rstrip else "")
+            (r"\s*" if tokens[text].lstrip else "")
+            + re.escape(text)
+            + (r"\s*" if tokens[text].rstrip else "")
             for text in sorted(tokens, key=len, reverse=True)
         ]
         self._control = re.compile(f"({'|'.join(forms)})") if forms else None
@@ -84,19 +98,36 @@ class ControlTokens:
             kept: special tokens that stay control tokens.
         """
         pattern = _anywhere(self.special - set(kept)) if kept else self._spelled
-        return value if pattern is None else _mapped(value, lambda text: pattern.sub(lambda found: found[0] + GUARD, text))
+        return (
+            value
+            if pattern is None
+            else _mapped(value, lambda text: pattern.sub(lambda found: found[0] + GUARD, text))
+        )
 
     def guard_messages(self, messages: Iterable[Any]) -> list[Any]:
-        """Return messages with marks. Reasoning and calls of tools in answers keep the special tokens that they are made of."""
+        """Return messages with marks.
+
+        Reasoning and calls of tools in answers keep the special tokens that they are made of.
+        """
         return [
-            self.guard(message, self._of_answers if isinstance(message, dict) and message.get("role") == "assistant" else ())
+            self.guard(
+                message,
+                self._of_answers
+                if isinstance(message, dict) and message.get("role") == "assistant"
+                else (),
+            )
             for message in messages
         ]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of rendered text. Only special tokens without a mark become control tokens."""
+        """Return the ids of rendered text.
+
+        Only special tokens without a mark become control tokens.
+        """
         if GUARD not in text or self._control is None:
-            return list(self.tokenizer.encode(plain(text), add_special_tokens=False)) if text else []
+            return (
+                list(self.tokenizer.encode(plain(text), add_special_tokens=False)) if text else []
+            )
         ids: list[int] = []
         run = ""  # of control tokens, and of text without marks
         for piece in self._control.split(text):
@@ -116,15 +147,26 @@ class ControlTokens:
         if first or text[:1].isspace():
             return ids
         # SentencePiece's tokenizers put a space before the first word of all that they encode.
-        behind_break = list(encode(f"\n{text}", add_special_tokens=False, split_special_tokens=True))
+        behind_break = list(
+            encode(f"\n{text}", add_special_tokens=False, split_special_tokens=True)
+        )
         lead = list(encode("\n", add_special_tokens=False))
         rest = behind_break[len(lead) :]
         added_space = self.tokenizer.decode(ids)[:1].isspace() or len(ids) > len(rest)
-        return rest if added_space and behind_break[: len(lead)] == lead and self.tokenizer.decode(rest) == text else ids
+        return (
+            rest
+            if added_space
+            and behind_break[: len(lead)] == lead
+            and self.tokenizer.decode(rest) == text
+            else ids
+        )
 
 
-def render_messages(tokenizer: Any, messages: Iterable[Any], **options: Any) -> tuple[str, list[int]]:
-    """Return the text of messages under the chat template, and its ids. Special tokens that messages spell out stay text.
+def render_messages(
+    tokenizer: Any, messages: Iterable[Any], **options: Any
+) -> tuple[str, list[int]]:
+    """Return the text of messages under the chat template, and its ids. Special tokens that
+    messages spell out stay text.
 
     Args:
         tokenizer: has the template.
@@ -132,7 +174,9 @@ def render_messages(tokenizer: Any, messages: Iterable[Any], **options: Any) -> 
         options: of `apply_chat_template`, such as `add_generation_prompt`.
     """
     control = ControlTokens(tokenizer)
-    text = str(tokenizer.apply_chat_template(control.guard_messages(messages), tokenize=False, **options))
+    text = str(
+        tokenizer.apply_chat_template(control.guard_messages(messages), tokenize=False, **options)
+    )
     return plain(text), control.encode(text)
 
 
@@ -152,5 +196,9 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {_mapped(key, change): _mapped(entry, change) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(entry, change) for entry in value) if type(value) in (list, tuple) else value
+        return (
+            type(value)(_mapped(entry, change) for entry in value)
+            if type(value) in (list, tuple)
+            else value
+        )
     return value

@@ -1,7 +1,7 @@
 """Rows of data files: JSON lines, JSON and Parquet. The one reader for every task and report.
 
-A row that cannot be read is returned with its fault, so that the caller can count it. A file is refused only
-if none of it can be read.
+A row that cannot be read is returned with its fault, so that the caller can count it. A file is
+refused only if none of it can be read.
 """
 
 import json
@@ -73,17 +73,25 @@ def train_and_test(
         rows = usable_rows(rows_of_file(file), read)
         first = rows.faults[0] if rows.faults else ""
         if not rows.good:
-            raise UsageError(f"--env.dataset_path: {file} has no {items}{f'; {first}' if first else ''}")
+            raise UsageError(
+                f"--env.dataset_path: {file} has no {items}{f'; {first}' if first else ''}"
+            )
         if rows.faults:
             count("bad_rows", len(rows.faults))
             total = len(rows.faults) + len(rows.good)
-            logger.warning("%d of %d rows are left out, mend or remove them; the first: %s", len(rows.faults), total, first)
+            logger.warning(
+                "%d of %d rows are left out, mend or remove them; the first: %s",
+                len(rows.faults),
+                total,
+                first,
+            )
         both.append(rows.good)
     return both[0], list(both[-1])
 
 
 def rows_of_file(path: Path) -> Iterator[Row]:
-    """Return the rows of a `.parquet`, `.json` (a list) or JSON lines file (any other name). Empty lines are skipped.
+    """Return the rows of a `.parquet`, `.json` (a list) or JSON lines file (any other name). Empty
+    lines are skipped.
 
     Raises:
         UsageError: the file cannot be read at all, or has another format than its name says.
@@ -105,7 +113,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except ModuleNotFoundError as error:
-        raise UsageError(f"{path}: reading Parquet needs the pyarrow package: pip install pyarrow") from error
+        raise UsageError(
+            f"{path}: reading Parquet needs the pyarrow package: pip install pyarrow"
+        ) from error
     except (OSError, ValueError) as error:  # pyarrow raises a ValueError for another format
         raise UsageError(f"cannot read {path}: {error}") from error
     return (Row(f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
@@ -115,17 +125,23 @@ def _json_rows(path: Path, content: bytes) -> Iterator[Row]:
     try:
         rows = json.loads(content.decode())
     except json.JSONDecodeError as error:
-        raise UsageError(f"{path}, line {error.lineno}: not JSON ({error.msg} at column {error.colno}); mend it") from error
+        raise UsageError(
+            f"{path}, line {error.lineno}: not JSON ({error.msg} at column {error.colno}); mend it"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     if not isinstance(rows, list):
-        raise UsageError(f"{path}: not a list of rows; a file with one row in each line is called .jsonl")
+        raise UsageError(
+            f"{path}: not a list of rows; a file with one row in each line is called .jsonl"
+        )
     return (Row(f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _line_rows(path: Path, content: bytes) -> Iterator[Row]:
     if content.lstrip().startswith(b"[") and _is_list_of_objects(content):
-        raise UsageError(f"{path}: it holds one JSON list and not one row in each line: call it .json instead")
+        raise UsageError(
+            f"{path}: it holds one JSON list and not one row in each line: call it .json instead"
+        )
     return rows_of_lines(content, path)
 
 

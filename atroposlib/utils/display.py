@@ -11,7 +11,9 @@ from atroposlib.utils.whole_files import disk_refusal
 logger = logging.getLogger(__name__)
 
 
-def display_metrics_table(task_name: str, metrics: dict[str, Any], start_time: float, end_time: float) -> None:
+def display_metrics_table(
+    task_name: str, metrics: dict[str, Any], start_time: float, end_time: float
+) -> None:
     """Print an evaluation's metrics. Times are Unix times in seconds.
 
     Standard output may be a log on a full disk: that costs the table, and not the evaluation.

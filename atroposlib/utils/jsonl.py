@@ -1,10 +1,10 @@
 """JSON and JSON lines: encode values, write lines, read a file of lines, and follow one that grows.
 
-The writer appends each line at once, so that a killed process leaves whole lines. The readers count a line that they
-cannot read, and go on.
+The writer appends each line at once, so that a killed process leaves whole lines. The readers count
+a line that they cannot read, and go on.
 
-- Only a line feed ends a line. Other characters that Python's `splitlines` knows, such as U+2028, are legal inside
-  JSON strings.
+- Only a line feed ends a line. Other characters that Python's `splitlines` knows, such as U+2028,
+  are legal inside JSON strings.
 - A byte order mark is skipped at the start of each line: files that were joined have several.
 - NaN and infinities, which JSON does not have, are read.
 """
@@ -31,10 +31,12 @@ logger = logging.getLogger(__name__)
 PIECE = 4 << 20
 """Bytes that a follower reads at once."""
 MAX_LINE = 16 << 20
-"""Bytes of a line that a follower reads, unless it has another limit. A file without line ends must not fill the memory."""
+"""Bytes of a line that a follower reads, unless it has another limit. A file without line ends must
+not fill the memory."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MARK = 256
-"""Bytes at the beginning and before the offset that a follower compares: they differ in a file that was rewritten in place."""
+"""Bytes at the beginning and before the offset that a follower compares: they differ in a file that
+was rewritten in place."""
 
 
 def as_plain(value: Any) -> Any:
@@ -53,22 +55,31 @@ def encode(value: Any) -> bytes:
     Raises:
         TypeError: it holds something that JSON cannot.
     """
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS, default=as_plain)
+    return orjson.dumps(
+        value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS, default=as_plain
+    )
 
 
 def encode_repaired(value: Any, indent: bool = False) -> bytes:
-    """JSON of a value for a file that people read; half a surrogate pair is written as an escape, a large integer as text.
+    """JSON of a value for a file that people read; half a surrogate pair is written as an escape, a
+    large integer as text.
 
     Programs that were sampled print what they like, and one character must not cost the whole file.
 
     Raises:
         TypeError: it holds something that JSON cannot.
     """
-    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | (orjson.OPT_INDENT_2 if indent else 0)
+    options = (
+        orjson.OPT_SERIALIZE_NUMPY
+        | orjson.OPT_NON_STR_KEYS
+        | (orjson.OPT_INDENT_2 if indent else 0)
+    )
     try:
         return orjson.dumps(value, option=options, default=as_plain)
     except TypeError:
-        return orjson.dumps(_repaired(value), option=options, default=lambda other: _repaired(as_plain(other)))
+        return orjson.dumps(
+            _repaired(value), option=options, default=lambda other: _repaired(as_plain(other))
+        )
 
 
 def _repaired(value: Any) -> Any:
@@ -85,7 +96,8 @@ def _repaired(value: Any) -> Any:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole, and its folder: a reader, or a run after a failure, sees the earlier content or the new.
+    """Write a file whole, and its folder: a reader, or a run after a failure, sees the earlier
+    content or the new.
 
     Raises:
         EnvironmentFailure: the file cannot be written; the earlier content is kept.
@@ -164,7 +176,9 @@ def open_kept_lines(path: Path) -> KeptLines:
 
 
 def unused_path(path: Path) -> Path:
-    """The path itself, or the first of `name_1`, `name_2`, … that does not exist: earlier data is never overwritten."""
+    """The path itself, or the first of `name_1`, `name_2`, … that does not exist: earlier data is
+    never overwritten.
+    """
     candidate, counter = path, 0
     while candidate.exists():
         counter += 1
@@ -238,7 +252,8 @@ class NewLines:
 
     Attributes:
         lines: new lines without their ends, oldest first.
-        rewritten: the file was replaced, cut or removed since the last reading: `lines` begin with its first.
+        rewritten: the file was replaced, cut or removed since the last reading: `lines` begin with
+            its first.
         more: the file holds more than one reading returns; read again.
     """
 
@@ -250,15 +265,19 @@ class NewLines:
 class LineFollower:
     """One file, which may not exist yet, may grow, and may be cut, replaced or removed.
 
-    A line without its end is being written: it is returned when it has one. Not safe for several threads at a time.
+    A line without its end is being written: it is returned when it has one. Not safe for several
+    threads at a time.
 
     Args:
         path: of the file.
-        last_bytes: start with the first line that lies wholly in the last bytes of the file; None for its beginning.
+        last_bytes: start with the first line that lies wholly in the last bytes of the file; None
+            for its beginning.
         max_line: bytes of a line. A longer one is counted and skipped.
     """
 
-    def __init__(self, path: Path, last_bytes: int | None = None, max_line: int | None = None) -> None:
+    def __init__(
+        self, path: Path, last_bytes: int | None = None, max_line: int | None = None
+    ) -> None:
         self.path = path
         self.too_long = 0
         """Lines of the present file that were skipped."""
@@ -274,7 +293,8 @@ class LineFollower:
         self._skipping = False
 
     def read_new(self) -> NewLines:
-        """Return the lines since the last reading, of at most PIECE bytes (or one line, if that is longer).
+        """Return the lines since the last reading, of at most PIECE bytes (or one line, if that is
+        longer).
 
         Raises:
             OSError: the file exists and cannot be read.
@@ -289,7 +309,11 @@ class LineFollower:
             stat = os.fstat(file.fileno())
             identity, self.changed = (stat.st_dev, stat.st_ino), stat.st_mtime
             rewritten = False
-            if identity != self._identity or stat.st_size < self._offset or not self._is_unchanged(file.fileno()):
+            if (
+                identity != self._identity
+                or stat.st_size < self._offset
+                or not self._is_unchanged(file.fileno())
+            ):
                 rewritten = self._identity is not None
                 self._forget()
                 self._identity, self.changed = identity, stat.st_mtime
@@ -310,14 +334,20 @@ class LineFollower:
 
     def _skip_to_last_bytes(self, file: int, size: int) -> None:
         if self._last_bytes is not None and size > self._last_bytes:
-            # The byte in front decides: behind a line's end, the first line of the last bytes is whole.
+            # The byte in front decides: behind a line's end, the first line of the last bytes is
+            # whole.
             self._offset = size - self._last_bytes - 1
             self._skipping = True
 
     def _is_unchanged(self, file: int) -> bool:
-        """Return False for a file that was rewritten in place, unless its marks are equal by chance."""
+        """Return False for a file that was rewritten in place, unless its marks are equal by
+        chance.
+        """
         head = os.pread(file, len(self._head), 0)
-        return head == self._head and os.pread(file, len(self._mark), self._offset - len(self._mark)) == self._mark
+        return (
+            head == self._head
+            and os.pread(file, len(self._mark), self._offset - len(self._mark)) == self._mark
+        )
 
     def _advance(self, data: bytes) -> None:
         if self._offset == len(self._head) < _MARK:
@@ -326,7 +356,10 @@ class LineFollower:
         self._mark = (self._mark + data[-_MARK:])[-_MARK:]
 
     def _whole_lines(self, file: int, size: int) -> list[bytes]:
-        """Return the next lines that have their ends. The bytes behind the last end are read again next time."""
+        """Return the next lines that have their ends.
+
+        The bytes behind the last end are read again next time.
+        """
         for length in (PIECE, self._max_line):
             data = os.pread(file, min(length, size - self._offset), self._offset)
             end = data.rfind(b"\n") + 1
@@ -385,7 +418,8 @@ class JsonLinesFollower(LineFollower):
 
 
 def last_rows(path: Path, max_bytes: int = 1 << 16) -> list[dict[str, Any]]:
-    """Return the objects of the last lines of a file, oldest first, as far as they lie within its last bytes.
+    """Return the objects of the last lines of a file, oldest first, as far as they lie within its
+    last bytes.
 
     A file that does not exist or cannot be read has none.
     """
@@ -401,7 +435,10 @@ def last_rows(path: Path, max_bytes: int = 1 << 16) -> list[dict[str, Any]]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a regular file. Anything else is refused: a pipe would block until a process writes to it."""
+    """Open a regular file.
+
+    Anything else is refused: a pipe would block until a process writes to it.
+    """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not S_ISREG(os.fstat(file).st_mode):
         os.close(file)

@@ -1,7 +1,8 @@
 """Calls that may hang or crash, made in child processes that can be killed.
 
-Code that reads a model's answer (a parser of formulas, a scorer of puzzles) can run for ever or take
-its process with it. A thread cannot be stopped. A child process can, and another one takes its place.
+Code that reads a model's answer (a parser of formulas, a scorer of puzzles) can run for ever or
+take its process with it. A thread cannot be stopped. A child process can, and another one takes its
+place.
 
 - Each call has a child of its own, so a child that is killed takes no other call with it.
 - A call that is slow gives its turn to the next one after `SLOW_SECONDS` and goes on beside it.
@@ -53,7 +54,9 @@ class KillableCalls:
         self._lock = threading.Lock()
         self._idle: list[ProcessPoolExecutor] = []
         self._busy: set[ProcessPoolExecutor] = set()
-        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = weakref.WeakKeyDictionary()
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = (
+            weakref.WeakKeyDictionary()
+        )
 
     async def call(self, function: Callable[..., T], *arguments: object, seconds: float) -> T:
         """Return `function(*arguments)`, and raise its exceptions. All of them must be picklable.
@@ -76,7 +79,9 @@ class KillableCalls:
                         return await loop.run_in_executor(child, function, *arguments)
             except BrokenProcessPool:
                 logger.warning("the child process of %s died; starting another", function.__name__)
-        raise ChildDied(f"the child process of {function.__name__} died twice over {arguments!r:.120}")
+        raise ChildDied(
+            f"the child process of {function.__name__} died twice over {arguments!r:.120}"
+        )
 
     @contextlib.asynccontextmanager
     async def _child(self) -> AsyncIterator[ProcessPoolExecutor]:
@@ -145,7 +150,10 @@ class _Turns:
 def _new_child() -> ProcessPoolExecutor:
     # Spawned, not forked: a forked child would hold the parent's connections and locks.
     return ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare_child, initargs=(MAX_CHILD_BYTES,)
+        1,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_prepare_child,
+        initargs=(MAX_CHILD_BYTES,),
     )
 
 
@@ -159,11 +167,14 @@ async def _ready(child: ProcessPoolExecutor, function: Callable[..., object]) ->
         async with asyncio.timeout(START_SECONDS):
             await asyncio.get_running_loop().run_in_executor(child, callable, function)
     except (BrokenProcessPool, TimeoutError) as error:
-        raise StartFailed(f"no child process for {function.__name__} could be started: {error!r}") from error
+        raise StartFailed(
+            f"no child process for {function.__name__} could be started: {error!r}"
+        ) from error
 
 
 def _prepare_child(limit: int) -> None:
-    end_with_parent()  # a child waits for calls on a queue, and would not notice by itself that its parent was killed
+    # a child waits for calls on a queue, and would not notice by itself that its parent was killed
+    end_with_parent()
     _limit_memory(limit)
 
 

@@ -16,7 +16,8 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class BoundedLines(logging.Filter):
-    """Leaves out lines beyond MAX_LINES of one statement, and counts them in the next line of that statement.
+    """Leaves out lines beyond MAX_LINES of one statement, and counts them in the next line of that
+    statement.
 
     Args:
         clock: seconds, of a clock that never goes back.
@@ -46,16 +47,22 @@ class BoundedLines(logging.Filter):
 
 
 def one_line(record: logging.LogRecord) -> bool:
-    """Escape line ends and control characters of a message, so no client can write lines of its own into the log."""
-    message = record.getMessage().rstrip("\n")
+    """Escape line ends and control characters of a message, so no client can write lines of its own
+    into the log.
+    """
+    message = record.getMessage()
     if not message.isprintable():
+        message = message.rstrip("\n")
         message = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
         record.msg, record.args = message, ()
     return True
 
 
 def log_to_stderr() -> None:
-    """Write the log of this process to standard error, bounded. A log that is set up already stays as it is."""
+    """Write the log of this process to standard error, bounded.
+
+    A log that is set up already stays as it is.
+    """
     handler = LogLines()
     handler.addFilter(BoundedLines())
     handler.addFilter(one_line)

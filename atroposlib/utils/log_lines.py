@@ -10,7 +10,8 @@ from atroposlib.utils.whole_files import DISK_REFUSALS
 
 
 class LogLines(logging.StreamHandler[TextIO]):
-    """Writes log lines. Lines that a full disk refuses are counted, and the next line that is written names their number.
+    """Writes log lines. Lines that a full disk refuses are counted, and the next line that is
+    written names their number.
 
     Args:
         stream: where to; by default standard error.

@@ -1,9 +1,9 @@
 """Whether a mathematical answer equals the expected one, by math_verify over latex2sympy2_extended.
 
-Plain numbers and equal texts are compared here. Everything else goes to math_verify, which guards against
-endless simplification with SIGALRM. That only works in a process's main thread, and environments run in an
-event loop, often with threads. The comparison therefore runs in a child process: there the alarm works, and
-a child that hangs all the same is killed and replaced.
+Plain numbers and equal texts are compared here. Everything else goes to math_verify, which guards
+against endless simplification with SIGALRM. That only works in a process's main thread, and
+environments run in an event loop, often with threads. The comparison therefore runs in a child
+process: there the alarm works, and a child that hangs all the same is killed and replaced.
 
 No answer makes a comparison raise: an answer that cannot be read or compared is not equal.
 """
@@ -12,7 +12,15 @@ import logging
 import re
 from decimal import Decimal
 
-from atroposlib.utils.answer_spelling import choice, is_text, plain_number, spelled, time_of_day, with_base, words_of
+from atroposlib.utils.answer_spelling import (
+    choice,
+    is_text,
+    plain_number,
+    spelled,
+    time_of_day,
+    with_base,
+    words_of,
+)
 from atroposlib.utils.killable import ChildDied, KillableCalls
 
 logger = logging.getLogger(__name__)
@@ -31,7 +39,9 @@ _NUMBER = re.compile(
     r"(?P<exponent>[eE][+-]?[0-9]{1,3})?"
     rf"\s*{_CURRENCY}*\.?"
 )
-_SPELLINGS = str.maketrans("０１２３４５６７８９，．－＋−–‐‑\u00a0\u2009\u202f", "0123456789,.-+----   ")
+_SPELLINGS = str.maketrans(
+    "０１２３４５６７８９，．－＋−–‐‑\u00a0\u2009\u202f", "0123456789,.-+----   "
+)
 _LATEX_COMMA = re.compile(r",\\!|\{,\}|\\,")
 _SPACE_IN_LIST = re.compile(r"\s*,\s*")
 
@@ -63,14 +73,18 @@ def number_in(answer: str) -> Decimal | None:
     (Decimal('42'), None, None)
     """
     number = as_number(answer)
-    return as_number(plain_number(spelled(answer))) if number is None and len(answer) <= MAX_NUMBER_CHARACTERS else number
+    return (
+        as_number(plain_number(spelled(answer)))
+        if number is None and len(answer) <= MAX_NUMBER_CHARACTERS
+        else number
+    )
 
 
 def compare_plainly(gold: str, answer: str) -> bool | None:
     """Compare two answers that need no algebra; None if math_verify must decide.
 
-    These are plain numbers, with or without a unit, numbers with a base, words, times of the day, letters of
-    choices, equal texts, and texts that are too long.
+    These are plain numbers, with or without a unit, numbers with a base, words, times of the day,
+    letters of choices, equal texts, and texts that are too long.
 
     >>> compare_plainly("1,000", "1000.0"), compare_plainly("3, 5", "3,5"), compare_plainly("2", "4/2")
     (True, True, None)
@@ -125,7 +139,10 @@ def _content(text: str) -> str:
 
 
 def equal_in_this_process(gold: str, answer: str) -> bool:
-    """Compare two LaTeX expressions; False if either cannot be read. Call it in a process's main thread."""
+    """Compare two LaTeX expressions; False if either cannot be read.
+
+    Call it in a process's main thread.
+    """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -134,15 +151,25 @@ def equal_in_this_process(gold: str, answer: str) -> bool:
             boxed_match_priority=0,
             try_extract_without_anchor=False,
             normalization_config=NormalizationConfig(
-                basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
+                basic_latex=True,
+                units=False,
+                malformed_operators=True,
+                nits=True,
+                boxed="all",
+                equations=False,
             ),
         )
     ]
     try:
         expected, given = (
-            parse(rf"\boxed{{{_content(text)}}}", reading, parsing_timeout=PARSE_SECONDS) for text in (gold, answer)
+            parse(rf"\boxed{{{_content(text)}}}", reading, parsing_timeout=PARSE_SECONDS)
+            for text in (gold, answer)
         )
-        return bool(expected) and bool(given) and bool(verify(expected, given, timeout_seconds=PARSE_SECONDS))
+        return (
+            bool(expected)
+            and bool(given)
+            and bool(verify(expected, given, timeout_seconds=PARSE_SECONDS))
+        )
     except Exception as error:  # noqa: BLE001  # the parser and SymPy raise anything over what a model wrote
         logger.debug("%.120r could not be compared with %.120r: %s", answer, gold, error)
         return False
@@ -161,7 +188,8 @@ class MathScorer:
     async def equal(self, gold: str, answer: str) -> bool:
         """Return whether `answer` equals `gold`.
 
-        An expression that takes too long to compare, or kills its child process, is not equal, and is logged.
+        An expression that takes too long to compare, or kills its child process, is not equal, and
+        is logged.
 
         Raises:
             StartFailed: no child process could be started.
@@ -170,7 +198,9 @@ class MathScorer:
         if plainly is not None:
             return plainly
         try:
-            return await self._children.call(equal_in_this_process, gold, answer, seconds=KILL_AFTER_SECONDS)
+            return await self._children.call(
+                equal_in_this_process, gold, answer, seconds=KILL_AFTER_SECONDS
+            )
         except TimeoutError:
             reason = f"took over {KILL_AFTER_SECONDS:.0f} s"
         except ChildDied:

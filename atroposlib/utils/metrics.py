@@ -7,8 +7,12 @@ from typing import Any
 import numpy as np
 
 
-def get_std_min_max_avg(name: str, data: Sequence[float], metrics_dict: dict[str, Any]) -> dict[str, Any]:
-    """Add `<name>_mean`, `_std` (population), `_max` and `_min` of a list that is not empty, and return the same dict."""
+def get_std_min_max_avg(
+    name: str, data: Sequence[float], metrics_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """Add `<name>_mean`, `_std` (population), `_max` and `_min` of a list that is not empty, and
+    return the same dict.
+    """
     values = np.asarray(data, dtype=float)
     for statistic in ("mean", "std", "max", "min"):
         metrics_dict[f"{name}_{statistic}"] = float(getattr(values, statistic)())
@@ -16,13 +20,17 @@ def get_std_min_max_avg(name: str, data: Sequence[float], metrics_dict: dict[str
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate, from `samples` answers with `correct` right ones, that one of `k` fresh answers is right.
+    """Return the unbiased estimate, from `samples` answers with `correct` right ones, that one of
+    `k` fresh answers is right.
 
-    It is the share of the choices of k answers that hold a right one, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, equation 1).
+    It is the share of the choices of k answers that hold a right one, 1 - C(n - c, k) / C(n, k)
+    (Chen et al. 2021, equation 1).
 
     Raises:
         ValueError: k is not within 1 to the number of samples, or more are right than there are.
     """
     if not 1 <= k <= samples or not 0 <= correct <= samples:
-        raise ValueError(f"pass@{k} of {samples} samples, {correct} of them right: k must be 1 to the number of samples")
+        raise ValueError(
+            f"pass@{k} of {samples} samples, {correct} of them right: k must be 1 to the number of samples"
+        )
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)

@@ -1,7 +1,8 @@
 """End a process when its parent ends, however the parent ends.
 
-A killed parent cannot end its children. A child that has renamed itself, as vLLM's engine core does, is missed by `pkill -f` as
-well, and would hold a GPU's memory. Such a child calls `end_with_parent`.
+A killed parent cannot end its children. A child that has renamed itself, as vLLM's engine core
+does, is missed by `pkill -f` as well, and would hold a GPU's memory. Such a child calls
+`end_with_parent`.
 
 Standard library only. Linux only: elsewhere nothing happens.
 """
@@ -26,18 +27,23 @@ def end_with_parent(parent: int | None = None) -> None:
     """Kill this process with SIGKILL once its parent has ended.
 
     Args:
-        parent: the process id that the parent must have; the present parent's if not given. With it a
-            parent that ended before this call is noticed as well.
+        parent: the process id that the parent must have; the present parent's if not given. With it
+            a parent that ended before this call is noticed as well.
 
-    The kernel sends the signal at once (prctl(2), PR_SET_PDEATHSIG), but it does so when the thread ends that created the
-    process. Therefore the signal is requested only if that was the parent's main thread. A thread checks the parent every
-    WATCH_SECONDS in any case. A process that `multiprocessing` started also notices a parent that ended before this call.
+    The kernel sends the signal at once (prctl(2), PR_SET_PDEATHSIG), but it does so when the thread
+    ends that created the
+    process. Therefore the signal is requested only if that was the parent's main thread. A thread
+    checks the parent every
+    WATCH_SECONDS in any case. A process that `multiprocessing` started also notices a parent that
+    ended before this call.
     """
     _end_with(os.getppid() if parent is None else parent, forked=False)
 
 
 def end_forked_with_parent() -> None:
-    """Have every process that is forked from this one end with its parent, and those that are forked from it."""
+    """Have every process that is forked from this one end with its parent, and those that are
+    forked from it.
+    """
     forking: list[int] = []
 
     def before() -> None:
@@ -56,7 +62,9 @@ def _end_with(parent: int, forked: bool) -> None:
 
 
 def _created_by_main_thread(parent: int) -> bool:
-    """Return whether the main thread of `parent` created this process; False if the kernel does not list children by thread."""
+    """Return whether the main thread of `parent` created this process; False if the kernel does not
+    list children by thread.
+    """
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     except OSError:
@@ -67,8 +75,8 @@ def _created_by_main_thread(parent: int) -> bool:
 def _watch(parent: int, forked: bool) -> None:
     while True:
         _kill_unless_child_of(parent)
-        # A process that was started anew by `multiprocessing` learns who started it, some time after the start. A forked one
-        # inherits the answer that was true for its parent.
+        # A process that was started anew by `multiprocessing` learns who started it, some time
+        # after the start. A forked one inherits the answer that was true for its parent.
         starter = None if forked else multiprocessing.parent_process()
         if starter is not None and starter.pid is not None:
             _kill_unless_child_of(starter.pid)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def port_user(port: int, proc: Path = Path("/proc")) -> str:
-    """Return the process that listens on a TCP port, as "python (pid 123)", or "another process" if /proc does not show it."""
+    """Return the process that listens on a TCP port, as "python (pid 123)", or "another process" if
+    /proc does not show it.
+    """
     inodes = set()
     for table in ("net/tcp", "net/tcp6"):
         try:

@@ -14,8 +14,8 @@ def use_private_files(existing: Iterable[Path] = ()) -> None:
     """From now on this process and its children make files 0600 and folders 0700.
 
     Args:
-        existing: files, and folders with all that is in them, that are closed to other users too. Missing ones, links
-            and those of other users are left as they are.
+        existing: files, and folders with all that is in them, that are closed to other users too.
+            Missing ones, links and those of other users are left as they are.
     """
     os.umask(PRIVATE_UMASK)
     for path in existing:
@@ -28,7 +28,9 @@ def use_private_files(existing: Iterable[Path] = ()) -> None:
 def _close(path: Path) -> None:
     try:
         status = path.lstat()
-        if status.st_uid == os.geteuid() and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        if status.st_uid == os.geteuid() and (
+            stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+        ):
             path.chmod(stat.S_IMODE(status.st_mode) & ~PRIVATE_UMASK)
     except FileNotFoundError:  # never made, or removed by its owner in this moment
         return

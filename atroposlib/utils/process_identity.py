@@ -8,7 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Identity:
-    """A process: its id, its start (clock ticks since boot, as the kernel counts them), and the boot.
+    """A process: its id, its start (clock ticks since boot, as the kernel counts them), and the
+    boot.
 
     A process id alone is given to another process sooner or later; the three together never are.
     """

@@ -36,7 +36,8 @@ TAGS: tuple[tuple[str, str], ...] = (
 
 HARMONY_CHANNEL = "<|channel|>"
 HARMONY_END = "<|end|>"
-"""The end of every message of the gpt-oss format. By itself it does not end a block of reasoning."""
+"""The end of every message of the gpt-oss format. By itself it does not end a block of
+reasoning."""
 HARMONY_MARKS = re.compile(
     r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?: <\|constrain\|>\w+)?<\|message\|>"
     r"|<\|(?:end|return)\|>"
@@ -48,7 +49,8 @@ SPECIAL_MARKS: tuple[frozenset[str], ...] = (
     frozenset({"<|channel>", "<channel|>"}),
     frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"}),
 )
-"""The tokens of each kind that some tokenizers hold as special ones. A decoder must not drop them."""
+"""The tokens of each kind that some tokenizers hold as special ones. A decoder must not drop
+them."""
 
 _FLAGS = re.IGNORECASE
 _ANY_TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair), _FLAGS)
@@ -128,7 +130,11 @@ def whole_response(text: str, opened: str) -> str:
     >>> whole_response("5?</think>4", "<think>\n"), whole_response("4", "<think>\n\n</think>\n\n")
     ('<think>\n5?</think>4', '4')
     """
-    return opened + text if leaves_open(opened) and not text.lstrip().startswith(opened.strip()) else text
+    return (
+        opened + text
+        if leaves_open(opened) and not text.lstrip().startswith(opened.strip())
+        else text
+    )
 
 
 CallSpans = Callable[[int, int, bool], Sequence[tuple[int, int]]]
@@ -188,7 +194,9 @@ def read_reasoning(text: str, opened: str = "", calls: CallSpans | None = None) 
     if HARMONY_CHANNEL in text:
         visible = [HARMONY_MARKS.sub("", part) for part in visible]
     blocks = tuple(text[a:b] for a, b in inside)
-    return Reasoned(blocks, "".join(visible), waits_for is None, tuple(spans), tuple(inside), visible[0])
+    return Reasoned(
+        blocks, "".join(visible), waits_for is None, tuple(spans), tuple(inside), visible[0]
+    )
 
 
 def known_calls(spans: Sequence[tuple[int, int]]) -> CallSpans:
@@ -235,14 +243,18 @@ class _Fences:
     def __init__(self, text: str) -> None:
         self._text = text
         self._ignored: list[tuple[int, int]] = []
-        self._no_closing: dict[str, int] = {}  # character -> shortest opening without a closing line
+        self._no_closing: dict[
+            str, int
+        ] = {}  # character -> shortest opening without a closing line
         self._region = -1
         self._at = 0
         self._block = (-1, -1)
 
     @cached_property
     def _lines(self) -> list[tuple[int, str, int, bool]]:
-        """Start, character, length and whether text follows, of each line that may begin or end a block."""
+        """Start, character, length and whether text follows, of each line that may begin or end a
+        block.
+        """
         fences = _FENCE.finditer(self._text)
         return [(match.start(1), match[1][0], len(match[1]), bool(match[2])) for match in fences]
 
@@ -251,7 +263,10 @@ class _Fences:
         return [line[0] for line in self._lines]
 
     def ignore(self, begin: int, end: int) -> None:
-        """Pass over the lines in a part of the text. Parts of successive calls must not overlap, nor fall."""
+        """Pass over the lines in a part of the text.
+
+        Parts of successive calls must not overlap, nor fall.
+        """
         self._ignored.append((begin, end))
 
     def hold(self, position: int, region: int) -> bool:
@@ -260,8 +275,16 @@ class _Fences:
         Positions and regions of successive calls must not fall.
         """
         if region != self._region:
-            self._region, self._at, self._block = region, bisect_left(self._starts, region), (-1, -1)
-        while self._block[1] <= position and self._at < len(self._lines) and self._starts[self._at] < position:
+            self._region, self._at, self._block = (
+                region,
+                bisect_left(self._starts, region),
+                (-1, -1),
+            )
+        while (
+            self._block[1] <= position
+            and self._at < len(self._lines)
+            and self._starts[self._at] < position
+        ):
             closing = None if self._is_ignored(self._at) else self._closing(self._at)
             if closing is not None:
                 self._block = (self._starts[self._at], self._starts[closing])
@@ -278,7 +301,12 @@ class _Fences:
             return None
         for index in range(opening + 1, len(self._lines)):
             _, kind, other, has_info = self._lines[index]
-            if kind == character and other >= length and not has_info and not self._is_ignored(index):
+            if (
+                kind == character
+                and other >= length
+                and not has_info
+                and not self._is_ignored(index)
+            ):
                 return index
         self._no_closing[character] = length
         return None

@@ -1,7 +1,8 @@
 """Turn a finished conversation into tokens and masks, for endpoints that give text only.
 
-Text is tokenised here after the fact, so the tokens need not be those that the model sampled. Where the server gives token
-ids, use `self.server.managed_server(...)` instead, which never tokenises a response again.
+Text is tokenised here after the fact, so the tokens need not be those that the model sampled. Where
+the server gives token ids, use `self.server.managed_server(...)` instead, which never tokenises a
+response again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,10 +30,12 @@ def tokenize_for_trainer(
         chat: the conversation; its last message is the response.
         include_messages: give the messages back too.
         train_on_all_assistant_turns: train every assistant turn, rather than the last message only.
-        finish_reason: "length" when the response was cut off; its end token was then never sampled and is taken away.
+        finish_reason: "length" when the response was cut off; its end token was then never sampled
+            and is taken away.
 
     Returns:
-        `tokens` and `masks` of the same length (the token id where it is trained, else -100), and `messages` when asked for.
+        `tokens` and `masks` of the same length (the token id where it is trained, else -100), and
+        `messages` when asked for.
     """
     messages, control = list(chat), ControlTokens(tokenizer)
 
@@ -42,13 +45,17 @@ def tokenize_for_trainer(
         if control.guard_messages(conversation) != conversation:
             return render_messages(tokenizer, conversation, add_generation_prompt=with_opening)[1]
         return list(
-            tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False, add_generation_prompt=with_opening)
+            tokenizer.apply_chat_template(
+                conversation, tokenize=True, return_dict=False, add_generation_prompt=with_opening
+            )
         )
 
     tokens = render(messages)
     masks = [PROMPT_MASK] * len(tokens)
     if train_on_all_assistant_turns:
-        trained = [index for index, message in enumerate(messages) if message["role"] in UNMASKED_ROLES]
+        trained = [
+            index for index, message in enumerate(messages) if message["role"] in UNMASKED_ROLES
+        ]
     else:
         trained = [len(messages) - 1]
     for index in trained:
@@ -62,10 +69,12 @@ def tokenize_for_trainer(
 def span_of_turn(
     render: Callable[..., list[int]], messages: Sequence[Message], index: int, tokens: Sequence[int]
 ) -> tuple[int, int]:
-    """Return where a turn of the assistant begins in the tokens of its conversation, and where it ends.
+    """Return where a turn of the assistant begins in the tokens of its conversation, and where it
+    ends.
 
-    Chat templates write a turn in one way while it is the last one and in another way later, and they may open the reasoning
-    in the generation prompt alone. So the turn is what differs from the same conversation with other words in its place.
+    Chat templates write a turn in one way while it is the last one and in another way later, and
+    they may open the reasoning in the generation prompt alone. So the turn is what differs from the
+    same conversation with other words in its place.
 
     Args:
         render: from messages and `with_opening` to token ids.
@@ -75,7 +84,10 @@ def span_of_turn(
     """
     start = shared(render(messages[:index], with_opening=True), tokens)
     swapped = [[*messages[:index], {**messages[index], "content": word}] for word in ("x", "y")]
-    behind = min(shared(reversed(render([*other, *messages[index + 1 :]])), reversed(tokens)) for other in swapped)
+    behind = min(
+        shared(reversed(render([*other, *messages[index + 1 :]])), reversed(tokens))
+        for other in swapped
+    )
     ends = shared(*(reversed(render(other)) for other in swapped))
     # The end of the turn belongs to it: the model samples it.
     return start, max(start, len(tokens) - max(0, behind - ends))

@@ -9,10 +9,11 @@ logger = logging.getLogger(__name__)
 
 
 class WarnsOfUnknownKeys(BaseModel):
-    """Unknown keys from a flag or a YAML file are refused by the command line; from Python code they only warn.
+    """Unknown keys from a flag or a YAML file are refused by the command line; from Python code
+    they only warn.
 
-    Environments written for other versions of the interface name settings that no longer exist in their `config_init`;
-    they are to run unchanged.
+    Environments written for other versions of the interface name settings that no longer exist in
+    their `config_init`; they are to run unchanged.
     """
 
     @model_validator(mode="before")

@@ -31,7 +31,8 @@ class Logged:
 
 
 class Patience:
-    """The deadline of one wait: pauses that grow, a line in the log now and then, an error at the end.
+    """The deadline of one wait: pauses that grow, a line in the log now and then, an error at the
+    end.
 
     A wait that goes on logs at once, then every ten seconds.
 
@@ -39,8 +40,8 @@ class Patience:
         what: is waited for.
         timeout: seconds after which the wait ends with `error`.
         logged: shared by waits for the same thing.
-        longest_attempt: seconds that an attempt takes at most. If more have passed, this process was stopped (SIGSTOP), and
-            the rest does not count.
+        longest_attempt: seconds that an attempt takes at most. If more have passed, this process
+            was stopped (SIGSTOP), and the rest does not count.
     """
 
     def __init__(
@@ -53,7 +54,13 @@ class Patience:
         logged: Logged | None = None,
         longest_attempt: float = math.inf,
     ):
-        self.what, self.timeout, self.error, self.logger, self.remedy = what, timeout, error, logger, remedy
+        self.what, self.timeout, self.error, self.logger, self.remedy = (
+            what,
+            timeout,
+            error,
+            logger,
+            remedy,
+        )
         self.logged, self.longest_attempt = logged or Logged(), longest_attempt
         self.started = self.checked = time.monotonic()
         self.pause = FIRST_PAUSE
@@ -75,7 +82,10 @@ class Patience:
             remedy = f"; {self.remedy}" if self.remedy else ""
             raise self.error(f"{self.what}: {why} for {self.waited:.0f} s, giving up{remedy}")
         self.tell(why)
-        pause, self.pause = min(self.pause, self.timeout - self.waited), min(self.pause * 1.5, MAX_PAUSE)
+        pause, self.pause = (
+            min(self.pause, self.timeout - self.waited),
+            min(self.pause * 1.5, MAX_PAUSE),
+        )
         return max(0.01, pause)
 
     def tell(self, why: str) -> None:
@@ -86,7 +96,9 @@ class Patience:
         self.logged.at = now
         if self.logged.since is None:
             self.logged.since = self.started
-        self.logger.info("waiting for %s: %s (%.0f s of %.0f s)", self.what, why, self.waited, self.timeout)
+        self.logger.info(
+            "waiting for %s: %s (%.0f s of %.0f s)", self.what, why, self.waited, self.timeout
+        )
 
     async def wait(self, why: str, at_least: float = 0.0) -> None:
         """Pause once before the next attempt."""
@@ -99,7 +111,9 @@ class Patience:
     def done(self) -> None:
         """Log that the wait is over, if it was worth a line."""
         if self.logged.since is not None:
-            self.logger.info("%s: there after %.1f s", self.what, time.monotonic() - self.logged.since)
+            self.logger.info(
+                "%s: there after %.1f s", self.what, time.monotonic() - self.logged.since
+            )
             self.logged.since = None
 
 

@@ -14,7 +14,8 @@ DECIDED_BY = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB
 
 
 def is_logged_in(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether W&B has a login or a mode of its own, by its variables or by the netrc file that `wandb login` writes.
+    """Return whether W&B has a login or a mode of its own, by its variables or by the netrc file
+    that `wandb login` writes.
 
     Args:
         environ: environment variables; by default this process's.
@@ -28,8 +29,11 @@ def is_logged_in(environ: Mapping[str, str] | None = None) -> bool:
     return any(_has_entry(path, host) for path in files)
 
 
-def offline_mode(folder: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> tuple[dict[str, str], str]:
-    """Return arguments for `wandb.init`, and the line to log about them; both are empty with a login.
+def offline_mode(
+    folder: str | os.PathLike[str], environ: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], str]:
+    """Return arguments for `wandb.init`, and the line to log about them; both are empty with a
+    login.
 
     Without a login `wandb.init` would ask for one on a terminal, and fail elsewhere.
 

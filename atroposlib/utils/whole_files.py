@@ -1,4 +1,7 @@
-"""Files that are written whole or not at all, and the line for a disk that refuses. Standard library only."""
+"""Files that are written whole or not at all, and the line for a disk that refuses.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 DISK_REFUSALS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG))
-"""Errors of a disk that takes no more: full, quota used up, read-only, broken, or a limit on the size of a file."""
+"""Errors of a disk that takes no more: full, quota used up, read-only, broken, or a limit on the
+size of a file."""
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -23,7 +27,8 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
         mode: of the file, less what the umask takes away.
 
     Raises:
-        OSError: nothing has changed, and the temporary file in the same folder is gone. It names the file.
+        OSError: nothing has changed, and the temporary file in the same folder is gone. It names
+            the file.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
@@ -53,7 +58,9 @@ def append_whole(descriptor: int, content: bytes) -> None:
     try:
         _write_all(descriptor, content)
     except OSError:
-        if os.fstat(descriptor).st_size > size:  # the disk took a part, and what comes later must begin a line
+        if (
+            os.fstat(descriptor).st_size > size
+        ):  # the disk took a part, and what comes later must begin a line
             os.ftruncate(descriptor, size)
         raise
 
@@ -64,8 +71,11 @@ def _write_all(descriptor: int, content: bytes) -> None:
         left = left[os.write(descriptor, left) :]
 
 
-def cannot_write(path: Path | str, error: OSError, n_bytes: int | None = None, name: str = "") -> str:
-    """Return the beginning of an error line, such as `cannot write 812 bytes to /x/a.json: No space left on device`.
+def cannot_write(
+    path: Path | str, error: OSError, n_bytes: int | None = None, name: str = ""
+) -> str:
+    """Return the beginning of an error line, such as
+    `cannot write 812 bytes to /x/a.json: No space left on device`.
 
     Args:
         path: of the file, on whose disk the free space is looked up.
@@ -101,10 +111,12 @@ MAX_KEPT_BYTES = 64 << 20
 
 
 class KeptLines:
-    """Appends lines to a file. Lines that the disk refuses wait in memory, and come with later ones.
+    """Appends lines to a file. Lines that the disk refuses wait in memory, and come with later
+    ones.
 
     Args:
-        path: of the file, which is made. If an earlier process left half a line at its end, the next line begins behind it.
+        path: of the file, which is made. If an earlier process left half a line at its end, the
+            next line begins behind it.
 
     Raises:
         OSError: there can be no such file.
@@ -116,11 +128,16 @@ class KeptLines:
         self._waiting: list[bytes] = []
         self._waiting_bytes = self._lost = 0
         status = os.fstat(self._file.fileno())
-        if stat.S_ISREG(status.st_mode) and status.st_size and not ends_whole(path):  # a pipe, such as /dev/stdout, has no end
+        if (
+            stat.S_ISREG(status.st_mode) and status.st_size and not ends_whole(path)
+        ):  # a pipe, such as /dev/stdout, has no end
             self._waiting.append(b"")
 
     def write(self, line: bytes) -> None:
-        """Append a line, given without its end. It is in the file when this returns, unless the disk refuses it."""
+        """Append a line, given without its end.
+
+        It is in the file when this returns, unless the disk refuses it.
+        """
         if self._waiting_bytes + len(line) > MAX_KEPT_BYTES:
             self._lost += 1
             return
@@ -130,7 +147,10 @@ class KeptLines:
         error = self._append()
         if error is not None and not before:
             reason = cannot_write(self.path, error, len(line) + 1)
-            logger.warning("%s; make room there: lines wait in memory and are written when there is space", reason)
+            logger.warning(
+                "%s; make room there: lines wait in memory and are written when there is space",
+                reason,
+            )
         elif error is None and before:
             logger.warning("%s is written again, with all lines that waited", self.path)
 
@@ -158,7 +178,11 @@ class KeptLines:
         error = self._append() if self._waiting else None
         lost = self._lost + len(self._waiting)
         if lost:
-            reason = f"{cannot_write(self.path, error)}; make room there" if error is not None else str(self.path)
+            reason = (
+                f"{cannot_write(self.path, error)}; make room there"
+                if error is not None
+                else str(self.path)
+            )
             logger.error("%s: the last %d lines are lost", reason, lost)
         self._file.close()
 

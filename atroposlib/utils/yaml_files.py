@@ -14,7 +14,10 @@ MERGE = "tag:yaml.org,2002:merge"
 
 
 class YamlError(ValueError):
-    """The text is not UTF-8 or not YAML, or a key stands twice. The message is one line without values, which may be secret."""
+    """The text is not UTF-8 or not YAML, or a key stands twice.
+
+    The message is one line without values, which may be secret.
+    """
 
 
 def read_yaml(file: Path) -> Any:
@@ -29,15 +32,22 @@ def read_yaml(file: Path) -> Any:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "Latin-1 or another encoding"
-        raise YamlError(f"line {line} is not UTF-8 (the file may be in {encoding}); save the file as UTF-8") from None
+        encoding = (
+            "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "Latin-1 or another encoding"
+        )
+        raise YamlError(
+            f"line {line} is not UTF-8 (the file may be in {encoding}); save the file as UTF-8"
+        ) from None
     if "\0" in text:
-        raise YamlError("the file holds zero bytes, as UTF-16 and binary files do; save it as text in UTF-8")
+        raise YamlError(
+            "the file holds zero bytes, as UTF-16 and binary files do; save it as text in UTF-8"
+        )
     return load_yaml(text)
 
 
 def load_yaml(text: str) -> Any:
-    """Return the value of one YAML document; a number such as `1e-5`, which YAML reads as text, stays text.
+    """Return the value of one YAML document; a number such as `1e-5`, which YAML reads as text,
+    stays text.
 
     Raises:
         YamlError: the text is not YAML, or a mapping has the same key twice.
@@ -53,21 +63,26 @@ def load_yaml(text: str) -> Any:
     except YamlError:
         raise
     except yaml.MarkedYAMLError as error:
-        raise YamlError(f"{_first_line(error.problem or error.context)}{_place(error.problem_mark)}") from None
+        raise YamlError(
+            f"{_first_line(error.problem or error.context)}{_place(error.problem_mark)}"
+        ) from None
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise YamlError(_first_line(getattr(error, "reason", None) or error)) from None
     except RecursionError:
         raise YamlError("the values are nested too deeply") from None
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         # PyYAML's own conversions of dates, numbers and tags raise these.
-        raise YamlError(f"a value cannot be read ({type(error).__name__}); put text in quotes") from None
+        raise YamlError(
+            f"a value cannot be read ({type(error).__name__}); put text in quotes"
+        ) from None
     finally:
         if loader is not None:
             loader.dispose()
 
 
 def _refuse_double_keys(root: yaml.Node) -> None:
-    # Before construction, because PyYAML then replaces merge keys (`<<`) by the keys that they stand for.
+    # Before construction, because PyYAML then replaces merge keys (`<<`) by the keys that they
+    # stand for.
     for node in _nodes(root):
         if not isinstance(node, yaml.MappingNode):
             continue
@@ -78,7 +93,9 @@ def _refuse_double_keys(root: yaml.Node) -> None:
             known = first.setdefault((key.tag, key.value), key)
             if known is not key and key.tag != MERGE:
                 lines = f"lines {known.start_mark.line + 1} and {key.start_mark.line + 1}"
-                raise YamlError(f"key {key.value!r:.80} stands twice, in {lines}; remove one of them")
+                raise YamlError(
+                    f"key {key.value!r:.80} stands twice, in {lines}; remove one of them"
+                )
 
 
 def _nodes(root: yaml.Node) -> Iterator[yaml.Node]:
@@ -115,6 +132,8 @@ def underscored(table: dict[Any, Value]) -> dict[str, Value]:
     for key in table:
         name = str(key).replace("-", "_")
         if name in names:
-            raise YamlError(f"keys {names[name]!r} and {key!r} are the same option; remove one of them")
+            raise YamlError(
+                f"keys {names[name]!r} and {key!r} are the same option; remove one of them"
+            )
         names[name] = key
     return {name: table[key] for name, key in names.items()}

@@ -1,1 +1,3 @@
-"""Access control and limits of requests and connections, shared by the rollout service, its page and the proxy."""
+"""Access control and limits of requests and connections, shared by the rollout service, its page
+and the proxy.
+"""

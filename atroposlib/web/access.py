@@ -1,14 +1,17 @@
-"""Access control of the service, its page and the proxy: API key, Host, Origin, and limits on wrong keys.
+"""Access control of the service, its page and the proxy: API key, Host, Origin, and limits on wrong
+keys.
 
-With a key, only the key counts. Without one, programs on this machine may call, and web pages may not:
+With a key, only the key counts. Without one, programs on this machine may call, and web pages may
+not:
 
 * A page in a browser on this machine can send requests here, although it cannot read the answers.
-* A page with a host name that points here (DNS rebinding) can read them too. The `Host` header shows such a name.
-* Browsers set `Origin` and `Sec-Fetch-*` themselves, and no page can change them. Programs such as curl, aiohttp and
-  requests send none of these headers.
+* A page with a host name that points here (DNS rebinding) can read them too. The `Host` header
+  shows such a name.
+* Browsers set `Origin` and `Sec-Fetch-*` themselves, and no page can change them. Programs such as
+  curl, aiohttp and requests send none of these headers.
 
-The vLLM server has the same rules for browsers and for wrong keys (vllm_patching/server/browsers.py and attempts.py).
-Neither package may import the other, and tests compare the two.
+The vLLM server has the same rules for browsers and for wrong keys (vllm_patching/server/browsers.py
+and attempts.py). Neither package may import the other, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -34,20 +37,24 @@ READ_ONLY_PATHS = frozenset(
         "/fleet", "/evaluations", "/reference",
     }
 )  # fmt: skip
-"""Paths whose GET changes nothing: a person may open them in a browser. Every other request counts as a change."""
+"""Paths whose GET changes nothing: a person may open them in a browser. Every other request counts
+as a change."""
 PAGE = "/ui"
-"""The page checks its own requests: it has a sign-in, and links that a browser follows (dashboard/web/auth.py)."""
+"""The page checks its own requests: it has a sign-in, and links that a browser follows
+(dashboard/web/auth.py)."""
 SAFE_METHODS = ("GET", "HEAD")
 """Methods that a browser also uses when its user follows a link."""
 SCRIPT_MODES = ("cors", "same-origin", "websocket")
-"""Values of Sec-Fetch-Mode for requests that a script makes. Links, forms, frames and images have others."""
+"""Values of Sec-Fetch-Mode for requests that a script makes. Links, forms, frames and images have
+others."""
 SCRIPT_DESTINATIONS = (None, "empty", "websocket")
 _SHOWN = 200
 """Characters of a header that a message quotes."""
 TRIES, TRY_SECONDS = 10, 60.0
 """Wrong keys that one address may send in this many seconds."""
 ALL_TRIES = 300
-"""Wrong keys that all addresses together may type into the sign-in in TRY_SECONDS: a person may have many addresses."""
+"""Wrong keys that all addresses together may type into the sign-in in TRY_SECONDS: a person may
+have many addresses."""
 KNOWN_SECONDS = 3600.0
 """Seconds for which an address that sent the right key is not refused because of wrong ones."""
 MAX_ADDRESSES = 10_000
@@ -90,7 +97,10 @@ class BrowserHeaders:
         if self.origin is not None and self.origin in self.origins:
             return ""
         host = self.host.lower()
-        if self.origin is not None and self.origin.lower() not in (f"http://{host}", f"https://{host}"):
+        if self.origin is not None and self.origin.lower() not in (
+            f"http://{host}",
+            f"https://{host}",
+        ):
             return f"the request comes from the Origin {self.origin[:_SHOWN]!r}"
         if self.site not in (None, "same-origin", "none"):
             return f"the request comes from another page (Sec-Fetch-Site: {self.site[:_SHOWN]})"
@@ -99,8 +109,8 @@ class BrowserHeaders:
     def unproven_change(self, method: str, path: str) -> str:
         """Return why a browser may not send this request, which changes something; empty if it may.
 
-        A browser must prove that a page of ours sends it. A link in an e-mail, a bookmark and a typed address
-        prove nothing, and neither does a link or an image that our own page shows.
+        A browser must prove that a page of ours sends it. A link in an e-mail, a bookmark and a
+        typed address prove nothing, and neither does a link or an image that our own page shows.
 
         Args:
             method: of the request.
@@ -115,9 +125,13 @@ class BrowserHeaders:
             if self.is_browser and self.site is None and self.mode is None:
                 return f"{named} comes from a browser that does not say from which page"
             # Some programs (Node's fetch) send Sec-Fetch-Mode: cors, and nothing else.
-            from_script = self.mode in (None, *SCRIPT_MODES) and self.destination in SCRIPT_DESTINATIONS
+            from_script = (
+                self.mode in (None, *SCRIPT_MODES) and self.destination in SCRIPT_DESTINATIONS
+            )
             is_program = not self.is_browser and self.site is None and from_script
-            return "" if is_program else f"{named} changes something, and the browser {self._shown()}"
+            return (
+                "" if is_program else f"{named} changes something, and the browser {self._shown()}"
+            )
         sends_mode = self.mode is not None or self.destination is not None or self.origin is None
         from_script = self.mode in SCRIPT_MODES and self.destination in SCRIPT_DESTINATIONS
         if method in SAFE_METHODS and sends_mode and not from_script:
@@ -139,7 +153,8 @@ class Attempts:
 
     Args:
         clock: seconds, of a clock that never jumps.
-        all_tries: wrong keys that all addresses together may send in TRY_SECONDS; None for no such limit.
+        all_tries: wrong keys that all addresses together may send in TRY_SECONDS; None for no such
+            limit.
     """
 
     def __init__(self, clock: Callable[[], float], all_tries: int | None = ALL_TRIES) -> None:
@@ -152,7 +167,11 @@ class Attempts:
         """Return the seconds until this address may try again; 0 if it may now."""
         since = self._clock() - TRY_SECONDS
         mine = self._failed.get(network_of(address), deque())
-        limited = [(mine, TRIES)] if self._all_tries is None else [(mine, TRIES), (self._all, self._all_tries)]
+        limited = (
+            [(mine, TRIES)]
+            if self._all_tries is None
+            else [(mine, TRIES), (self._all, self._all_tries)]
+        )
         waits = [times[0] - since for times, most in limited if len(times) >= most]
         return max(0.0, *waits) if waits else 0.0
 
@@ -182,7 +201,10 @@ def _make_newest(of: OrderedDict[str, Any], network: str) -> None:
 
 
 def host_name(host: str) -> str:
-    """Return the name in a Host header or an address: no port, no brackets, lower case. Empty if it cannot be read."""
+    """Return the name in a Host header or an address: no port, no brackets, lower case.
+
+    Empty if it cannot be read.
+    """
     if host.count(":") > 1 and not host.startswith("["):  # a bare IPv6 address
         return host.lower()
     try:
@@ -218,7 +240,8 @@ class Access:
     """Rules for callers of one server.
 
     Attributes:
-        api_key: bearer token that every request but GET / must carry. A caller that has it may call from anywhere.
+        api_key: bearer token that every request but GET / must carry. A caller that has it may call
+            from anywhere.
         bound_to: address or name that the server listens on; empty if that is not known.
         hosts: more names of the server, in lower case, for callers without a key.
         reading: paths whose GET changes nothing.
@@ -229,7 +252,9 @@ class Access:
     bound_to: str = ""
     hosts: frozenset[str] = frozenset()
     reading: frozenset[str] = READ_ONLY_PATHS
-    attempts: Attempts = field(default_factory=lambda: Attempts(time.monotonic, all_tries=None), compare=False)
+    attempts: Attempts = field(
+        default_factory=lambda: Attempts(time.monotonic, all_tries=None), compare=False
+    )
 
     def check(self, method: str, path: str, headers: Headers, client: str = "") -> bool:
         """Refuse a request that is not allowed.
@@ -241,14 +266,17 @@ class Access:
             client: address that sent the request.
 
         Returns:
-            True if the client is proven: it has sent the key, or the server has none and lets the request in.
+            True if the client is proven: it has sent the key, or the server has none and lets the
+            request in.
 
         Raises:
             HTTPRefusal: the request is not allowed; the detail gives the reason and the remedy.
         """
         is_page = path == PAGE or path.startswith(f"{PAGE}/")
         if self.api_key is not None:
-            return self._check_key(self.api_key, headers, client, is_required=path != "/" and not is_page)
+            return self._check_key(
+                self.api_key, headers, client, is_required=path != "/" and not is_page
+            )
         if is_page:
             return False
         host = headers.get("host", "")
@@ -263,7 +291,8 @@ class Access:
         page = browser.foreign_page() if reads else browser.unproven_change(method, path)
         if page:
             raise HTTPRefusal(
-                403, f"{page}: a web page may not call a service without a key; use a program, such as curl, or set a key"
+                403,
+                f"{page}: a web page may not call a service without a key; use a program, such as curl, or set a key",
             )
         return True
 
@@ -274,9 +303,12 @@ class Access:
                 raise _unauthorized("carries no bearer token")
             return False
         wait = self.attempts.wait(client)
-        # If a host works with the right key, it goes on although another program there guesses. A right guess of a
-        # stranger is not answered as right while the stranger's address has to wait.
-        if is_same_key(token, key) and (not wait or is_loopback(client) or self.attempts.is_known(client)):
+        # If a host works with the right key, it goes on although another program there guesses. A
+        # right guess of a stranger is not answered as right while the stranger's address has to
+        # wait.
+        if is_same_key(token, key) and (
+            not wait or is_loopback(client) or self.attempts.is_known(client)
+        ):
             self.attempts.succeeded(client)
             return True
         if wait:
@@ -302,7 +334,8 @@ class Access:
             address = ipaddress.ip_address(name)
         except ValueError:
             return listens_everywhere and name == socket.gethostname().lower()
-        # An address cannot be made to point elsewhere, so it is as good as the socket that received the request.
+        # An address cannot be made to point elsewhere, so it is as good as the socket that received
+        # the request.
         return address.is_loopback or listens_everywhere
 
 

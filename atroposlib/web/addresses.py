@@ -1,4 +1,5 @@
-"""The project's only reader of addresses that users write: of servers, of hosts, and the rules for proxies.
+"""The project's only reader of addresses that users write: of servers, of hosts, and the rules for
+proxies.
 
 The functions read text, and only `proxy_trouble` and `proxy_for` read variables of the process.
 """
@@ -38,7 +39,9 @@ def server_address(text: str) -> str:
     if not parts.port:
         raise ValueError(f"{text!r} names no port; {EXAMPLE}")
     if parts.path.strip("/"):
-        raise ValueError(f"{text!r} goes on after its port; {EXAMPLE}, without /v1 or any other path")
+        raise ValueError(
+            f"{text!r} goes on after its port; {EXAMPLE}, without /v1 or any other path"
+        )
     return f"{parts.scheme}://{authority(str(parts.hostname), parts.port)}"
 
 
@@ -88,7 +91,8 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 
 def host_name(text: str) -> str:
-    """Return a host as it stands in a URL: an IPv6 address in brackets, which the user may leave out.
+    """Return a host as it stands in a URL: an IPv6 address in brackets, which the user may leave
+    out.
 
     Raises:
         ValueError: the text is not a host alone.
@@ -143,12 +147,16 @@ def _read_url(text: str, example: str, longest: int, shown: str | None = None) -
         if netloc.count(":") > 1 and "[" not in netloc:
             raise ValueError(NEEDS_BRACKETS)
         host, port = parts.hostname, parts.port
-    except ValueError as error:  # a port that is not a number up to 65535, brackets that do not match
+    except (
+        ValueError
+    ) as error:  # a port that is not a number up to 65535, brackets that do not match
         raise ValueError(f"{quoted} is no address ({error}); {example}") from None
     if parts.scheme not in ("http", "https"):
         raise ValueError(f"{quoted} does not begin with http:// or https://; {example}")
     if "@" in parts.netloc:
-        raise ValueError("the address holds a name or a password; leave them out: servers are asked with their key")
+        raise ValueError(
+            "the address holds a name or a password; leave them out: servers are asked with their key"
+        )
     if not host:
         raise ValueError(f"{quoted} names no host; {example}")
     if host.startswith(".") or ".." in host:
@@ -159,10 +167,13 @@ def _read_url(text: str, example: str, longest: int, shown: str | None = None) -
         raise ValueError(f"{quoted} goes on after its port with ? or #; {example}")
     try:
         url = httpx.URL(text)  # a name that no resolver is asked for, such as one with empty labels
-        resolved = url.raw_host.decode() if url.host else ""  # `host` decodes xn-- labels, as each request does
+        resolved = (
+            url.raw_host.decode() if url.host else ""
+        )  # `host` decodes xn-- labels, as each request does
     except (httpx.InvalidURL, ValueError) as error:
         raise ValueError(f"{quoted} is no address ({error}); {example}") from None
-    # Clients raise UnicodeError, which is not an HTTP error, for a label of more than 63 characters.
+    # Clients raise UnicodeError, which is not an HTTP error, for a label of more than 63
+    # characters.
     if ":" not in host and not (HOST_NAME.fullmatch(resolved) and len(resolved) <= MAX_HOST_LENGTH):
         reason = f"a host's name has letters, digits, - and _, at most 63 between dots and {MAX_HOST_LENGTH} in all"
         raise ValueError(f"{quoted} is no address ({reason}); {example}")
@@ -192,10 +203,11 @@ ListeningHost = Annotated[str, AfterValidator(listening_host)]
 
 
 def proxy_trouble() -> str | None:
-    """Return what is wrong with the variables for proxies, in one line; None if HTTP clients can read them.
+    """Return what is wrong with the variables for proxies, in one line; None if HTTP clients can
+    read them.
 
-    Clients of libraries in this process, such as the one that downloads models, read these variables too and fail
-    only when they are made.
+    Clients of libraries in this process, such as the one that downloads models, read these
+    variables too and fail only when they are made.
     """
     try:
         httpx.Client(verify=False).close()
@@ -204,14 +216,23 @@ def proxy_trouble() -> str | None:
     else:
         return None
     proxies = getproxies_environment()
-    faulty = next((proxy for kind, proxy in proxies.items() if kind in ("http", "https", "all") and not _is_proxy(proxy)), None)
+    faulty = next(
+        (
+            proxy
+            for kind, proxy in proxies.items()
+            if kind in ("http", "https", "all") and not _is_proxy(proxy)
+        ),
+        None,
+    )
     if faulty is None and (value := proxies.get("no")):
         return (
             f"the variable NO_PROXY={value[:MAX_ADDRESS_LENGTH]!r} cannot be read ({reason}): give names, addresses "
             "and domains with commas between, such as localhost,127.0.0.1,::1,.example.org; "
             "no brackets, no IPv6 networks, no line ends"
         )
-    names = sorted(name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
+    names = sorted(
+        name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")
+    )
     return f"the variable {' or '.join(names)} cannot be used ({reason}): give http://HOST:PORT, or unset it"
 
 
@@ -225,7 +246,10 @@ def _is_proxy(text: str) -> bool:
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy that the variables name for a server, or None. A NO_PROXY that httpx cannot read is read too."""
+    """Return the proxy that the variables name for a server, or None.
+
+    A NO_PROXY that httpx cannot read is read too.
+    """
     parts, proxies = urlsplit(url), getproxies_environment()
     excepted = re.sub(r"[\s,]+", ",", proxies.get("no", "")).replace("[", "").replace("]", "")
     host = parts.hostname or ""
@@ -237,7 +261,9 @@ def proxy_for(url: str) -> str | None:
 
 
 def network_of(address: str) -> str:
-    """Return the address, or the /64 network of an IPv6 address: one host may use any address in it."""
+    """Return the address, or the /64 network of an IPv6 address: one host may use any address in
+    it.
+    """
     try:
         parsed = ip_address(address)
     except ValueError:

@@ -1,4 +1,6 @@
-"""Reading and unpacking the bodies of requests, within limits of bytes and time and within the budgets of a server."""
+"""Reading and unpacking the bodies of requests, within limits of bytes and time and within the
+budgets of a server.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from atroposlib.web.memory_budget import SMALL_BODY, TINY_BODY, Budgets, Share
 from atroposlib.web.refusal import HTTPRefusal
 
 UNPACK_IN_A_THREAD_FROM = 1 << 12
-"""Bytes above which unpacking would delay other requests: gzip unpacks to as much as a thousand times its size."""
+"""Bytes above which unpacking would delay other requests: gzip unpacks to as much as a thousand
+times its size."""
 COUNTED_AT_ONCE = 1 << 20
 """Bytes that are unpacked at a time in order to count them."""
 
@@ -44,7 +47,9 @@ class Bodies:
         """
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip", ""):
-            raise HTTPRefusal(415, f"Content-Encoding {encoding[:64]!r} is not understood; send gzip or none")
+            raise HTTPRefusal(
+                415, f"Content-Encoding {encoding[:64]!r} is not understood; send gzip or none"
+            )
         stated = headers.get("content-length", "")
         length = int(stated) if stated.isdigit() and len(stated) < 20 else None
         if length is not None and length > most:
@@ -56,8 +61,13 @@ class Bodies:
             share.shrink(self.budgets.packed, 0)
         return body
 
-    async def _arrived(self, receive: Receive, length: int | None, most: int, packed: bool, share: Share) -> bytes:
-        """Return the body as it was sent. Space is taken before a byte is read, so that a body waits at the client."""
+    async def _arrived(
+        self, receive: Receive, length: int | None, most: int, packed: bool, share: Share
+    ) -> bytes:
+        """Return the body as it was sent.
+
+        Space is taken before a byte is read, so that a body waits at the client.
+        """
         budgets = self.budgets
         large = budgets.packed if packed else budgets.large
         expected = min(SMALL_BODY, most) if length is None else length
@@ -112,7 +122,9 @@ class Bodies:
         return unpacked
 
     def _too_large(self, most: int) -> HTTPRefusal:
-        return HTTPRefusal(413, f"the body is larger than {most} bytes; {self.remedy}", {"Connection": "close"})
+        return HTTPRefusal(
+            413, f"the body is larger than {most} bytes; {self.remedy}", {"Connection": "close"}
+        )
 
 
 async def decompress(body: bytes, most: int) -> bytes:

@@ -1,7 +1,8 @@
 """uvicorn's protocol with bounds on what a connection may do while no limit of a request applies.
 
-The bounds: connections of the server and of one address (`connection_table`); the time for a request's head, for its body, and
-for taking an answer; bytes and lines of a head; requests that are sent before earlier ones are answered.
+The bounds: connections of the server and of one address (`connection_table`); the time for a
+request's head, for its body, and for taking an answer; bytes and lines of a head; requests that are
+sent before earlier ones are answered.
 """
 
 from __future__ import annotations
@@ -31,16 +32,21 @@ MAX_HEADERS = 256
 MAX_PIPELINED = 16
 """Requests of one connection that wait for the answers to earlier ones."""
 BODY_GRACE_SECONDS = 30.0
-"""A service that bounds the time of bodies itself, and lets some wait, answers before the connection is closed under it."""
+"""A service that bounds the time of bodies itself, and lets some wait, answers before the
+connection is closed under it."""
 LOG_EVERY_SECONDS = 10.0
 ABORT = "lockstep.abort"
 """The ASGI extension by which an application ends its connection at once."""
 PROVE = "lockstep.prove"
-"""The ASGI extension by which an application reports that it has let a request in, which is with the key where there is one."""
+"""The ASGI extension by which an application reports that it has let a request in, which is with
+the key where there is one."""
 
 
 def abort_connection(scope: Scope) -> None:
-    """End the connection of a request and drop what was not sent. Closing one waits until all is sent, which may be never."""
+    """End the connection of a request and drop what was not sent.
+
+    Closing one waits until all is sent, which may be never.
+    """
     offered = scope.get("extensions", {}).get(ABORT)
     if offered is not None:
         offered["abort"]()
@@ -54,13 +60,17 @@ def prove_connection(scope: Scope) -> None:
 
 
 def bounded_protocol(
-    seconds: float, most_connections: int, log: logging.Logger = logger, most_body: int | None = None
+    seconds: float,
+    most_connections: int,
+    log: logging.Logger = logger,
+    most_body: int | None = None,
 ) -> type[asyncio.Protocol]:
     """Return the class of the connections of one server.
 
     Args:
-        seconds: time from the connection to the end of the first head, from the first byte of each later head to its end, for a
-            body (with BODY_GRACE_SECONDS more), and for which the client may leave an answer untaken.
+        seconds: time from the connection to the end of the first head, from the first byte of each
+            later head to its end, for a body (with BODY_GRACE_SECONDS more), and for which the
+            client may leave an answer untaken.
         most_connections: connections held at a time.
         log: gets a line for connections that are closed.
         most_body: bytes of a body as it is sent; None for a server that bounds bodies itself.
@@ -80,7 +90,9 @@ def bounded_protocol(
 
 
 class _Closed:
-    """Logs connections that were closed because there are too many: one line in LOG_EVERY_SECONDS, with their number."""
+    """Logs connections that were closed because there are too many: one line in LOG_EVERY_SECONDS,
+    with their number.
+    """
 
     def __init__(self, table: ConnectionTable[BoundedProtocol], log: logging.Logger) -> None:
         self._table, self._log = table, log
@@ -105,7 +117,9 @@ class _Closed:
 
 
 def _has_unread_bytes(connection: BoundedProtocol) -> bool:
-    """Return whether the system holds bytes that this connection has received and the event loop has not read."""
+    """Return whether the system holds bytes that this connection has received and the event loop
+    has not read.
+    """
     sock = connection.transport.get_extra_info("socket")
     if sock is None or sock.fileno() < 0 or connection.transport.is_closing():
         return False
@@ -122,7 +136,9 @@ class _Deadline:
     def start(self, seconds: float, call: Callable[..., object], *arguments: object) -> None:
         """Call in so many seconds. A deadline that is running already is kept."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._run, call, *arguments)
+            self._timer = asyncio.get_running_loop().call_later(
+                seconds, self._run, call, *arguments
+            )
 
     def _run(self, call: Callable[..., object], *arguments: object) -> None:
         self._timer = None
@@ -155,7 +171,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = self._body_bytes = 0
         self._has_open_body = False
         self._answering: Any = None
-        """The request that the application is answering. uvicorn itself knows the newest one alone."""
+        """The request that the application is answering. uvicorn itself knows the newest one
+        alone."""
 
     # ---- the connection ----
 
@@ -164,7 +181,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
         if sock.family in (socket.AF_INET, socket.AF_INET6):
-            # The system ends a connection whose peer acknowledges nothing of what was sent, whatever state it is in.
+            # The system ends a connection whose peer acknowledges nothing of what was sent,
+            # whatever state it is in.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.seconds))
         address = network_of(self.client[0]) if self.client else "local"
         victim = self.table.add(self, address)
@@ -203,9 +221,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         """Leave the connection to the protocol of WebSockets, which has limits of its own.
 
-        That protocol gets the head alone. It would wait without a limit for a body that the head announces.
+        That protocol gets the head alone. It would wait without a limit for a body that the head
+        announces.
         """
-        if any(name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in self.headers):
+        if any(
+            name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+            for name, value in self.headers
+        ):
             self._refuse("400 Bad Request")
             return
         self.table.remove(self)
@@ -231,7 +253,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin to read a request."""
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT: {"abort": self.transport.abort}, PROVE: {"prove": self.prove}}
+        self.scope["extensions"] = {
+            ABORT: {"abort": self.transport.abort},
+            PROVE: {"prove": self.prove},
+        }
         self._await_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -251,7 +276,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._has_open_body, self._body_bytes = True, 0
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
-            self.log.info("closing a connection that sent %d requests before the first was answered", len(self.pipeline))
+            self.log.info(
+                "closing a connection that sent %d requests before the first was answered",
+                len(self.pipeline),
+            )
             self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
@@ -260,7 +288,9 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._body_bytes += len(body)
         if self.most_body is not None and self._body_bytes > self.most_body:
-            self.log.warning("closing a connection whose request body is larger than %d bytes", self.most_body)
+            self.log.warning(
+                "closing a connection whose request body is larger than %d bytes", self.most_body
+            )
             self._end_with("413 Content Too Large")
         else:
             super().on_body(body)
@@ -278,7 +308,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._late_head.start(self.seconds, self._refuse, "408 Request Timeout")
 
     def _end_body(self) -> None:
-        self.log.info("closing a connection whose request body did not arrive within %g s", self.seconds + BODY_GRACE_SECONDS)
+        self.log.info(
+            "closing a connection whose request body did not arrive within %g s",
+            self.seconds + BODY_GRACE_SECONDS,
+        )
         self._end_with("408 Request Timeout")
 
     def _end_with(self, status: str) -> None:
@@ -322,7 +355,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def _end_if_untaken(self) -> None:
         untaken = self.transport.get_write_buffer_size()
         if untaken:
-            self.log.info("closing a connection whose client left %d bytes of an answer for %g s", untaken, self.seconds)
+            self.log.info(
+                "closing a connection whose client left %d bytes of an answer for %g s",
+                untaken,
+                self.seconds,
+            )
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:

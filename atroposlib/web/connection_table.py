@@ -1,7 +1,9 @@
-"""The connections of one server, and which of them is closed when there are too many. Pure: no I/O, no clock.
+"""The connections of one server, and which of them is closed when there are too many. Pure: no I/O,
+no clock.
 
-A connection is proven once a request on it was let in by the server's rules, which is with the key where there is one. It waits
-while no request on it is under way: before the first one, within the head of one, and between two.
+A connection is proven once a request on it was let in by the server's rules, which is with the key
+where there is one. It waits while no request on it is under way: before the first one, within the
+head of one, and between two.
 
 Beyond the bound the table names one connection to close, in this order:
 
@@ -9,8 +11,9 @@ Beyond the bound the table names one connection to close, in this order:
 2. one whose request is under way and that is unproven,
 3. one that waits and is proven.
 
-Within each, the address with the most of them loses the one that has been there longest. If there is none of these, the new
-connection is refused: all others have a request of a proven client under way.
+Within each, the address with the most of them loses the one that has been there longest. If there
+is none of these, the new connection is refused: all others have a request of a proven client under
+way.
 """
 
 from __future__ import annotations
@@ -24,11 +27,15 @@ from typing import Generic, TypeVar
 C = TypeVar("C", bound=Hashable)
 
 MAX_SPEAKING = 256
-"""Connections with unread bytes that the search for one to close passes over, before it gives up on an address."""
+"""Connections with unread bytes that the search for one to close passes over, before it gives up on
+an address."""
 
 
 class Crowd(Generic[C]):
-    """Connections by address. Adding, removing, and finding the address with the most take the same time for any number."""
+    """Connections by address.
+
+    Adding, removing, and finding the address with the most take the same time for any number.
+    """
 
     def __init__(self) -> None:
         self.by_address: dict[str, OrderedDict[C, None]] = {}
@@ -88,17 +95,21 @@ class ConnectionTable(Generic[C]):
 
     Args:
         most: connections held at a time.
-        is_speaking: whether bytes of a connection have arrived that were not read yet. Such a connection is not closed: the
-            head of its request may be among them.
+        is_speaking: whether bytes of a connection have arrived that were not read yet. Such a
+            connection is not closed: the head of its request may be among them.
     """
 
-    def __init__(self, most: int, is_speaking: Callable[[C], bool] = lambda connection: False) -> None:
+    def __init__(
+        self, most: int, is_speaking: Callable[[C], bool] = lambda connection: False
+    ) -> None:
         self.most = most
         self.most_unproven_of_address = max(1, most // 2)
         self._is_speaking = is_speaking
         self._entries: dict[C, Entry] = {}
         self._crowds: dict[tuple[bool, bool], Crowd[C]] = {
-            (is_proven, is_served): Crowd() for is_proven in (False, True) for is_served in (False, True)
+            (is_proven, is_served): Crowd()
+            for is_proven in (False, True)
+            for is_served in (False, True)
         }
 
     def __len__(self) -> int:
@@ -108,7 +119,8 @@ class ConnectionTable(Generic[C]):
         return connection in self._entries
 
     def add(self, connection: C, address: str) -> C | None:
-        """Take in a new connection, and return the one to close now: None, an older one, or the new one itself.
+        """Take in a new connection, and return the one to close now: None, an older one, or the new
+        one itself.
 
         The caller closes it and calls `remove`.
         """
@@ -116,7 +128,11 @@ class ConnectionTable(Generic[C]):
         self._crowds[False, False].add(connection, address)
         waiting, served = self._crowds[False, False], self._crowds[False, True]
         if waiting.count(address) + served.count(address) > self.most_unproven_of_address:
-            return self._first_of(waiting, address, connection) or self._first_of(served, address, connection) or connection
+            return (
+                self._first_of(waiting, address, connection)
+                or self._first_of(served, address, connection)
+                or connection
+            )
         if len(self._entries) <= self.most:
             return None
         for state in ((False, False), (False, True), (True, False)):
@@ -125,7 +141,14 @@ class ConnectionTable(Generic[C]):
             victim = None if largest is None else self._first_of(crowd, largest, connection)
             if victim is None:  # all of them are speaking, or the new connection is the only one
                 others = islice(crowd.by_address, MAX_SPEAKING)
-                victim = next((found for other in others if (found := self._first_of(crowd, other, connection))), None)
+                victim = next(
+                    (
+                        found
+                        for other in others
+                        if (found := self._first_of(crowd, other, connection))
+                    ),
+                    None,
+                )
             if victim is not None:
                 return victim
         return connection
@@ -146,7 +169,9 @@ class ConnectionTable(Generic[C]):
         """Note that a request on the connection is under way, or that it is answered."""
         self._change(connection, is_served=is_served)
 
-    def _change(self, connection: C, is_proven: bool | None = None, is_served: bool | None = None) -> None:
+    def _change(
+        self, connection: C, is_proven: bool | None = None, is_served: bool | None = None
+    ) -> None:
         entry = self._entries.get(connection)
         if entry is None:  # it was closed
             return

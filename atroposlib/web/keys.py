@@ -1,7 +1,9 @@
-"""Keys of the services that an environment calls: their sources, and the places that must not show them.
+"""Keys of the services that an environment calls: their sources, and the places that must not show
+them.
 
-An environment variable is the best source, because only its owner can see it: the list of processes shows flags. From
-every source, a key stays out of `--help`, logs, the W&B configuration and dumps of settings.
+An environment variable is the best source, because only its owner can see it: the list of processes
+shows flags. From every source, a key stays out of `--help`, logs, the W&B configuration and dumps
+of settings.
 """
 
 import os
@@ -27,7 +29,10 @@ PLACEHOLDERS = ("", "x", "EMPTY")
 """Values that users give if a client insists on a key and there is none."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-SECRET_NAME = re.compile(r"(api_?key|access_?key|secret(_?key)?|password|(auth|access|hf)_token|credentials)$", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"(api_?key|access_?key|secret(_?key)?|password|(auth|access|hf)_token|credentials)$",
+    re.IGNORECASE,
+)
 
 
 def given_or_variable(given: str | SecretStr | None, variable: str | None) -> str | None:
@@ -50,13 +55,20 @@ def host_of(url: str | None) -> str:
 
 
 def is_secret(name: str, info: FieldInfo | None = None) -> bool:
-    """Return whether a setting is secret: it is excluded from dumps, is a `SecretStr`, or has the name of a key."""
-    kept_out = info is not None and (info.exclude is True or SecretStr in (info.annotation, *get_args(info.annotation)))
+    """Return whether a setting is secret: it is excluded from dumps, is a `SecretStr`, or has the
+    name of a key.
+    """
+    kept_out = info is not None and (
+        info.exclude is True or SecretStr in (info.annotation, *get_args(info.annotation))
+    )
     return kept_out or SECRET_NAME.search(name) is not None
 
 
 def open_settings(model: BaseModel) -> dict[str, Any]:
-    """Return the settings as JSON without keys, for W&B and other readers. Fields of subclasses count too."""
+    """Return the settings as JSON without keys, for W&B and other readers.
+
+    Fields of subclasses count too.
+    """
     return {
         name: value
         for name, value in model.model_dump(mode="json").items()
@@ -66,7 +78,9 @@ def open_settings(model: BaseModel) -> dict[str, Any]:
 
 def all_settings(model: BaseModel) -> dict[str, Any]:
     """Return the settings with their keys, to make another model of them. Never show them."""
-    return {name: getattr(model, name) for name in type(model).model_fields} | (model.model_extra or {})
+    return {name: getattr(model, name) for name in type(model).model_fields} | (
+        model.model_extra or {}
+    )
 
 
 def shown(name: str, value: Any, info: Mapping[str, FieldInfo]) -> str:

@@ -1,8 +1,9 @@
-"""Bounds on the bytes of bodies and on the number of large answers that a server works on at a time. Pure.
+"""Bounds on the bytes of bodies and on the number of large answers that a server works on at a
+time. Pure.
 
-A request waits in a queue, first in, first out, until there is space for it. After WAIT_SECONDS it is refused with 503.
-Three budgets keep small requests and large ones apart. A request that needs two takes them in this order, so that no two
-requests wait for each other:
+A request waits in a queue, first in, first out, until there is space for it. After WAIT_SECONDS it
+is refused with 503. Three budgets keep small requests and large ones apart. A request that needs
+two takes them in this order, so that no two requests wait for each other:
 
 1. packed: gzip bodies of more than SMALL_BODY bytes, as they arrive,
 2. large: bodies of more than SMALL_BODY bytes after decompression,
@@ -132,10 +133,14 @@ class Budgets:
         large: bytes of all large bodies after decompression; None for twice the largest one.
     """
 
-    def __init__(self, max_body: int, seconds: float = WAIT_SECONDS, large: int | None = None) -> None:
+    def __init__(
+        self, max_body: int, seconds: float = WAIT_SECONDS, large: int | None = None
+    ) -> None:
         self.seconds = min(seconds, WAIT_SECONDS)
         self.packed = Budget(max_body, "bytes of gzip bodies")
-        self.large = Budget(2 * max_body if large is None else max(large, max_body), "bytes of bodies")
+        self.large = Budget(
+            2 * max_body if large is None else max(large, max_body), "bytes of bodies"
+        )
         self.small = Budget(SMALL_BUDGET, "bytes of small bodies")
         self._answers: dict[str, Budget] = {}
 

@@ -1,6 +1,7 @@
 """The checks and limits of every request to the service and the proxy.
 
-Access, the size and the time of bodies, the time of answers, gzip in both directions, and one report for each answer.
+Access, the size and the time of bodies, the time of answers, gzip in both directions, and one
+report for each answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from atroposlib.web.access import Access
 from atroposlib.web.bodies import Bodies
 from atroposlib.web.bounded_protocol import prove_connection
-from atroposlib.web.memory_budget import ANSWERS_AT_ONCE, PAGE_ANSWERS_AT_ONCE, SMALL_BODY, TINY_BODY, Budgets, NoSpaceError
+from atroposlib.web.memory_budget import (
+    ANSWERS_AT_ONCE,
+    PAGE_ANSWERS_AT_ONCE,
+    SMALL_BODY,
+    TINY_BODY,
+    Budgets,
+    NoSpaceError,
+)
 from atroposlib.web.refusal import HTTPRefusal, detail_answer
 
 logger = logging.getLogger(__name__)
@@ -38,7 +46,8 @@ STREAMING_PATHS = frozenset({"/ui/api/stream"})
 MAX_SMALL_BODY = SMALL_BODY
 """Bytes of a body on any other path."""
 LARGE_ANSWERS = frozenset({"/batch", "/latest_example", "/reference/lease", "/evaluations"})
-"""Paths whose answers may hold groups, or as many numbers. ANSWERS_AT_ONCE of each are made and sent at a time."""
+"""Paths whose answers may hold groups, or as many numbers. ANSWERS_AT_ONCE of each are made and
+sent at a time."""
 PAGE_DATA = "/ui/api/"
 """Path of the figures and rollouts that the page fetches."""
 IN_A_THREAD_FROM = 1 << 16
@@ -70,7 +79,10 @@ class RequestLimits:
     remedy: str = "post fewer groups at once"
 
     def body_bytes(self, path: str, is_proven: bool) -> int:
-        """Return the bytes that a body may have. Clients without proof take nothing of the budgets."""
+        """Return the bytes that a body may have.
+
+        Clients without proof take nothing of the budgets.
+        """
         if not is_proven:
             return min(self.max_body, TINY_BODY)
         is_large = self.large_bodies is None or path in self.large_bodies
@@ -84,7 +96,10 @@ def accepts_gzip(headers: Headers) -> bool:
 
 
 async def compress(body: bytes) -> bytes:
-    """Gzip, in a thread if it takes long, for a route that sends its answer piece by piece. Others are packed on the way."""
+    """Gzip, in a thread if it takes long, for a route that sends its answer piece by piece.
+
+    Others are packed on the way.
+    """
     if len(body) < IN_A_THREAD_FROM:
         return gzip.compress(body, GZIP_LEVEL, mtime=0)
     return await asyncio.to_thread(gzip.compress, body, GZIP_LEVEL, mtime=0)
@@ -136,7 +151,9 @@ class RequestLimitsMiddleware:
                     f"{named}: the client did not take the answer in {self.limits.seconds:g} s"
                 ) from None
             logger.error("%s took longer than %g s", named, self.limits.seconds)
-            late = HTTPRefusal(503, f"not done within {self.limits.seconds:g} s; try again", {"Retry-After": "1"})
+            late = HTTPRefusal(
+                503, f"not done within {self.limits.seconds:g} s; try again", {"Retry-After": "1"}
+            )
             await self.refuse(late)(scope, receive, answer.send)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
@@ -151,15 +168,20 @@ class RequestLimitsMiddleware:
             prove_connection(scope)
         app = self.packing if accepts_gzip(headers) else self.app
         async with self.budgets.shared() as share:
-            body = await self.bodies.read(headers, receive, self.limits.body_bytes(path, is_proven), share)
+            body = await self.bodies.read(
+                headers, receive, self.limits.body_bytes(path, is_proven), share
+            )
             async with self._turn(path):
-                # An open page gets its stream until it closes it, and each message of a stream has its own deadline.
+                # An open page gets its stream until it closes it, and each message of a stream has
+                # its own deadline.
                 has_deadline = self.limits.has_answer_deadline and path not in STREAMING_PATHS
                 async with asyncio.timeout(self.limits.seconds if has_deadline else None):
                     await app(scope, replayed(body, receive), answer.send)
 
     def _turn(self, path: str) -> AbstractAsyncContextManager[None]:
-        """Return the block in which an answer is made and sent: large answers of one path wait for each other."""
+        """Return the block in which an answer is made and sent: large answers of one path wait for
+        each other.
+        """
         if path in LARGE_ANSWERS:
             return self.budgets.answering(path, ANSWERS_AT_ONCE)
         if path.startswith(PAGE_DATA) and path not in STREAMING_PATHS:
@@ -168,7 +190,10 @@ class RequestLimitsMiddleware:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body, which was read before, once. Later messages come from the client."""
+    """Return a `receive` that gives the body, which was read before, once.
+
+    Later messages come from the client.
+    """
     pending = [body]
 
     async def again() -> Message:

@@ -1,4 +1,6 @@
-"""The limit on open files of this process, and the number of connections that a server may hold under it."""
+"""The limit on open files of this process, and the number of connections that a server may hold
+under it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ from collections.abc import Callable
 from atroposlib.web.connections import ACCEPT_AT_ONCE
 
 MAX_FILES = 65_536
-"""The soft limit is raised up to the hard one, but not above this: some programs loop over all numbers below it."""
+"""The soft limit is raised up to the hard one, but not above this: some programs loop over all
+numbers below it."""
 MAX_CONNECTIONS = 8192
-"""Connections of one server, however many files may be open. Each takes memory before it has sent a request."""
+"""Connections of one server, however many files may be open. Each takes memory before it has sent a
+request."""
 KEPT_SHARE, MIN_KEPT = 0.25, 4 * ACCEPT_AT_ONCE + 64
-"""Files that connections may not take, as a share of the limit and as a number. Stores, child processes, requests to other
-servers, and connections that are accepted but not yet counted need them."""
+"""Files that connections may not take, as a share of the limit and as a number. Stores, child
+processes, requests to other servers, and connections that are accepted but not yet counted need
+them."""
 
 
 def raise_file_limit(report: Callable[[str], object]) -> int:
@@ -25,7 +30,9 @@ def raise_file_limit(report: Callable[[str], object]) -> int:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError) as error:
-            report(f"the limit on open files stays at {soft}: raising it to {wanted} failed ({error})")
+            report(
+                f"the limit on open files stays at {soft}: raising it to {wanted} failed ({error})"
+            )
             return soft
         soft = wanted
     return MAX_FILES if soft == unlimited else soft

@@ -1,4 +1,6 @@
-"""A refusal of an HTTP request, and its two forms: FastAPI's for the service, OpenAI's for the proxy."""
+"""A refusal of an HTTP request, and its two forms: FastAPI's for the service, OpenAI's for the
+proxy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class HTTPRefusal(Exception):
         plain: the answer is text in place of JSON.
     """
 
-    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None, plain: bool = False) -> None:
+    def __init__(
+        self, status: int, detail: str, headers: dict[str, str] | None = None, plain: bool = False
+    ) -> None:
         super().__init__(detail)
         self.status, self.detail, self.headers, self.plain = status, detail, headers or {}, plain
 
@@ -31,7 +35,13 @@ def detail_answer(refusal: HTTPRefusal) -> Response:
 
 def openai_error(status: int, message: str) -> dict[str, dict[str, Any]]:
     """Return the body of an error in OpenAI's form."""
-    kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+    kind = (
+        "rate_limit_error"
+        if status == 429
+        else "server_error"
+        if status >= 500
+        else "invalid_request_error"
+    )
     return {"error": {"message": message, "type": kind, "code": status}}
 
 

@@ -1,6 +1,7 @@
 """A deadline for answers that arrive in small pieces.
 
-The timeout of httpx holds for each read, so a server that sends a byte now and then would keep a request for ever.
+The timeout of httpx holds for each read, so a server that sends a byte now and then would keep a
+request for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import httpx
 MIN_RATE = 16 << 10
 """Bytes a second. Beyond the timeout, an answer must arrive at least so fast."""
 GAPS = 10
-"""A gap between two pieces counts as at most a tenth of the timeout: this process itself may have been stopped or busy."""
+"""A gap between two pieces counts as at most a tenth of the timeout: this process itself may have
+been stopped or busy."""
 
 
 class _Pace:

@@ -9,9 +9,11 @@ import uvicorn
 
 
 class StoppingServer(uvicorn.Server):
-    """Calls `when_stopping` before it waits for requests under way, so that streams and long polls end themselves.
+    """Calls `when_stopping` before it waits for requests under way, so that streams and long polls
+    end themselves.
 
-    uvicorn would wait for them until its limit and then cancel them, with a traceback in the log for each.
+    uvicorn would wait for them until its limit and then cancel them, with a traceback in the log
+    for each.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:

@@ -1,1 +1,3 @@
-"""Facts that environments, rollout service and trainer share: groups, numbers, sampling parameters, weight versions."""
+"""Facts that environments, rollout service and trainer share: groups, numbers, sampling parameters,
+weight versions.
+"""

@@ -1,4 +1,6 @@
-"""Which parameters of a request change the distribution that tokens are sampled from, as `sampling_params` tells them."""
+"""Which parameters of a request change the distribution that tokens are sampled from, as
+`sampling_params` tells them.
+"""
 
 NEUTRAL: dict[str, tuple[float, ...]] = {
     "top_p": (1.0,),
@@ -9,8 +11,9 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
     "repetition_penalty": (1.0,),
     "min_tokens": (0,),
 }
-"""Parameter -> the values at which it changes nothing. `min_tokens` forbids the end of the answer for so many tokens."""
+"""Parameter -> the values at which it changes nothing. `min_tokens` forbids the end of the answer
+for so many tokens."""
 
 CONSTRAINED = "constrained"
-"""How many fields of another kind the request had that may: a grammar, biases, whatever the environment's side does not know to
-be harmless."""
+"""How many fields of another kind the request had that may: a grammar, biases, whatever the
+environment's side does not know to be harmless."""

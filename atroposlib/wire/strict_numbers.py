@@ -31,7 +31,9 @@ def refuse_boolean(annotation: Any, value: Any) -> None:
     kinds = _kinds(annotation)
     if isinstance(value, bool):
         if {int, float} & set(kinds) and not {bool, Any, object} & set(kinds):
-            raise ValueError("a boolean is not a number (YAML reads yes, no, on and off as booleans); give the number")
+            raise ValueError(
+                "a boolean is not a number (YAML reads yes, no, on and off as booleans); give the number"
+            )
         return
     for kind in kinds:
         parts = [part for part in get_args(kind) if part is not Ellipsis]

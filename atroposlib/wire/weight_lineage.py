@@ -1,9 +1,11 @@
-"""How old weights are when versions go back: the lives of the trainers that made them. Pure functions.
+"""How old weights are when versions go back: the lives of the trainers that made them. Pure
+functions.
 
-A weight version is a number of optimizer steps, so a trainer that dies at 17 and resumes from a checkpoint at 10 makes 11
-to 17 a second time, and they are other weights. Each trainer process has an epoch, which the rollout service gives: it is
-above the epochs of the trainers that it continues. Each sampled token has the version and the epoch of its weights. Epoch 0
-is the checkpoint that the first trainer began with.
+A weight version is a number of optimizer steps, so a trainer that dies at 17 and resumes from a
+checkpoint at 10 makes 11 to 17 a second time, and they are other weights. Each trainer process has
+an epoch, which the rollout service gives: it is above the epochs of the trainers that it continues.
+Each sampled token has the version and the epoch of its weights. Epoch 0 is the checkpoint that the
+first trainer began with.
 
     life 1   0 ── 5 ── 10 ── 14 ── 17 †     sampled at (life 1, 5):  still on the line, counts as 5
     life 2              10 ── 11 ── 12      sampled at (life 1, 14): counts as 9, older than all that life 2 makes
@@ -31,8 +33,8 @@ class Life:
 def line_version(epoch: int, version: int, lives: Sequence[Life]) -> int:
     """The version that these weights count as, on the line of weights that is trained on now.
 
-    Weights that a later life threw away count as one older than what that life began with: they are of no line that is
-    trained on. Below 0 they are another run's, since a run begins at 0.
+    Weights that a later life threw away count as one older than what that life began with: they are
+    of no line that is trained on. Below 0 they are another run's, since a run begins at 0.
 
     Args:
         epoch: of the life that made the weights.
@@ -55,8 +57,9 @@ def begin_life(lives: Sequence[Life], epoch: int, start: int) -> list[Life]:
 
     Args:
         lives: those known so far, in the order of their epochs.
-        epoch: the trainer's; 0 if it does not say, and then there is nothing to tell lives apart by. The epoch of the
-            latest life again is that same life, whose beginning stays where it was.
+        epoch: the trainer's; 0 if it does not say, and then there is nothing to tell lives apart
+            by. The epoch of the latest life again is that same life, whose beginning stays where it
+            was.
         start: the weight version that the trainer has.
     """
     if not epoch:

@@ -1,1 +1,4 @@
-"""What the benchmarks of the weight bridge share. Their scripts are one folder up and say how they are run."""
+"""What the benchmarks of the weight bridge share.
+
+Their scripts are one folder up and say how they are run.
+"""

@@ -2,11 +2,13 @@
 
     python -m bench.gpu.ceiling …      one process for each GPU; started by `measure`
 
-The sender is rank 0. Patterns: a broadcast of 1 GiB; the model's parameters broadcast one by one in one coalesced launch (one
-receiver); each receiver its own shards, sent point to point in one coalesced launch (several receivers).
+The sender is rank 0. Patterns: a broadcast of 1 GiB; the model's parameters broadcast one by one in
+one coalesced launch (one receiver); each receiver its own shards, sent point to point in one
+coalesced launch (several receivers).
 
-In pairs, as many senders as receivers, all at once: 1 GiB from each sender, and each receiver's shards. Each pair has a group
-of its own, so a GPU may hold the sender of one and the receiver of another.
+In pairs, as many senders as receivers, all at once: 1 GiB from each sender, and each receiver's
+shards. Each pair has a group of its own, so a GPU may hold the sender of one and the receiver of
+another.
 """
 
 from __future__ import annotations
@@ -45,8 +47,10 @@ def measure(
 
     Args:
         shape: a key of SHAPES.
-        gpus: the sender's first, then the receivers'; in pairs all senders' first. `cpu` for a CPU process.
-        pairs: the first half of the GPUs sends to the second. The rates are then the sums over the pairs.
+        gpus: the sender's first, then the receivers'; in pairs all senders' first. `cpu` for a CPU
+            process.
+        pairs: the first half of the GPUs sends to the second. The rates are then the sums over the
+            pairs.
 
     Raises:
         BenchError: a process failed or took too long; the message ends with its log.
@@ -56,12 +60,38 @@ def measure(
     result_file.unlink(missing_ok=True)
     children = []
     for rank, gpu in enumerate(gpus):
-        command = [sys.executable, "-u", "-m", "bench.gpu.ceiling", "--rank", str(rank), "--world", str(len(gpus))]
-        command += ["--port", str(port), "--shape", shape, "--repeats", str(repeats), "--gibibyte", str(gibibyte)]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "bench.gpu.ceiling",
+            "--rank",
+            str(rank),
+            "--world",
+            str(len(gpus)),
+        ]
+        command += [
+            "--port",
+            str(port),
+            "--shape",
+            shape,
+            "--repeats",
+            str(repeats),
+            "--gibibyte",
+            str(gibibyte),
+        ]
         command += ["--device", "cpu" if gpu == "cpu" else "cuda", "--result", str(result_file)]
         command += ["--pairs"] if pairs else []
         environment = {} if gpu == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu}
-        children.append(Child(f"ceiling rank {rank}", command, output / f"ceiling-{rank}.log", environment, pipes=False))
+        children.append(
+            Child(
+                f"ceiling rank {rank}",
+                command,
+                output / f"ceiling-{rank}.log",
+                environment,
+                pipes=False,
+            )
+        )
     deadline = time.monotonic() + seconds
     try:
         for child in children:
@@ -70,7 +100,9 @@ def measure(
                 raise BenchError(f"{child.name} ended with status {status}:\n{tail(child.log)}")
     except (BenchError, subprocess.TimeoutExpired) as error:
         if not result_file.exists():
-            raise BenchError(f"the ceiling was not measured within {seconds:g} s: {error}") from error
+            raise BenchError(
+                f"the ceiling was not measured within {seconds:g} s: {error}"
+            ) from error
         return _read(result_file) | {"not_measured": str(error).splitlines()[0]}
     finally:
         for child in children:
@@ -88,11 +120,19 @@ def run(args: argparse.Namespace) -> None:
     backend = "gloo" if args.device == "cpu" else "nccl"
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     where = f"tcp://127.0.0.1:{args.port}"
-    # NCCL refuses a group with two ranks on one GPU: all of the pairs' processes together have a Gloo group alone.
-    extra: dict[str, Any] = {"device_id": device} if args.device == "cuda" and not args.pairs else {}
+    # NCCL refuses a group with two ranks on one GPU: all of the pairs' processes together have a
+    # Gloo group alone.
+    extra: dict[str, Any] = (
+        {"device_id": device} if args.device == "cuda" and not args.pairs else {}
+    )
     everyone = "gloo" if args.pairs else backend
     dist.init_process_group(
-        everyone, init_method=where, rank=args.rank, world_size=args.world, timeout=timedelta(seconds=60), **extra
+        everyone,
+        init_method=where,
+        rank=args.rank,
+        world_size=args.world,
+        timeout=timedelta(seconds=60),
+        **extra,
     )
     if args.device == "cuda":
         torch.cuda.set_device(device)
@@ -109,7 +149,9 @@ def run(args: argparse.Namespace) -> None:
             "gb_per_s": gigabytes_per_second(num_bytes, statistics.median(worst)),
         }
         if args.rank == 0:  # after each, so that a pattern which fails loses no other
-            of_model = [row["gb_per_s"] for pattern, row in results.items() if pattern != "broadcast_1gib"]
+            of_model = [
+                row["gb_per_s"] for pattern, row in results.items() if pattern != "broadcast_1gib"
+            ]
             broadcast = results["broadcast_1gib"]["gb_per_s"]
             summary = {"backend": backend, "patterns": results, "broadcast_gb_per_s": broadcast}
             summary["model_gb_per_s"] = max(of_model, default=None)
@@ -145,7 +187,11 @@ def _from_one(args: argparse.Namespace, backend: str, device: torch.device) -> I
 
         yield "parameters_broadcast_coalesced", num_bytes, broadcast_parameters
     peers = [1 + index if args.rank == 0 else 0 for index in range(len(mine))]
-    yield "shards_sent_coalesced", num_bytes, lambda: _send(list(zip(mine, peers, strict=True)), args.rank == 0)
+    yield (
+        "shards_sent_coalesced",
+        num_bytes,
+        lambda: _send(list(zip(mine, peers, strict=True)), args.rank == 0),
+    )
 
 
 def _in_pairs(args: argparse.Namespace, backend: str, device: torch.device) -> Iterator[Pattern]:
@@ -166,7 +212,9 @@ def _in_pairs(args: argparse.Namespace, backend: str, device: torch.device) -> I
 def _send(shards: Sequence[tuple[list[torch.Tensor], int]], sends: bool, group: Any = None) -> None:
     """Send each list of tensors to its rank, or receive them from there, all in one launch."""
     step = dist.isend if sends else dist.irecv
-    operations = [dist.P2POp(step, tensor, peer, group) for shard, peer in shards for tensor in shard]
+    operations = [
+        dist.P2POp(step, tensor, peer, group) for shard, peer in shards for tensor in shard
+    ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 

@@ -1,9 +1,11 @@
-"""Which operations depend on the batch on this GPU, and what do they cost? One GPU, no server, about a minute.
+"""Which operations depend on the batch on this GPU, and what do they cost? One GPU, no server,
+about a minute.
 
     python bench/gpu/determinism_probe.py --output DIR
 
-Compares every operation of deterministic mode, and the ones that it replaces, alone and in batches, in the shapes of Qwen3-0.6B
-and 1.7B; attention as prefill, in chunks, decoded, mixed and in a CUDA graph. Prints a table and writes determinism_probe.json.
+Compares every operation of deterministic mode, and the ones that it replaces, alone and in batches,
+in the shapes of Qwen3-0.6B and 1.7B; attention as prefill, in chunks, decoded, mixed and in a CUDA
+graph. Prints a table and writes determinism_probe.json.
 """
 
 from __future__ import annotations
@@ -42,7 +44,29 @@ SHAPES = {
     "1.7b head": (151936, 2048),
 }
 """Weight [out, in] of each linear layer."""
-SIZES = [*range(1, 34), 40, 48, 63, 64, 65, 96, 100, 127, 128, 129, 192, 200, 255, 256, 257, 320, 384, 500, 512, 513]
+SIZES = [
+    *range(1, 34),
+    40,
+    48,
+    63,
+    64,
+    65,
+    96,
+    100,
+    127,
+    128,
+    129,
+    192,
+    200,
+    255,
+    256,
+    257,
+    320,
+    384,
+    500,
+    512,
+    513,
+]
 LARGE = [768, 1000, 1024, 1536, 2048, 3000, 4096, 6000]
 TIMED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 8192)
 
@@ -69,7 +93,10 @@ class Probe:
             rows = run()
             torch.cuda.synchronize()
         except Exception as error:  # noqa: BLE001 - whatever a part runs into is its result
-            rows = {"failed": f"{type(error).__name__}: {error}", "where": traceback.format_exc().splitlines()[-6:]}
+            rows = {
+                "failed": f"{type(error).__name__}: {error}",
+                "where": traceback.format_exc().splitlines()[-6:],
+            }
         torch.cuda.empty_cache()
         self.results[name] = rows
         (self.output / "determinism_probe.json").write_text(json.dumps(self.results, indent=1))
@@ -81,7 +108,11 @@ class Probe:
 
 def _short(value: Any) -> str:
     if isinstance(value, dict) and "differ" in value:
-        rest = {k: v for k, v in value.items() if k not in ("differ", "rows", "batches") and v not in ([], None)}
+        rest = {
+            k: v
+            for k, v in value.items()
+            if k not in ("differ", "rows", "batches") and v not in ([], None)
+        }
         verdict = "same bits" if not value["differ"] else f"{value['differ']} DIFFER"
         return f"{verdict:>16} of {value['rows']} rows  {rest or ''}"
     return json.dumps(value)
@@ -94,8 +125,13 @@ def machine() -> dict[str, Any]:
     from bench.gpu.machine import describe
     from vllm_patching.batch_invariant import ops
 
-    # Dispatched operators are loaded with the library; listing them tells whether it has a backward pass.
-    names = [name for name in torch._C._dispatch_get_all_op_names() if "_vllm_fa" in name or "flash_attention_back" in name]
+    # Dispatched operators are loaded with the library; listing them tells whether it has a backward
+    # pass.
+    names = [
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if "_vllm_fa" in name or "flash_attention_back" in name
+    ]
     return {**describe(), **ops.provenance(), "attention operators": names}
 
 
@@ -115,7 +151,10 @@ def linear_bits() -> dict[str, Any]:
         rows[name] = batch_dependence(lambda s, x=x, w=weight: ops.linear(x[s], w), sizes, total)
         whole = ops.linear(x, weight)
         captured = _captured_difference(lambda n, x=x, w=weight: ops.linear(x[:n], w), whole)
-        triton = {n: int(differing_rows(matmul_persistent(x[:n], weight.t()), whole[:n])) for n in (1, 8, 256, 1024)}
+        triton = {
+            n: int(differing_rows(matmul_persistent(x[:n], weight.t()), whole[:n]))
+            for n in (1, 8, 256, 1024)
+        }
         rows[f"{name} others"] = {
             "rows differing in CUDA graph": captured,
             "of Triton persistent": triton,
@@ -124,15 +163,23 @@ def linear_bits() -> dict[str, Any]:
                 for label, options in CANDIDATES.items()
             },
         }
-    x, weight, bias = normal(512, 1536), normal(2048, 1536, seed=1, scale=0.03), normal(2048, seed=2)
-    rows["2.5-1.5b qkv with bias"] = batch_dependence(lambda s: ops.linear(x[s], weight, bias), SIZES[:-1], 512)
+    x, weight, bias = (
+        normal(512, 1536),
+        normal(2048, 1536, seed=1, scale=0.03),
+        normal(2048, seed=2),
+    )
+    rows["2.5-1.5b qkv with bias"] = batch_dependence(
+        lambda s: ops.linear(x[s], weight, bias), SIZES[:-1], 512
+    )
     rows["bias inside the product"] = batch_dependence(
         lambda s: torch.nn.functional.linear(x[s], weight, bias), SIZES[:-1], 512
     )
     return rows
 
 
-def _captured_difference(call: Callable[[int], torch.Tensor], whole: torch.Tensor) -> dict[int, int]:
+def _captured_difference(
+    call: Callable[[int], torch.Tensor], whole: torch.Tensor
+) -> dict[int, int]:
     found = {}
     for size in (1, 8, 64, 256):
         call(size)
@@ -145,7 +192,9 @@ def _captured_difference(call: Callable[[int], torch.Tensor], whole: torch.Tenso
 
 
 def linear_speed(unpinned: dict[str, Any]) -> dict[str, Any]:
-    """Microseconds for each number of rows: cuBLAS as it comes (from another process), as pinned, Triton, candidates."""
+    """Microseconds for each number of rows: cuBLAS as it comes (from another process), as pinned,
+    Triton, candidates.
+    """
     from vllm.model_executor.layers.batch_invariant import matmul_persistent
 
     from bench.gpu.small_linear import CANDIDATES, small_linear
@@ -159,10 +208,13 @@ def linear_speed(unpinned: dict[str, Any]) -> dict[str, Any]:
         rows[f"{name} as it comes"] = unpinned.get(name)
         rows[f"{name} pinned"] = {n: time_linear(ops.linear, out, width, n) for n in sizes}
         some = [n for n in (1, 8, 64, 256, 8192) if n in sizes]
-        rows[f"{name} triton"] = {n: time_linear(lambda x, w: matmul_persistent(x, w.t()), out, width, n) for n in some}
+        rows[f"{name} triton"] = {
+            n: time_linear(lambda x, w: matmul_persistent(x, w.t()), out, width, n) for n in some
+        }
         for label, options in CANDIDATES.items():
             rows[f"{name} {label}"] = {
-                n: time_linear(lambda x, w, o=options: small_linear(x, w, **o), out, width, n) for n in (1, 8, 16)
+                n: time_linear(lambda x, w, o=options: small_linear(x, w, **o), out, width, n)
+                for n in (1, 8, 16)
             }
     return rows
 
@@ -191,10 +243,20 @@ def norms() -> dict[str, Any]:
 
     rows: dict[str, Any] = {}
     for width in (1024, 2048, 4096):
-        x, residual, weight = normal(2048, width), normal(2048, width, seed=1), normal(width, seed=2)
-        rows[f"rms_norm {width}"] = batch_dependence(lambda s, x=x, w=weight: ops.rms_norm(x[s], w, 1e-6), SIZES, 2048)
+        x, residual, weight = (
+            normal(2048, width),
+            normal(2048, width, seed=1),
+            normal(width, seed=2),
+        )
+        rows[f"rms_norm {width}"] = batch_dependence(
+            lambda s, x=x, w=weight: ops.rms_norm(x[s], w, 1e-6), SIZES, 2048
+        )
         rows[f"fused {width}"] = batch_dependence(
-            lambda s, x=x, r=residual, w=weight: torch.cat(ops.fused_add_rms_norm(x[s], r[s], w, 1e-6), -1), SIZES, 2048
+            lambda s, x=x, r=residual, w=weight: torch.cat(
+                ops.fused_add_rms_norm(x[s], r[s], w, 1e-6), -1
+            ),
+            SIZES,
+            2048,
         )
         rows[f"vLLM fused {width} (control)"] = batch_dependence(
             lambda s, x=x, r=residual, w=weight: vllm_fused(x[s], r[s], w), SIZES, 2048
@@ -204,23 +266,37 @@ def norms() -> dict[str, Any]:
         rows[f"norms {width}: rows that differ"] = {
             "sum of ours and of torch": int(differing_rows(total, x + residual)),
             "fused and plain, ours": int(
-                differing_rows(ops.fused_add_rms_norm(x, residual, weight, 1e-6)[0], ops.rms_norm(total, weight, 1e-6))
+                differing_rows(
+                    ops.fused_add_rms_norm(x, residual, weight, 1e-6)[0],
+                    ops.rms_norm(total, weight, 1e-6),
+                )
             ),
             "ours and vLLM's Triton": int(
-                differing_rows(ops.rms_norm(x, weight, 1e-6), rms_norm_batch_invariant(x, weight, 1e-6))
+                differing_rows(
+                    ops.rms_norm(x, weight, 1e-6), rms_norm_batch_invariant(x, weight, 1e-6)
+                )
             ),
             "worst error": float((ops.rms_norm(total, weight, 1e-6).double() - exact).abs().max()),
         }
         for n in (1, 256, 8192):
             big, other = normal(n, width), normal(n, width, seed=1)
             rows[f"us {width} x {n}"] = {
-                "ours": microseconds([lambda b=big, o=other, w=weight: ops.fused_add_rms_norm(b, o, w, 1e-6)] * 8),
-                "vLLM fused": microseconds([lambda b=big, o=other, w=weight: vllm_ops.fused_add_rms_norm(b, o, w, 1e-6)] * 8),
-                "vLLM Triton": microseconds([lambda b=big, w=weight: rms_norm_batch_invariant(b, w, 1e-6)] * 8),
+                "ours": microseconds(
+                    [lambda b=big, o=other, w=weight: ops.fused_add_rms_norm(b, o, w, 1e-6)] * 8
+                ),
+                "vLLM fused": microseconds(
+                    [lambda b=big, o=other, w=weight: vllm_ops.fused_add_rms_norm(b, o, w, 1e-6)]
+                    * 8
+                ),
+                "vLLM Triton": microseconds(
+                    [lambda b=big, w=weight: rms_norm_batch_invariant(b, w, 1e-6)] * 8
+                ),
             }
     qkv, weight = normal(2048, 4096), normal(128, seed=1)
     heads = qkv[:, 2048:3072].view(2048, 8, 128)
-    rows["norm of heads"] = batch_dependence(lambda s: ops.rms_norm(heads[s], weight, 1e-6), SIZES, 2048)
+    rows["norm of heads"] = batch_dependence(
+        lambda s: ops.rms_norm(heads[s], weight, 1e-6), SIZES, 2048
+    )
     copied = ops.rms_norm(heads.contiguous(), weight, 1e-6)
     rows["norm of heads, view and copy"] = {
         "rows": 2048,
@@ -240,22 +316,35 @@ def elementwise() -> dict[str, Any]:
     x = normal(2048, 12288)
     device = torch.device("cuda")
     table = ops.rotary_table(128, 4096, 1e6, torch.bfloat16, device)
-    q, k, positions = normal(2048, 2048), normal(2048, 1024, seed=1), torch.arange(2048, device=device)
+    q, k, positions = (
+        normal(2048, 2048),
+        normal(2048, 1024, seed=1),
+        torch.arange(2048, device=device),
+    )
     rows = {
         "silu_and_mul": batch_dependence(lambda s: ops.silu_and_mul(x[s]), SIZES, 2048),
         "rotary_embedding": batch_dependence(
-            lambda s: torch.cat(ops.rotary_embedding(positions[s], q[s], k[s], 128, table), -1), SIZES, 2048
+            lambda s: torch.cat(ops.rotary_embedding(positions[s], q[s], k[s], 128, table), -1),
+            SIZES,
+            2048,
         ),
         "table, ours": table_hash(table),
     }
     with set_current_vllm_config(VllmConfig()), device:
-        rope = get_rope(128, 4096, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}, dtype=torch.bfloat16)
+        rope = get_rope(
+            128,
+            4096,
+            rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+            dtype=torch.bfloat16,
+        )
     rows["table, vLLM's"] = table_hash(rope.cos_sin_cache)
     return rows
 
 
 def logprobs() -> dict[str, Any]:
-    """Ours alone and in a batch, torch's, vLLM's of the V1 mode and of the V2 runner; the sampler's softmax."""
+    """Ours alone and in a batch, torch's, vLLM's of the V1 mode and of the V2 runner; the sampler's
+    softmax.
+    """
     from vllm.model_executor.layers.batch_invariant import log_softmax, softmax_batch_invariant
 
     from vllm_patching.batch_invariant import ops
@@ -270,9 +359,15 @@ def logprobs() -> dict[str, Any]:
             "rows": 512,
             "differ": int(differing_rows(ours.gather(-1, ids), ops.token_logprobs(logits, ids))),
         },
-        "torch": batch_dependence(lambda s: torch.log_softmax(logits[s].float(), -1).gather(-1, ids[s]), SIZES[:-1], 512),
-        "vLLM's mode": batch_dependence(lambda s: log_softmax(logits[s].float()).gather(-1, ids[s]), SIZES[:-1], 512),
-        "vLLM's softmax": batch_dependence(lambda s: softmax_batch_invariant(logits[s].float(), -1), SIZES[:-1], 512),
+        "torch": batch_dependence(
+            lambda s: torch.log_softmax(logits[s].float(), -1).gather(-1, ids[s]), SIZES[:-1], 512
+        ),
+        "vLLM's mode": batch_dependence(
+            lambda s: log_softmax(logits[s].float()).gather(-1, ids[s]), SIZES[:-1], 512
+        ),
+        "vLLM's softmax": batch_dependence(
+            lambda s: softmax_batch_invariant(logits[s].float(), -1), SIZES[:-1], 512
+        ),
         "worst error": {
             "ours": float((ours[:64] - exact).abs().max()),
             "vLLM": float((log_softmax(logits[:64].float()) - exact).abs().max()),
@@ -291,7 +386,9 @@ def logprobs() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "determinism_probe")
     parser.add_argument("--unpinned", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -300,9 +397,15 @@ def main() -> None:
         return
     environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     command = [sys.executable, __file__, "--unpinned"]
-    other = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    other = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
     lines = other.stdout.splitlines()
-    unpinned = json.loads(lines[-1]) if other.returncode == 0 and lines else {"failed": other.stderr[-500:]}
+    unpinned = (
+        json.loads(lines[-1])
+        if other.returncode == 0 and lines
+        else {"failed": other.stderr[-500:]}
+    )
     from bench.gpu.attention_probe import attention, attention_speed
     from vllm_patching.batch_invariant.settings import enable_settings
 

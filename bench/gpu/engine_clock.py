@@ -1,9 +1,11 @@
-"""Where the time of vLLM's engine core goes: seconds of its main thread by what it does, and those of the thread that sends.
+"""Where the time of vLLM's engine core goes: seconds of its main thread by what it does, and those
+of the thread that sends.
 
-A plugin of vLLM's, which the folder `plugin` beside this file names. It puts a clock around a few functions that are called
-once or twice a step, and leaves the sums in a file twice a second. Work and waiting look the same from outside: to wait for a
-GPU, PyTorch asks it again and again, so that the process is busy all the time. On request it also notes each step: when it was
-scheduled, and how many tokens of how many requests it computes.
+A plugin of vLLM's, which the folder `plugin` beside this file names. It puts a clock around a few
+functions that are called once or twice a step, and leaves the sums in a file twice a second. Work
+and waiting look the same from outside: to wait for a GPU, PyTorch asks it again and again, so that
+the process is busy all the time. On request it also notes each step: when it was scheduled, and how
+many tokens of how many requests it computes.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ STEPS_FILE = "LOCKSTEP_ENGINE_STEPS"
 PLUGIN_FOLDER = Path(__file__).resolve().parent / "plugin"
 SECONDS_BETWEEN_FILES = 0.5
 MANY = 4
-"""Tokens for each request of a step that is not of answers alone: a new one's prompt, now and then, makes fewer."""
+"""Tokens for each request of a step that is not of answers alone: a new one's prompt, now and then,
+makes fewer."""
 CLOCKS: dict[str, list[tuple[str, str, str]]] = {
-    "steps": [("vllm.v1.engine.core", "EngineCore", "step"), ("vllm.v1.engine.core", "EngineCore", "step_with_batch_queue")],
+    "steps": [
+        ("vllm.v1.engine.core", "EngineCore", "step"),
+        ("vllm.v1.engine.core", "EngineCore", "step_with_batch_queue"),
+    ],
     "schedule": [("vllm.v1.core.sched.scheduler", "Scheduler", "schedule")],
     "begin the model": [
         ("vllm.v1.executor.uniproc_executor", "UniProcExecutor", "execute_model"),
@@ -45,8 +51,9 @@ CLOCKS: dict[str, list[tuple[str, str, str]]] = {
     "gather outputs": [("vllm_patching.engine_core.gathered_outputs", "GatheredOutputs", "step")],
     "encode outputs": [("vllm.v1.serial_utils", "MsgpackEncoder", "encode_into")],
 }
-"""What is measured, by the name under which it is reported. `steps` holds all others but the last one, which has its own
-thread; on a CPU the model itself is in them too. A function that a version of vLLM lacks is left out."""
+"""What is measured, by the name under which it is reported. `steps` holds all others but the last
+one, which has its own thread; on a CPU the model itself is in them too. A function that a version
+of vLLM lacks is left out."""
 
 
 class Clock:
@@ -83,22 +90,27 @@ class Clock:
 
 
 def noting(schedule: Callable[..., Any], file: Path) -> Callable[..., Any]:
-    """The same function, vLLM's Scheduler.schedule, each of whose steps becomes a line: `time tokens requests`."""
+    """The same function, vLLM's Scheduler.schedule, each of whose steps becomes a line:
+    `time tokens requests`.
+    """
 
     @functools.wraps(schedule)
     def noted(*args: Any, **kwargs: Any) -> Any:
         step = schedule(*args, **kwargs)
         if step.total_num_scheduled_tokens:
             with file.open("a", encoding="utf-8") as opened:
-                opened.write(f"{time.monotonic():.6f} {step.total_num_scheduled_tokens} {len(step.num_scheduled_tokens)}\n")
+                opened.write(
+                    f"{time.monotonic():.6f} {step.total_num_scheduled_tokens} {len(step.num_scheduled_tokens)}\n"
+                )
         return step
 
     return noted
 
 
 def install() -> None:
-    """Put the clocks in; called by vLLM in each of its processes. They tick where the engine core steps: in the process that
-    has it, which inherits them if it is forked, for then it does not load plugins again.
+    """Put the clocks in; called by vLLM in each of its processes. They tick where the engine core
+    steps: in the process that has it, which inherits them if it is forked, for then it does not
+    load plugins again.
     """
     if not {FILE, STEPS_FILE} & os.environ.keys():
         return
@@ -120,7 +132,9 @@ def install() -> None:
 
 
 def variables(file: Path, what: str = FILE) -> dict[str, str]:
-    """For the environment of a server whose engine core is to be measured; `what` is FILE or STEPS_FILE."""
+    """For the environment of a server whose engine core is to be measured; `what` is FILE or
+    STEPS_FILE.
+    """
     root = PLUGIN_FOLDER.parents[2]
     paths = [str(root), str(PLUGIN_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {what: str(file), "PYTHONPATH": os.pathsep.join(paths)}
@@ -137,31 +151,48 @@ def read_steps(file: Path) -> list[Step]:
     return [(float(at), int(tokens), int(requests)) for at, tokens, requests in rows]
 
 
-def computed_anew(steps: Sequence[Step], updates: Sequence[tuple[float, float]], after: float = 0.5) -> list[dict[str, float]]:
+def computed_anew(
+    steps: Sequence[Step], updates: Sequence[tuple[float, float]], after: float = 0.5
+) -> list[dict[str, float]]:
     """What an engine computed again after each update, before it went on as usual.
 
-    A step of answers that go on has a token of each; one with many times as many computes prompts and what was thrown away.
+    A step of answers that go on has a token of each; one with many times as many computes prompts
+    and what was thrown away.
 
     Args:
         updates: when each began and ended (monotonic clock).
-        after: seconds after an update's end that still belong to it; half the way to the next update at most.
+        after: seconds after an update's end that still belong to it; half the way to the next
+            update at most.
 
     Returns:
-        for each update `tokens`, in how many `steps`, and `seconds` from the first of these to the step behind the last.
+        for each update `tokens`, in how many `steps`, and `seconds` from the first of these to the
+        step behind the last.
     """
     found = []
     for begin, limit in windows_of(updates, after):
-        mine = [n for n, (at, tokens, requests) in enumerate(steps) if begin <= at <= limit and tokens > MANY * requests]
+        mine = [
+            n
+            for n, (at, tokens, requests) in enumerate(steps)
+            if begin <= at <= limit and tokens > MANY * requests
+        ]
         if not mine or mine[-1] + 1 == len(steps):
             found.append({"tokens": 0.0, "steps": 0.0, "seconds": 0.0})
             continue
         first, last = mine[0], mine[-1]
         tokens = sum(steps[n][1] - steps[n][2] for n in mine)
-        found.append({"tokens": float(tokens), "steps": float(len(mine)), "seconds": steps[last + 1][0] - steps[first][0]})
+        found.append(
+            {
+                "tokens": float(tokens),
+                "steps": float(len(mine)),
+                "seconds": steps[last + 1][0] - steps[first][0],
+            }
+        )
     return found
 
 
-def spent(before: dict[str, list[float]], after: dict[str, list[float]], tokens: float) -> dict[str, dict[str, float]]:
+def spent(
+    before: dict[str, list[float]], after: dict[str, list[float]], tokens: float
+) -> dict[str, dict[str, float]]:
     """Microseconds for each token between two looks at the file, by what they were spent on.
 
     Returns:
@@ -171,5 +202,8 @@ def spent(before: dict[str, list[float]], after: dict[str, list[float]], tokens:
     for name, (calls, wall, busy) in after.items():
         calls_before, wall_before, busy_before = before.get(name, [0, 0.0, 0.0])
         if calls > calls_before:
-            found[name] = {"us": (wall - wall_before) / tokens * 1e6, "processor_us": (busy - busy_before) / tokens * 1e6}
+            found[name] = {
+                "us": (wall - wall_before) / tokens * 1e6,
+                "processor_us": (busy - busy_before) / tokens * 1e6,
+            }
     return found

@@ -1,8 +1,9 @@
-"""A trainer that stops at a chosen point of an update and waits, so that a fault can be done to it, or to the server, there.
+"""A trainer that stops at a chosen point of an update and waits, so that a fault can be done to it,
+or to the server, there.
 
-Points: `begin` (begun: the engine stands still, but for an overlapped transfer; nothing has been sent or written), `transfer`
-(some of the weights have been handed over), `write` (half of them are written), `commit` (all of them are; nothing has been
-taken over).
+Points: `begin` (begun: the engine stands still, but for an overlapped transfer; nothing has been
+sent or written), `transfer` (some of the weights have been handed over), `write` (half of them are
+written), `commit` (all of them are; nothing has been taken over).
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class FaultTrainer(BenchTrainer):
         self.startup_timeout = RESTART_SECONDS
 
     def sync_held(self, at: str) -> dict[str, Any]:
-        """One update that stops at a point, says so ({"event": point}), and goes on when it reads a line."""
+        """One update that stops at a point, says so ({"event": point}), and goes on when it reads a
+        line.
+        """
 
         def wait() -> None:
             assert self.answers is not None
@@ -67,7 +70,8 @@ class FaultTrainer(BenchTrainer):
         """Try to join with a model that differs by one `dtype`, `shape` or `name`.
 
         Returns:
-            what the trainer's own check says, what the server says to a trainer that does not check, and the parameter's name.
+            what the trainer's own check says, what the server says to a trainer that does not
+            check, and the parameter's name.
         """
         model = Decoder(Geometry.from_config(SHAPES[self.shape]), self.dtype, torch.device("meta"))
         norm: Any = model.model.layers[1].input_layernorm
@@ -101,7 +105,9 @@ class FaultTrainer(BenchTrainer):
         return told
 
     def connect_at_port(self, master_port: int) -> dict[str, Any]:
-        """Try to join with a rendezvous port that may be taken; returns the error, empty if there was none."""
+        """Try to join with a rendezvous port that may be taken; returns the error, empty if there
+        was none.
+        """
         assert self.model is not None
         os.environ["MASTER_PORT"] = str(master_port)
         bridge = BroadcastBridge(BridgeServer("localhost", self.port, self.timeout))
@@ -190,13 +196,17 @@ def once(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def told_to_go_on(answers: Answers, at: str) -> bool:
-    """Say that a point has been reached and wait for the parent's line; False if the parent has gone."""
+    """Say that a point has been reached and wait for the parent's line; False if the parent has
+    gone.
+    """
     answers.write({"event": at})
     return bool(sys.stdin.readline())
 
 
 def broken_transfer(bridge: BroadcastBridge, hold: Callable[[], None]) -> list[Replacement]:
-    """What has `hold` called in the middle of what is sent: before the last bucket, while the servers receive."""
+    """What has `hold` called in the middle of what is sent: before the last bucket, while the
+    servers receive.
+    """
 
     def broken(line: Line) -> Callable[..., list[str]]:
         send = line.stream.send
@@ -230,15 +240,20 @@ HELD_SECONDS = 120.0
 
 
 class SpreadFaultTrainer(SpreadTrainer):
-    """SpreadTrainer that stops in the middle of a transfer: every rank does, and rank 0 asks the parent when to go on."""
+    """SpreadTrainer that stops in the middle of a transfer: every rank does, and rank 0 asks the
+    parent when to go on.
+    """
 
     def sync_held(self, at: str) -> dict[str, Any]:
-        """One update that stops in `transfer`, says so ({"event": "transfer"}), and goes on when rank 0 reads a line."""
+        """One update that stops in `transfer`, says so ({"event": "transfer"}), and goes on when
+        rank 0 reads a line.
+        """
         if at != "transfer":
             raise ValueError(f"a trainer of several ranks can be held in transfer, not in {at!r}")
 
         def wait() -> None:
-            # A rank of vLLM's that is stopped before its half has arrived would keep its sender from ever coming here.
+            # A rank of vLLM's that is stopped before its half has arrived would keep its sender
+            # from ever coming here.
             self.ranks.barrier("holding the transfer")
             heard = self.answers is None or told_to_go_on(self.answers, at)
             if not self.ranks.broadcast(heard, "the word to go on", timeout=HELD_SECONDS):
@@ -253,4 +268,6 @@ class SpreadFaultTrainer(SpreadTrainer):
 
 
 if __name__ == "__main__":
-    main(FaultTrainer) if os.environ.get("WORLD_SIZE", "1") == "1" else spread_main(SpreadFaultTrainer)
+    main(FaultTrainer) if os.environ.get("WORLD_SIZE", "1") == "1" else spread_main(
+        SpreadFaultTrainer
+    )

@@ -1,4 +1,6 @@
-"""The stage on which faults are done to a server and its trainers, and the judgement of what came of each."""
+"""The stage on which faults are done to a server and its trainers, and the judgement of what came
+of each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from bench.measured import measured
 
 PROMPTS = ([5, 6, 7, 8], [900, 12, 40])
 LOGPROB_TOLERANCE = 0.02
-"""Largest difference of two logprobs of the same weights and tokens; another set of weights differs by whole units."""
+"""Largest difference of two logprobs of the same weights and tokens; another set of weights differs
+by whole units."""
 
 
 @dataclass
@@ -64,7 +67,11 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """For the results file, without names of this machine or paths on it."""
         told = re.sub(rf"\b{re.escape(socket.gethostname())}(?=:\d)", "HOST", self.error)
-        return {**vars(self), "error": re.sub(r"/\S*/model\b", "MODEL", told), "good": not self.problems}
+        return {
+            **vars(self),
+            "error": re.sub(r"/\S*/model\b", "MODEL", told),
+            "good": not self.problems,
+        }
 
 
 class Stage:
@@ -95,10 +102,18 @@ class Stage:
             crossed: the trainer has as many ranks as vLLM, each on the GPU of the next of vLLM's.
             beside: the trainer's copy of the weights is on vLLM's GPU.
         """
-        self.shape, self.output, self.device, self.timeout, self.tp = shape, output, device, timeout, tp
+        self.shape, self.output, self.device, self.timeout, self.tp = (
+            shape,
+            output,
+            device,
+            timeout,
+            tp,
+        )
         self._ranks, self._beside = tp if crossed else 1, beside
         gpus = ",".join(map(str, range(tp))) if device == "cuda" else ""
-        options = ServerOptions(gpus, tp, eager=eager, bridge_timeout=timeout, cache_gib=4, max_num_seqs=32)
+        options = ServerOptions(
+            gpus, tp, eager=eager, bridge_timeout=timeout, cache_gib=4, max_num_seqs=32
+        )
         self._model, self._options, self._name, self._starts = model, options, name, 0
         self.server = VllmServer(name, model, output, options)
         self._trainers: list[Worker] = []
@@ -112,11 +127,15 @@ class Stage:
         wait_all({self.server.name: self.server.ready}, READY_SECONDS)
 
     def restart_server(self) -> None:
-        """Start a server in the place of the present one, which must have been killed; returns at once."""
+        """Start a server in the place of the present one, which must have been killed; returns at
+        once.
+        """
         self._starts += 1
         log = self.server.log
         log.rename(log.with_name(f"{log.stem}-{self._starts}.log"))
-        self.server = VllmServer(self._name, self._model, self.output, self._options, port=self.server.port)
+        self.server = VllmServer(
+            self._name, self._model, self.output, self._options, port=self.server.port
+        )
 
     def usable(self) -> bool:
         """Whether the server can go on after a row that could not be judged."""
@@ -132,8 +151,13 @@ class Stage:
         self.server.stop()
 
     def end_row(self) -> None:
-        """Stop the trainers of a row, whose memory the next ones need; those that load ahead stay, and one that is well."""
-        staying = [*self._kept.values(), *(worker for ahead in self._ahead.values() for worker in ahead)]
+        """Stop the trainers of a row, whose memory the next ones need; those that load ahead stay,
+        and one that is well.
+        """
+        staying = [
+            *self._kept.values(),
+            *(worker for ahead in self._ahead.values() for worker in ahead),
+        ]
         for worker in self._trainers:
             if worker not in staying:
                 worker.stop(grace=5)
@@ -146,7 +170,10 @@ class Stage:
     # -- trainers
 
     def trainer(self, kind: str = "broadcast") -> Worker:
-        """A loaded trainer, new or from an earlier row. The next ones of its kind begin to load meanwhile."""
+        """A loaded trainer, new or from an earlier row.
+
+        The next ones of its kind begin to load meanwhile.
+        """
         kept = self._kept.pop(kind, None)
         if kept is not None and kept.process.poll() is None:
             return kept
@@ -158,7 +185,9 @@ class Stage:
         return worker
 
     def joined(self, mode: str) -> Worker:
-        """A trainer that has joined by `direct`, `overlapped` or `single_copy` and served two sets of weights in turn."""
+        """A trainer that has joined by `direct`, `overlapped` or `single_copy` and served two sets
+        of weights in turn.
+        """
         worker = self.trainer("single_copy" if mode == "single_copy" else "broadcast")
         self.connect(worker, mode)
         worker.ask("sync", timeout=60, count=1)
@@ -189,10 +218,19 @@ class Stage:
         environment = {"OMP_NUM_THREADS": "1"}
         if self.device == "cuda":
             apart = crossed_gpus(self.tp) if self._ranks > 1 else [str(self.tp)]
-            environment["CUDA_VISIBLE_DEVICES"] = "0" if self._beside or kind == "single_copy" else ",".join(apart)
+            environment["CUDA_VISIBLE_DEVICES"] = (
+                "0" if self._beside or kind == "single_copy" else ",".join(apart)
+            )
         arguments = trainer_arguments(self.shape, self.server.port, self.device, self.timeout)
         log = self.output / f"trainer-{self._count:02d}.log"
-        worker = Worker(f"trainer {self._count}", "bench.gpu.fault_trainer", arguments, log, environment, self._ranks)
+        worker = Worker(
+            f"trainer {self._count}",
+            "bench.gpu.fault_trainer",
+            arguments,
+            log,
+            environment,
+            self._ranks,
+        )
         self._trainers.append(worker)
         self._kinds[worker.pid] = kind
         worker.send("load", seed=self._count)
@@ -217,11 +255,15 @@ class Stage:
             if state["target_version"] is None:
                 return time.monotonic() - started
             if time.monotonic() - started > 2 * limit:
-                raise BenchError(f"the server is still in phase {state['state']} after {2 * limit:g} s")
+                raise BenchError(
+                    f"the server is still in phase {state['state']} after {2 * limit:g} s"
+                )
             time.sleep(0.1)
 
     def verdict(self, before: dict[str, Any]) -> str:
-        """What the server serves compared with a snapshot; `unhealthy` only if it also refuses to generate."""
+        """What the server serves compared with a snapshot; `unhealthy` only if it also refuses to
+        generate.
+        """
         if self.server.process.poll() is not None or self.server.health() == 0:
             return "gone"
         state = self.server.state()
@@ -231,19 +273,27 @@ class Stage:
             try:
                 self.server.greedy(PROMPTS[0], max_tokens=1)
             except BenchError:
-                return "unhealthy" if self.server.health() == 503 else f"unhealthy, but /health says {self.server.health()}"
+                return (
+                    "unhealthy"
+                    if self.server.health() == 503
+                    else f"unhealthy, but /health says {self.server.health()}"
+                )
             return "unhealthy, but it generates"
         if state["weight_version"] != before["version"]:
             return "new version"
         if state["checksums"] != before["checksums"]:
             return "old version by name, other checksums"
-        for (tokens, logprobs), (old_tokens, old_logprobs) in zip(self.snapshot()["greedy"], before["greedy"], strict=True):
+        for (tokens, logprobs), (old_tokens, old_logprobs) in zip(
+            self.snapshot()["greedy"], before["greedy"], strict=True
+        ):
             if tokens[0] != old_tokens[0] or abs(logprobs[0] - old_logprobs[0]) > LOGPROB_TOLERANCE:
                 return f"old version by name, other logprobs ({logprobs[0]:.3f}, before {old_logprobs[0]:.3f})"
         return "old version"
 
     def said(self, mark: int) -> str:
-        """The lines on updates that the server has logged since `mark` (see log_mark), and its last error."""
+        """The lines on updates that the server has logged since `mark` (see log_mark), and its last
+        error.
+        """
         text = self.server.log.read_bytes()[mark:].decode(errors="replace")
         lines = [line[line.index("[Bridge]") :] for line in text.splitlines() if "[Bridge]" in line]
         lines = [line for line in lines if re.search(r"failed|refus|gave|UNHEALTHY|died", line)]
@@ -254,7 +304,9 @@ class Stage:
         return self.server.log.stat().st_size
 
     def attempt(self, worker: Worker, mode: str, connect: bool) -> str:
-        """Update once more, joining anew if asked, and compare what is served with what was sent: `ok` or what went wrong."""
+        """Update once more, joining anew if asked, and compare what is served with what was sent:
+        `ok` or what went wrong.
+        """
         try:
             if connect:
                 self.connect(worker, mode)
@@ -269,25 +321,40 @@ class Stage:
         return "ok"
 
 
-ABSENCE = re.compile(r".*(\[Fleet\] waiting for servers:|looking whether the server was restarted).*")
-"""What a trainer says when its server has gone or does not move: one that broadcasts, and one that shares its memory."""
+ABSENCE = re.compile(
+    r".*(\[Fleet\] waiting for servers:|looking whether the server was restarted).*"
+)
+"""What a trainer says when its server has gone or does not move: one that broadcasts, and one that
+shares its memory."""
 
 
 def note_absence(outcome: Outcome, trainer: Worker, mark: int) -> None:
-    """Wait until a trainer says, behind position `mark` of its log, that it has no server; note in the row when and how."""
+    """Wait until a trainer says, behind position `mark` of its log, that it has no server; note in
+    the row when and how.
+    """
     started = time.monotonic()
-    while not (found := ABSENCE.findall(text := trainer.log.read_bytes()[mark:].decode(errors="replace"))):
+    while not (
+        found := ABSENCE.findall(text := trainer.log.read_bytes()[mark:].decode(errors="replace"))
+    ):
         if time.monotonic() - started > 2 * outcome.limit:
-            outcome.problems.append(f"the trainer did not say that its server has gone: {tail(trainer.log)}")
+            outcome.problems.append(
+                f"the trainer did not say that its server has gone: {tail(trainer.log)}"
+            )
             break
         time.sleep(0.1)
     outcome.seconds = time.monotonic() - started
-    told = [line for line in text.splitlines() if "[Fleet]" in line or "[Bridge]" in line] if found else []
+    told = (
+        [line for line in text.splitlines() if "[Fleet]" in line or "[Bridge]" in line]
+        if found
+        else []
+    )
     outcome.error = "\n".join(told)[:1500]
 
 
 def stopped_for(send: Callable[[int], None], seconds: float, meanwhile: Callable[[], Any]) -> Any:
-    """SIGSTOP, do `meanwhile`, and SIGCONT after `seconds` or when that has ended, whichever is later."""
+    """SIGSTOP, do `meanwhile`, and SIGCONT after `seconds` or when that has ended, whichever is
+    later.
+    """
     started = time.monotonic()
     send(signal.SIGSTOP)
     try:

@@ -1,7 +1,8 @@
 """The commands of the user's guide, and a shell into which they are typed.
 
-A test types them on the CPU with the starter model, and bench/guide_commands.py types them on GPUs. Both replace nothing but
-the model's name, lists of devices, numbers of steps and, where a machine needs it, ports.
+A test types them on the CPU with the starter model, and bench/guide_commands.py types them on GPUs.
+Both replace nothing but the model's name, lists of devices, numbers of steps and, where a machine
+needs it, ports.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ COMMANDS = {
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a command, sorted, without line breaks: two commands with the same words do the same here."""
+    """The words of a command, sorted, without line breaks: two commands with the same words do the
+    same here.
+    """
     return sorted(command.replace("\\\n", " ").split())
 
 
@@ -87,13 +90,18 @@ class TypedShell:
     """One bash that stays open, so that `export`, `cd` and `&` mean what they mean to a person.
 
     Attributes:
-        folder: its working directory; `~/atropos_stuff/atropos` leads to it, and it leads to the code.
+        folder: its working directory; `~/atropos_stuff/atropos` leads to it, and it leads to the
+            code.
         process: the shell, under a guard that ends everything below it.
         ports: port of the guide -> the port that is used.
     """
 
     def __init__(
-        self, folder: Path, environment: Mapping[str, str | None], ports: Mapping[int, int], python: str = sys.executable
+        self,
+        folder: Path,
+        environment: Mapping[str, str | None],
+        ports: Mapping[int, int],
+        python: str = sys.executable,
     ) -> None:
         """
         Args:
@@ -106,7 +114,8 @@ class TypedShell:
             (folder / name).symlink_to(ROOT / name)
         programs = folder / "programs"
         programs.mkdir()
-        # The interpreter may have the name python3 alone. A link to it would lose its virtual environment.
+        # The interpreter may have the name python3 alone. A link to it would lose its virtual
+        # environment.
         (programs / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(python)} "$@"\n')
         (programs / "python").chmod(0o755)
         home = folder / "home"
@@ -123,7 +132,11 @@ class TypedShell:
         script = folder / "commands"
         os.mkfifo(script)
         self.process = ManagedProcess(
-            "shell", ["bash", str(script)], folder / "shell.log", variables | dict(environment), folder
+            "shell",
+            ["bash", str(script)],
+            folder / "shell.log",
+            variables | dict(environment),
+            folder,
         )
         self._pipe = script.open("w")  # waits until the shell reads from it
         self._shell = self.process.command_pid()
@@ -136,11 +149,15 @@ class TypedShell:
     def at_its_ports(self, command: str) -> str:
         """The command with the ports that are used, as flags where the guide types none."""
         documented = "|".join(map(str, self.ports))
-        command = re.sub(rf"\b({documented})\b", lambda port: str(self.ports[int(port[0])]), command)
+        command = re.sub(
+            rf"\b({documented})\b", lambda port: str(self.ports[int(port[0])]), command
+        )
         service, vllm = self.ports[SERVICE], self.ports[VLLM]
         flags = {ENVIRONMENT: [], TRAINER: []}  # type: dict[str, list[str]]
         if service != SERVICE:
-            command = command.replace("atroposlib.cli.run_api", f"atroposlib.cli.run_api --port {service}")
+            command = command.replace(
+                "atroposlib.cli.run_api", f"atroposlib.cli.run_api --port {service}"
+            )
             flags[ENVIRONMENT].append(f"--env.rollout_server_url http://localhost:{service}")
             flags[TRAINER].append(f"--atropos-url http://localhost:{service}")
         if vllm != VLLM:
@@ -167,13 +184,18 @@ class TypedShell:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_for(
-        self, name: str, text: str, seconds: float, program: str = "", idle: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        text: str,
+        seconds: float,
+        program: str = "",
+        idle: Callable[[], None] = lambda: None,
     ) -> float:
         """Wait until a log has a text; return the seconds it took.
 
         Args:
-            program: a word of the command line that writes the log; once such a process has been seen and none is left, the
-                waiting ends.
+            program: a word of the command line that writes the log; once such a process has been
+                seen and none is left, the waiting ends.
             idle: called several times a second.
 
         Raises:
@@ -184,17 +206,25 @@ class TypedShell:
         while text not in self.read(name):
             running = not program or bool(self.pids_of(program))
             if seen and not running and text not in self.read(name):
-                raise BenchError(f"{program} ended, and {name} lacks {text!r}; it ends with:\n{tail(self.folder / name)}")
+                raise BenchError(
+                    f"{program} ended, and {name} lacks {text!r}; it ends with:\n{tail(self.folder / name)}"
+                )
             seen = seen or (bool(program) and running)
             if time.monotonic() - began > seconds:
-                raise BenchError(f"{name} lacks {text!r} after {seconds:g} s; it ends with:\n{tail(self.folder / name)}")
+                raise BenchError(
+                    f"{name} lacks {text!r} after {seconds:g} s; it ends with:\n{tail(self.folder / name)}"
+                )
             idle()
             time.sleep(0.2)
         return time.monotonic() - began
 
     def pids(self) -> dict[int, str]:
         """Process id -> command line of everything that was started from the shell and still runs."""
-        found = {pid: command_line(pid) for pid in descendants(self.process.guard.pid) if pid != self._shell}
+        found = {
+            pid: command_line(pid)
+            for pid in descendants(self.process.guard.pid)
+            if pid != self._shell
+        }
         return {pid: line for pid, line in found.items() if line}
 
     def pids_of(self, program: str) -> list[int]:
@@ -217,9 +247,13 @@ class TypedShell:
         for pid in matched:
             send(pid, signal.SIGKILL)
         began = time.monotonic()
-        while left := {pid: line for pid, line in self.pids().items() if not re.search(may_stay, line)}:
+        while left := {
+            pid: line for pid, line in self.pids().items() if not re.search(may_stay, line)
+        }:
             if time.monotonic() - began > END_SECONDS:
-                raise BenchError(f"{END_SECONDS:g} s after SIGKILL of {len(matched)} processes these still run: {left}")
+                raise BenchError(
+                    f"{END_SECONDS:g} s after SIGKILL of {len(matched)} processes these still run: {left}"
+                )
             time.sleep(0.02)
         return time.monotonic() - began
 
@@ -227,6 +261,12 @@ class TypedShell:
 def command_line(pid: int) -> str:
     """The words of a process's command line; empty if it has ended."""
     try:
-        return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path("/proc", str(pid), "cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except (FileNotFoundError, ProcessLookupError):
         return ""

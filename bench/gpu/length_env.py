@@ -1,4 +1,6 @@
-"""GSM8K's questions with a reward that asks nothing of the answer but its length: for measuring speed with random weights."""
+"""GSM8K's questions with a reward that asks nothing of the answer but its length: for measuring
+speed with random weights.
+"""
 
 import sys
 from pathlib import Path
@@ -16,7 +18,9 @@ from environments.math_data import Question, read_file
 class LengthConfig(BaseEnvConfig):
     """Settings of this environment."""
 
-    questions: str = Field(default="train.jsonl", description="GSM8K's questions and answers, JSON lines")
+    questions: str = Field(
+        default="train.jsonl", description="GSM8K's questions and answers, JSON lines"
+    )
 
 
 class LengthEnv(SingleTurnEnv):

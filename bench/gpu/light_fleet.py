@@ -1,8 +1,10 @@
-"""Light vLLM servers of a given shape, forked from one process: the bridge's routes, updater and checks, and no engine.
+"""Light vLLM servers of a given shape, forked from one process: the bridge's routes, updater and
+checks, and no engine.
 
     python -m bench.gpu.light_fleet SHAPE       then lines as tests/fleet_server.py reads them
 
-What an update costs beside generation can be measured with more of them than a machine without GPUs could run vLLM.
+What an update costs beside generation can be measured with more of them than a machine without GPUs
+could run vLLM.
 """
 
 from __future__ import annotations
@@ -33,12 +35,19 @@ class LightFleet(Child):
         """
         command = [sys.executable, "-m", "bench.gpu.light_fleet", shape]
         super().__init__(
-            f"light fleet {shape}", command, output / f"light-fleet-{shape}.log", {"OMP_NUM_THREADS": "1"}, pipes=True
+            f"light fleet {shape}",
+            command,
+            output / f"light-fleet-{shape}.log",
+            {"OMP_NUM_THREADS": "1"},
+            pipes=True,
         )
         self._timeout = timeout
 
     def start(self, folder: Path, device: str = "cpu") -> int:
-        """Start one more server; returns its port once it answers. Its weights are float32 on a CPU, else bfloat16."""
+        """Start one more server; returns its port once it answers.
+
+        Its weights are float32 on a CPU, else bfloat16.
+        """
         port, dtype = free_port(), "float32" if device == "cpu" else "bfloat16"
         told = {"do": "start", "port": port, "folder": str(folder), "timeout": self._timeout}
         self._tell({**told, "device": device, "dtype": dtype})
@@ -49,7 +58,9 @@ class LightFleet(Child):
                 return port
             except httpx.HTTPError as error:
                 if time.monotonic() > deadline or self.process.poll() is not None:
-                    raise BenchError(f"{self.name}: no server at port {port} ({error}):\n{tail(self.log)}") from error
+                    raise BenchError(
+                        f"{self.name}: no server at port {port} ({error}):\n{tail(self.log)}"
+                    ) from error
                 time.sleep(0.1)
 
     def _tell(self, line: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +83,8 @@ def main() -> None:
     from vllm_patching.protocol.sharding import ModelGeometry
 
     fleet_server.GEOMETRY = ModelGeometry.from_hf_config(SHAPES[sys.argv[1]])
-    # Looking at all weights in every step is a test's; here it would take the time that is measured.
+    # Looking at all weights in every step is a test's; here it would take the time that is
+    # measured.
     fleet_server.Engine._step = lambda self: None  # type: ignore[method-assign]
     fleet_server.main()
 

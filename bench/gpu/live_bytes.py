@@ -1,4 +1,6 @@
-"""Bytes of tensors that are alive, and their peak: as torch.cuda tells of a GPU, counted tensor by tensor on a CPU."""
+"""Bytes of tensors that are alive, and their peak: as torch.cuda tells of a GPU, counted tensor by
+tensor on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class CountedTensors(TorchDispatchMode):
-    """Follows every storage that an operation gives out, for as long as the mode is active. What an operation takes within
-    itself and gives back is not seen.
+    """Follows every storage that an operation gives out, for as long as the mode is active. What an
+    operation takes within itself and gives back is not seen.
 
     Attributes:
         peak: the most bytes that were alive after any one operation since `reset`.
@@ -26,8 +28,15 @@ class CountedTensors(TorchDispatchMode):
 
     @property
     def alive(self) -> int:
-        """Bytes now. Storages are asked again each time: FSDP2 empties them without giving them back."""
-        sizes = {key: storage.nbytes() for key, ref in self._storages.items() if (storage := ref()) is not None}
+        """Bytes now.
+
+        Storages are asked again each time: FSDP2 empties them without giving them back.
+        """
+        sizes = {
+            key: storage.nbytes()
+            for key, ref in self._storages.items()
+            if (storage := ref()) is not None
+        }
         self._storages = {key: self._storages[key] for key in sizes}
         return sum(sizes.values())
 
@@ -75,14 +84,26 @@ class Meter:
     @property
     def now(self) -> int:
         """Bytes in use."""
-        return self._counted.alive if self._counted is not None else torch.cuda.memory_allocated(self._device)
+        return (
+            self._counted.alive
+            if self._counted is not None
+            else torch.cuda.memory_allocated(self._device)
+        )
 
     @property
     def peak(self) -> int:
         """The most bytes in use since `reset`."""
-        return self._counted.peak if self._counted is not None else torch.cuda.max_memory_allocated(self._device)
+        return (
+            self._counted.peak
+            if self._counted is not None
+            else torch.cuda.max_memory_allocated(self._device)
+        )
 
     @property
     def reserved(self) -> int:
-        """The most bytes that torch's allocator has held of a GPU, fragments included; of a CPU the peak."""
-        return self.peak if self._counted is not None else torch.cuda.max_memory_reserved(self._device)
+        """The most bytes that torch's allocator has held of a GPU, fragments included; of a CPU the
+        peak.
+        """
+        return (
+            self.peak if self._counted is not None else torch.cuda.max_memory_reserved(self._device)
+        )

@@ -1,8 +1,9 @@
-"""Requests kept in flight against a server; a process of its own, so that it does not slow down what it measures.
+"""Requests kept in flight against a server; a process of its own, so that it does not slow down
+what it measures.
 
-A few of the requests are streamed through /v1/completions, so that the arrival of each token is known; the others go through
-/generate and come back whole, as a trainer's environments ask for them: streaming all of them would measure the server's
-text output. Commands on stdin: start, stop.
+A few of the requests are streamed through /v1/completions, so that the arrival of each token is
+known; the others go through /generate and come back whole, as a trainer's environments ask for
+them: streaming all of them would measure the server's text output. Commands on stdin: start, stop.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Load:
         concurrency: requests in flight.
         observers: how many of them are streamed.
         vocab: prompts hold random ids below this.
-        prompt_tokens, min_tokens, max_tokens: lengths; completions vary, so that requests do not end together.
+        prompt_tokens, min_tokens, max_tokens: lengths; completions vary, so that requests do not
+            end together.
         streams: for each streamed request, when its tokens arrived (monotonic clock).
         finished, failures: requests that ended well; the first few reasons of those that did not.
     """
@@ -47,7 +49,10 @@ class Load:
 
     async def run(self, stop: threading.Event) -> None:
         """Keep the requests in flight until `stop` is set, then drop them."""
-        tasks = [asyncio.create_task(self._repeat(i < self.observers, i)) for i in range(self.concurrency)]
+        tasks = [
+            asyncio.create_task(self._repeat(i < self.observers, i))
+            for i in range(self.concurrency)
+        ]
         while not stop.is_set():
             await asyncio.sleep(0.05)
         for task in tasks:
@@ -68,7 +73,13 @@ class Load:
                 await asyncio.sleep(0.2)
 
     async def _stream(self, prompt: list[int], length: int) -> None:
-        body = {"model": self.model, "prompt": prompt, "max_tokens": length, "ignore_eos": True, "stream": True}
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": length,
+            "ignore_eos": True,
+            "stream": True,
+        }
         arrivals: list[float] = []
         self.streams.append(arrivals)
         reader, writer = await self._open("/v1/completions", body)
@@ -90,17 +101,23 @@ class Load:
         finally:
             writer.close()
 
-    async def _open(self, path: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _open(
+        self, path: str, body: dict[str, Any]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         data = json.dumps(body).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
+        writer.write(
+            f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+        )
         await writer.drain()
         status = await reader.readline()
         if b" 200 " not in status:
             reason = (await reader.read(4000)).split(b"\r\n\r\n", 1)[-1]
             writer.close()
-            raise ValueError(f"{path} answered {status.decode(errors='replace').strip()} {reason.decode(errors='replace')}")
+            raise ValueError(
+                f"{path} answered {status.decode(errors='replace').strip()} {reason.decode(errors='replace')}"
+            )
         return reader, writer
 
 
@@ -118,7 +135,9 @@ class LoadCommands:
             raise RuntimeError("a load is running already")
         self._stop.clear()
         load = self._load = Load(**arguments)
-        self._thread = threading.Thread(target=lambda: asyncio.run(load.run(self._stop)), name="load", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(load.run(self._stop)), name="load", daemon=True
+        )
         self._thread.start()
         return {}
 

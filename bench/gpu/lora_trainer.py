@@ -1,4 +1,6 @@
-"""The trainer's side of exchanging LoRA adapters: a random base model on disk, and two sets of adapter weights in turn."""
+"""The trainer's side of exchanging LoRA adapters: a random base model on disk, and two sets of
+adapter weights in turn.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class LoraTrainer(BenchTrainer):
     """BenchTrainer whose weights are adapters on a frozen base model."""
 
     def save_base(self, folder: str, seed: int = 0) -> dict[str, Any]:
-        """Make the base model and write it where the server will read it; the adapters are attached afterwards."""
+        """Make the base model and write it where the server will read it; the adapters are attached
+        afterwards.
+        """
         config = SHAPES[self.shape]
         geometry = Geometry.from_config(config)
         model = self.model = Decoder(geometry, self.dtype, self.device)
@@ -51,18 +55,27 @@ class LoraTrainer(BenchTrainer):
         settings = self.settings = LoraSettings(RANK, 2.0 * RANK, 0.0, TARGETS)
         attach_adapters(model, settings)
         self.sets = []
-        names = [found.parameter_name(matrix) for found in adapters_of(model) for matrix in ("lora_A", "lora_B")]
+        names = [
+            found.parameter_name(matrix)
+            for found in adapters_of(model)
+            for matrix in ("lora_A", "lora_B")
+        ]
         parameters = self._adapters = {name: model.get_parameter(name) for name in names}
         for _ in range(2):
             drawn = {}
             for name, parameter in parameters.items():
-                # Products as large as the weights under them, so that another adapter shows at once.
+                # Products as large as the weights under them, so that another adapter shows at
+                # once.
                 scale = 1.0 / geometry.hidden_size**0.5 if name.endswith("lora_A") else 0.5
-                drawn[name] = torch.randn(parameter.shape, generator=generator, device=self.device, dtype=self.dtype).mul_(
-                    scale
-                )
+                drawn[name] = torch.randn(
+                    parameter.shape, generator=generator, device=self.device, dtype=self.dtype
+                ).mul_(scale)
             self.sets.append(drawn)
-        return {"adapter_bytes": sum(p.nbytes for p in parameters.values()), "tensors": len(parameters), "rank": RANK}
+        return {
+            "adapter_bytes": sum(p.nbytes for p in parameters.values()),
+            "tensors": len(parameters),
+            "rank": RANK,
+        }
 
     def write(self, which: int) -> None:
         with torch.no_grad():
@@ -71,7 +84,9 @@ class LoraTrainer(BenchTrainer):
         self.served_set = which
 
     def connect_lora(self, port: int, base_model: str, folder: str) -> dict[str, Any]:
-        """Join the server, which compares every bit of the base model, and hand it the first adapter."""
+        """Join the server, which compares every bit of the base model, and hand it the first
+        adapter.
+        """
         assert self.model is not None
         self.url = f"http://localhost:{port}"
         bridge = self.bridge = LoraBridge(
@@ -79,7 +94,10 @@ class LoraTrainer(BenchTrainer):
         )
         bridge.serving_dtype()
         bridge.connect(self.model)
-        return {"params_mapped": bridge.params_mapped, "first_swap": self._update(lambda: self.write(0))}
+        return {
+            "params_mapped": bridge.params_mapped,
+            "first_swap": self._update(lambda: self.write(0)),
+        }
 
     def _next_update(self, index: int, loaded: bool) -> dict[str, Any]:
         row = self._update(lambda: self.write(1 - self.served_set))
@@ -94,8 +112,15 @@ class LoraTrainer(BenchTrainer):
         """Do the served logprobs belong to the adapter sent last, and not to the one before?"""
         prompt = self._prompt(0)
         answer = self._sample(prompt, 3, self.url)
-        found = {key.replace("weights", "adapter"): value for key, value in self._compared(prompt, answer).items()}
-        return {**found, "weight_versions": sorted(set(answer["weight_versions"])), "sent": self.version}
+        found = {
+            key.replace("weights", "adapter"): value
+            for key, value in self._compared(prompt, answer).items()
+        }
+        return {
+            **found,
+            "weight_versions": sorted(set(answer["weight_versions"])),
+            "sent": self.version,
+        }
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         mine = (self.save_base, self.connect_lora, self.first_tokens, self.check_adapter)
@@ -103,8 +128,15 @@ class LoraTrainer(BenchTrainer):
 
     def _first_token(self, seed: int) -> float:
         assert self.model is not None
-        prompt = [(7 * seed + 13 * i) % (self.model.geometry.vocab_size - 10) + 5 for i in range(40)]
-        body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": 1, "temperature": 0.0, **NUMBERS}
+        prompt = [
+            (7 * seed + 13 * i) % (self.model.geometry.vocab_size - 10) + 5 for i in range(40)
+        ]
+        body = {
+            "prompt": {"prompt_token_ids": prompt},
+            "max_tokens": 1,
+            "temperature": 0.0,
+            **NUMBERS,
+        }
         started = time.monotonic()
         httpx.post(f"{self.url}/generate", json=body, timeout=60).raise_for_status()
         return time.monotonic() - started

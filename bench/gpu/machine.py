@@ -28,18 +28,25 @@ def describe() -> dict[str, Any]:
             "driver": _driver(),
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "mps": any((process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"])),
+            "mps": any(
+                (process.info["name"] or "").startswith("nvidia-cuda-mps")
+                for process in psutil.process_iter(["name"])
+            ),
         }
     return machine
 
 
 def _vllm_version() -> str:
-    """Read from its file: importing vLLM takes many seconds that a server's start beside this would lose."""
+    """Read from its file: importing vLLM takes many seconds that a server's start beside this would
+    lose.
+    """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return "not installed"
     file = Path(spec.origin).with_name("_version.py")
-    found = re.search(r"""^(?:__version__|version)\b.*=\s*["']([^"']+)["']""", file.read_text(), re.MULTILINE)
+    found = re.search(
+        r"""^(?:__version__|version)\b.*=\s*["']([^"']+)["']""", file.read_text(), re.MULTILINE
+    )
     return found[1] if found else "unknown"
 
 

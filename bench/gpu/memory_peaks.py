@@ -53,8 +53,9 @@ class MemoryPeaks:
         self._next = time.monotonic() + SAMPLE_SECONDS
 
     def found(self, trainer_gpus: str, vllm_gpus: str) -> dict[str, Any]:
-        """Peaks in GiB: of each GPU, the largest of the trainer's and of vLLM's GPUs, host memory that came into use, and
-        resident memory by role (pages that processes share count for each of them)."""
+        """Peaks in GiB: of each GPU, the largest of the trainer's and of vLLM's GPUs, host memory
+        that came into use, and resident memory by role (pages that processes share count for each
+        of them)."""
         most = {name: [self._gpus[g] for g in gpus.split(",") if g in self._gpus] for name, gpus in
                 (("trainer_gpu_gib", trainer_gpus), ("vllm_gpu_gib", vllm_gpus))}  # fmt: skip
         return {
@@ -71,14 +72,20 @@ def gpu_memory() -> dict[str, float]:
         return {}
     command = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
     try:
-        rows = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        rows = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return {}
-    return {gpu.strip(): float(used) / 1024 for gpu, used in (row.split(",") for row in rows if "," in row)}
+    return {
+        gpu.strip(): float(used) / 1024
+        for gpu, used in (row.split(",") for row in rows if "," in row)
+    }
 
 
 def wait_until_free(seconds: float) -> dict[str, Any]:
-    """Wait until no GPU has more than FREE_GIB in use; return the seconds it took and what is in use.
+    """Wait until no GPU has more than FREE_GIB in use; return the seconds it took and what is in
+    use.
 
     Raises:
         BenchError: a GPU still has more in use at the deadline.
@@ -86,6 +93,8 @@ def wait_until_free(seconds: float) -> dict[str, Any]:
     began = time.monotonic()
     while (used := gpu_memory()) and max(used.values()) > FREE_GIB:
         if time.monotonic() - began > seconds:
-            raise BenchError(f"{seconds:g} s after everything was killed these GPUs still have GiB in use: {used}")
+            raise BenchError(
+                f"{seconds:g} s after everything was killed these GPUs still have GiB in use: {used}"
+            )
         time.sleep(0.2)
     return {"seconds_until_gpus_were_free": round(time.monotonic() - began, 2), "gpus_gib": used}

@@ -1,4 +1,6 @@
-"""One configuration of bench/memory_plan.py, in a process of its own: real steps, and the most bytes in each part of them."""
+"""One configuration of bench/memory_plan.py, in a process of its own: real steps, and the most
+bytes in each part of them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.ops import choose_table
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.training.memory_items import ALL_PROJECTIONS, GRADIENTS, SEND_BUFFERS, MemoryRequest
+from example_trainer.training.memory_items import (
+    ALL_PROJECTIONS,
+    GRADIENTS,
+    SEND_BUFFERS,
+    MemoryRequest,
+)
 from example_trainer.training.memory_plan import plan_memory
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
 from example_trainer.weight_bridge.cohorts import Cohort
@@ -69,7 +76,9 @@ class Configuration:
 
 
 class Parts:
-    """The greatest use in each part of a step, told apart where the gradient reaches the last norm, and the embedding."""
+    """The greatest use in each part of a step, told apart where the gradient reaches the last norm,
+    and the embedding.
+    """
 
     def __init__(self, model: Decoder, meter: Meter) -> None:
         self.peaks: dict[str, int] = {}
@@ -83,7 +92,9 @@ class Parts:
         self.peaks[part] = max(self.peaks.get(part, 0), self._meter.peak)
         self._meter.reset()
 
-    def _forward_ended(self, module: object, inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _forward_ended(
+        self, module: object, inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         if outputs[0].requires_grad:
             self.after_forward = max(self.after_forward, self._meter.now)
             outputs[0].register_hook(lambda _: self.end("backward of the loss"))
@@ -98,12 +109,16 @@ def manifests(shape: str, dtype: torch.dtype, tp_size: int) -> list[Manifest]:
     geometry = ModelGeometry.from_hf_config(SHAPES[shape])
     ranks = [plan_shards(geometry, rank, tp_size) for rank in range(tp_size)]
     return [
-        Manifest(rank, tp_size, tuple(ManifestEntry(spec, dtype_name(dtype), "cpu") for spec in specs))
+        Manifest(
+            rank, tp_size, tuple(ManifestEntry(spec, dtype_name(dtype), "cpu") for spec in specs)
+        )
         for rank, specs in enumerate(ranks)
     ]
 
 
-def random_model(asked: Configuration, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Decoder:
+def random_model(
+    asked: Configuration, geometry: Geometry, dtype: torch.dtype, device: torch.device
+) -> Decoder:
     """A decoder with small random weights, of this rank."""
     if asked.ranks > 1:
         from example_trainer.parallel.fsdp import sharded_decoder  # takes a second to import
@@ -114,7 +129,9 @@ def random_model(asked: Configuration, geometry: Geometry, dtype: torch.dtype, d
     random_weights(model, model.shards)
     model.gradient_checkpointing = asked.checkpointing
     if asked.lora_rank:
-        attach_adapters(model, LoraSettings(asked.lora_rank, 2.0 * asked.lora_rank, 0.0, ALL_PROJECTIONS))
+        attach_adapters(
+            model, LoraSettings(asked.lora_rank, 2.0 * asked.lora_rank, 0.0, ALL_PROJECTIONS)
+        )
     return model
 
 
@@ -148,14 +165,21 @@ class _Nowhere(Lane):
 class Outgoing:
     """What BroadcastBridge does with the weights in an update, without servers."""
 
-    def __init__(self, model: Decoder, layout: Sequence[Manifest], ranks: Ranks, device: torch.device) -> None:
+    def __init__(
+        self, model: Decoder, layout: Sequence[Manifest], ranks: Ranks, device: torch.device
+    ) -> None:
         plan = SendPlan(ranks.world_size, len(layout))
         route = Route.NCCL if device.type == "cuda" else Route.GLOO
         self._stream = WeightStream(model, layout, plan, ranks, device, route)
         self._cohort = Cohort(ranks, plan, device, timeout=SECONDS)
         own = plan.own_lanes(ranks.rank)
-        places = (lane_places(Meeting("localhost", 1, ""), "", r, [lane], SENDER, 1, route)[0] for r, lane in own)
-        self._cohort._lanes = {where: _Nowhere(place, device) for where, place in zip(own, places, strict=True)}
+        places = (
+            lane_places(Meeting("localhost", 1, ""), "", r, [lane], SENDER, 1, route)[0]
+            for r, lane in own
+        )
+        self._cohort._lanes = {
+            where: _Nowhere(place, device) for where, place in zip(own, places, strict=True)
+        }
         self._cohort._store = dist.HashStore()
 
     def send(self) -> None:
@@ -185,14 +209,21 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
     allocated: dict[str, int] = {}
     with Meter(device) as meter:
         model = random_model(asked, geometry, dtype, device)
-        reference = random_model(asked, geometry, dtype, device).requires_grad_(False) if asked.reference else None
+        reference = (
+            random_model(asked, geometry, dtype, device).requires_grad_(False)
+            if asked.reference
+            else None
+        )
         optimizer = make_optimizer(config, model)
         allocated["after loading"] = meter.now
         outgoing = Outgoing(model, layouts, ranks, device) if layouts else None
         allocated["after connecting"] = meter.now
         # Sequences of the greatest length, every token but the first few trained.
         work = Work(asked.length, asked.batch * asked.length, PROMPT)
-        bins = [random_bin(work, geometry.vocab_size, device, asked.ranks * n + rank) for n in range(MICROBATCHES)]
+        bins = [
+            random_bin(work, geometry.vocab_size, device, asked.ranks * n + rank)
+            for n in range(MICROBATCHES)
+        ]
         for _ in range(WARM_UP_STEPS):
             take_step(model, optimizer, bins, config, reference, outgoing)
         allocated["after a step"] = meter.now
@@ -240,7 +271,9 @@ def planned(request: MemoryRequest) -> dict[str, int]:
     buffers = plan.lasting[SEND_BUFFERS]
     moments = {name: lasting + sum(items.values()) for name, items in plan.moments.items()}
     if request.lora:  # nothing tells these two apart where no gradient reaches the embedding
-        moments["end of the backward pass"] = max(moments.pop("backward of the layers"), moments["end of the backward pass"])
+        moments["end of the backward pass"] = max(
+            moments.pop("backward of the layers"), moments["end of the backward pass"]
+        )
     return {
         "after loading": lasting - buffers,
         "after connecting": lasting,

@@ -1,4 +1,6 @@
-"""One choice of bench/optimizer_choices.py, in a process of its own: real steps, their seconds, and the most memory in them."""
+"""One choice of bench/optimizer_choices.py, in a process of its own: real steps, their seconds, and
+the most memory in them.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Choice:
     device: str = "cuda"
 
     def request(self, device: torch.device) -> MemoryRequest:
-        """The request to the memory plan, without a workspace: torch's allocator does not count that."""
+        """The request to the memory plan, without a workspace: torch's allocator does not count
+        that.
+        """
         dtype = torch.bfloat16
         return MemoryRequest(
             geometry=geometry_of(self.shape),
@@ -69,7 +73,11 @@ class Choice:
 
 
 def measure(choice: Choice, device: torch.device) -> dict[str, Any]:
-    """Take steps. Returns planned and measured bytes, of the device and of the host, and seconds of each part of a step."""
+    """Take steps.
+
+    Returns planned and measured bytes, of the device and of the host, and seconds of each part of a
+    step.
+    """
     request = choice.request(device)
     config = TrainerConfig(
         model_name=choice.shape,
@@ -87,7 +95,10 @@ def measure(choice: Choice, device: torch.device) -> dict[str, Any]:
         made = time.perf_counter() - begun
         held = psutil.Process().memory_info().rss - before
         work = Work(choice.length, choice.batch * choice.length, PROMPT)
-        bins = [random_bin(work, request.geometry.vocab_size, device, seed) for seed in range(choice.bins)]
+        bins = [
+            random_bin(work, request.geometry.vocab_size, device, seed)
+            for seed in range(choice.bins)
+        ]
         found: dict[str, list[float]] = {"gradient": [], "update": [], "write_weights": []}
         for step in range(choice.warm_up + choice.steps):
             if step == choice.warm_up:

@@ -1,4 +1,5 @@
-"""The trainer's side of the parity matrix: samples from a server and recomputes every logprob in deterministic mode.
+"""The trainer's side of the parity matrix: samples from a server and recomputes every logprob in
+deterministic mode.
 
 A process of its own, told what to do line by line, as bench.gpu.trainer, whose commands it has too.
 """
@@ -46,7 +47,9 @@ class ParityTrainer(BenchTrainer):
     decoder = staticmethod(deterministic_decoder)
 
     def pair(self) -> dict[str, str]:
-        """What differs between the server's kernels and tables and ours; empty strings if nothing does."""
+        """What differs between the server's kernels and tables and ours; empty strings if nothing
+        does.
+        """
         assert self.model is not None
         theirs = self._get("/bridge/info")["deterministic"]
         if theirs is None:
@@ -54,11 +57,19 @@ class ParityTrainer(BenchTrainer):
         ours = table_hash(self.model.rotary)
         return {
             "provenance": provenance_difference(ops.provenance(), theirs["provenance"]),
-            "rotary_table": "" if ours == theirs["rotary_table"] else f"{ours} here, {theirs['rotary_table']} there",
+            "rotary_table": ""
+            if ours == theirs["rotary_table"]
+            else f"{ours} here, {theirs['rotary_table']} there",
         }
 
     def cell(
-        self, concurrency: int, requests: int, prompts: Sequence[int], new: Sequence[int], seed: int = 0, shared: int = 0
+        self,
+        concurrency: int,
+        requests: int,
+        prompts: Sequence[int],
+        new: Sequence[int],
+        seed: int = 0,
+        shared: int = 0,
     ) -> dict[str, Any]:
         """Sample, and compare the bits of every logprob.
 
@@ -67,22 +78,33 @@ class ParityTrainer(BenchTrainer):
             requests: how many in all.
             prompts: their lengths, taken in turn.
             new: fewest and most tokens to sample for each.
-            seed: of the prompts; request i samples with seed + i (and other lengths for another seed).
+            seed: of the prompts; request i samples with seed + i (and other lengths for another
+                seed).
             shared: that many first tokens are the same in all prompts, whatever the seed.
 
         Returns:
-            tokens, mismatched, max_difference, kl, first (of the mismatches), std of the logprobs, seconds, and how far the
-            server's counters of preemptions and of tokens found in the prefix cache went up.
+            tokens, mismatched, max_difference, kl, first (of the mismatches), std of the logprobs,
+            seconds, and how far the server's counters of preemptions and of tokens found in the
+            prefix cache went up.
         """
         before, started = self._counters(), time.monotonic()
         rollouts = asyncio.run(self._sample(concurrency, requests, prompts, new, seed, shared))
         sampled, after = time.monotonic(), self._counters()
         found = self.compare(rollouts)
-        seconds = {"sampling": round(sampled - started, 2), "comparing": round(time.monotonic() - sampled, 2)}
-        return {**found, **{name: after[name] - before[name] for name in COUNTERS}, "seconds": seconds}
+        seconds = {
+            "sampling": round(sampled - started, 2),
+            "comparing": round(time.monotonic() - sampled, 2),
+        }
+        return {
+            **found,
+            **{name: after[name] - before[name] for name in COUNTERS},
+            "seconds": seconds,
+        }
 
     def compare(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        """Recompute each sampled token's logprob, and compare it with the server's as a 32-bit integer."""
+        """Recompute each sampled token's logprob, and compare it with the server's as a 32-bit
+        integer.
+        """
         rows = sorted(rollouts, key=lambda r: len(r.prompt) + len(r.tokens))
         theirs, ours = [], []
         while rows:
@@ -91,7 +113,9 @@ class ParityTrainer(BenchTrainer):
                 part.append(rows.pop())
                 size += len(part[-1].prompt) + len(part[-1].tokens)
             ours.append(self._logprobs(part).cpu())
-            theirs.append(torch.tensor([value for r in part for value in r.logprobs], dtype=torch.float32))
+            theirs.append(
+                torch.tensor([value for r in part for value in r.logprobs], dtype=torch.float32)
+            )
         one, other = torch.cat(theirs), torch.cat(ours)
         wrong = (one.view(torch.int32) != other.view(torch.int32)).nonzero().flatten()
         first = wrong[0].item() if len(wrong) else None
@@ -101,7 +125,9 @@ class ParityTrainer(BenchTrainer):
             "mismatched": len(wrong),
             "max_difference": float((one - other).abs().max()),
             "kl": float((ratio.exp() - 1 - ratio).mean()),
-            "first": None if first is None else {"index": first, "vllm": one[first].item(), "trainer": other[first].item()},
+            "first": None
+            if first is None
+            else {"index": first, "vllm": one[first].item(), "trainer": other[first].item()},
             "logprob_std": float(one.std()),
         }
 
@@ -112,9 +138,12 @@ class ParityTrainer(BenchTrainer):
     def _logprobs(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
         assert self.model is not None
         lengths = [len(r.prompt) + len(r.tokens) - 1 for r in rollouts]
-        ids = torch.tensor([t for r in rollouts for t in (r.prompt + r.tokens)[:-1]], device=self.device)
+        ids = torch.tensor(
+            [t for r in rollouts for t in (r.prompt + r.tokens)[:-1]], device=self.device
+        )
         packing = Packing(lengths, self.device)
-        # The state at a token predicts the next one, the last token of the prompt the first sampled one.
+        # The state at a token predicts the next one, the last token of the prompt the first sampled
+        # one.
         sources = [
             torch.arange(begin + len(r.prompt) - 1, begin + length)
             for begin, length, r in zip(packing.begins, lengths, rollouts, strict=False)
@@ -125,7 +154,13 @@ class ParityTrainer(BenchTrainer):
         return self.model.chosen_logprobs(hidden, targets, counts)[0]
 
     async def _sample(
-        self, concurrency: int, requests: int, prompts: Sequence[int], new: Sequence[int], seed: int, shared: int
+        self,
+        concurrency: int,
+        requests: int,
+        prompts: Sequence[int],
+        new: Sequence[int],
+        seed: int,
+        shared: int,
     ) -> list[Rollout]:
         vocab: int = SHAPES[self.shape]["vocab_size"]
         prefix = [random.Random(f"prefix {shared}").randrange(3, vocab) for _ in range(shared)]
@@ -135,15 +170,26 @@ class ParityTrainer(BenchTrainer):
         async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits) as client:
 
             async def one(prompt: list[int], tokens: int, index: int) -> Rollout:
-                body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": tokens, "seed": seed + index, **NUMBERS}
+                body = {
+                    "prompt": {"prompt_token_ids": prompt},
+                    "max_tokens": tokens,
+                    "seed": seed + index,
+                    **NUMBERS,
+                }
                 async with slots:
-                    answer = (await client.post(f"{self.url}/generate", json=body)).raise_for_status().json()
+                    answer = (
+                        (await client.post(f"{self.url}/generate", json=body))
+                        .raise_for_status()
+                        .json()
+                    )
                 return Rollout(prompt, answer["token_ids"][0], answer["token_logprobs"][0])
 
             work = []
             for index in range(requests):
                 length = prompts[index % len(prompts)]
-                prompt = (prefix + [draw.randrange(3, vocab) for _ in range(length)])[: max(length, shared + 1)]
+                prompt = (prefix + [draw.randrange(3, vocab) for _ in range(length)])[
+                    : max(length, shared + 1)
+                ]
                 work.append(one(prompt, draw.randint(new[0], new[1]), index))
             return list(await asyncio.gather(*work))
 

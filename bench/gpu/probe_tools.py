@@ -1,4 +1,6 @@
-"""What the determinism probe measures with: rows compared bit by bit, and microseconds of a call inside a CUDA graph."""
+"""What the determinism probe measures with: rows compared bit by bit, and microseconds of a call
+inside a CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import Any
 import torch
 
 COLD_BYTES = 200 << 20
-"""Weights of a measurement together: more than the GPU's cache holds, as in a model whose layers follow each other."""
+"""Weights of a measurement together: more than the GPU's cache holds, as in a model whose layers
+follow each other."""
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -18,7 +21,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def differing_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """How many rows (first dimension) differ in any bit, as a tensor on the device: nothing waits for it."""
+    """How many rows (first dimension) differ in any bit, as a tensor on the device: nothing waits
+    for it.
+    """
     return (bits(one) != bits(other)).flatten(1).any(1).sum()
 
 
@@ -33,17 +38,25 @@ def batch_dependence(
         total: rows of the largest batch.
 
     Returns:
-        {"batches", "rows", "differ": rows, "first_sizes": up to six sizes of batches in which one differs}
+        {"batches", "rows", "differ": rows, "first_sizes": up to six sizes of batches in which one
+        differs}
     """
     whole = operation(slice(0, total))
     cases, counts = [], []
     for size in sizes:
         for start in {0, min(offset, total - size)}:
             cases.append(size)
-            counts.append(differing_rows(operation(slice(start, start + size)), whole[start : start + size]))
+            counts.append(
+                differing_rows(operation(slice(start, start + size)), whole[start : start + size])
+            )
     found = torch.stack(counts).tolist()
     wrong = sorted({size for size, count in zip(cases, found, strict=True) if count})
-    return {"batches": len(cases), "rows": sum(cases), "differ": int(sum(found)), "first_sizes": wrong[:6]}
+    return {
+        "batches": len(cases),
+        "rows": sum(cases),
+        "differ": int(sum(found)),
+        "first_sizes": wrong[:6],
+    }
 
 
 def microseconds(calls: Sequence[Callable[[], Any]], repeats: int = 5) -> float:
@@ -68,7 +81,9 @@ def microseconds(calls: Sequence[Callable[[], Any]], repeats: int = 5) -> float:
     return round(begin.elapsed_time(end) * 1e3 / repeats / len(calls), 2)
 
 
-def time_linear(linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], out: int, width: int, rows: int) -> float:
+def time_linear(
+    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], out: int, width: int, rows: int
+) -> float:
     """Microseconds of a product with a weight [out, width] that is not in the cache."""
     copies = min(64, max(2, math.ceil(COLD_BYTES / (2 * out * width)))) if rows <= 512 else 2
     weights = torch.randn(copies, out, width, device="cuda", dtype=torch.bfloat16)

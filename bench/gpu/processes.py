@@ -1,4 +1,7 @@
-"""Child processes of a benchmark: a vLLM server, and workers that are told what to do line by line. Every wait has an end."""
+"""Child processes of a benchmark: a vLLM server, and workers that are told what to do line by line.
+
+Every wait has an end.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,20 @@ import psutil
 from example_trainer.child_processes.ports import PortReservations
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 """NVLink multicast stays off for every child, unless the environment says otherwise."""
 _ERROR_LINE = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b")
 
 
 class BenchError(RuntimeError):
-    """A measurement could not be made. The message names what failed and ends with the process's last lines."""
+    """A measurement could not be made.
+
+    The message names what failed and ends with the process's last lines.
+    """
 
 
 @cache
@@ -40,7 +50,9 @@ def _ports() -> PortReservations:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, and that is this program's own until it ends: who listens there starts later."""
+    """A TCP port that nobody listens on, and that is this program's own until it ends: who listens
+    there starts later.
+    """
     return _ports().pick()
 
 
@@ -52,13 +64,17 @@ def among_visible(gpus: str) -> str:
 
 
 def crossed_gpus(ranks: int) -> list[str]:
-    """GPUs of a trainer whose rank r sends to vLLM's rank r on GPU r: never that one, but the next of the same GPUs."""
+    """GPUs of a trainer whose rank r sends to vLLM's rank r on GPU r: never that one, but the next
+    of the same GPUs.
+    """
     return [str((rank + 1) % ranks) for rank in range(ranks)]
 
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Within the block SIGTERM (of `timeout`, say) ends this program as an exception does, so that its children are stopped."""
+    """Within the block SIGTERM (of `timeout`, say) ends this program as an exception does, so that
+    its children are stopped.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -75,14 +91,25 @@ def tail(path: Path, lines: int = 12) -> str:
     if not path.exists():
         return ""
     text = path.read_bytes()[-20_000:].decode(errors="replace")
-    kept = ["".join(c for c in line if c.isprintable() or c == "\t") for line in text.splitlines() if line.strip()]
+    kept = [
+        "".join(c for c in line if c.isprintable() or c == "\t")
+        for line in text.splitlines()
+        if line.strip()
+    ]
     return "\n".join(line[:400] for line in kept[-lines:])
 
 
 class Child:
     """A process in a session of its own, with a log; `stop` ends it and all that it started."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str], pipes: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        pipes: bool,
+    ) -> None:
         """
         Args:
             name: for messages.
@@ -94,7 +121,13 @@ class Child:
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        merged = {**NO_MULTICAST, **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **environment}
+        merged = {
+            **NO_MULTICAST,
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONUNBUFFERED": "1",
+            **environment,
+        }
         if environment.get("CUDA_VISIBLE_DEVICES"):
             merged["CUDA_VISIBLE_DEVICES"] = among_visible(environment["CUDA_VISIBLE_DEVICES"])
         with log.open("wb") as file:
@@ -161,7 +194,9 @@ HELD_SECONDS = 900.0
 
 
 class Task(Child):
-    """A module that reads what is asked of it from one JSON file and writes its answer to another, as `answer_once` does."""
+    """A module that reads what is asked of it from one JSON file and writes its answer to another,
+    as `answer_once` does.
+    """
 
     def __init__(
         self,
@@ -177,18 +212,29 @@ class Task(Child):
         """
         Args:
             name: for messages and the log's name.
-            module: run with the two files; by torchrun if there are several ranks, of which the first one answers.
+            module: run with the two files; by torchrun if there are several ranks, of which the
+                first one answers.
             output: where the log goes.
             seconds: time limit of the whole process.
             held: it imports what it needs, which takes long, and does nothing more until `begin`.
         """
-        self._folder, self._seconds, self._began = tempfile.TemporaryDirectory(), seconds, time.monotonic()
+        self._folder, self._seconds, self._began = (
+            tempfile.TemporaryDirectory(),
+            seconds,
+            time.monotonic(),
+        )
         files = [Path(self._folder.name) / "asked.json", Path(self._folder.name) / "answer.json"]
         self._asked, self._words = files[0], json.dumps(asked)
         if not held:
             self.begin(seconds)
         log = output / ("".join(c if c.isalnum() or c in ".-" else "_" for c in name) + ".log")
-        super().__init__(name, [*module_command(module, ranks), *map(str, files)], log, environment or {}, pipes=False)
+        super().__init__(
+            name,
+            [*module_command(module, ranks), *map(str, files)],
+            log,
+            environment or {},
+            pipes=False,
+        )
         self._answer = files[1]
 
     def begin(self, seconds: float) -> None:
@@ -204,11 +250,16 @@ class Task(Child):
         return self.process.poll() is not None or time.monotonic() - self._began > self._seconds
 
     def answer(self) -> dict[str, Any]:
-        """What it has written, once it has ended. Raises BenchError if it did not end in time, or ended without an answer."""
+        """What it has written, once it has ended.
+
+        Raises BenchError if it did not end in time, or ended without an answer.
+        """
         try:
             status = self.process.wait(max(0.0, self._began + self._seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise BenchError(f"{self.name} did not end within {self._seconds:g} s:\n{tail(self.log)}") from None
+            raise BenchError(
+                f"{self.name} did not end within {self._seconds:g} s:\n{tail(self.log)}"
+            ) from None
         if status != 0 or not self._answer.exists():
             errors = filter(_ERROR_LINE.match, tail(self.log, 400).splitlines())
             reason = next(errors, "")  # of several ranks the first to fail is the cause
@@ -222,12 +273,16 @@ class Task(Child):
 
 
 def answer_once(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """The main program of a module that a `Task` runs; with several ranks, the first one's answer is kept."""
+    """The main program of a module that a `Task` runs; with several ranks, the first one's answer
+    is kept.
+    """
     asked, answer = map(Path, sys.argv[1:3])
     deadline = time.monotonic() + HELD_SECONDS
     while not asked.exists():
         if time.monotonic() > deadline or not asked.parent.exists():
-            raise TimeoutError(f"nobody asked for anything within {HELD_SECONDS:g} s: {asked} is not there")
+            raise TimeoutError(
+                f"nobody asked for anything within {HELD_SECONDS:g} s: {asked} is not there"
+            )
         time.sleep(0.02)
     found = work(json.loads(asked.read_text(encoding="utf-8")))
     if int(os.environ.get("RANK", "0")) == 0:
@@ -238,18 +293,35 @@ def module_command(module: str, ranks: int = 1) -> list[str]:
     """How a module is run in this Python, by torchrun if there are several ranks."""
     command = [sys.executable, "-u", "-m"]
     if ranks > 1:
-        command += ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), "-m"]
+        command += [
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            "--master-port",
+            str(free_port()),
+            "-m",
+        ]
     return [*command, module]
 
 
 class Worker(Child):
-    """A child that reads one JSON object a line and answers each with one: {"ok": …}, {"error": …} or {"event": …}."""
+    """A child that reads one JSON object a line and answers each with one: {"ok": …}, {"error": …}
+    or {"event": …}.
+    """
 
     def __init__(
-        self, name: str, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], ranks: int = 1
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        ranks: int = 1,
     ) -> None:
         """See Child; `module` is run with `arguments`, by torchrun if there are several ranks."""
-        super().__init__(name, [*module_command(module, ranks), *arguments], log, environment, pipes=True)
+        super().__init__(
+            name, [*module_command(module, ranks), *arguments], log, environment, pipes=True
+        )
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=self._read, name=f"answers of {name}", daemon=True).start()
 
@@ -269,7 +341,9 @@ class Worker(Child):
             self.process.stdin.write((json.dumps({"do": command, **arguments}) + "\n").encode())
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise BenchError(f"{self.name} has ended before {command}; its log ends with:\n{tail(self.log)}") from None
+            raise BenchError(
+                f"{self.name} has ended before {command}; its log ends with:\n{tail(self.log)}"
+            ) from None
 
     def answer(self, timeout: float, to: str = "") -> Any:
         """The next answer. Raises BenchError as `ask` does."""
@@ -283,11 +357,15 @@ class Worker(Child):
         try:
             line = self._lines.get(timeout=timeout)
         except queue.Empty:
-            raise BenchError(f"{self.name} did not answer {to} within {timeout:g} s:\n{tail(self.log)}") from None
+            raise BenchError(
+                f"{self.name} did not answer {to} within {timeout:g} s:\n{tail(self.log)}"
+            ) from None
         if line is None:
             self._lines.put(None)
             status = self.process.wait(10)
-            raise BenchError(f"{self.name} ended with status {status} during {to}:\n{tail(self.log)}")
+            raise BenchError(
+                f"{self.name} ended with status {status} during {to}:\n{tail(self.log)}"
+            )
         message: dict[str, Any] = json.loads(line)
         return message
 
@@ -299,7 +377,10 @@ class Worker(Child):
 
 
 class Answers:
-    """A worker's half of that. Takes stdout for itself: whatever else this process prints goes to the log (stderr)."""
+    """A worker's half of that.
+
+    Takes stdout for itself: whatever else this process prints goes to the log (stderr).
+    """
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w", buffering=1)
@@ -312,7 +393,10 @@ class Answers:
 
 
 def serve(answers: Answers, commands: dict[str, Callable[..., Any]]) -> None:
-    """Carry out commands until stdin ends. An exception is an answer, and its trace goes to the log."""
+    """Carry out commands until stdin ends.
+
+    An exception is an answer, and its trace goes to the log.
+    """
     for line in sys.stdin:
         request = json.loads(line)
         name = request.pop("do")

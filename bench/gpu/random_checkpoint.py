@@ -1,9 +1,12 @@
-"""A checkpoint with random weights whose answers end by chance: every token is about as likely as any other, and some end.
+"""A checkpoint with random weights whose answers end by chance: every token is about as likely as
+any other, and some end.
 
-Input: {"shape", "folder", "cap"}. As many tokens end an answer as make its mean length about half of `cap`, before the cap. The
-tokenizer is the starter model's, with a name for every other id, since some clients read an answer as text.
+Input: {"shape", "folder", "cap"}. As many tokens end an answer as make its mean length about half
+of `cap`, before the cap. The tokenizer is the starter model's, with a name for every other id,
+since some clients read an answer as text.
 
-The files of a large model are written by several threads at the same time, and nothing waits for the disk.
+The files of a large model are written by several threads at the same time, and nothing waits for
+the disk.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from bench.gpu.shapes import SHAPES, write_model_folder
 from example_trainer.models.safetensors_writer import make_header
 
 END_TOKENS_FROM = 150_000
-"""First of the ids that end an answer, where the vocabulary is so large; the last ones otherwise."""
+"""First of the ids that end an answer, where the vocabulary is so large; the last ones
+otherwise."""
 FILE_BYTES = 2 << 30
 STD = 0.02
 """Standard deviation of the weights, as transformers initialises these models."""
@@ -46,12 +50,20 @@ def write(asked: dict[str, Any]) -> dict[str, Any]:
     config.dtype = dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    tied = (
+        set(getattr(model, "_tied_weights_keys", None) or ())
+        if config.tie_word_embeddings
+        else set()
+    )
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied
+    }
     write_model_folder(folder, asked["shape"])
     config.save_pretrained(folder)
     _write_weights(folder, shapes, dtype)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "bos_token_id": 0, "pad_token_id": 2}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": ends, "bos_token_id": 0, "pad_token_id": 2})
+    )
     _name_every_token(folder / "tokenizer.json", shape["vocab_size"])
     return {"parameters": model.num_parameters(), "end_tokens": len(ends)}
 
@@ -66,15 +78,27 @@ def _write_weights(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torc
             room = FILE_BYTES
         files[-1][name] = shape
         room -= size
-    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    names = [
+        f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)
+    ]
     with ThreadPoolExecutor(8) as threads:
-        for job in [threads.submit(_write_file, folder / names[n], held, dtype, n) for n, held in enumerate(files)]:
+        for job in [
+            threads.submit(_write_file, folder / names[n], held, dtype, n)
+            for n, held in enumerate(files)
+        ]:
             job.result()
-    index = {"metadata": {}, "weight_map": {name: file for file, held in zip(names, files, strict=True) for name in held}}
+    index = {
+        "metadata": {},
+        "weight_map": {
+            name: file for file, held in zip(names, files, strict=True) for name in held
+        },
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _write_file(path: Path, held: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int) -> None:
+def _write_file(
+    path: Path, held: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int
+) -> None:
     header = make_header({name: (dtype, shape) for name, shape in held.items()}, {"format": "pt"})
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -92,7 +116,9 @@ def _values(held: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int) -> 
         elif name.endswith(".bias"):
             yield torch.zeros(shape, dtype=dtype, device=device)
         else:
-            yield torch.empty(shape, dtype=dtype, device=device).normal_(0.0, STD, generator=generator)
+            yield torch.empty(shape, dtype=dtype, device=device).normal_(
+                0.0, STD, generator=generator
+            )
 
 
 def _name_every_token(file: Path, vocab_size: int) -> None:

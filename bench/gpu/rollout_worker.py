@@ -1,4 +1,7 @@
-"""vLLM by itself: as it comes, in its own batch-invariant mode, or in ours. Told what to do line by line."""
+"""vLLM by itself: as it comes, in its own batch-invariant mode, or in ours.
+
+Told what to do line by line.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ class RolloutWorker:
     def load(self, max_model_len: int, max_num_seqs: int, cache_bytes: int) -> dict[str, Any]:
         """Start the engine and let it compile and capture what it will."""
         started = time.monotonic()
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `kernels` sends functions to the worker
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
+            "1"  # `kernels` sends functions to the worker
+        )
         options: dict[str, Any] = {}
         if self.mode == "vllm":
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -54,7 +59,13 @@ class RolloutWorker:
         return report
 
     def generate(
-        self, count: int, new_tokens: int, prompt_tokens: int, vocab: int, seeded: bool, seed: int = 0
+        self,
+        count: int,
+        new_tokens: int,
+        prompt_tokens: int,
+        vocab: int,
+        seeded: bool,
+        seed: int = 0,
     ) -> dict[str, Any]:
         """Sample `count` sequences of exactly `new_tokens` with logprobs, all at once.
 
@@ -64,10 +75,17 @@ class RolloutWorker:
         from vllm import SamplingParams
 
         draw = random.Random(seed)
-        prompts = [{"prompt_token_ids": [draw.randrange(3, vocab) for _ in range(prompt_tokens)]} for _ in range(count)]
+        prompts = [
+            {"prompt_token_ids": [draw.randrange(3, vocab) for _ in range(prompt_tokens)]}
+            for _ in range(count)
+        ]
         sampling = [
             SamplingParams(
-                max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=0, seed=seed + i if seeded else None
+                max_tokens=new_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                seed=seed + i if seeded else None,
             )
             for i in range(count)
         ]
@@ -77,11 +95,14 @@ class RolloutWorker:
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         return {"tokens_per_second": round(tokens / seconds, 1), "seconds": round(seconds, 3)}
 
-    def kernels(self, count: int, new_tokens: int, prompt_tokens: int, vocab: int, seeded: bool = False) -> dict[str, Any]:
+    def kernels(
+        self, count: int, new_tokens: int, prompt_tokens: int, vocab: int, seeded: bool = False
+    ) -> dict[str, Any]:
         """What the GPU does while it samples: seconds of each kernel, and between kernels.
 
         Returns:
-            {"steps", "seconds", "busy_seconds", "kernels": [[name, launches, seconds], ...] the longest first}
+            {"steps", "seconds", "busy_seconds", "kernels": [[name, launches, seconds], ...] the
+            longest first}
         """
         self.llm.collective_rpc(start_profile)
         found = self.generate(count, new_tokens, prompt_tokens, vocab, seeded, seed=7)
@@ -99,7 +120,9 @@ def start_profile(worker: Any) -> None:
     """Runs in vLLM's worker."""
     import torch
 
-    worker.lockstep_profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    worker.lockstep_profile = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA]
+    )
     worker.lockstep_profile.start()
 
 
@@ -110,7 +133,10 @@ def stop_profile(worker: Any) -> list[list[Any]]:
     torch.cuda.synchronize()
     worker.lockstep_profile.stop()
     events = worker.lockstep_profile.key_averages()
-    rows = [[event.key[:120], event.count, round(event.self_device_time_total / 1e6, 6)] for event in events]
+    rows = [
+        [event.key[:120], event.count, round(event.self_device_time_total / 1e6, 6)]
+        for event in events
+    ]
     return sorted((row for row in rows if row[2]), key=lambda row: -row[2])
 
 

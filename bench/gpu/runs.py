@@ -1,4 +1,6 @@
-"""What benchmarks do alike: command lines, processes that end with them, results that survive a failure, updates under load."""
+"""What benchmarks do alike: command lines, processes that end with them, results that survive a
+failure, updates under load.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ TRAINER_TIMEOUT = 60.0
 
 
 class Results:
-    """A JSON file that is written after every measurement, so that one which fails or is cut off loses nothing else.
+    """A JSON file that is written after every measurement, so that one which fails or is cut off
+    loses nothing else.
 
     The file and each row of it carry `measured`: commit, date and run.
     """
@@ -40,7 +43,9 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def put(self, *keys: str, value: Any) -> None:
-        """Store under nested keys and write the file, which is whole at every moment, also if the process is killed."""
+        """Store under nested keys and write the file, which is whole at every moment, also if the
+        process is killed.
+        """
         place = self.data
         for key in keys[:-1]:
             place = place.setdefault(key, {})
@@ -60,7 +65,9 @@ class Results:
             self.put(*keys, value={"failed": str(error).splitlines()[0][:500]})
             print(f"FAILED  {name}: {error}", flush=True)
             return None
-        self.put(*keys, value={**value, "measured": measured()} if isinstance(value, dict) else value)
+        self.put(
+            *keys, value={**value, "measured": measured()} if isinstance(value, dict) else value
+        )
         print(f"{time.monotonic() - started:6.1f} s  {name}", flush=True)
         return value
 
@@ -73,12 +80,18 @@ class Benchmark(Protocol):
     def run(self) -> None: ...
 
 
-def run_and_report(output: Path, make: Callable[[Path, ExitStack], Benchmark], report: Callable[[dict[str, Any]], str]) -> int:
-    """Run a benchmark, print its tables and what failed, also when it is cut short. Returns the exit status.
+def run_and_report(
+    output: Path,
+    make: Callable[[Path, ExitStack], Benchmark],
+    report: Callable[[dict[str, Any]], str],
+) -> int:
+    """Run a benchmark, print its tables and what failed, also when it is cut short. Returns the
+    exit status.
 
     Args:
         output: folder for the results and the logs.
-        make: given a folder for files that are not kept, and a stack that ends what the benchmark has started.
+        make: given a folder for files that are not kept, and a stack that ends what the benchmark
+            has started.
         report: makes tables of the results' data.
     """
     output.mkdir(parents=True, exist_ok=True)
@@ -96,7 +109,9 @@ def run_and_report(output: Path, make: Callable[[Path, ExitStack], Benchmark], r
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a list of updates (BenchTrainer.sync) comes to: milliseconds by phase on both sides, speed, halt."""
+    """What a list of updates (BenchTrainer.sync) comes to: milliseconds by phase on both sides,
+    speed, halt.
+    """
     first_byte = [row["first_byte_to_verified"] for row in rows]
     moved = statistics.median(row["bytes_moved"] for row in rows)
     halted = [row["server"]["halted"] for row in rows]
@@ -122,25 +137,43 @@ def command_line(doc: str, shape: str = "", name: str = "") -> argparse.Argument
         shape: the default of --shape, which comes with --tiny; neither if it is empty.
         name: the default of --name; without it, if it is empty.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the results and the logs"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     if shape:
         parser.add_argument("--shape", choices=SHAPES, default=shape)
-        parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
+        parser.add_argument(
+            "--tiny",
+            action="store_true",
+            help="a tiny shape and short measurements, to try the script itself",
+        )
     if name:
         parser.add_argument("--name", default=name, help="of the results file, without .json")
     return parser
 
 
-def add_load(parser: argparse.ArgumentParser, concurrency: list[int], interval: float, count: str = "--updates") -> None:
+def add_load(
+    parser: argparse.ArgumentParser,
+    concurrency: list[int],
+    interval: float,
+    count: str = "--updates",
+) -> None:
     """The options of updates under load; `count` names their number, which is in `updates`."""
     parser.add_argument(count, dest="updates", type=int, default=20, help="per measurement")
     parser.add_argument("--concurrency", type=int, nargs="+", default=concurrency)
     parser.add_argument(
-        "--interval", type=float, default=interval, help="seconds between updates under load (twice that above 64)"
+        "--interval",
+        type=float,
+        default=interval,
+        help="seconds between updates under load (twice that above 64)",
     )
-    parser.add_argument("--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's")
+    parser.add_argument(
+        "--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's"
+    )
 
 
 def shrink_if_tiny(args: argparse.Namespace) -> argparse.Namespace:
@@ -148,14 +181,21 @@ def shrink_if_tiny(args: argparse.Namespace) -> argparse.Namespace:
     if args.tiny:
         args.shape = "tiny"
         if "ramp" in args:
-            args.concurrency, args.updates, args.interval, args.ramp = [4], min(args.updates, 3), 0.2, 0.5
+            args.concurrency, args.updates, args.interval, args.ramp = (
+                [4],
+                min(args.updates, 3),
+                0.2,
+                0.5,
+            )
     return args
 
 
 class Sitting:
     """One run of a benchmark: its results, and processes that end with it."""
 
-    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack, name: str, **first: Any) -> None:
+    def __init__(
+        self, args: argparse.Namespace, work: Path, stack: ExitStack, name: str, **first: Any
+    ) -> None:
         """
         Args:
             args: of `command_line`.
@@ -168,14 +208,18 @@ class Sitting:
         self.results = Results(args.output / f"{name}.json", **first)
 
     def describe(self, **facts: Any) -> None:
-        """Put the machine and other facts into the results; where processes are started, after that, since it takes seconds."""
+        """Put the machine and other facts into the results; where processes are started, after
+        that, since it takes seconds.
+        """
         self.results.put("machine", value=describe())
         for key, value in facts.items():
             self.results.put(key, value=value)
 
     def server(self, name: str, model: Path, gpus: str = "0", **options: Any) -> VllmServer:
         """Start vLLM; see ServerOptions for the options."""
-        server = VllmServer(name, model, self.args.output, ServerOptions(gpus if self.on_gpu else "", **options))
+        server = VllmServer(
+            name, model, self.args.output, ServerOptions(gpus if self.on_gpu else "", **options)
+        )
         self.stack.callback(server.stop)
         return server
 
@@ -186,16 +230,32 @@ class Sitting:
         return seconds
 
     def worker(
-        self, name: str, module: str, arguments: Sequence[str] = (), gpus: str = "0", ranks: int = 1, **environment: str
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str] = (),
+        gpus: str = "0",
+        ranks: int = 1,
+        **environment: str,
     ) -> Worker:
-        """Start a module that is told what to do; `gpus` empty: where it sees those that this program sees."""
-        environment |= {"OMP_NUM_THREADS": "1"} if not self.on_gpu else {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        """Start a module that is told what to do; `gpus` empty: where it sees those that this
+        program sees.
+        """
+        environment |= (
+            {"OMP_NUM_THREADS": "1"}
+            if not self.on_gpu
+            else {"CUDA_VISIBLE_DEVICES": gpus}
+            if gpus
+            else {}
+        )
         log = self.args.output / f"{name.replace(' ', '-')}.log"
         worker = Worker(name, module, arguments, log, environment, ranks)
         self.stack.callback(worker.stop)
         return worker
 
-    def trainer(self, name: str, module: str, port: int, gpus: str = "0", ranks: int = 1, *flags: str) -> Worker:
+    def trainer(
+        self, name: str, module: str, port: int, gpus: str = "0", ranks: int = 1, *flags: str
+    ) -> Worker:
         """Start a trainer for the server at a port."""
         arguments = trainer_arguments(self.args.shape, port, self.args.device, TRAINER_TIMEOUT)
         return self.worker(name, module, [*arguments, *flags], gpus, ranks)
@@ -210,8 +270,11 @@ class LoadedSitting(Sitting):
         self.load = self.worker("load", "bench.gpu.load", gpus="")
 
     @contextmanager
-    def loaded(self, server: VllmServer, concurrency: int, ramp: float, load: Worker | None = None) -> Iterator[dict[str, Any]]:
-        """Keep so many requests in flight; yields a dictionary that holds what was seen once the block has ended.
+    def loaded(
+        self, server: VllmServer, concurrency: int, ramp: float, load: Worker | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Keep so many requests in flight; yields a dictionary that holds what was seen once the
+        block has ended.
 
         Args:
             ramp: seconds from their start until the block begins.
@@ -220,7 +283,13 @@ class LoadedSitting(Sitting):
         load = load or self.load
         seen: dict[str, Any] = {}
         vocab = SHAPES[self.args.shape]["vocab_size"]
-        asked = {"port": server.port, "model": str(server.model), "concurrency": concurrency, "vocab": vocab, **self.lengths}
+        asked = {
+            "port": server.port,
+            "model": str(server.model),
+            "concurrency": concurrency,
+            "vocab": vocab,
+            **self.lengths,
+        }
         load.ask("start", timeout=30, observers=min(16, concurrency), **asked)
         try:
             time.sleep(ramp)
@@ -240,11 +309,13 @@ class LoadedSitting(Sitting):
         summarise: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None, first_steps: bool = False,
         steps: Path | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Figures of updates while requests are in flight, and how they show in the stream of tokens.
+        """Figures of updates while requests are in flight, and how they show in the stream of
+        tokens.
 
         Args:
             first_steps: also ask the server after each update when its engine went on.
-            steps: where the server's engine notes its steps (engine_clock.STEPS_FILE), to see what it computes anew.
+            steps: where the server's engine notes its steps (engine_clock.STEPS_FILE), to see what
+                it computes anew.
         """
         args = self.args
         interval = args.interval * (2 if concurrency > 64 else 1)
@@ -254,23 +325,37 @@ class LoadedSitting(Sitting):
             rows = trainer.ask(command, timeout=ASK_SECONDS, **options)
             time.sleep(min(1.0, args.ramp))
         updates = [(row["start"], row["end"]) for row in rows]
-        found = {"concurrency": concurrency, **(summarise or figures)(rows), **find_halts(seen["streams"], updates).to_json()}
+        found = {
+            "concurrency": concurrency,
+            **(summarise or figures)(rows),
+            **find_halts(seen["streams"], updates).to_json(),
+        }
         if steps:
             anew = engine_clock.computed_anew(engine_clock.read_steps(steps), updates)
-            middle = {key: statistics.median(row[key] for row in anew) for key in ("tokens", "steps")}
+            middle = {
+                key: statistics.median(row[key] for row in anew) for key in ("tokens", "steps")
+            }
             found["computed_anew"] = {**middle, "ms": spread_ms([row["seconds"] for row in anew])}
         return {**found, "request_failures": seen["failures"]}
 
     def check(self, trainer: Worker) -> dict[str, Any]:
         """Raise BenchError unless the server samples with the weights that the trainer sent last."""
         found: dict[str, Any] = trainer.ask("check", timeout=ASK_SECONDS, seed=1)
-        if not (found["checksums_equal"] and found["new_not_old"] and found["served"] == found["version"]):
-            raise BenchError(f"the weights that the server holds are not the ones that were sent: {found}")
+        if not (
+            found["checksums_equal"]
+            and found["new_not_old"]
+            and found["served"] == found["version"]
+        ):
+            raise BenchError(
+                f"the weights that the server holds are not the ones that were sent: {found}"
+            )
         return found
 
 
 def tokens_per_second(server: VllmServer, work: Callable[[], Any]) -> tuple[float, float]:
-    """Run `work` and return (tokens sampled per second meanwhile by the server's own counter, seconds it took)."""
+    """Run `work` and return (tokens sampled per second meanwhile by the server's own counter,
+    seconds it took).
+    """
     before, started = server.generated_tokens(), time.monotonic()
     work()
     after, ended = server.generated_tokens(), time.monotonic()
@@ -278,7 +363,9 @@ def tokens_per_second(server: VllmServer, work: Callable[[], Any]) -> tuple[floa
 
 
 def spreads(result: dict[str, Any], *wanted: str) -> list[float | None]:
-    """Figures out of a result, None for what it does not have: of each `KEY` the median, of `KEY max p90` those."""
+    """Figures out of a result, None for what it does not have: of each `KEY` the median, of
+    `KEY max p90` those.
+    """
     found = []
     for key, *which in map(str.split, wanted):
         found += [result.get(key, {}).get(what) for what in which or ["median"]]

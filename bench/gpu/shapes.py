@@ -1,4 +1,7 @@
-"""Models by shape: a config.json with the starter model's tokenizer. No weights lie on disk; both sides make their own."""
+"""Models by shape: a config.json with the starter model's tokenizer.
+
+No weights lie on disk; both sides make their own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = ROOT / "assets" / "starter_model"
 PEAK_FLOPS = 790e12
-"""Dense bf16 rate of an H200, measured by large matrix products; what every share of the peak in bench/ is of."""
+"""Dense bf16 rate of an H200, measured by large matrix products; what every share of the peak in
+bench/ is of."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 _COMMON: dict[str, Any] = {
@@ -30,7 +34,14 @@ _COMMON: dict[str, Any] = {
 
 
 def _qwen3(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int = 128, vocab: int = 151936, tied: bool = True
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int = 128,
+    vocab: int = 151936,
+    tied: bool = True,
 ) -> dict[str, Any]:
     return {
         **_COMMON,
@@ -49,7 +60,13 @@ def _qwen3(
 
 
 def _qwen2(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int = 8, vocab: int = 152064, tied: bool = False
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int = 8,
+    vocab: int = 152064,
+    tied: bool = False,
 ) -> dict[str, Any]:
     return {
         **_COMMON,
@@ -81,9 +98,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_model_folder(folder: Path, shape: str) -> Path:
-    """A folder that vLLM starts on with `--load-format dummy`: config.json and a tokenizer of 1,024 tokens.
+    """A folder that vLLM starts on with `--load-format dummy`: config.json and a tokenizer of 1,024
+    tokens.
 
-    The tokenizer names fewer tokens than the model has; prompts are token ids, and a token without a name is no text.
+    The tokenizer names fewer tokens than the model has; prompts are token ids, and a token without
+    a name is no text.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))

@@ -1,7 +1,8 @@
-"""Candidates for products of a few rows: the weight is the tall operand, so that each tile of it goes to its own processor.
+"""Candidates for products of a few rows: the weight is the tall operand, so that each tile of it
+goes to its own processor.
 
-A sum still runs over the whole width in steps of 16 in one accumulator, so the bits may be those of cuBLASLt without split-K;
-the probe tells. Needs a GPU and Triton.
+A sum still runs over the whole width in steps of 16 in one accumulator, so the bits may be those of
+cuBLASLt without split-K; the probe tells. Needs a GPU and Triton.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "mma 16x16": {"block_out": 16, "block_k": 256, "stages": 5, "warps": 1},
     "mma 32x16": {"block_out": 32, "block_k": 128, "stages": 6, "warps": 2},
 }
-"""The first uses Hopper's wide instruction, the others the one of earlier GPUs, on four or two times as many processors."""
+"""The first uses Hopper's wide instruction, the others the one of earlier GPUs, on four or two
+times as many processors."""
 
 
 @triton.jit
@@ -37,10 +39,16 @@ def _small_linear(  # type: ignore[no-untyped-def]
         total = tl.dot(a, b, total)
         weights += BLOCK_K
         inputs += BLOCK_K
-    tl.store(y + row[None, :] * OUT + out[:, None], total.to(y.dtype.element_ty), mask=row[None, :] < rows)
+    tl.store(
+        y + row[None, :] * OUT + out[:, None],
+        total.to(y.dtype.element_ty),
+        mask=row[None, :] < rows,
+    )
 
 
-def small_linear(x: torch.Tensor, weight: torch.Tensor, block_out: int, block_k: int, stages: int, warps: int) -> torch.Tensor:
+def small_linear(
+    x: torch.Tensor, weight: torch.Tensor, block_out: int, block_k: int, stages: int, warps: int
+) -> torch.Tensor:
     """x [rows, width] @ weight[out, width].T; out a multiple of block_out, width of block_k."""
     rows, width = x.shape
     out = weight.shape[0]

@@ -1,4 +1,6 @@
-"""One case of bench/trainer_speed.py, in a process of its own (under torchrun, one for each rank): passes and steps, timed."""
+"""One case of bench/trainer_speed.py, in a process of its own (under torchrun, one for each rank):
+passes and steps, timed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from bench.gpu.live_bytes import Meter
 from bench.gpu.plain_decoder import PlainDecoder
 from bench.gpu.processes import answer_once
 from bench.gpu.shapes import PEAK_FLOPS
-from bench.gpu.synthetic import Work, geometry_of, gradient_of, joined_group, random_bin, random_weights
+from bench.gpu.synthetic import (
+    Work,
+    geometry_of,
+    gradient_of,
+    joined_group,
+    random_bin,
+    random_weights,
+)
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
@@ -46,7 +55,8 @@ class Case:
         ranks: processes, sharded by FSDP2, each with bins of its own.
         bins: of the whole steps that are timed after the single passes; 0: no step is taken.
         warm_up, repeats: passes before those that are timed, and these.
-        saved_steps: whole steps without a checkpoint, and as many at least once one has begun; 0: none is written.
+        saved_steps: whole steps without a checkpoint, and as many at least once one has begun; 0:
+            none is written.
         seconds: time limit of the process.
     """
 
@@ -72,18 +82,23 @@ class Case:
         return Work(self.length, self.tokens, self.prompt, self.group, self.share)
 
 
-def rates(g: Geometry, bin_: PackedBin, work: Work, seconds: float, passes: int, ranks: int) -> dict[str, float]:
+def rates(
+    g: Geometry, bin_: PackedBin, work: Work, seconds: float, passes: int, ranks: int
+) -> dict[str, float]:
     """Tokens per second of all ranks, and shares of the peak.
 
-    mfu is of 6 operations for each forwarded token and element of the matrices, the output's included; mfu_counted is of what
-    observe/perf.py counts: the output matrix for trained tokens alone, and attention.
+    mfu is of 6 operations for each forwarded token and element of the matrices, the output's
+    included; mfu_counted is of what observe/perf.py counts: the output matrix for trained tokens
+    alone, and attention.
     """
     forwarded, peak = len(bin_.tokens), PEAK_FLOPS * seconds / passes
     counted = step_flops(g, forwarded, len(bin_.targets), bin_.packing().attended_pairs)
     return {
         "seconds": round(seconds, 5),
         "forwarded_tokens_per_second": round(ranks * passes * forwarded / seconds, 1),
-        "sequence_tokens_per_second": round(ranks * passes * work.sequences * work.length / seconds, 1),
+        "sequence_tokens_per_second": round(
+            ranks * passes * work.sequences * work.length / seconds, 1
+        ),
         "mfu": round(6 * (matrix_elements(g) + g.vocab_size * g.hidden_size) * forwarded / peak, 4),
         "mfu_counted": round(counted / peak, 4),
     }
@@ -110,7 +125,9 @@ class Timer:
             torch.cuda.synchronize(self._device)
 
 
-def ours(case: Case, g: Geometry, dtype: torch.dtype, device: torch.device, config: TrainerConfig) -> tuple[Any, Any]:
+def ours(
+    case: Case, g: Geometry, dtype: torch.dtype, device: torch.device, config: TrainerConfig
+) -> tuple[Any, Any]:
     """The trainer's model and optimizer, as a run makes them."""
     deterministic = case.arithmetic == DETERMINISTIC
     table = choose_operations(device, dtype, deterministic)
@@ -122,7 +139,13 @@ def ours(case: Case, g: Geometry, dtype: torch.dtype, device: torch.device, conf
         model = Decoder(g, dtype, device, ops=table)
     random_weights(model, model.shards)
     model.gradient_checkpointing = case.checkpointing
-    optimizer = MasterAdamW(model, lr=config.lr, total_steps=config.training_steps, shards=model.shards, offload=case.offload)
+    optimizer = MasterAdamW(
+        model,
+        lr=config.lr,
+        total_steps=config.training_steps,
+        shards=model.shards,
+        offload=case.offload,
+    )
     model.arithmetic.sums = optimizer.sums
     return model, optimizer
 
@@ -135,15 +158,23 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
         enable_settings()
     g = geometry_of(case.shape, max(4096, case.length))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = TrainerConfig(model_name=case.shape, seq_len=case.length, gradient_checkpointing=case.checkpointing)
-    bins = [random_bin(case.work, g.vocab_size, device, case.ranks * number + rank) for number in range(max(1, case.bins))]
+    config = TrainerConfig(
+        model_name=case.shape, seq_len=case.length, gradient_checkpointing=case.checkpointing
+    )
+    bins = [
+        random_bin(case.work, g.vocab_size, device, case.ranks * number + rank)
+        for number in range(max(1, case.bins))
+    ]
     timer, found = Timer(device), dict[str, Any]()
     with Meter(device) as meter:
         if case.arithmetic.startswith("plain"):
             plain = PlainDecoder(g, dtype, device, case.arithmetic.endswith("layers compiled"))
             random_weights(plain)
             gradient: Callable[[list[PackedBin]], object] = partial(plain_gradient, plain)
-            found["arithmetic"], parameters = case.arithmetic, sum(p.numel() for p in plain.parameters())
+            found["arithmetic"], parameters = (
+                case.arithmetic,
+                sum(p.numel() for p in plain.parameters()),
+            )
         else:
             model, optimizer = ours(case, g, dtype, device, config)
             gradient = lambda these: gradient_of(model, optimizer, these, config)  # noqa: E731
@@ -157,14 +188,21 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
         meter.reset()
         seconds = [timer(lambda: gradient(bins[:1])) for _ in range(case.repeats)]
         found["pass"] = rates(g, bins[0], case.work, min(seconds), 1, case.ranks)
-        found["pass"] |= {"median_seconds": round(statistics.median(seconds), 5), "peak_bytes": meter.peak}
+        found["pass"] |= {
+            "median_seconds": round(statistics.median(seconds), 5),
+            "peak_bytes": meter.peak,
+        }
         if case.bins and not case.arithmetic.startswith("plain"):
             optimizer.step()
             optimizer.write_weights()
             meter.reset()
 
             def whole_step() -> list[float]:
-                return [timer(lambda: gradient(bins)), timer(optimizer.step), timer(optimizer.write_weights)]
+                return [
+                    timer(lambda: gradient(bins)),
+                    timer(optimizer.step),
+                    timer(optimizer.write_weights),
+                ]
 
             best = min((whole_step() for _ in range(max(1, case.repeats // 2))), key=sum)
             found["step"] = rates(g, bins[0], case.work, sum(best), case.bins, case.ranks) | {
@@ -174,28 +212,40 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
                 "peak_bytes": meter.peak,
             }
             if case.saved_steps:
-                found["checkpoint"] = saving(case.saved_steps, model, optimizer, config, lambda: sum(whole_step()))
+                found["checkpoint"] = saving(
+                    case.saved_steps, model, optimizer, config, lambda: sum(whole_step())
+                )
     return found
 
 
 def saving(
-    count: int, model: Decoder, optimizer: MasterAdamW, config: TrainerConfig, whole_step: Callable[[], float]
+    count: int,
+    model: Decoder,
+    optimizer: MasterAdamW,
+    config: TrainerConfig,
+    whole_step: Callable[[], float],
 ) -> dict[str, Any]:
     """What a checkpoint, written in the background, costs the steps that are taken meanwhile.
 
     Args:
-        count: steps before the checkpoint; as many are taken after it began, and more until it is complete.
+        count: steps before the checkpoint; as many are taken after it began, and more until it is
+            complete.
         whole_step: gives the seconds it took.
 
     Returns:
-        `begin_seconds` stops training itself; `complete_seconds` counts from there until the folder has its name;
-        `memory_seconds` is what taking the host memory for the copy takes, once in a run, in the background of its first steps.
+        `begin_seconds` stops training itself; `complete_seconds` counts from there until the folder
+        has its name; `memory_seconds` is what taking the host memory for the copy takes, once in a
+        run, in the background of its first steps.
     """
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as watcher:
-        checkpoints = Checkpoints(Path(folder), new_run(config.model_name, Path(folder), PREFIX, int(time.time() * 1e3)))
+        checkpoints = Checkpoints(
+            Path(folder), new_run(config.model_name, Path(folder), PREFIX, int(time.time() * 1e3))
+        )
         began = time.perf_counter()
         checkpoints.prepare(optimizer)
-        copied = checkpoints._memory is not None and checkpoints._memory.tensors() is not None  # waits until it is taken
+        copied = (
+            checkpoints._memory is not None and checkpoints._memory.tensors() is not None
+        )  # waits until it is taken
         memory_seconds = time.perf_counter() - began
         without = [whole_step() for _ in range(count)]
         began = time.perf_counter()

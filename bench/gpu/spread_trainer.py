@@ -1,6 +1,8 @@
-"""BenchTrainer over several processes, which torchrun starts and whose rank 0 speaks with the parent.
+"""BenchTrainer over several processes, which torchrun starts and whose rank 0 speaks with the
+parent.
 
-The model is spread by FSDP2 over a trainer that broadcasts, or split as vLLM's ranks hold it (--split) for a single copy.
+The model is spread by FSDP2 over a trainer that broadcasts, or split as vLLM's ranks hold it
+(--split) for a single copy.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ IDLE_SECONDS = 3600.0
 class SpreadTrainer(BenchTrainer):
     """Every command is collective; what it returns on rank 0 is the answer."""
 
-    def __init__(self, shape: str, port: int, device: torch.device, timeout: float, ranks: Ranks) -> None:
+    def __init__(
+        self, shape: str, port: int, device: torch.device, timeout: float, ranks: Ranks
+    ) -> None:
         super().__init__(shape, port, str(device), timeout)
         self.ranks = ranks
 
@@ -47,7 +51,9 @@ class SpreadTrainer(BenchTrainer):
             weights = {}
             for name, rows in self._local().items():
                 generator = shared if self._held_by_all(name) else own
-                noise = torch.randn(rows.shape, generator=generator, device=self.device, dtype=self.dtype)
+                noise = torch.randn(
+                    rows.shape, generator=generator, device=self.device, dtype=self.dtype
+                )
                 weights[name] = noise.mul_(0.05).add_(1.0) if "norm" in name else noise.mul_(std)
             self.sets.append(weights)
         self.write(0)
@@ -68,14 +74,22 @@ class SpreadTrainer(BenchTrainer):
         return super().connect(kind, ranks=self.ranks, **options)
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        return {name: getattr(self, name) for name in ("load", "connect", "sync", "check", "memory", "close")}
+        return {
+            name: getattr(self, name)
+            for name in ("load", "connect", "sync", "check", "memory", "close")
+        }
 
     def serve(self, answers: Answers | None) -> None:
-        """Carry out what rank 0 reads, on every rank, until its stdin ends. `answers`: rank 0's way to the parent."""
+        """Carry out what rank 0 reads, on every rank, until its stdin ends.
+
+        `answers`: rank 0's way to the parent.
+        """
         self.answers = answers
         while True:
             line = sys.stdin.readline() if self.ranks.is_main else ""
-            request = self.ranks.broadcast(json.loads(line) if line else None, "the next command", timeout=IDLE_SECONDS)
+            request = self.ranks.broadcast(
+                json.loads(line) if line else None, "the next command", timeout=IDLE_SECONDS
+            )
             if request is None:
                 return
             name = request.pop("do")
@@ -97,7 +111,10 @@ class SpreadTrainer(BenchTrainer):
     def _local(self) -> dict[str, torch.Tensor]:
         """This rank's rows of each parameter."""
         assert self.model is not None
-        return {name: self.model.shards.local(parameter) for name, parameter in self.model.named_parameters()}
+        return {
+            name: self.model.shards.local(parameter)
+            for name, parameter in self.model.named_parameters()
+        }
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
         return self.ranks.on_main("asking the server", ask)
@@ -118,14 +135,21 @@ class SpreadTrainer(BenchTrainer):
 
 
 class SplitTrainer(SpreadTrainer):
-    """Each rank holds what vLLM's rank of the same number does, so that a single copy can be made of both."""
+    """Each rank holds what vLLM's rank of the same number does, so that a single copy can be made
+    of both.
+    """
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         return {**super().commands(), "flatten_head": self.flatten_head}
 
     def _make(self, geometry: Geometry) -> Decoder:
         return split_decoder(
-            geometry, self.dtype, self.device, self.ranks.rank, self.ranks.world_size, torch.distributed.group.WORLD
+            geometry,
+            self.dtype,
+            self.device,
+            self.ranks.rank,
+            self.ranks.world_size,
+            torch.distributed.group.WORLD,
         )
 
     def _held_by_all(self, name: str) -> bool:
@@ -152,7 +176,9 @@ def main(kind: type[SpreadTrainer]) -> None:
     answers = Answers()
     set_up(args)
     with join_ranks(600.0, device) as ranks:
-        kind(args.shape, args.port, device, args.timeout, ranks).serve(answers if ranks.is_main else None)
+        kind(args.shape, args.port, device, args.timeout, ranks).serve(
+            answers if ranks.is_main else None
+        )
 
 
 if __name__ == "__main__":

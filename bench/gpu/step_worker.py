@@ -1,4 +1,6 @@
-"""The trainer's step on a made-up batch, deterministic or not: the same code that a training run calls."""
+"""The trainer's step on a made-up batch, deterministic or not: the same code that a training run
+calls.
+"""
 
 from __future__ import annotations
 
@@ -47,26 +49,35 @@ class StepWorker:
         self.model.arithmetic.sums = self.optimizer.sums
         return {"parameters": sum(p.numel() for p in self.model.parameters())}
 
-    def steps(self, count: int, sequences: int, lengths: list[int], tokens: int, seed: int = 0) -> dict[str, Any]:
+    def steps(
+        self, count: int, sequences: int, lengths: list[int], tokens: int, seed: int = 0
+    ) -> dict[str, Any]:
         """Take optimizer steps.
 
         Args:
             count: how many; the first two are not counted.
-            sequences: in a batch, of lengths drawn from `lengths` (fewest, most); the second half of each is trained.
+            sequences: in a batch, of lengths drawn from `lengths` (fewest, most); the second half
+                of each is trained.
             tokens: in a pass, at most.
 
         Returns:
-            median seconds of a step and of its phases, tokens per second, and the hash of the masters after the last step.
+            median seconds of a step and of its phases, tokens per second, and the hash of the
+            masters after the last step.
         """
         rows = []
         for index in range(count):
-            batch = random_batch(sequences, (lengths[0], lengths[1]), self.model.geometry.vocab_size, seed + index)
+            batch = random_batch(
+                sequences, (lengths[0], lengths[1]), self.model.geometry.vocab_size, seed + index
+            )
             options = {"normalisation": "token", "max_tokens": 4096, "share_prefixes": False}
             ((bins,),) = pack_batch(batch, tokens_per_bin=tokens, ranks=1, **options)  # type: ignore[arg-type]
             rows.append(self._step([one.to(self.device) for one in bins]))
         counted = rows[2:]
         medians = [statistics.median(row[phase] for row in counted) for phase in range(len(PHASES))]
-        seconds, whole = statistics.median(sum(row) for row in counted), sum(len(one.tokens) for one in bins)
+        seconds, whole = (
+            statistics.median(sum(row) for row in counted),
+            sum(len(one.tokens) for one in bins),
+        )
         return {
             "seconds": round(seconds, 4),
             "phases": {name: round(value, 4) for name, value in zip(PHASES, medians, strict=True)},

@@ -26,7 +26,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Median, 90th percentile and maximum in milliseconds, and how many values there were; only `n` if there were none."""
+    """Median, 90th percentile and maximum in milliseconds, and how many values there were; only `n`
+    if there were none.
+    """
     if not seconds:
         return {"n": 0}
     return {
@@ -40,7 +42,9 @@ def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
 def spread_by_phase(reports: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """spread_ms for each phase that occurs, in the order of the first report."""
     names = list(dict.fromkeys(name for report in reports for name in report))
-    return {name: spread_ms([report[name] for report in reports if name in report]) for name in names}
+    return {
+        name: spread_ms([report[name] for report in reports if name in report]) for name in names
+    }
 
 
 def gigabytes_per_second(num_bytes: float, seconds: float) -> float:
@@ -52,7 +56,8 @@ def gaps_of(streams: Sequence[Sequence[float]]) -> list[Interval]:
     """The time between each two neighbouring arrivals of a stream, over all streams, by start.
 
     Args:
-        streams: for each request, when its tokens arrived; what lies between two requests is no gap.
+        streams: for each request, when its tokens arrived; what lies between two requests is no
+            gap.
     """
     return sorted((before, after) for arrivals in streams for before, after in pairwise(arrivals))
 
@@ -72,11 +77,17 @@ class Halts:
     unseen: int
 
     def to_json(self) -> dict[str, object]:
-        return {"usual_gap_ms": self.usual, "largest_gap_per_update_ms": self.around_updates, "updates_unseen": self.unseen}
+        return {
+            "usual_gap_ms": self.usual,
+            "largest_gap_per_update_ms": self.around_updates,
+            "updates_unseen": self.unseen,
+        }
 
 
 def windows_of(updates: Sequence[Interval], after: float) -> list[Interval]:
-    """In which an update is seen: from its start to `after` seconds behind its end, half the way to the next one at most."""
+    """In which an update is seen: from its start to `after` seconds behind its end, half the way to
+    the next one at most.
+    """
     bounds = sorted(updates)
     ends = [end + after for _, end in bounds]
     for index, ((_, end), (following, _)) in enumerate(pairwise(bounds)):
@@ -84,14 +95,16 @@ def windows_of(updates: Sequence[Interval], after: float) -> list[Interval]:
     return [(start, limit) for (start, _), limit in zip(bounds, ends, strict=True)]
 
 
-def find_halts(streams: Sequence[Sequence[float]], updates: Sequence[Interval], after: float = 0.5) -> Halts:
+def find_halts(
+    streams: Sequence[Sequence[float]], updates: Sequence[Interval], after: float = 0.5
+) -> Halts:
     """Compare the gaps between tokens around updates with all others.
 
     Args:
         streams: see gaps_of.
         updates: when each update ran.
-        after: a gap that begins within so many seconds of an update's end still belongs to it, since what was cached must be
-            computed again; half the way to the next update at most.
+        after: a gap that begins within so many seconds of an update's end still belongs to it,
+            since what was cached must be computed again; half the way to the next update at most.
     """
     windows = windows_of(updates, after)
     largest = [0.0] * len(windows)
@@ -121,13 +134,16 @@ class Pair:
 
 
 def alternate(spell: Callable[[bool], float], pairs: int) -> list[Pair]:
-    """What generation loses by updates: spells with and without them in turn, under one load that is never interrupted.
+    """What generation loses by updates: spells with and without them in turn, under one load that
+    is never interrupted.
 
-    The rate of one spell differs from the next by more than an update costs, and drifts; so each spell with updates is compared
-    with the one without beside it, and which of the two comes first changes: without, with, with, without, without, with, …
+    The rate of one spell differs from the next by more than an update costs, and drifts; so each
+    spell with updates is compared with the one without beside it, and which of the two comes first
+    changes: without, with, with, without, without, with, …
 
     Args:
-        spell: measures one spell, given whether updates are to be made in it. Returns tokens per second.
+        spell: measures one spell, given whether updates are to be made in it. Returns tokens per
+            second.
         pairs: how many of each.
     """
     found = []
@@ -142,7 +158,9 @@ def alternate(spell: Callable[[bool], float], pairs: int) -> list[Pair]:
 
 
 def summary_of_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Means over the spells, their ratio, and each pair's own ratio, whose spread says how far the first can be trusted."""
+    """Means over the spells, their ratio, and each pair's own ratio, whose spread says how far the
+    first can be trusted.
+    """
     without = statistics.fmean(pair.without for pair in pairs)
     with_updates = statistics.fmean(pair.with_updates for pair in pairs)
     return {
@@ -150,7 +168,9 @@ def summary_of_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
         "tokens_per_s_without_updates": round(without, 1),
         "tokens_per_s": round(with_updates, 1),
         "ratio": round(with_updates / without, 4) if without else None,
-        "ratios": [round(pair.with_updates / pair.without, 4) if pair.without else None for pair in pairs],
+        "ratios": [
+            round(pair.with_updates / pair.without, 4) if pair.without else None for pair in pairs
+        ],
     }
 
 
@@ -164,7 +184,10 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     for row in cells:
         if len(row) != len(headers):
             raise ValueError(f"a row has {len(row)} cells for {len(headers)} headers: {row}")
-    widths = [max(len(str(header)), *(len(row[i]) for row in cells), 0) for i, header in enumerate(headers)]
+    widths = [
+        max(len(str(header)), *(len(row[i]) for row in cells), 0)
+        for i, header in enumerate(headers)
+    ]
     lines = [_line([str(h) for h in headers], widths), "  ".join("-" * width for width in widths)]
     return "\n".join(lines + [_line(row, widths) for row in cells])
 
@@ -178,5 +201,8 @@ def _cell(value: object) -> str:
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+    padded = [
+        cell.ljust(w) if i == 0 else cell.rjust(w)
+        for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+    ]
     return "  ".join(padded).rstrip()

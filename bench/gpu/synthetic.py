@@ -34,21 +34,34 @@ def geometry_of(shape: str, positions: int = 4096) -> Geometry:
 
 @torch.no_grad()
 def random_weights(model: nn.Module, shards: Shards | None = None, seed: int = 0) -> None:
-    """Fill a model in place: matrices with small noise, norms with ones. The same seed gives the same weights on one device."""
+    """Fill a model in place: matrices with small noise, norms with ones.
+
+    The same seed gives the same weights on one device.
+    """
     shards = shards or Shards()
     for number, (name, parameter) in enumerate(model.named_parameters()):
         local = shards.local(parameter)
         if "norm" in name:
             local.fill_(1.0)
         else:
-            local.normal_(std=0.02, generator=torch.Generator(local.device).manual_seed(seed + number))
+            local.normal_(
+                std=0.02, generator=torch.Generator(local.device).manual_seed(seed + number)
+            )
 
 
 def gradient_of(
-    model: Decoder, optimizer: MasterAdamW, bins: Sequence[PackedBin], config: TrainerConfig, reference: Decoder | None = None
+    model: Decoder,
+    optimizer: MasterAdamW,
+    bins: Sequence[PackedBin],
+    config: TrainerConfig,
+    reference: Decoder | None = None,
 ) -> None:
-    """The gradient of a batch of one update, and its figures: all of a step that comes before the optimizer. Collective."""
-    gradients = BatchGradients(model, optimizer, [bins], config, make_objective(config), StopSignal(), reference)
+    """The gradient of a batch of one update, and its figures: all of a step that comes before the
+    optimizer. Collective.
+    """
+    gradients = BatchGradients(
+        model, optimizer, [bins], config, make_objective(config), StopSignal(), reference
+    )
     gradients.accumulate(0)
     gradients.updated()
     gradients.row()
@@ -82,20 +95,27 @@ class Work:
 
 
 def random_bin(work: Work, vocab_size: int, device: torch.device, seed: int = 0) -> PackedBin:
-    """A bin of random tokens, packed as the trainer packs a batch; the seed decides them, and the advantages.
+    """A bin of random tokens, packed as the trainer packs a batch; the seed decides them, and the
+    advantages.
 
     Raises:
         ValueError: not one group fits.
     """
     if not work.groups:
-        raise ValueError(f"{work.group} sequences of {work.length} tokens do not fit a bin of {work.tokens}")
+        raise ValueError(
+            f"{work.group} sequences of {work.length} tokens do not fit a bin of {work.tokens}"
+        )
     draw = np.random.default_rng(seed)
     sequences = []
     for group in range(work.groups):
         prompt = draw.integers(3, vocab_size, work.prompt)
         for number in range(work.group):
-            tokens = np.concatenate((prompt, draw.integers(3, vocab_size, work.length - work.prompt)))
-            sequences.append(_sequence(tokens, work.prompt, float(draw.normal()), (group, number), vocab_size))
+            tokens = np.concatenate(
+                (prompt, draw.integers(3, vocab_size, work.length - work.prompt))
+            )
+            sequences.append(
+                _sequence(tokens, work.prompt, float(draw.normal()), (group, number), vocab_size)
+            )
     (((packed,),),) = pack_batch(
         Batch(sequences),
         tokens_per_bin=work.tokens,
@@ -108,16 +128,22 @@ def random_bin(work: Work, vocab_size: int, device: torch.device, seed: int = 0)
 
 
 def random_batch(count: int, lengths: tuple[int, int], vocab_size: int, seed: int = 0) -> Batch:
-    """Sequences of lengths between these, each other than the rest; the second half of each is trained."""
+    """Sequences of lengths between these, each other than the rest; the second half of each is
+    trained.
+    """
     draw = np.random.default_rng(seed)
     sequences = []
     for number in range(count):
         tokens = draw.integers(3, vocab_size, int(draw.integers(lengths[0], lengths[1] + 1)))
-        sequences.append(_sequence(tokens, len(tokens) // 2, float(draw.normal()), (number, 0), vocab_size))
+        sequences.append(
+            _sequence(tokens, len(tokens) // 2, float(draw.normal()), (number, 0), vocab_size)
+        )
     return Batch(sequences)
 
 
-def _sequence(tokens: Any, prompt: int, advantage: float, order: tuple[int, int], vocab_size: int) -> TrainedSequence:
+def _sequence(
+    tokens: Any, prompt: int, advantage: float, order: tuple[int, int], vocab_size: int
+) -> TrainedSequence:
     trained = len(tokens) - prompt
     return TrainedSequence(
         tokens=tokens,
@@ -132,7 +158,9 @@ def _sequence(tokens: Any, prompt: int, advantage: float, order: tuple[int, int]
 
 @contextmanager
 def joined_group(ranks: int, device: torch.device) -> Iterator[torch.device]:
-    """torch's default process group of the processes that torchrun started, if there are several; gives this one's device."""
+    """torch's default process group of the processes that torchrun started, if there are several;
+    gives this one's device.
+    """
     if ranks == 1:
         yield device
         return
@@ -142,4 +170,5 @@ def joined_group(ranks: int, device: torch.device) -> Iterator[torch.device]:
     on_gpu = device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     yield device
-    dist.destroy_process_group()  # not after an error: the others wait in a collective, and the launcher ends them
+    # not after an error: the others wait in a collective, and the launcher ends them
+    dist.destroy_process_group()

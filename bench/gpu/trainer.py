@@ -1,7 +1,9 @@
-"""The trainer's side of a measurement: a random model of a given shape behind the project's real bridge classes.
+"""The trainer's side of a measurement: a random model of a given shape behind the project's real
+bridge classes.
 
-Run as a process of its own (`trainer_arguments` makes the command line) and told what to do line by line: load, connect, sync,
-check, … Two sets of weights are made beforehand and taken in turn, so that making new weights costs one copy.
+Run as a process of its own (`trainer_arguments` makes the command line) and told what to do line by
+line: load, connect, sync, check, … Two sets of weights are made beforehand and taken in turn, so
+that making new weights costs one copy.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 PROMPT_TOKENS = 40
 SAMPLES, SAMPLE_TOKENS = 8, 32
 FIRST_STEP_SECONDS = 30.0
-"""How long to wait, while requests are in flight, until the server knows when its engine went on after an update."""
+"""How long to wait, while requests are in flight, until the server knows when its engine went on
+after an update."""
 
 
 def trainer_arguments(shape: str, port: int, device: str, timeout: float) -> list[str]:
@@ -41,7 +44,9 @@ def trainer_arguments(shape: str, port: int, device: str, timeout: float) -> lis
 
 
 class BenchTrainer:
-    """What the parent can ask for; every public method is a command and returns something that JSON can hold."""
+    """What the parent can ask for; every public method is a command and returns something that JSON
+    can hold.
+    """
 
     decoder: Callable[[Geometry, torch.dtype, torch.device], Decoder] = Decoder
 
@@ -74,19 +79,24 @@ class BenchTrainer:
         Args:
             seed: of the weights.
             optimizer: also make float32 masters and moments (of the first set).
-            spare: keep only the set that is not in the model beside it, and exchange the two at each update: for large models.
-                Not for a single copy, whose parameters are given other memory.
+            spare: keep only the set that is not in the model beside it, and exchange the two at
+                each update: for large models. Not for a single copy, whose parameters are given
+                other memory.
         """
         before = self._memory_used()
         geometry = Geometry.from_config(SHAPES[self.shape])
         self.model = self.decoder(geometry, self.dtype, self.device)
         generator = torch.Generator(device=self.device).manual_seed(seed)
-        std = 1.8 / geometry.hidden_size**0.5  # logits of a spread at which another set of weights shows at once
+        std = (
+            1.8 / geometry.hidden_size**0.5
+        )  # logits of a spread at which another set of weights shows at once
         self.sets = []
         for _ in range(2):
             weights = {}
             for name, parameter in self.model.named_parameters():
-                noise = torch.randn(parameter.shape, generator=generator, device=self.device, dtype=self.dtype)
+                noise = torch.randn(
+                    parameter.shape, generator=generator, device=self.device, dtype=self.dtype
+                )
                 weights[name] = noise.mul_(0.05).add_(1.0) if "norm" in name else noise.mul_(std)
             self.sets.append(weights)
         self.write(0)
@@ -123,11 +133,14 @@ class BenchTrainer:
 
         Args:
             kind: which bridge.
-            ports: of several servers on this machine, by broadcast; by default that of the one that was told at the start.
-            options: keyword arguments of its class, such as transfer; one that the class does not know is an error.
+            ports: of several servers on this machine, by broadcast; by default that of the one that
+                was told at the start.
+            options: keyword arguments of its class, such as transfer; one that the class does not
+                know is an error.
 
         Returns:
-            params_mapped, params_total, seconds, and how the GPU's memory changed (bytes; 0 without a GPU).
+            params_mapped, params_total, seconds, and how the GPU's memory changed (bytes; 0 without
+            a GPU).
         """
         assert self.model is not None
         bridge_class: Any = {"broadcast": BroadcastBridge, "single_copy": SingleCopyBridge}[kind]
@@ -138,13 +151,19 @@ class BenchTrainer:
         self.close()
         before = self._memory_used()
         started = time.monotonic()
-        # Another port each time: the store of a bridge that has just been left may still hold its own.
+        # Another port each time: the store of a bridge that has just been left may still hold its
+        # own.
         os.environ["MASTER_PORT"] = str(self._master_port())
         wait = self.startup_timeout
-        servers = [BridgeServer("localhost", port, self.timeout, startup_timeout=wait) for port in ports or [self.port]]
+        servers = [
+            BridgeServer("localhost", port, self.timeout, startup_timeout=wait)
+            for port in ports or [self.port]
+        ]
         self.bridge = bridge_class(servers if ports else servers[0], **options)
         if self.bridge.serving_dtype() is not self.dtype:
-            raise RuntimeError(f"the server holds {self.bridge.serving_dtype()}, this trainer {self.dtype}")
+            raise RuntimeError(
+                f"the server holds {self.bridge.serving_dtype()}, this trainer {self.dtype}"
+            )
         self.bridge.connect(self.model)
         seconds = time.monotonic() - started
         if self.device.type == "cuda":
@@ -159,14 +178,17 @@ class BenchTrainer:
         }
 
     def sync(self, count: int, interval: float = 0.0, loaded: bool = False) -> list[dict[str, Any]]:
-        """Update the server `count` times, beginning one every `interval` seconds or as soon as the one before has ended.
+        """Update the server `count` times, beginning one every `interval` seconds or as soon as the
+        one before has ended.
 
         Args:
-            loaded: requests are in flight; wait after each update until the server knows when its engine went on.
+            loaded: requests are in flight; wait after each update until the server knows when its
+                engine went on.
 
         Returns:
-            for each: version, start and end (monotonic clock), seconds by phase, bytes_moved, first_byte_to_verified, write
-            (seconds until the last weight was written, by the GPU's clock) and the server's own seconds.
+            for each: version, start and end (monotonic clock), seconds by phase, bytes_moved,
+            first_byte_to_verified, write (seconds until the last weight was written, by the GPU's
+            clock) and the server's own seconds.
         """
         rows = []
         begin = time.monotonic()
@@ -176,7 +198,9 @@ class BenchTrainer:
         return rows
 
     def sync_with_optimizer(self, count: int, loaded: bool = False) -> list[dict[str, Any]]:
-        """As sync, with a real forward, backward and optimizer step before each; its masters are rounded in the pause."""
+        """As sync, with a real forward, backward and optimizer step before each; its masters are
+        rounded in the pause.
+        """
         assert self.model is not None
         rows = []
         for index in range(count):
@@ -191,18 +215,28 @@ class BenchTrainer:
                 torch.cuda.synchronize()
             stepped = time.monotonic() - middle
             row = self._update(self.optimizer.write_weights, self.optimizer.masters, loaded)
-            rows.append({**row, "optimizer_step": stepped, "forward_backward": middle - started, "loss": float(loss.detach())})
+            rows.append(
+                {
+                    **row,
+                    "optimizer_step": stepped,
+                    "forward_backward": middle - started,
+                    "loss": float(loss.detach()),
+                }
+            )
             del loss, logprobs, report, index
         return rows
 
     def check(self, seed: int = 0, port: int = 0) -> dict[str, Any]:
-        """Do the logprobs of freshly sampled tokens belong to the weights sent last, and not to the ones before?
+        """Do the logprobs of freshly sampled tokens belong to the weights sent last, and not to the
+        ones before?
 
         Args:
             port: of the server that is asked, by default the one that was told at the start.
         """
         prompt, url = self._prompt(seed), f"http://localhost:{port or self.port}"
-        answer, state = self._asked(lambda: (self._sample(prompt, seed, url), self._get("/bridge/state", url)))
+        answer, state = self._asked(
+            lambda: (self._sample(prompt, seed, url), self._get("/bridge/state", url))
+        )
         return {
             "version": self.version,
             "served": state["weight_version"],
@@ -211,22 +245,32 @@ class BenchTrainer:
         }
 
     def is_served_by(self, port: int) -> bool:
-        """Whether a vLLM server on this machine holds this model's weights, by the checksums of its ranks."""
+        """Whether a vLLM server on this machine holds this model's weights, by the checksums of its
+        ranks.
+        """
         url = f"http://localhost:{port}"
         return self._checksums_equal(self._get("/bridge/state", url)["checksums"], url)
 
     def flatten_head(self, undo: bool = False) -> dict[str, Any]:
-        """Write zeros into the last norm, without telling the server (or put back what was there): a single copy shows it."""
+        """Write zeros into the last norm, without telling the server (or put back what was there):
+        a single copy shows it.
+        """
         assert self.model is not None
         weight = self.model.model.norm.weight
         with torch.no_grad():
-            weight.copy_(self.sets[self.served_set]["model.norm.weight"] if undo else torch.zeros_like(weight))
+            weight.copy_(
+                self.sets[self.served_set]["model.norm.weight"]
+                if undo
+                else torch.zeros_like(weight)
+            )
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return {"vocab": self.model.geometry.vocab_size}
 
     def memory(self) -> dict[str, int]:
-        """Bytes: in use on the GPU by everyone, and reserved by this process's allocator (0 without a GPU)."""
+        """Bytes: in use on the GPU by everyone, and reserved by this process's allocator (0 without
+        a GPU).
+        """
         reserved = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
         return {"gpu_bytes_used": self._memory_used(), "reserved_by_trainer": reserved}
 
@@ -239,19 +283,38 @@ class BenchTrainer:
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         """The public methods by name."""
-        public = (self.load, self.connect, self.sync, self.sync_with_optimizer, self.check, self.is_served_by)
-        return {method.__name__: method for method in (*public, self.flatten_head, self.memory, self.close)}
+        public = (
+            self.load,
+            self.connect,
+            self.sync,
+            self.sync_with_optimizer,
+            self.check,
+            self.is_served_by,
+        )
+        return {
+            method.__name__: method
+            for method in (*public, self.flatten_head, self.memory, self.close)
+        }
 
     def _next_update(self, index: int, loaded: bool) -> dict[str, Any]:
-        return self._update(lambda: self.write(1 - self.served_set), self.sets[1 - self.served_set], loaded)
+        return self._update(
+            lambda: self.write(1 - self.served_set), self.sets[1 - self.served_set], loaded
+        )
 
     def _update(
-        self, write: Callable[[], None], masters: dict[str, Tensor] | None = None, loaded: bool = False
+        self,
+        write: Callable[[], None],
+        masters: dict[str, Tensor] | None = None,
+        loaded: bool = False,
     ) -> dict[str, Any]:
         assert self.bridge is not None
         version = self.version + 1
         # A single copy does not wait for its writes before it asks for their check.
-        clock = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.device.type == "cuda" else []
+        clock = (
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            if self.device.type == "cuda"
+            else []
+        )
 
         def timed_write() -> None:
             if clock:
@@ -271,14 +334,18 @@ class BenchTrainer:
             "start": start,
             "end": end,
             "seconds": report.seconds,
-            "write": clock[0].elapsed_time(clock[1]) / 1e3 if clock else report.seconds.get("write", 0.0),
+            "write": clock[0].elapsed_time(clock[1]) / 1e3
+            if clock
+            else report.seconds.get("write", 0.0),
             "bytes_moved": report.bytes_moved,
             "first_byte_to_verified": report.first_byte_to_verified,
             "server": {**report.server_seconds, **(self._stalled() if loaded else {})},
         }
 
     def _stalled(self) -> dict[str, float]:
-        """`stalled` of the last update, once the server has asked its workers; empty if they took no step in time."""
+        """`stalled` of the last update, once the server has asked its workers; empty if they took
+        no step in time.
+        """
         deadline = time.monotonic() + FIRST_STEP_SECONDS
         while time.monotonic() < deadline:
             seconds = self._get("/bridge/state")["last_update"]
@@ -289,11 +356,19 @@ class BenchTrainer:
 
     def _prompt(self, seed: int) -> list[int]:
         assert self.model is not None
-        return [(1000 + 7 * seed + i) % self.model.geometry.vocab_size for i in range(PROMPT_TOKENS)]
+        return [
+            (1000 + 7 * seed + i) % self.model.geometry.vocab_size for i in range(PROMPT_TOKENS)
+        ]
 
     def _sample(self, prompt: list[int], seed: int, url: str) -> Any:
         """A server's answer on a prompt, its logprobs as numbers."""
-        body = {"prompt": {"prompt_token_ids": prompt}, "n": SAMPLES, "max_tokens": SAMPLE_TOKENS, "seed": seed, **NUMBERS}
+        body = {
+            "prompt": {"prompt_token_ids": prompt},
+            "n": SAMPLES,
+            "max_tokens": SAMPLE_TOKENS,
+            "seed": seed,
+            **NUMBERS,
+        }
         return httpx.post(f"{url}/generate", json=body, timeout=120).raise_for_status().json()
 
     def _get(self, path: str, url: str = "") -> Any:
@@ -304,8 +379,12 @@ class BenchTrainer:
         return ask()
 
     def _compared(self, prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
-        """How far an answer's logprobs are from those of the weights sent last, and of the ones before."""
-        sampled, served = (torch.tensor(answer[key], device=self.device) for key in ("token_ids", "token_logprobs"))
+        """How far an answer's logprobs are from those of the weights sent last, and of the ones
+        before.
+        """
+        sampled, served = (
+            torch.tensor(answer[key], device=self.device) for key in ("token_ids", "token_logprobs")
+        )
         to_new, present = self._difference(prompt, sampled, served), self.served_set
         self.write(1 - present)
         to_old = self._difference(prompt, sampled, served)
@@ -319,15 +398,21 @@ class BenchTrainer:
         }
 
     def _checksums_equal(self, served: list[str], url: str = "") -> bool:
-        """Whether each of the server's ranks holds what it should, as computed from this side's tensors."""
+        """Whether each of the server's ranks holds what it should, as computed from this side's
+        tensors.
+        """
         from vllm_patching.protocol.checksum import weights_checksum
         from vllm_patching.protocol.manifest import Manifest, flat_layout, source_view
 
         assert self.model is not None
         parameters = dict(self.model.named_parameters())
-        layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in self._get("/bridge/info", url)["ranks"]]
+        layouts = [
+            flat_layout(Manifest.from_json(rank))[0]
+            for rank in self._get("/bridge/info", url)["ranks"]
+        ]
         return served == [
-            weights_checksum((i.name, source_view(i, parameters[i.name]).detach()) for i in layout) for layout in layouts
+            weights_checksum((i.name, source_view(i, parameters[i.name]).detach()) for i in layout)
+            for layout in layouts
         ]
 
     def _master_port(self) -> int:
@@ -383,8 +468,13 @@ def set_up(args: argparse.Namespace) -> None:
         torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
 
 
-def main(kind: type[BenchTrainer] = BenchTrainer, prepare: Callable[[], object] = lambda: None) -> None:
-    """A trainer of this kind, in a process of its own. `prepare`: called before the device is touched."""
+def main(
+    kind: type[BenchTrainer] = BenchTrainer, prepare: Callable[[], object] = lambda: None
+) -> None:
+    """A trainer of this kind, in a process of its own.
+
+    `prepare`: called before the device is touched.
+    """
     answers = Answers()
     args = parse()
     prepare()

@@ -1,4 +1,6 @@
-"""The processes of one training run beside its vLLM server: rollout service, environment, trainer, on ports of their own."""
+"""The processes of one training run beside its vLLM server: rollout service, environment, trainer,
+on ports of their own.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ class TrainingStack:
 
     def start(self, what: str, command: list[str], gpus: str = "", **environment: str) -> Child:
         """Start a Python program."""
-        variables = {"LOGDIR": str(self.folder), "MASTER_PORT": str(self._rendezvous), **environment}
+        variables = {
+            "LOGDIR": str(self.folder),
+            "MASTER_PORT": str(self._rendezvous),
+            **environment,
+        }
         variables |= {"OMP_NUM_THREADS": "1"} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": gpus}
         log = self.output / f"{self.name.replace(' ', '_')}-{what}.log"
         child = Child(what, [sys.executable, "-u", *command], log, variables, pipes=False)
@@ -49,27 +55,53 @@ class TrainingStack:
         return child
 
     def start_service(self, store: Path | None = None) -> Child:
-        """The rollout service, once it answers; without a file for its rollouts it has them in memory."""
+        """The rollout service, once it answers; without a file for its rollouts it has them in
+        memory.
+        """
         port = self.service_url.rpartition(":")[2]
-        child = self.start("service", ["-m", "atroposlib.cli.run_api", "--port", port, "--store", str(store or "memory")])
+        child = self.start(
+            "service",
+            ["-m", "atroposlib.cli.run_api", "--port", port, "--store", str(store or "memory")],
+        )
         wait_all({"service": lambda: answers(self.service_url)}, 60)
         return child
 
     def start_environment(self, script: str, server_url: str, *flags: str) -> Child:
         """An environment that samples from a server."""
-        command = [script, "serve", "--env.rollout_server_url", self.service_url, "--env.steps_per_eval", "0"]
-        return self.start("environment", [*command, "--openai.base_url", server_url, "--openai.server_type", "vllm", *flags])
+        command = [
+            script,
+            "serve",
+            "--env.rollout_server_url",
+            self.service_url,
+            "--env.steps_per_eval",
+            "0",
+        ]
+        return self.start(
+            "environment",
+            [*command, "--openai.base_url", server_url, "--openai.server_type", "vllm", *flags],
+        )
 
     def start_trainer(self, model: Path, gpus: str, *flags: str) -> Child:
         """grpo.py as a person types it; it starts a process for each of its GPUs by itself."""
         command = ["example_trainer/grpo.py", "--model-name", str(model)]
-        command += ["--atropos-url", self.service_url, "--log-dir", str(self.metrics.parent), "--checkpoint-interval", "0"]
-        return self.start("trainer", [*command, "--save-path", str(self.folder / "checkpoints"), *flags], gpus)
+        command += [
+            "--atropos-url",
+            self.service_url,
+            "--log-dir",
+            str(self.metrics.parent),
+            "--checkpoint-interval",
+            "0",
+        ]
+        return self.start(
+            "trainer", [*command, "--save-path", str(self.folder / "checkpoints"), *flags], gpus
+        )
 
     def dropped_groups(self) -> dict[str, int]:
         """Groups that the service has thrown away, by reason."""
         dropped: dict[str, int] = {}
-        for row in httpx.get(f"{self.service_url}/stats", timeout=30).raise_for_status().json()["dropped"]:
+        for row in (
+            httpx.get(f"{self.service_url}/stats", timeout=30).raise_for_status().json()["dropped"]
+        ):
             dropped[row["reason"]] = dropped.get(row["reason"], 0) + row["groups"]
         return dropped
 
@@ -88,8 +120,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def wait_for_end(child: Child, seconds: float, meanwhile: Callable[[], bool | None] = lambda: None) -> None:
-    """Wait until a process has ended well, or `meanwhile`, which is called many times a second, says that it has done enough.
+def wait_for_end(
+    child: Child, seconds: float, meanwhile: Callable[[], bool | None] = lambda: None
+) -> None:
+    """Wait until a process has ended well, or `meanwhile`, which is called many times a second,
+    says that it has done enough.
 
     Raises:
         BenchError: it failed, or has not ended after so many seconds.
@@ -103,7 +138,9 @@ def wait_for_end(child: Child, seconds: float, meanwhile: Callable[[], bool | No
         time.sleep(0.02)
     meanwhile()
     if child.process.returncode:
-        raise BenchError(f"{child.name} ended with status {child.process.returncode}:\n{tail(child.log)}")
+        raise BenchError(
+            f"{child.name} ended with status {child.process.returncode}:\n{tail(child.log)}"
+        )
 
 
 class RowsAsTheyCome:

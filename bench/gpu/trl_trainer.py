@@ -1,4 +1,5 @@
-"""TRL's asynchronous GRPO (TRL 1.16) on the questions, group size, lengths and reward of bench/whole_run.py, step by step.
+"""TRL's asynchronous GRPO (TRL 1.16) on the questions, group size, lengths and reward of
+bench/whole_run.py, step by step.
 
 python -m bench.gpu.trl_trainer SETTINGS.json ROWS.jsonl
 """
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 PHASES = ("seconds_wait", "seconds_pack", "seconds_sync")
-"""Between two steps, beside the training itself: the wait for answers, packing them, and the weights' way to vLLM."""
+"""Between two steps, beside the training itself: the wait for answers, packing them, and the
+weights' way to vLLM."""
 
 
 class DropCounter(logging.Handler):
@@ -44,16 +46,22 @@ def main(settings: dict[str, Any], rows: Path) -> None:
         """Counts and times what it does between two steps."""
 
         def start_row(self) -> None:
-            self.row = dict.fromkeys(("tokens", "sequences", "forwarded_tokens"), 0) | dict.fromkeys(PHASES, 0.0)
+            self.row = dict.fromkeys(
+                ("tokens", "sequences", "forwarded_tokens"), 0
+            ) | dict.fromkeys(PHASES, 0.0)
             self.began = time.monotonic()
 
         def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
             began = time.monotonic()
             answer = super().get_batch_samples(*arguments, **options)
-            self.row["seconds_pack"] += time.monotonic() - began  # what of it was waiting is taken off in the end
+            self.row["seconds_pack"] += (
+                time.monotonic() - began
+            )  # what of it was waiting is taken off in the end
             return answer
 
-        def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any
+        ) -> Any:
             trained = inputs["token_index"] >= 0
             self.row["tokens"] += int(trained.sum())
             self.row["sequences"] += int(inputs["segment_id"][trained].unique().numel())
@@ -68,9 +76,14 @@ def main(settings: dict[str, Any], rows: Path) -> None:
     class Rows(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             row, whole = trainer.row, time.monotonic() - trainer.began
-            row["seconds_wait"] = trainer._rollout_dataset.wait_s  # TRL's own count, which it clears after this
+            row["seconds_wait"] = (
+                trainer._rollout_dataset.wait_s
+            )  # TRL's own count, which it clears after this
             row["seconds_pack"] -= row["seconds_wait"]
-            row |= {"seconds_train": whole - sum(row[name] for name in PHASES), "thrown_away": drops.dropped}
+            row |= {
+                "seconds_train": whole - sum(row[name] for name in PHASES),
+                "thrown_away": drops.dropped,
+            }
             with rows.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step} | row) + "\n")
             trainer.start_row()
@@ -83,8 +96,13 @@ def main(settings: dict[str, Any], rows: Path) -> None:
     tokenizer.chat_template = qwen3_chat_template  # it reads answers by the templates that it knows
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     lines = Path(settings["questions"]).read_text(encoding="utf-8").splitlines()
-    prompts = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines if line.strip()]
-    # With a fingerprint of its own: from_dict makes one by pickling, which fails for some versions of Python and pyarrow.
+    prompts = [
+        [{"role": "user", "content": json.loads(line)["question"]}]
+        for line in lines
+        if line.strip()
+    ]
+    # With a fingerprint of its own: from_dict makes one by pickling, which fails for some versions
+    # of Python and pyarrow.
     dataset = Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="questions")
     config = AsyncGRPOConfig(
         output_dir=settings["folder"], bf16=True, gradient_checkpointing=False, logging_steps=1, report_to=[],

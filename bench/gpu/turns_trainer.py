@@ -1,4 +1,6 @@
-"""A trainer on vLLM's GPU and its one copy of the weights, that takes real steps, in turns with the server or beside it."""
+"""A trainer on vLLM's GPU and its one copy of the weights, that takes real steps, in turns with the
+server or beside it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class TurnsTrainer(BenchTrainer):
             length: of each sequence in it.
 
         Returns:
-            for each step its seconds, the turn's own figures (empty without turns) and the most bytes that torch had; or
-            `out_of_memory`: the first words of the error.
+            for each step its seconds, the turn's own figures (empty without turns) and the most
+            bytes that torch had; or `out_of_memory`: the first words of the error.
         """
         assert self.model is not None
         assert self.bridge is not None
@@ -35,16 +37,25 @@ class TurnsTrainer(BenchTrainer):
         self.model.arithmetic.sums = self.optimizer.sums
         rows = []
         for number in range(count):
-            batch = random_batch(max(1, tokens // length), (length, length), self.model.geometry.vocab_size, number)
+            batch = random_batch(
+                max(1, tokens // length), (length, length), self.model.geometry.vocab_size, number
+            )
             ((bins,),) = pack_batch(
-                batch, tokens_per_bin=tokens, ranks=1, normalisation="token", max_tokens=length, share_prefixes=False
+                batch,
+                tokens_per_bin=tokens,
+                ranks=1,
+                normalisation="token",
+                max_tokens=length,
+                share_prefixes=False,
             )
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             started, told = time.monotonic(), ""
             with self.bridge.turn(lambda: None):
                 try:
-                    gradient_of(self.model, self.optimizer, [one.to(self.device) for one in bins], config)
+                    gradient_of(
+                        self.model, self.optimizer, [one.to(self.device) for one in bins], config
+                    )
                     self.optimizer.step()
                 except torch.OutOfMemoryError as error:
                     told = str(error).splitlines()[0][:200]
@@ -56,7 +67,9 @@ class TurnsTrainer(BenchTrainer):
                 return {"out_of_memory": told}
             peak = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
             turn = dict(self.bridge.turn_figures)
-            rows.append({"seconds": time.monotonic() - started, "turn": turn, "peak_reserved_bytes": peak})
+            rows.append(
+                {"seconds": time.monotonic() - started, "turn": turn, "peak_reserved_bytes": peak}
+            )
         return {"steps": rows, "tokens": sum(len(one.tokens) for one in bins)}
 
     def commands(self) -> dict[str, Callable[..., Any]]:

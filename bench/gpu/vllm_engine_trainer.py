@@ -1,9 +1,11 @@
-"""A trainer that uses vLLM's own NCCL weight-transfer engine, to compare with. vLLM 0.26; needs GPUs.
+"""A trainer that uses vLLM's own NCCL weight-transfer engine, to compare with. vLLM 0.26; needs
+GPUs.
 
-The server is started with VLLM_SERVER_DEV_MODE=1 and `--weight-transfer-config '{"backend": "nccl"}'`. One update is:
-the write of the new weights, /pause?mode=keep, /start_weight_update, the packed broadcast beside /update_weights,
-/finish_weight_update, /resume; all requests over one kept connection to each server, to several at the same time, and timed
-from the write to the last answer, as ours is.
+The server is started with VLLM_SERVER_DEV_MODE=1 and
+`--weight-transfer-config '{"backend": "nccl"}'`. One update is: the write of the new weights,
+/pause?mode=keep, /start_weight_update, the packed broadcast beside /update_weights,
+/finish_weight_update, /resume; all requests over one kept connection to each server, to several at
+the same time, and timed from the write to the last answer, as ours is.
 """
 
 from __future__ import annotations
@@ -39,13 +41,23 @@ class EngineTrainer(BenchTrainer):
             others: ports of more servers on this machine, whose workers come into the same group.
         """
         engine = import_module(NCCL_ENGINE)
-        self._clients += [httpx.Client(base_url=f"http://localhost:{port}", timeout=self.timeout) for port in others]
-        sizes = [int(client.get("/get_world_size").raise_for_status().json()["world_size"]) for client in self._clients]
+        self._clients += [
+            httpx.Client(base_url=f"http://localhost:{port}", timeout=self.timeout)
+            for port in others
+        ]
+        sizes = [
+            int(client.get("/get_world_size").raise_for_status().json()["world_size"])
+            for client in self._clients
+        ]
         world = 1 + sum(sizes)
         meeting = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": world}
         offsets = [1 + sum(sizes[:number]) for number in range(len(sizes))]
         calls = [
-            self._in_background(client, "/init_weight_transfer_engine", json={"init_info": {**meeting, "rank_offset": offset}})
+            self._in_background(
+                client,
+                "/init_weight_transfer_engine",
+                json={"init_info": {**meeting, "rank_offset": offset}},
+            )
             for client, offset in zip(self._clients, offsets, strict=True)
         ]
         self._group = engine.NCCLWeightTransferEngine.trainer_init(meeting)
@@ -63,7 +75,9 @@ class EngineTrainer(BenchTrainer):
     def check_logprobs(self, seed: int = 0, port: int = 0) -> dict[str, Any]:
         """BenchTrainer.check without the checksums, which vLLM does not have."""
         prompt = self._prompt(seed)
-        return self._compared(prompt, self._sample(prompt, seed, f"http://localhost:{port or self.port}"))
+        return self._compared(
+            prompt, self._sample(prompt, seed, f"http://localhost:{port or self.port}")
+        )
 
     def checkpoint_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Every tensor of a Hugging Face checkpoint, as views on the model's parameters."""
@@ -121,7 +135,9 @@ class EngineTrainer(BenchTrainer):
         }
 
     def _ask_all(self, path: str, **request: Any) -> Callable[[], None]:
-        """POST to all servers at the same time; the function returned waits for all and raises what one raised."""
+        """POST to all servers at the same time; the function returned waits for all and raises what
+        one raised.
+        """
         calls = [self._in_background(client, path, **request) for client in self._clients]
 
         def wait() -> None:
@@ -155,4 +171,6 @@ class EngineTrainer(BenchTrainer):
 
 
 if __name__ == "__main__":
-    main(EngineTrainer, lambda: import_module(NCCL_ENGINE))  # which takes many seconds, during which the server starts
+    main(
+        EngineTrainer, lambda: import_module(NCCL_ENGINE)
+    )  # which takes many seconds, during which the server starts

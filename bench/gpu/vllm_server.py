@@ -16,7 +16,8 @@ import psutil
 from bench.gpu.processes import ROOT, BenchError, Child, free_port, tail
 
 NUMBERS = {"ignore_eos": True, "return_text": False, "token_logprobs": True}
-"""What a request to /generate says if nobody wants text, or tables of logprobs: as this project's environments ask."""
+"""What a request to /generate says if nobody wants text, or tables of logprobs: as this project's
+environments ask."""
 READY_SECONDS = 240.0
 """The first start on a fresh machine takes 100 to 130 s."""
 
@@ -30,8 +31,8 @@ class ServerOptions:
         tp: tensor-parallel degree.
         shared: our weight bridge is on; without it the workers run vLLM's code alone.
         eager: without compilation and CUDA graphs.
-        cache_gib: exact size of the cache of keys and values; what vLLM would measure at its start depends on what else uses
-            the GPU at that moment.
+        cache_gib: exact size of the cache of keys and values; what vLLM would measure at its start
+            depends on what else uses the GPU at that moment.
         bridge_timeout: seconds for each phase of an update.
         load_format: `dummy` for random weights, `auto` for those in the model's folder.
         flags, environment: whatever else.
@@ -54,7 +55,13 @@ class VllmServer(Child):
     """A running vllm_api_server.py."""
 
     def __init__(
-        self, name: str, model: Path, output: Path, options: ServerOptions, port: int | None = None, logs: Path | None = None
+        self,
+        name: str,
+        model: Path,
+        output: Path,
+        options: ServerOptions,
+        port: int | None = None,
+        logs: Path | None = None,
     ) -> None:
         """
         Args:
@@ -62,7 +69,8 @@ class VllmServer(Child):
             model: folder with config.json and tokenizer.
             output: where the log goes.
             port: an earlier server's, to take its place; by default a free one.
-            logs: where server and trainer leave each other files; by default a folder beside the model.
+            logs: where server and trainer leave each other files; by default a folder beside the
+                model.
         """
         self.port = port or free_port()
         self.url = f"http://localhost:{self.port}"
@@ -70,34 +78,60 @@ class VllmServer(Child):
         self.model = model
         folder = logs or model.parent / f"logdir-{name.replace(' ', '-')}"
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-u", str(ROOT / "example_trainer" / "vllm_api_server.py"), "--model", str(model)]
+        command = [
+            sys.executable,
+            "-u",
+            str(ROOT / "example_trainer" / "vllm_api_server.py"),
+            "--model",
+            str(model),
+        ]
         command += ["--port", str(self.port), "--load-format", options.load_format]
         command += ["--max-model-len", str(options.max_model_len)]
-        command += ["--max-num-seqs", str(options.max_num_seqs), "--bridge-timeout", str(options.bridge_timeout)]
+        command += [
+            "--max-num-seqs",
+            str(options.max_num_seqs),
+            "--bridge-timeout",
+            str(options.bridge_timeout),
+        ]
         # Whoever measures here comes without a key, which the machine's environment may hold.
-        environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if options.shared else "0", "LOGDIR": str(folder)}
+        environment = {
+            "VLLM_ENABLE_SHARED_WEIGHTS": "1" if options.shared else "0",
+            "LOGDIR": str(folder),
+        }
         environment |= {"VLLM_API_KEY": "", "VLLM_NO_USAGE_STATS": "1"}
         if options.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = options.gpus
-            # vLLM refuses to start unless so much is free; the size of the cache follows from the other flag.
+            # vLLM refuses to start unless so much is free; the size of the cache follows from the
+            # other flag.
             command += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.1"]
             command += ["--kv-cache-memory-bytes", str(options.cache_gib << 30)]
             if options.eager:
                 command.append("--enforce-eager")
         else:
-            command += ["--num-gpu-blocks-override", "256"]  # 32,768 tokens: a worker writes zeros into all of its cache
+            command += [
+                "--num-gpu-blocks-override",
+                "256",
+            ]  # 32,768 tokens: a worker writes zeros into all of its cache
             environment["OMP_NUM_THREADS"] = "1"
         if options.tp > 1:
             command += ["--tensor-parallel-size", str(options.tp)]
             if options.gpus:
                 environment["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
         environment |= dict(options.environment)
-        super().__init__(name, [*command, *options.flags], output / f"{name.replace(' ', '-')}.log", environment, pipes=False)
+        super().__init__(
+            name,
+            [*command, *options.flags],
+            output / f"{name.replace(' ', '-')}.log",
+            environment,
+            pipes=False,
+        )
 
     def ready(self) -> bool:
         """Whether it samples a token now. Raises BenchError if it has ended."""
         if self.process.poll() is not None:
-            raise BenchError(f"{self.name} ended with status {self.process.returncode}:\n{tail(self.log, 25)}")
+            raise BenchError(
+                f"{self.name} ended with status {self.process.returncode}:\n{tail(self.log, 25)}"
+            )
         try:
             return httpx.get(f"{self.url}/health_generate", timeout=40).status_code == 200
         except httpx.TransportError:
@@ -111,7 +145,9 @@ class VllmServer(Child):
         """POST a JSON body for a JSON answer."""
         response = httpx.post(f"{self.url}{path}", json=body, timeout=timeout)
         if response.status_code != 200:
-            raise BenchError(f"{self.name} answered {path} with {response.status_code}: {response.text[:400]}")
+            raise BenchError(
+                f"{self.name} answered {path} with {response.status_code}: {response.text[:400]}"
+            )
         return response.json()
 
     def state(self) -> dict[str, Any]:
@@ -128,7 +164,12 @@ class VllmServer(Child):
 
     def greedy(self, prompt: list[int], max_tokens: int = 8) -> tuple[list[int], list[float]]:
         """Token ids and logprobs of a completion without randomness."""
-        body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": max_tokens, "temperature": 0.0, **NUMBERS}
+        body = {
+            "prompt": {"prompt_token_ids": prompt},
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            **NUMBERS,
+        }
         answer = self.post("/generate", body)
         return answer["token_ids"][0], answer["token_logprobs"][0]
 
@@ -153,15 +194,22 @@ class VllmServer(Child):
         return [process for _, process in sorted(found, key=lambda pair: -pair[0])]
 
     def worker_process(self, tp_rank: int) -> psutil.Process:
-        """The process that holds a rank's weights. Raises BenchError if it cannot be told from the others."""
+        """The process that holds a rank's weights.
+
+        Raises BenchError if it cannot be told from the others.
+        """
         processes = self.engine_processes()
         if self.options.tp == 1:
             cores = [p for p in processes if "EngineCore" in _title(p)] or processes[:1]
         else:
-            cores = [p for p in processes if re.search(rf"Worker(_PP\d+)?_TP{tp_rank}\b", _title(p))]
+            cores = [
+                p for p in processes if re.search(rf"Worker(_PP\d+)?_TP{tp_rank}\b", _title(p))
+            ]
         if len(cores) != 1:
             titles = [_title(p)[:80] for p in processes]
-            raise BenchError(f"{self.name}: {len(cores)} processes look like rank {tp_rank}'s worker among {titles}")
+            raise BenchError(
+                f"{self.name}: {len(cores)} processes look like rank {tp_rank}'s worker among {titles}"
+            )
         return cores[0]
 
     def kill(self) -> None:

@@ -29,8 +29,10 @@ class Case:
         files: written into the working folder (which is $HOME too) first.
         environ: further environment variables.
         server_type: of the inference server.
-        servers: how many servers the environment has by default; from 2 on they are given in a YAML file of ours.
-        group_size, batch_size, groups, seconds: sizes, how many groups are compared, and how long both may take.
+        servers: how many servers the environment has by default; from 2 on they are given in a YAML
+            file of ours.
+        group_size, batch_size, groups, seconds: sizes, how many groups are compared, and how long
+            both may take.
         expected: the verdict that a run must find.
         why: what differs, or why it does not run, in words.
     """

@@ -28,45 +28,78 @@ OF_THE_GROUP = frozenset({"group_overrides", "generation_params"})
 
 
 def said(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a posted group that say something: null, an empty list and an empty table say nothing."""
-    return {name: value for name, value in group.items() if name not in NOT_COMPARED and value not in (None, [], {})}
+    """The fields of a posted group that say something: null, an empty list and an empty table say
+    nothing.
+    """
+    return {
+        name: value
+        for name, value in group.items()
+        if name not in NOT_COMPARED and value not in (None, [], {})
+    }
 
 
 def in_one_order(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group with its sequences sorted: environments shuffle them, and requests of one group overtake each other."""
+    """The group with its sequences sorted: environments shuffle them, and requests of one group
+    overtake each other.
+    """
     told = said(group)
     count = len(told.get("tokens", []))
     rows = [
-        name for name, value in told.items() if name not in OF_THE_GROUP and isinstance(value, list) and len(value) == count
+        name
+        for name, value in told.items()
+        if name not in OF_THE_GROUP and isinstance(value, list) and len(value) == count
     ]
-    sequences = sorted(({name: told[name][i] for name in rows} for i in range(count)), key=canonical)
-    return {name: value for name, value in told.items() if name not in rows} | {"sequences": sequences}
+    sequences = sorted(
+        ({name: told[name][i] for name in rows} for i in range(count)), key=canonical
+    )
+    return {name: value for name, value in told.items() if name not in rows} | {
+        "sequences": sequences
+    }
 
 
 def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def differences(public: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]) -> list[str]:
-    """In words, where the groups of the two differ; their order does not count. Empty when they are the same."""
-    left, right = ({canonical(found): found for found in map(in_one_order, side)} for side in (public, ours))
+def differences(
+    public: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """In words, where the groups of the two differ; their order does not count.
+
+    Empty when they are the same.
+    """
+    left, right = (
+        {canonical(found): found for found in map(in_one_order, side)} for side in (public, ours)
+    )
     only_public = [group for key, group in left.items() if key not in right]
     only_ours = [group for key, group in right.items() if key not in left]
     if not only_public and not only_ours:
         return []
-    found = [f"{len(only_public)} of {len(left)} groups of the public SDK are not among the {len(right)} of ours"]
+    found = [
+        f"{len(only_public)} of {len(left)} groups of the public SDK are not among the {len(right)} of ours"
+    ]
     for theirs, mine in zip(only_public, only_ours, strict=False):
-        found += [f"{place}: public {a}, ours {b}" for place, a, b in first_differences(theirs, mine)]
+        found += [
+            f"{place}: public {a}, ours {b}" for place, a, b in first_differences(theirs, mine)
+        ]
         break
     return found
 
 
-def first_differences(public: Any, ours: Any, place: str = "", limit: int = 6) -> list[tuple[str, str, str]]:
+def first_differences(
+    public: Any, ours: Any, place: str = "", limit: int = 6
+) -> list[tuple[str, str, str]]:
     """(place, public value, our value) of at most `limit` values that differ, the outermost first."""
     if isinstance(public, dict) and isinstance(ours, dict):
-        rows = [(f"{place}.{key}".lstrip("."), public.get(key), ours.get(key)) for key in sorted({*public, *ours})]
+        rows = [
+            (f"{place}.{key}".lstrip("."), public.get(key), ours.get(key))
+            for key in sorted({*public, *ours})
+        ]
     elif isinstance(public, list) and isinstance(ours, list) and len(public) == len(ours):
-        rows = [(f"{place}[{index}]", a, b) for index, (a, b) in enumerate(zip(public, ours, strict=True))]
+        rows = [
+            (f"{place}[{index}]", a, b)
+            for index, (a, b) in enumerate(zip(public, ours, strict=True))
+        ]
     else:
         return [] if public == ours else [(place, brief(public), brief(ours))]
     found: list[tuple[str, str, str]] = []
@@ -82,7 +115,9 @@ def brief(value: Any) -> str:
     return text[:160] + ("…" if len(text) > 160 else "") + length
 
 
-def asked_differently(public: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]) -> list[str]:
+def asked_differently(
+    public: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]
+) -> list[str]:
     """In words, which parameters of requests differ, over the prompts that both SDKs sent."""
     first: list[dict[str, Mapping[str, Any]]] = [{}, {}]
     for table, requests in zip(first, (public, ours), strict=True):

@@ -1,4 +1,6 @@
-"""The cases that need no trainer: `evaluate`, whose metrics and samples are compared, and `process`, whose groups are."""
+"""The cases that need no trainer: `evaluate`, whose metrics and samples are compared, and
+`process`, whose groups are.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ DROP: Rows = {
             lambda n: {
                 "passage": f"In game {n} two and two met.",
                 "question": "How many were there?",
-                "answer": {"number": "4", "date": {"day": "", "month": "", "year": ""}, "spans": []},
+                "answer": {
+                    "number": "4",
+                    "date": {"day": "", "month": "", "year": ""},
+                    "spans": [],
+                },
                 "validated_answers": NO_SPANS,
             },
         )
@@ -59,13 +65,31 @@ FOLDER = "eval_environments"
 THINKING = {"custom_thinking_prompt": "Think between <think> and </think> first."}
 
 EVALUATING: tuple[Case, ...] = (
-    Case("gsm8k_server_evaluate", "gsm8k_server.py", "evaluation", BOXED, GSM8K, command="evaluate", servers=2),
-    Case("gsm8k_server_process", "gsm8k_server.py", "`process`", BOXED, GSM8K, command="process", servers=2),
+    Case(
+        "gsm8k_server_evaluate",
+        "gsm8k_server.py",
+        "evaluation",
+        BOXED,
+        GSM8K,
+        command="evaluate",
+        servers=2,
+    ),
+    Case(
+        "gsm8k_server_process",
+        "gsm8k_server.py",
+        "`process`",
+        BOXED,
+        GSM8K,
+        command="process",
+        servers=2,
+    ),
     Case(
         "mmlu_eval",
         f"{FOLDER}/mmlu_eval.py",
         "evaluation, 57 subjects",
-        rules=[{"when": f"Question {n}", "answers": [MCQ_ANSWERS[n]]} for n in range(4)],  # all subjects ask the same
+        rules=[
+            {"when": f"Question {n}", "answers": [MCQ_ANSWERS[n]]} for n in range(4)
+        ],  # all subjects ask the same
         rows=MMLU,
         command="evaluate",
         server_type="openai",
@@ -91,5 +115,13 @@ EVALUATING: tuple[Case, ...] = (
         server_type="openai",
         env=THINKING,
     ),
-    Case("gsm8k_eval", f"{FOLDER}/gsm8k_eval.py", "evaluation", BOXED, OPENAI_GSM8K, command="evaluate", server_type="openai"),
+    Case(
+        "gsm8k_eval",
+        f"{FOLDER}/gsm8k_eval.py",
+        "evaluation",
+        BOXED,
+        OPENAI_GSM8K,
+        command="evaluate",
+        server_type="openai",
+    ),
 )

@@ -1,4 +1,6 @@
-"""The processes of the comparison: a virtual environment for both SDKs, the service, the stand-in, an environment file."""
+"""The processes of the comparison: a virtual environment for both SDKs, the service, the stand-in,
+an environment file.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,39 @@ HERE = Path(__file__).resolve().parent
 FOLDER = ROOT / "runs" / "bench" / "their-environments"
 NEEDS = (
     # transformers 5 gives a table where environments of that time expect a list of ids
-    *("transformers<5", "datasets", "gymnasium<1.1", "langdetect", "reasoning-gym", "flask", "latex2sympy2_extended"),
-    *("scipy", "scikit-learn", "toml", "xmltodict", "pyyaml", "pandas", "python-dotenv", "pillow", "nltk"),
+    *(
+        "transformers<5",
+        "datasets",
+        "gymnasium<1.1",
+        "langdetect",
+        "reasoning-gym",
+        "flask",
+        "latex2sympy2_extended",
+    ),
+    *(
+        "scipy",
+        "scikit-learn",
+        "toml",
+        "xmltodict",
+        "pyyaml",
+        "pandas",
+        "python-dotenv",
+        "pillow",
+        "nltk",
+    ),
     # what our SDK needs
-    *("fastapi", "uvicorn", "pydantic", "httpx", "openai", "orjson", "prometheus-client", "numpy", "jinja2", "rich"),
+    *(
+        "fastapi",
+        "uvicorn",
+        "pydantic",
+        "httpx",
+        "openai",
+        "orjson",
+        "prometheus-client",
+        "numpy",
+        "jinja2",
+        "rich",
+    ),
 )
 """What environment files import, from the package registry."""
 
@@ -40,7 +71,8 @@ class Side:
 
     Attributes:
         name: `public` or `ours`.
-        path: folder that is put on PYTHONPATH: it holds `environments` of the clone and, for ours, our package.
+        path: folder that is put on PYTHONPATH: it holds `environments` of the clone and, for ours,
+            our package.
     """
 
     name: str
@@ -57,15 +89,26 @@ def python() -> Path:
     marker = FOLDER / "venv" / "ready"
     if not marker.exists():
         print(f"installing {PUBLIC} and {len(NEEDS)} packages in {FOLDER} …", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER / "venv"], check=True, timeout=120)
-        install: list[str | Path] = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--clear", FOLDER / "venv"], check=True, timeout=120
+        )
+        install: list[str | Path] = [
+            found,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]
         subprocess.run([*install, PUBLIC, *NEEDS], check=True, timeout=1200)
         marker.touch()
     return found
 
 
 def sides(clone: Path, work: Path) -> tuple[Side, Side]:
-    """Folders for PYTHONPATH: both with the clone's `environments`, one with our `atroposlib`, which hides the public one."""
+    """Folders for PYTHONPATH: both with the clone's `environments`, one with our `atroposlib`,
+    which hides the public one.
+    """
     made = []
     for name in ("public", "ours"):
         folder = work / f"path-{name}"
@@ -86,7 +129,10 @@ def link(place: Path, target: Path) -> None:
 
 @contextmanager
 def running(
-    command: Sequence[str | Path], log: Path, cwd: Path | None = None, environ: Mapping[str, str] | None = None
+    command: Sequence[str | Path],
+    log: Path,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a group of its own, ended with all that it started."""
     with log.open("wb") as file:
@@ -142,18 +188,37 @@ def server(command: Sequence[str | Path], url: str, log: Path) -> Iterator[None]
     """
     with running(command, log, cwd=ROOT):
         if not wait_for(url, lambda: answers(url), 60):
-            raise RuntimeError(f"{command[0]} did not start: {log.read_text(errors='replace')[-1000:]}")
+            raise RuntimeError(
+                f"{command[0]} did not start: {log.read_text(errors='replace')[-1000:]}"
+            )
         yield
 
 
 def service(port: int) -> list[str | Path]:
     """Our rollout service's command."""
-    return [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port), "--store", "memory"]
+    return [
+        sys.executable,
+        "-m",
+        "atroposlib.cli.run_api",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--store",
+        "memory",
+    ]
 
 
 def model(port: int, tokenizer: Path) -> list[str | Path]:
     """The stand-in's command."""
-    return [sys.executable, HERE / "model_standin.py", "--port", str(port), "--tokenizer", tokenizer]
+    return [
+        sys.executable,
+        HERE / "model_standin.py",
+        "--port",
+        str(port),
+        "--tokenizer",
+        tokenizer,
+    ]
 
 
 class Started:
@@ -173,7 +238,9 @@ class Started:
 
 
 class Launcher:
-    """A process of one side that has imported the SDK and forks for every file; see hook/launcher.py."""
+    """A process of one side that has imported the SDK and forks for every file; see
+    hook/launcher.py.
+    """
 
     def __init__(self, side: Side, home: Path):
         environ = {
@@ -192,7 +259,13 @@ class Launcher:
         self.log = (home / "launcher.log").open("wb")
         command = [python(), HERE / "hook" / "launcher.py"]
         self.process = subprocess.Popen(
-            command, cwd=home, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+            command,
+            cwd=home,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
         )
         self.starting = threading.Lock()
         self.running: dict[int, Started] = {}
@@ -213,11 +286,22 @@ class Launcher:
                 started.ended.set()
 
     def run(
-        self, argv: Sequence[str | Path], cwd: Path, log: Path, environ: Mapping[str, str], more: Mapping[str, Any]
+        self,
+        argv: Sequence[str | Path],
+        cwd: Path,
+        log: Path,
+        environ: Mapping[str, str],
+        more: Mapping[str, Any],
     ) -> Started:
         """Start a file. `more`: the other fields of an order."""
         assert self.process.stdin is not None
-        order = {"argv": [str(part) for part in argv], "cwd": str(cwd), "log": str(log), "environ": dict(environ), **more}
+        order = {
+            "argv": [str(part) for part in argv],
+            "cwd": str(cwd),
+            "log": str(log),
+            "environ": dict(environ),
+            **more,
+        }
         with self.starting:
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()

@@ -1,4 +1,6 @@
-"""A door in front of the rollout service that writes down what environments post, and hands everything on unchanged."""
+"""A door in front of the rollout service that writes down what environments post, and hands
+everything on unchanged.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
-HANDED_ON = ("content-type", "content-encoding", "accept-encoding", "idempotency-key", "authorization")
+HANDED_ON = (
+    "content-type",
+    "content-encoding",
+    "accept-encoding",
+    "idempotency-key",
+    "authorization",
+)
 TIMEOUT = 60
 
 
@@ -55,7 +63,9 @@ class Recorder:
             do_GET = do_POST = hand_on
 
         self.server = Server(("127.0.0.1", 0), Door)
-        self.thread = threading.Thread(target=self.server.serve_forever, name="recorder", daemon=True)
+        self.thread = threading.Thread(
+            target=self.server.serve_forever, name="recorder", daemon=True
+        )
 
     @property
     def url(self) -> str:
@@ -65,7 +75,12 @@ class Recorder:
         self.thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.server.shutdown()
         self.server.server_close()
         self.thread.join(TIMEOUT)
@@ -73,7 +88,9 @@ class Recorder:
     def answer(self, door: BaseHTTPRequestHandler) -> None:
         """Ask the service the same, note it, and give its answer back."""
         body = door.rfile.read(int(door.headers.get("content-length") or 0))
-        headers = {name: value for name in HANDED_ON if (value := door.headers.get(name)) is not None}
+        headers = {
+            name: value for name in HANDED_ON if (value := door.headers.get(name)) is not None
+        }
         connection = http.client.HTTPConnection("127.0.0.1", self.service_port, timeout=TIMEOUT)
         try:
             connection.request(door.command, door.path, body=body, headers=headers)
@@ -82,7 +99,13 @@ class Recorder:
         finally:
             connection.close()
         if door.command == "POST":
-            self.note(door.path, body, door.headers.get("content-encoding") == "gzip", answer.status, content)
+            self.note(
+                door.path,
+                body,
+                door.headers.get("content-encoding") == "gzip",
+                answer.status,
+                content,
+            )
         door.send_response(answer.status)
         for name in ("content-type", "content-encoding", "retry-after"):
             if (value := answer.getheader(name)) is not None:

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Environment files of the public repository, unchanged, on our SDK and on the public one, against our rollout service.
+"""Environment files of the public repository, unchanged, on our SDK and on the public one, against
+our rollout service.
 
     python bench/their_environments/run.py --clone FOLDER            # all, into bench/results/their_environments.json
     python bench/their_environments/run.py --clone FOLDER --only gsm8k_server mcqa_thinking_env --keep
 
-FOLDER is a clone of the public repository. Each file runs twice at the same time, in processes of its own: once with the
-public SDK from the package registry, once with ours, which is all that differs. A stand-in for the inference server gives both
-the same answers; a door in front of a real rollout service writes down what arrives, and a trainer's loop takes the batches.
-What the two posted is compared, number for number.
+FOLDER is a clone of the public repository. Each file runs twice at the same time, in processes of
+its own: once with the public SDK from the package registry, once with ours, which is all that
+differs. A stand-in for the inference server gives both the same answers; a door in front of a real
+rollout service writes down what arrives, and a trainer's loop takes the batches. What the two
+posted is compared, number for number.
 """
 
 from __future__ import annotations
@@ -78,14 +80,20 @@ class Run:
 
 
 def make_tokenizer(folder: Path) -> Path:
-    """One token per byte, with a start token that encoding adds and the chat template writes, as Llama's has it."""
+    """One token per byte, with a start token that encoding adds and the chat template writes, as
+    Llama's has it.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = ["<s>", "<|im_end|>", "<|im_start|>"]
-    inner = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate([*alphabet, *specials])}, merges=[]))
+    inner = Tokenizer(
+        models.BPE(vocab={text: i for i, text in enumerate([*alphabet, *specials])}, merges=[])
+    )
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(specials)
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", inner.token_to_id("<s>"))])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", inner.token_to_id("<s>"))]
+    )
     folder.mkdir(parents=True, exist_ok=True)
     inner.save(str(folder / "tokenizer.json"))
     # By hand: two major versions of transformers read it, and neither reads what the other writes.
@@ -148,12 +156,25 @@ class Bench:
         """The environment file with its flags, or a YAML file in their place."""
         server = {"base_url": f"{model}/v1", "api_key": "x", "server_type": case.server_type}
         server |= {"model_name": str(self.tokenizer), "tokenizer_name": str(self.tokenizer)}
-        env: dict[str, Any] = {"tokenizer_name": str(self.tokenizer), "use_wandb": False, "group_size": case.group_size}
+        env: dict[str, Any] = {
+            "tokenizer_name": str(self.tokenizer),
+            "use_wandb": False,
+            "group_size": case.group_size,
+        }
         if case.command == "serve":
-            env |= {"rollout_server_url": service, "max_num_workers": 1, "max_batches_offpolicy": 8, "steps_per_eval": 0}
+            env |= {
+                "rollout_server_url": service,
+                "max_num_workers": 1,
+                "max_batches_offpolicy": 8,
+                "steps_per_eval": 0,
+            }
             env |= {"total_steps": 100_000}
         elif case.command == "process":
-            env |= {"total_steps": case.groups, "data_path_to_save_groups": str(folder / "groups.jsonl"), "max_num_workers": 1}
+            env |= {
+                "total_steps": case.groups,
+                "data_path_to_save_groups": str(folder / "groups.jsonl"),
+                "max_num_workers": 1,
+            }
         else:
             env |= {"data_dir_to_save_evals": str(folder / "evaluation")}
         env |= dict(case.env)
@@ -162,21 +183,39 @@ class Bench:
             start += ["--config", self.clone / "environments" / case.yaml]
         if case.servers > 1:
             path = folder / "servers.yaml"
-            entries = [server, server | {"base_url": server["base_url"].replace("127.0.0.1", "localhost")}]
+            entries = [
+                server,
+                server | {"base_url": server["base_url"].replace("127.0.0.1", "localhost")},
+            ]
             path.write_text(yaml.safe_dump({"env": env, "openai": entries[: case.servers]}))
             start += ["--config", path]
             env, server = {}, {}
-        flags = [*((f"--env.{k}", v) for k, v in env.items()), *((f"--openai.{k}", v) for k, v in server.items())]
+        flags = [
+            *((f"--env.{k}", v) for k, v in env.items()),
+            *((f"--openai.{k}", v) for k, v in server.items()),
+        ]
         places = {"{model}": model, "{tokenizer}": str(self.tokenizer)}
         more = [(flag, places.get(str(value), value)) for flag, value in case.flags]
         return [*start, *(part for flag, value in [*flags, *more] for part in (flag, str(value)))]
 
     def serve(self, case: Case, folder: Path, seat: Seat) -> Run:
-        """Serve our rollout service until enough groups have arrived, taking batches as a trainer does."""
+        """Serve our rollout service until enough groups have arrived, taking batches as a trainer
+        does.
+        """
         run, url = Run(), f"http://127.0.0.1:{seat.service_port}"
         httpx.get(f"{url}/reset_data", timeout=60).raise_for_status()
-        trainer = {"wandb_group": "g", "wandb_project": "p", "batch_size": case.batch_size, "max_token_len": LONGEST}
-        trainer |= {"checkpoint_dir": str(folder), "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 100_000}
+        trainer = {
+            "wandb_group": "g",
+            "wandb_project": "p",
+            "batch_size": case.batch_size,
+            "max_token_len": LONGEST,
+        }
+        trainer |= {
+            "checkpoint_dir": str(folder),
+            "save_checkpoint_interval": 0,
+            "starting_step": 0,
+            "num_steps": 100_000,
+        }
         httpx.post(f"{url}/register", json=trainer, timeout=60).raise_for_status()
         with Recorder(seat.service_port) as door:
             started = self.start(case, folder, seat, door.url)
@@ -184,13 +223,21 @@ class Bench:
             def enough() -> bool:
                 batch = httpx.get(f"{url}/batch", timeout=60).json()["batch"] or []
                 run.drained += sum(len(group["tokens"]) for group in batch)
-                return len(door.posted) >= case.groups or len(door.refused) >= case.groups or started.ended.is_set()
+                return (
+                    len(door.posted) >= case.groups
+                    or len(door.refused) >= case.groups
+                    or started.ended.is_set()
+                )
 
             processes.wait_for(f"{case.name}: {case.groups} groups", enough, case.seconds)
             enough()
             run.ended = started.status
             started.stop()
-            run.groups, run.registered, run.refused = door.posted[: case.groups], door.registered[:1], door.refused[:3]
+            run.groups, run.registered, run.refused = (
+                door.posted[: case.groups],
+                door.registered[:1],
+                door.refused[:3],
+            )
         return run
 
     def once(self, case: Case, folder: Path, seat: Seat) -> Run:
@@ -226,7 +273,11 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
 
 def without_times(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: without_times(held) for k, held in value.items() if not any(word in k for word in BY_THE_CLOCK)}
+        return {
+            k: without_times(held)
+            for k, held in value.items()
+            if not any(word in k for word in BY_THE_CLOCK)
+        }
     return [without_times(held) for held in value] if isinstance(value, list) else value
 
 
@@ -240,7 +291,9 @@ def judged(case: Case, public: Run, ours: Run) -> dict[str, Any]:
         found.append(f"registered: public {public.registered}, ours {ours.registered}")
     nothing = case.command == "serve" and not (public.groups or ours.groups)
     nothing = nothing or (case.command == "process" and not (public.groups or ours.groups))
-    nothing = nothing or (case.command == "evaluate" and "metrics.json" not in (public.files | ours.files))
+    nothing = nothing or (
+        case.command == "evaluate" and "metrics.json" not in (public.files | ours.files)
+    )
     return {
         "file": f"environments/{case.file}",
         "kind": case.kind,
@@ -250,7 +303,13 @@ def judged(case: Case, public: Run, ours: Run) -> dict[str, Any]:
         "groups": [len(public.groups), len(ours.groups)],
         "sequences": [sum(len(group["tokens"]) for group in run.groups) for run in (public, ours)],
         "turns": max(
-            (answers_in(mask) for run in (public, ours) for group in run.groups for mask in group["masks"]), default=0
+            (
+                answers_in(mask)
+                for run in (public, ours)
+                for group in run.groups
+                for mask in group["masks"]
+            ),
+            default=0,
         ),
         "drained": [public.drained, ours.drained],
         "refused": [len(public.refused), len(ours.refused)],
@@ -281,27 +340,41 @@ def started(clone: Path, work: Path) -> Iterator[Bench]:
                 (service, processes.service(service), "/"),
             ):
                 log = work / f"{side.name}-{port}.log"
-                stack.enter_context(processes.server(command, f"http://127.0.0.1:{port}{path}", log))
+                stack.enter_context(
+                    processes.server(command, f"http://127.0.0.1:{port}{path}", log)
+                )
             seats.append(Seat(side, launcher, f"http://127.0.0.1:{model}", service))
         yield Bench(clone, work, tokenizer, seats)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clone", type=Path, required=True, help="a clone of the public repository")
+    parser.add_argument(
+        "--clone", type=Path, required=True, help="a clone of the public repository"
+    )
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
     parser.add_argument("--into", type=Path, default=RESULTS)
-    parser.add_argument("--keep", type=Path, help="folder for logs and what was written; by default a temporary one")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for logs and what was written; by default a temporary one"
+    )
     parser.add_argument("--verbose", action="store_true", help="print the end of each log")
     options = parser.parse_args()
-    rows: dict[str, Any] = json.loads(options.into.read_text())["cases"] if options.into.exists() else {}
-    with tempfile.TemporaryDirectory() as temporary, started(options.clone, options.keep or Path(temporary)) as bench:
+    rows: dict[str, Any] = (
+        json.loads(options.into.read_text())["cases"] if options.into.exists() else {}
+    )
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        started(options.clone, options.keep or Path(temporary)) as bench,
+    ):
         for case in CASES:
             if options.only and case.name not in options.only:
                 continue
             public, ours = bench.run(case)
             rows[case.name] = row = judged(case, public, ours)
-            print(f"{case.name}: {row['verdict']} {row['groups']} groups, {public.seconds} s and {ours.seconds} s", flush=True)
+            print(
+                f"{case.name}: {row['verdict']} {row['groups']} groups, {public.seconds} s and {ours.seconds} s",
+                flush=True,
+            )
             for text in [*row["differences"], *row["asked_differently"]]:
                 print(f"    {text}")
             for name, run in (("public", public), ("ours", ours)):
@@ -310,7 +383,11 @@ def main() -> int:
                 if options.verbose or (row["verdict"] != "same" and not run.groups):
                     print(f"---- {name} (ended {run.ended})\n{run.log[-2500:]}")
             known = [case.name for case in CASES]
-            options.into.write_text(json.dumps({"cases": {name: rows[name] for name in known if name in rows}}, indent=1))
+            options.into.write_text(
+                json.dumps(
+                    {"cases": {name: rows[name] for name in known if name in rows}}, indent=1
+                )
+            )
     return 0
 
 

@@ -1,7 +1,8 @@
 """The cases that serve a trainer.
 
-Rows have the columns that the file reads and nothing of the real data sets. Where the answers decide the scores, every row has
-the same solution under another question, so that answers handed out in turn give groups with unequal scores.
+Rows have the columns that the file reads and nothing of the real data sets. Where the answers
+decide the scores, every row has the same solution under another question, so that answers handed
+out in turn give groups with unequal scores.
 """
 
 from __future__ import annotations
@@ -26,24 +27,42 @@ ANSWER_TAGS = [
 
 GSM8K: Rows = {
     "gsm8k": {
-        "train": numbered(40, lambda n: {"question": f"Task {n}: what is two and two?", "answer": "Add them. #### 4"}),
-        "test": numbered(6, lambda n: {"question": f"Test {n}: what is two and two?", "answer": "Add them. #### 4"}),
+        "train": numbered(
+            40,
+            lambda n: {"question": f"Task {n}: what is two and two?", "answer": "Add them. #### 4"},
+        ),
+        "test": numbered(
+            6,
+            lambda n: {"question": f"Test {n}: what is two and two?", "answer": "Add them. #### 4"},
+        ),
     }
 }
 MATH: Rows = {
     "zwhe99/DeepMath-103K": {
-        "train": numbered(40, lambda n: {"question": f"Task {n}: what is two and two?", "final_answer": "4"})
+        "train": numbered(
+            40, lambda n: {"question": f"Task {n}: what is two and two?", "final_answer": "4"}
+        )
     },
-    "HuggingFaceH4/aime_2024": {"train": numbered(3, lambda n: {"problem": f"AIME {n}", "answer": "4"})},
-    "HuggingFaceH4/math-500": {"test": numbered(3, lambda n: {"problem": f"MATH {n}", "answer": "4"})},
+    "HuggingFaceH4/aime_2024": {
+        "train": numbered(3, lambda n: {"problem": f"AIME {n}", "answer": "4"})
+    },
+    "HuggingFaceH4/math-500": {
+        "test": numbered(3, lambda n: {"problem": f"MATH {n}", "answer": "4"})
+    },
     "math-ai/amc23": {"test": numbered(3, lambda n: {"question": f"AMC {n}", "answer": "4"})},
-    "math-ai/minervamath": {"test": numbered(3, lambda n: {"question": f"Minerva {n}", "answer": "4"})},
-    "math-ai/olympiadbench": {"test": numbered(3, lambda n: {"question": f"Olympiad {n}", "final_answer": ["4"]})},
+    "math-ai/minervamath": {
+        "test": numbered(3, lambda n: {"question": f"Minerva {n}", "answer": "4"})
+    },
+    "math-ai/olympiadbench": {
+        "test": numbered(3, lambda n: {"question": f"Olympiad {n}", "final_answer": ["4"]})
+    },
 }
 
 
 WEATHER = call("weather", city="Berlin")
-TOOLS_SYSTEM = 'You have tools: <tools>[{"name": "weather", "parameters": {"city": "string"}}]</tools>'
+TOOLS_SYSTEM = (
+    'You have tools: <tools>[{"name": "weather", "parameters": {"city": "string"}}]</tools>'
+)
 
 
 def tool_talk(number: int) -> dict[str, Any]:
@@ -63,14 +82,23 @@ def tool_talk(number: int) -> dict[str, Any]:
     }
 
 
-RIGHT_CALL, OTHER_CALL = f"<think>I look it up.</think>\n{WEATHER}", "<think>No need.</think>\n" + call("weather", city="Rome")
+RIGHT_CALL, OTHER_CALL = (
+    f"<think>I look it up.</think>\n{WEATHER}",
+    "<think>No need.</think>\n" + call("weather", city="Rome"),
+)
 TOOL_TURNS = [
     {
         "when": r"<\|im_start\|>tool\n(?:(?!<\|im_start\|>).)*<\|im_start\|>assistant\n$",
         "answers": ["<think>Fine.</think> It is sunny there."],
     },
-    {"when": r"once more, please\?<\|im_end\|>\n<\|im_start\|>assistant\n$", "answers": [RIGHT_CALL]},
-    {"when": "", "answers": [RIGHT_CALL, OTHER_CALL, RIGHT_CALL, "I would not know, and I do not ask."]},
+    {
+        "when": r"once more, please\?<\|im_end\|>\n<\|im_start\|>assistant\n$",
+        "answers": [RIGHT_CALL],
+    },
+    {
+        "when": "",
+        "answers": [RIGHT_CALL, OTHER_CALL, RIGHT_CALL, "I would not know, and I do not ask."],
+    },
 ]
 
 LETTERS = [
@@ -117,8 +145,17 @@ SERVING: tuple[Case, ...] = (
         rows=MATH,
         env={"run_evaluation": "False"},
     ),
-    Case("math_server_zero", "math_server_zero.py", "raw text completion with stop words", ANSWER_TAGS, MATH, servers=2),
-    Case("mcqa_thinking_env", "mcqa_thinking_env.py", "single turn, rendered prompt", LETTERS, MCQA),
+    Case(
+        "math_server_zero",
+        "math_server_zero.py",
+        "raw text completion with stop words",
+        ANSWER_TAGS,
+        MATH,
+        servers=2,
+    ),
+    Case(
+        "mcqa_thinking_env", "mcqa_thinking_env.py", "single turn, rendered prompt", LETTERS, MCQA
+    ),
     Case(
         "mcqa_thinking_env_yaml",
         "mcqa_thinking_env.py",
@@ -133,8 +170,17 @@ SERVING: tuple[Case, ...] = (
         "judge: the served model compares two answers",
         rules=[
             {"when": r"\[Response A\]\s*A first", "answers": ["I think \\boxed{A}"]},
-            {"when": r"\[Response A\]", "answers": ["I think \\boxed{B}", "I think \\boxed{B}", "I think \\boxed{A}"]},
-            {"when": "", "answers": ["A first answer of some length.", "A second answer, longer than the first one was."]},
+            {
+                "when": r"\[Response A\]",
+                "answers": ["I think \\boxed{B}", "I think \\boxed{B}", "I think \\boxed{A}"],
+            },
+            {
+                "when": "",
+                "answers": [
+                    "A first answer of some length.",
+                    "A second answer, longer than the first one was.",
+                ],
+            },
         ],
         rows={
             "allenai/WildChat": {
@@ -163,7 +209,11 @@ SERVING: tuple[Case, ...] = (
         "tool_use_multiturn_server",
         "tool_use_multiturn_server.py",
         "multi-turn with tools",
-        rows={"interstellarninja/toolace_hermes_sequential_tool_use": {"train": numbered(40, tool_talk)}},
+        rows={
+            "interstellarninja/toolace_hermes_sequential_tool_use": {
+                "train": numbered(40, tool_talk)
+            }
+        },
         rules=TOOL_TURNS,
     ),
     Case(
@@ -177,10 +227,23 @@ SERVING: tuple[Case, ...] = (
         "tool_use_interleaved_thinking",
         "tool_use_interleaved_thinking.py",
         "tools called in the middle of thinking",
-        rows={"nvidia/AceReason-Math": {"train": numbered(60, lambda n: {"problem": "What is two and two?", "answer": "4"})}},
+        rows={
+            "nvidia/AceReason-Math": {
+                "train": numbered(60, lambda n: {"problem": "What is two and two?", "answer": "4"})
+            }
+        },
         rules=[
-            {"when": "tool_response>", "answers": ["so it is. </think> \\boxed{4}", "but no. </think> \\boxed{5}"]},
-            {"when": "", "answers": ["<think> " + call("calculator", expr="2+2"), "<think> I know. </think> \\boxed{4}"]},
+            {
+                "when": "tool_response>",
+                "answers": ["so it is. </think> \\boxed{4}", "but no. </think> \\boxed{5}"],
+            },
+            {
+                "when": "",
+                "answers": [
+                    "<think> " + call("calculator", expr="2+2"),
+                    "<think> I know. </think> \\boxed{4}",
+                ],
+            },
         ],
     ),
     Case(
@@ -230,7 +293,10 @@ SERVING: tuple[Case, ...] = (
         "game_environments/gymnasium/gym_taxi.py",
         "multi-turn game",
         rules=[
-            {"when": "Previous Taxi.*Previous Taxi", "answers": ["I say 9", "I say 9", "I say 9", "I say 9"]},
+            {
+                "when": "Previous Taxi.*Previous Taxi",
+                "answers": ["I say 9", "I say 9", "I say 9", "I say 9"],
+            },
             {"when": "", "answers": ["I go 0", "I go 1", "I go 2", "I go 3"]},
         ],
     ),
@@ -283,7 +349,12 @@ SERVING: tuple[Case, ...] = (
                 (
                     ".tables.jsonl",
                     json.dumps(
-                        {"id": "t", "header": ["name", "age"], "rows": [["Ann", 7], ["Bob", 8]], "types": ["text", "real"]}
+                        {
+                            "id": "t",
+                            "header": ["name", "age"],
+                            "rows": [["Ann", 7], ["Bob", 8]],
+                            "types": ["text", "real"],
+                        }
                     ),
                 ),
                 (".db", ""),
@@ -297,11 +368,22 @@ SERVING: tuple[Case, ...] = (
         rules=[
             {"when": "Score: X.*cat", "answers": ["Score: 2\nScore: 3"]},
             {"when": "Score: X.*", "answers": ["Score: 1\nScore: 0"]},
-            {"when": "", "answers": ["A cat walks in.", "A dog walks in.", "Two cats walk in.", "Nobody walks in."]},
+            {
+                "when": "",
+                "answers": [
+                    "A cat walks in.",
+                    "A dog walks in.",
+                    "Two cats walk in.",
+                    "Nobody walks in.",
+                ],
+            },
         ],
         files={
             "data/humor_dataset.jsonl": "\n".join(
-                json.dumps({"question": f"Joke {n}?", "format": "one-liner", "comedian": "Anonymous"}) for n in range(20)
+                json.dumps(
+                    {"question": f"Joke {n}?", "format": "one-liner", "comedian": "Anonymous"}
+                )
+                for n in range(20)
             )
         },
         env={"data_path": "data/humor_dataset.jsonl"},
@@ -320,7 +402,12 @@ SERVING: tuple[Case, ...] = (
         {
             "howard-hou/OCR-VQA": {
                 "train": numbered(
-                    20, lambda n: {"questions": [f"What is written in {n}?"], "answers": ["one"], "image": "PICTURE"}
+                    20,
+                    lambda n: {
+                        "questions": [f"What is written in {n}?"],
+                        "answers": ["one"],
+                        "image": "PICTURE",
+                    },
                 )
             }
         },
@@ -345,9 +432,20 @@ SERVING: tuple[Case, ...] = (
         rules=[
             {
                 "when": "Rome, please",
-                "answers": ["Nothing to look up.", "<think>Hm.</think> I look.\n" + call("search_hotels", city="Rome")],
+                "answers": [
+                    "Nothing to look up.",
+                    "<think>Hm.</think> I look.\n" + call("search_hotels", city="Rome"),
+                ],
             },
-            {"when": "", "answers": ["What city?", call("search_hotels", city="Paris"), "I see.", "Which one?"]},
+            {
+                "when": "",
+                "answers": [
+                    "What city?",
+                    call("search_hotels", city="Paris"),
+                    "I see.",
+                    "Which one?",
+                ],
+            },
         ],
         hub={
             f"{domain}/train/one.csv": "ID,Filled_Template,Filled_Plan\n"

@@ -1,11 +1,13 @@
-"""Make the model that bench/learning.py trains: tokenizer, weights and training log, from generated solutions alone.
+"""Make the model that bench/learning.py trains: tokenizer, weights and training log, from generated
+solutions alone.
 
     python -m bench.word_problems.make_model --output DIR                            one GPU, minutes
     python -m bench.word_problems.make_model --output DIR --shape tiny --device cpu  to try it
 
-It is shown worked-out stories (problems.py) until its samples solve a share of those that it will be rewarded for, some of
-which have more steps than it was ever shown; then its learning rate falls to zero over the last steps. DIR gets what Hugging
-Face writes, bfloat16 if it was made on a GPU, and training_log.jsonl: plan, versions, loss, and the share solved by steps.
+It is shown worked-out stories (problems.py) until its samples solve a share of those that it will
+be rewarded for, some of which have more steps than it was ever shown; then its learning rate falls
+to zero over the last steps. DIR gets what Hugging Face writes, bfloat16 if it was made on a GPU,
+and training_log.jsonl: plan, versions, loss, and the share solved by steps.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker has a thread of its own; read when the library loads
+os.environ["TOKENIZERS_PARALLELISM"] = (
+    "false"  # each worker has a thread of its own; read when the library loads
+)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
@@ -30,7 +34,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from bench.measured import measured
-from bench.word_problems.problems import EASY_STEPS, REWARDED_STEPS, SUPERVISED_STEPS, Story, held_out, training
+from bench.word_problems.problems import (
+    EASY_STEPS,
+    REWARDED_STEPS,
+    SUPERVISED_STEPS,
+    Story,
+    held_out,
+    training,
+)
 from scripts.starter_model.measuring import generate
 from scripts.starter_model.tokenizer import save_tokenizer, train_tokenizer
 from scripts.starter_model.training import new_model
@@ -38,7 +49,8 @@ from scripts.starter_model.training import new_model
 MAX_POSITIONS = 1024
 IGNORED = -100
 PROMPT_WEIGHT = 0.3
-"""Loss of a prompt's token beside 1 for a solution's. Names that recur teach the model to look back and copy."""
+"""Loss of a prompt's token beside 1 for a solution's. Names that recur teach the model to look back
+and copy."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,8 @@ class Plan:
         hidden, layers, heads, kv_heads, intermediate: the shape; a head has `head_dim` dimensions.
         batch: solutions in a step.
         most_steps: of training, if the share is not reached.
-        target: share of sampled answers to held-out problems of `rewarded` steps that must be right before the rate falls.
+        target: share of sampled answers to held-out problems of `rewarded` steps that must be right
+            before the rate falls.
         cooldown: steps over which it then falls.
         measure_every: steps between measurements, each of `measured_on` problems.
         longest: tokens of an answer, at most; solutions of `rewarded` steps are well below.
@@ -100,16 +113,23 @@ PLANS = {
 
 
 def make_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of the stories, whose digits are never merged; the same for the same seed."""
+    """A byte-level tokenizer of the stories, whose digits are never merged; the same for the same
+    seed.
+    """
     stories = itertools.islice(training(seed, range(1, max(REWARDED_STEPS) + 1)), 3_000)
-    corpus = (f"{role}\n{text}" for s in stories for role, text in (("user", s.question), ("assistant", s.solution)))
+    corpus = (
+        f"{role}\n{text}"
+        for s in stories
+        for role, text in (("user", s.question), ("assistant", s.solution))
+    )
     return train_tokenizer(corpus, MAX_POSITIONS)
 
 
 class Solutions(IterableDataset[tuple[Tensor, Tensor, Tensor]]):
     """Batches of solved stories: tokens, targets and loss weights, each [batch, length].
 
-    Worker w of n makes every n-th batch from a stream of its own, so that the batches are the same whenever n is.
+    Worker w of n makes every n-th batch from a stream of its own, so that the batches are the same
+    whenever n is.
     """
 
     def __init__(self, plan: Plan, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -122,15 +142,26 @@ class Solutions(IterableDataset[tuple[Tensor, Tensor, Tensor]]):
             yield batch_of(list(itertools.islice(stories, self.plan.batch)), self.tokenizer)
 
 
-def batch_of(stories: list[Story], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, targets (IGNORED where there is none) and weights of solved stories, padded on the right to a multiple of 32."""
+def batch_of(
+    stories: list[Story], tokenizer: PreTrainedTokenizerFast
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets (IGNORED where there is none) and weights of solved stories, padded on the
+    right to a multiple of 32.
+    """
     prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": story.question}], add_generation_prompt=True, tokenize=False)
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": story.question}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
         for story in stories
     ]
     asked = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     solved = tokenizer([story.solution for story in stories], add_special_tokens=False)["input_ids"]
-    rows = [[*question, *answer, tokenizer.eos_token_id] for question, answer in zip(asked, solved, strict=True)]
+    rows = [
+        [*question, *answer, tokenizer.eos_token_id]
+        for question, answer in zip(asked, solved, strict=True)
+    ]
     width = -(-max(map(len, rows)) // 32) * 32
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     targets = torch.full_like(tokens, IGNORED)
@@ -150,21 +181,31 @@ def solved_by_steps(
     stories = held_out(plan.measured_on, plan.rewarded)
     torch.manual_seed(plan.seed)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-        replies = generate(model, tokenizer, stories, temperature=temperature, max_tokens=plan.longest)
+        replies = generate(
+            model, tokenizer, stories, temperature=temperature, max_tokens=plan.longest
+        )
     right = [
         story.problem.score(tokenizer.decode(reply, skip_special_tokens=True)) > 0
         for story, reply in zip(stories, replies, strict=True)
     ]
     by_steps = {
-        steps: [ok for ok, story in zip(right, stories, strict=True) if story.steps == steps] for steps in plan.rewarded
+        steps: [ok for ok, story in zip(right, stories, strict=True) if story.steps == steps]
+        for steps in plan.rewarded
     }
     return {steps: round(sum(found) / len(found), 4) for steps, found in by_steps.items() if found}
 
 
 def train(
-    plan: Plan, tokenizer: PreTrainedTokenizerFast, device: torch.device, workers: int, seconds: float, log: Any
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerFast,
+    device: torch.device,
+    workers: int,
+    seconds: float,
+    log: Any,
 ) -> Qwen3ForCausalLM:
-    """Show it solutions until it solves the share that is wanted, or for as many steps or seconds as there may be."""
+    """Show it solutions until it solves the share that is wanted, or for as many steps or seconds
+    as there may be.
+    """
     model = new_model(tokenizer, plan.seed, plan.shape).to(device)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -174,7 +215,12 @@ def train(
     ]
     peaks = [plan.matrix_rate, plan.other_rate]
     loader = iter(
-        DataLoader(Solutions(plan, tokenizer), batch_size=None, num_workers=workers, pin_memory=device.type == "cuda")
+        DataLoader(
+            Solutions(plan, tokenizer),
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+        )
     )
     losses: list[Tensor] = []
     last = plan.most_steps
@@ -220,7 +266,9 @@ def train(
 
 def main(arguments: list[str] | None = None) -> None:
     """Make the model, and say how much it solves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--shape", choices=PLANS, default="medium")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -228,13 +276,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", type=float, help="see Plan.target; default: the shape's")
     parser.add_argument("--most-steps", type=int, help="see Plan.most_steps; default: the shape's")
     parser.add_argument(
-        "--seconds", type=float, default=300.0, help="after which the rate falls in any case (default: %(default)g)"
+        "--seconds",
+        type=float,
+        default=300.0,
+        help="after which the rate falls in any case (default: %(default)g)",
     )
     parser.add_argument(
-        "--workers", type=int, default=8, help="processes that make batches; 0: this one (default: %(default)s)"
+        "--workers",
+        type=int,
+        default=8,
+        help="processes that make batches; 0: this one (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
-    given = {name: getattr(options, name) for name in ("seed", "target", "most_steps") if getattr(options, name) is not None}
+    given = {
+        name: getattr(options, name)
+        for name in ("seed", "target", "most_steps")
+        if getattr(options, name) is not None
+    }
     plan = replace(PLANS[options.shape], **given)
     output: Path = options.output
     output.mkdir(parents=True, exist_ok=True)

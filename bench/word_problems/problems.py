@@ -26,7 +26,8 @@ from environments.arithmetic_problems import ITEMS, NAMES
 from example_trainer.batch.problems import Problem, Task
 
 HELD_OUT_SEED = 20_261_122
-"""Key of the split and seed of the held-out list. Another value would be another benchmark, so it never changes."""
+"""Key of the split and seed of the held-out list. Another value would be another benchmark, so it
+never changes."""
 HELD_OUT_ONE_IN = 10
 LARGEST = 999
 """No number of a story is larger."""
@@ -53,13 +54,20 @@ LOSSES = (
     "{name} sells {n} {item}.",
     "{n} of the {item} that {name} has break.",
 )
-GROWTHS = ("{name} collects until there are {n} times as many {item}.", "Soon {name} has {n} times as many {item} as before.")
-MORE = ("{other} has {n} more {item} than {name}.", "{other} has as many {item} as {name} and {n} more.")
+GROWTHS = (
+    "{name} collects until there are {n} times as many {item}.",
+    "Soon {name} has {n} times as many {item} as before.",
+)
+MORE = (
+    "{other} has {n} more {item} than {name}.",
+    "{other} has as many {item} as {name} and {n} more.",
+)
 FEWER = ("{other} has {n} fewer {item} than {name}.", "{name} has {n} more {item} than {other}.")
 TIMES = ("{other} has {n} times as many {item} as {name}.",)
 ASIDES = ("{name} has {n} {item}.", "{name} buys {n} {item}.", "{name} counts {n} {item}.")
 CONNECTIVES = ("", "", "Then ", "Now ", "So ")
-"""With which a line of a solution may begin: a choice that does not matter, so that samples differ from the first line on."""
+"""With which a line of a solution may begin: a choice that does not matter, so that samples differ
+from the first line on."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,9 @@ def tell(rng: random.Random, steps: int) -> Story:
 
 
 def _operation(rng: random.Random, value: int) -> tuple[str, int, tuple[str, ...]]:
-    """A step that keeps the quantity between 1 and LARGEST: its symbol, its operand, and how it may be told."""
+    """A step that keeps the quantity between 1 and LARGEST: its symbol, its operand, and how it may
+    be told.
+    """
     symbols = ["+"] if value + 2 <= LARGEST else []
     symbols += ["-"] if value > 2 else []
     symbols += ["*"] if value * 2 <= LARGEST else []
@@ -135,7 +145,9 @@ def training(seed: int, steps: Sequence[int] = SUPERVISED_STEPS) -> Iterator[Sto
 
 
 def held_out(count: int, steps: Sequence[int] = REWARDED_STEPS) -> list[Story]:
-    """The first of the held-out stories: the same ones whatever the count, all different, each number of steps in its turn."""
+    """The first of the held-out stories: the same ones whatever the count, all different, each
+    number of steps in its turn.
+    """
     rng = random.Random(f"held out {HELD_OUT_SEED}")
     turns = itertools.cycle(steps)
     found: dict[str, Story] = {}
@@ -163,7 +175,13 @@ def task(steps: Sequence[int]) -> Task:
 
 REWARDED = task(REWARDED_STEPS)
 STARTER = Task(
-    training=lambda seed: (Problem(one.question, str(one.answer)) for one in arithmetic_problems.training_problems(seed, 1)),
-    held_out=lambda count: [Problem(one.question, str(one.answer)) for one in arithmetic_problems.held_out_problems(count, 1)],
+    training=lambda seed: (
+        Problem(one.question, str(one.answer))
+        for one in arithmetic_problems.training_problems(seed, 1)
+    ),
+    held_out=lambda count: [
+        Problem(one.question, str(one.answer))
+        for one in arithmetic_problems.held_out_problems(count, 1)
+    ],
 )
 """What the starter model was made for: one sum."""

@@ -1,7 +1,8 @@
 """What each rollout, and each token of it, counts in the loss: pure functions of plain numbers.
 
-Advantages are a function of the scores of a whole batch, group by group, and give one number per rollout: ours by name, or the
-user's as `module:function`. What a group of rollouts brings along as its own `advantages` replaces them.
+Advantages are a function of the scores of a whole batch, group by group, and give one number per
+rollout: ours by name, or the user's as `module:function`. What a group of rollouts brings along as
+its own `advantages` replaces them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ DEFAULT_BETA = 0.1
 """β of exponential advantages."""
 
 Advantages = Callable[[Sequence[Sequence[float]]], list[list[float]]]
-"""From the scores of a batch, one finite number per rollout of each group, to as many advantages in the same order."""
+"""From the scores of a batch, one finite number per rollout of each group, to as many advantages in
+the same order."""
 
 _EXPECTED = "a function of the batch's scores, group by group, that returns one finite number per score, in the same order"
 _MADE_UP = ((1.0, 0.0, 0.5), (0.25, 0.25), (1.0,), (-2.0, 3.0))
-"""Scores to try a function on: among them a group whose scores are all equal, and one of a single rollout."""
+"""Scores to try a function on: among them a group whose scores are all equal, and one of a single
+rollout."""
 
 
 def group_advantages(scores: Sequence[float], divide_by_std: bool = True) -> list[float]:
@@ -32,8 +35,8 @@ def group_advantages(scores: Sequence[float], divide_by_std: bool = True) -> lis
 
         A_i = (r_i - mean(r)) / std(r)        with the population's standard deviation
 
-    Sources: DeepSeekMath (Shao et al., arXiv:2402.03300, section 4.1.2); without the division, so that easy and hard problems
-    weigh alike, Dr. GRPO (Liu et al., arXiv:2503.20783).
+    Sources: DeepSeekMath (Shao et al., arXiv:2402.03300, section 4.1.2); without the division, so
+    that easy and hard problems weigh alike, Dr. GRPO (Liu et al., arXiv:2503.20783).
 
     Returns:
         One advantage per rollout. A group whose scores are all equal teaches nothing: all zeros.
@@ -47,12 +50,14 @@ def group_advantages(scores: Sequence[float], divide_by_std: bool = True) -> lis
 
 
 def leave_one_out_advantages(scores: Sequence[float]) -> list[float]:
-    """How much better each rollout of a group is than the mean of the others: RLOO (Ahmadian et al., arXiv:2402.14740).
+    """How much better each rollout of a group is than the mean of the others: RLOO (Ahmadian et
+    al., arXiv:2402.14740).
 
         A_i = r_i - 1/(k-1) Σ_{j≠i} r_j
 
-    The baseline does not depend on the rollout itself, so it adds no bias. It is k/(k-1) times the distance to the group's own
-    mean. A rollout alone in its group has nothing to be compared with: 0.
+    The baseline does not depend on the rollout itself, so it adds no bias. It is k/(k-1) times the
+    distance to the group's own mean. A rollout alone in its group has nothing to be compared with:
+    0.
     """
     values = np.asarray(scores, dtype=np.float64)
     if scores_equal(values):
@@ -61,8 +66,11 @@ def leave_one_out_advantages(scores: Sequence[float]) -> list[float]:
     return result
 
 
-def batch_advantages(scores: Sequence[Sequence[float]], divide_by_std: bool = True) -> list[list[float]]:
-    """How much better each rollout is than the batch's mean: REINFORCE++ (Hu et al., arXiv:2501.03262).
+def batch_advantages(
+    scores: Sequence[Sequence[float]], divide_by_std: bool = True
+) -> list[list[float]]:
+    """How much better each rollout is than the batch's mean: REINFORCE++ (Hu et al.,
+    arXiv:2501.03262).
 
     A_i = (r_i - mean(all r)) / std(all r)        with the population's standard deviation
     """
@@ -70,15 +78,20 @@ def batch_advantages(scores: Sequence[Sequence[float]], divide_by_std: bool = Tr
     return _in_groups(flat, scores)
 
 
-def group_batch_advantages(scores: Sequence[Sequence[float]], divide_by_std: bool = True) -> list[list[float]]:
-    """How much better each rollout is than its group's mean, in units of the whole batch: REINFORCE++ with baseline (Hu et al.,
-    arXiv:2501.03262).
+def group_batch_advantages(
+    scores: Sequence[Sequence[float]], divide_by_std: bool = True
+) -> list[list[float]]:
+    """How much better each rollout is than its group's mean, in units of the whole batch:
+    REINFORCE++ with baseline (Hu et al., arXiv:2501.03262).
 
         d_i = r_i - mean(its group's r)        A_i = d_i / std(all d)        the mean of all d is 0
 
-    A group whose rollouts differ by next to nothing stays small, where its own standard deviation would blow it up.
+    A group whose rollouts differ by next to nothing stays small, where its own standard deviation
+    would blow it up.
     """
-    centred = np.array([value for group in scores for value in group_advantages(group, divide_by_std=False)])
+    centred = np.array(
+        [value for group in scores for value in group_advantages(group, divide_by_std=False)]
+    )
     if divide_by_std and not scores_equal(centred):
         centred = centred / centred.std()
     return _in_groups(centred.tolist(), scores)
@@ -89,10 +102,12 @@ def exponential_advantages(scores: Sequence[float], beta: float) -> list[float]:
 
         A_i = exp(r_i / β) / mean_j exp(r_j / β) - 1
 
-    The group's highest score is subtracted first, which changes no advantage: every exponential then lies in (0, 1], so no
-    finite score overflows. The advantages of a group sum to 0 and lie between -1 and k - 1 for k rollouts. A small β leaves
-    a gradient to the best rollouts alone: with rewards of 0 and 1 and β = 0.1, one correct rollout of 8 has an advantage of
-    almost 7, and the others of almost -1. Source: the on/off study of TorchTitan's deterministic_vllm_rl experiment.
+    The group's highest score is subtracted first, which changes no advantage: every exponential
+    then lies in (0, 1], so no finite score overflows. The advantages of a group sum to 0 and lie
+    between -1 and k - 1 for k rollouts. A small β leaves a gradient to the best rollouts alone:
+    with rewards of 0 and 1 and β = 0.1, one correct rollout of 8 has an advantage of almost 7, and
+    the others of almost -1. Source: the on/off study of TorchTitan's deterministic_vllm_rl
+    experiment.
 
     Args:
         scores: finite, one per rollout.
@@ -104,27 +119,32 @@ def exponential_advantages(scores: Sequence[float], beta: float) -> list[float]:
     values = np.asarray(scores, dtype=np.float64)
     if values.size == 0:
         return []
-    # A distance beyond the range of float64 becomes -inf, whose exponential is 0, as it is for a large finite distance.
+    # A distance beyond the range of float64 becomes -inf, whose exponential is 0, as it is for a
+    # large finite distance.
     with np.errstate(over="ignore", under="ignore"):
         weights = np.exp((values - values.max()) / beta)
     result: list[float] = (weights / weights.mean() - 1.0).tolist()
     return result
 
 
-def find_advantages(name: str, divide_by_std: bool = True, beta: float = DEFAULT_BETA) -> Advantages:
+def find_advantages(
+    name: str, divide_by_std: bool = True, beta: float = DEFAULT_BETA
+) -> Advantages:
     """Return a built-in function by name, or import one of the user's and try it on made-up scores.
 
     Args:
         name: one of BUILT_IN, or `module:function`.
-        divide_by_std: of `group`, each group's advantages by its standard deviation; of `batch` and `group_batch`, all by the
-            batch's. Of the others nothing is divided.
+        divide_by_std: of `group`, each group's advantages by its standard deviation; of `batch` and
+            `group_batch`, all by the batch's. Of the others nothing is divided.
         beta: of `exponential`; the others do not use it.
 
     Returns:
-        A function that raises NonFiniteError where a user's gives NaN or infinity, and ConfigError where it fails otherwise.
+        A function that raises NonFiniteError where a user's gives NaN or infinity, and ConfigError
+        where it fails otherwise.
 
     Raises:
-        ConfigError: it does not exist, cannot be imported, or does not do what it should. One line says what and why.
+        ConfigError: it does not exist, cannot be imported, or does not do what it should. One line
+            says what and why.
     """
     if not is_import(name):
         return built_in("--advantages", name, BUILT_IN)(divide_by_std, beta)
@@ -132,34 +152,56 @@ def find_advantages(name: str, divide_by_std: bool = True, beta: float = DEFAULT
 
     def checked(scores: Sequence[Sequence[float]]) -> list[list[float]]:
         try:
-            rows = [[float(value) for value in row] for row in function([list(group) for group in scores])]
+            rows = [
+                [float(value) for value in row]
+                for row in function([list(group) for group in scores])
+            ]
         except Exception as error:
-            raise refusal("--advantages", name, f"it failed with {told(error)}", _EXPECTED) from error
+            raise refusal(
+                "--advantages", name, f"it failed with {told(error)}", _EXPECTED
+            ) from error
         lengths, wanted = [len(row) for row in rows], [len(group) for group in scores]
         if lengths != wanted:
-            group = next((i for i, pair in enumerate(zip(lengths, wanted, strict=False)) if pair[0] != pair[1]), None)
+            group = next(
+                (
+                    i
+                    for i, pair in enumerate(zip(lengths, wanted, strict=False))
+                    if pair[0] != pair[1]
+                ),
+                None,
+            )
             what = f"{len(lengths)} groups for {len(wanted)}"
             if group is not None:
-                what = f"{lengths[group]} advantages for the {wanted[group]} rollouts of group {group}"
+                what = (
+                    f"{lengths[group]} advantages for the {wanted[group]} rollouts of group {group}"
+                )
             raise refusal("--advantages", name, f"it returned {what}", _EXPECTED)
         for group, row in enumerate(rows):
             if not np.isfinite(row).all():
-                raise NonFiniteError(f"--advantages {name} gave {row} for the scores {list(scores[group])} of group {group}")
+                raise NonFiniteError(
+                    f"--advantages {name} gave {row} for the scores {list(scores[group])} of group {group}"
+                )
         return rows
 
     try:
         checked(_MADE_UP)
     except NonFiniteError as error:
-        raise ConfigError(f"{error}, which were made up to try it; expected is {_EXPECTED}") from error
+        raise ConfigError(
+            f"{error}, which were made up to try it; expected is {_EXPECTED}"
+        ) from error
     return checked
 
 
 BUILT_IN: dict[str, Callable[[bool, float], Advantages]] = {
     "group": lambda divide, _: lambda scores: [group_advantages(group, divide) for group in scores],
-    "leave_one_out": lambda *_: lambda scores: [leave_one_out_advantages(group) for group in scores],
+    "leave_one_out": lambda *_: (
+        lambda scores: [leave_one_out_advantages(group) for group in scores]
+    ),
     "batch": lambda divide, _: lambda scores: batch_advantages(scores, divide),
     "group_batch": lambda divide, _: lambda scores: group_batch_advantages(scores, divide),
-    "exponential": lambda _, beta: lambda scores: [exponential_advantages(group, beta) for group in scores],
+    "exponential": lambda _, beta: (
+        lambda scores: [exponential_advantages(group, beta) for group in scores]
+    ),
     "scores": lambda *_: lambda scores: [list(group) for group in scores],
     "zero": lambda *_: lambda scores: [[0.0] * len(group) for group in scores],
 }
@@ -174,18 +216,22 @@ def _in_groups(flat: Sequence[float], groups: Sequence[Sequence[float]]) -> list
 
 
 def token_weights(
-    lengths: Sequence[int], normalisation: Normalisation, max_tokens: int, sequences: float | None = None
+    lengths: Sequence[int],
+    normalisation: Normalisation,
+    max_tokens: int,
+    sequences: float | None = None,
 ) -> list[float]:
     """The weight of each trained token of each sequence in the loss of a whole batch.
 
-    The weights are those of the whole batch, not of a bin: summing the weighted loss over bins, in any split, then gives
-    the loss, and the gradient, of one large batch.
+    The weights are those of the whole batch, not of a bin: summing the weighted loss over bins, in
+    any split, then gives the loss, and the gradient, of one large batch.
 
     Args:
         lengths: trained tokens of each sequence of the batch; 0 of those that are masked.
-        normalisation: "token", every trained token of the batch weighs the same; "sequence", every sequence with a trained
-            token does, as in equation 3 of DeepSeekMath; "constant", the sum over tokens divided by sequences × `max_tokens`
-            (Dr. GRPO), masked sequences included: what is left does not weigh more when more is masked.
+        normalisation: "token", every trained token of the batch weighs the same; "sequence", every
+            sequence with a trained token does, as in equation 3 of DeepSeekMath; "constant", the
+            sum over tokens divided by sequences × `max_tokens` (Dr. GRPO), masked sequences
+            included: what is left does not weigh more when more is masked.
         max_tokens: the constant.
         sequences: by which "constant" divides; not given: as many as there are lengths.
 

@@ -1,10 +1,13 @@
-"""Weights that make up for a sampler that is not the trainer: other kernels, other precision, or older weights.
+"""Weights that make up for a sampler that is not the trainer: other kernels, other precision, or
+older weights.
 
-With π the policy of the trainer and μ the one that sampled, as the rollouts' logprobs tell it, per token
+With π the policy of the trainer and μ the one that sampled, as the rollouts' logprobs tell it, per
+token
 
     r_t = π(y_t) / μ(y_t) = exp(logπ_t - logμ_t)
 
-is what E_μ[r f] = E_π[f] needs. Its variance has no bound, so it is truncated, or what lies outside of a band is left out:
+is what E_μ[r f] = E_π[f] needs. Its variance has no bound, so it is truncated, or what lies outside
+of a band is left out:
 
     token_truncate       c_t = min(r_t, high)                       truncated importance sampling (Ionides, 2008); per token
                                                                     as in IMPALA (Espeholt et al., arXiv:1802.01561, section 4)
@@ -14,13 +17,15 @@ is what E_μ[r f] = E_π[f] needs. Its variance has no bound, so it is truncated
 
     r̄ = exp(1/n Σ_t (logπ_t - logμ_t))                              over the n tokens of the sequence whose logμ is known
 
-r̄ is the geometric mean, the sequence ratio of GSPO (Zheng et al., arXiv:2507.18071, equation 7). The product Π_t r_t would be
-without bias before it is truncated, but its logarithm grows with the length: of long answers almost every product lies at a
-bound, or at 0. The mean means the same for every length, and so do its bounds.
+r̄ is the geometric mean, the sequence ratio of GSPO (Zheng et al., arXiv:2507.18071, equation 7).
+The product Π_t r_t would be without bias before it is truncated, but its logarithm grows with the
+length: of long answers almost every product lies at a bound, or at 0. The mean means the same for
+every length, and so do its bounds.
 
-π may be the policy that the batch began with ("proximal"): then c makes up for the sampler alone, and the loss's own ratio
-π_now/π_proximal for the updates of the batch (decoupled PPO: Hilton et al., arXiv:2110.00641; AReaL: Fu et al.,
-arXiv:2505.24298, section 5). Or it is the present one ("now"), and c makes up for both.
+π may be the policy that the batch began with ("proximal"): then c makes up for the sampler alone,
+and the loss's own ratio π_now/π_proximal for the updates of the batch (decoupled PPO: Hilton et
+al., arXiv:2110.00641; AReaL: Fu et al., arXiv:2505.24298, section 5). Or it is the present one
+("now"), and c makes up for both.
 
 In the dtype of the logprobs, which is float32 in training; nothing here has a gradient.
 """
@@ -48,8 +53,8 @@ class CorrectionSettings:
         kind: see above.
         low, high: of the ratio.
         ratio: which policy π is.
-        sequence_kl_limit: sequences whose KL(μ ‖ π), the mean of k3 over their known tokens in nats, is larger are left out;
-            None for none. With any kind, "none" included.
+        sequence_kl_limit: sequences whose KL(μ ‖ π), the mean of k3 over their known tokens in
+            nats, is larger are left out; None for none. With any kind, "none" included.
     """
 
     kind: Correction = "token_truncate"
@@ -70,7 +75,9 @@ class CorrectionSettings:
 
     @property
     def corrects_present(self) -> bool:
-        """Whether the weights hold the ratio of the present policy to the sampler already, so that the loss must not."""
+        """Whether the weights hold the ratio of the present policy to the sampler already, so that
+        the loss must not.
+        """
         return self.ratio == "now" and self.kind in ("token_truncate", "sequence_truncate")
 
 
@@ -97,16 +104,22 @@ class CorrectionWeights:
 
 @torch.no_grad()
 def correction_weights(
-    logprobs: Tensor, rollout_logprobs: Tensor, sequence: Tensor, sequences: int, settings: CorrectionSettings
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    sequence: Tensor,
+    sequences: int,
+    settings: CorrectionSettings,
 ) -> CorrectionWeights:
     """The weights c of a bin's tokens.
 
-    They are exactly 1 where the logprobs are equal, bit for bit; and depend on a token's own sequence alone.
+    They are exactly 1 where the logprobs are equal, bit for bit; and depend on a token's own
+    sequence alone.
 
     Args:
         logprobs: [n] logπ.
-        rollout_logprobs: [n] logμ, NaN where unknown. Such a token counts as one of ratio 1: by its own ratio it has the weight
-            1, by its sequence's that of its sequence, and a sequence of which nothing is known has the weight 1.
+        rollout_logprobs: [n] logμ, NaN where unknown. Such a token counts as one of ratio 1: by its
+            own ratio it has the weight 1, by its sequence's that of its sequence, and a sequence of
+            which nothing is known has the weight 1.
         sequence: [n] int64, ascending: which sequence each token is of.
         sequences: how many there are.
         settings: what is done.
@@ -120,7 +133,9 @@ def correction_weights(
 
     def known_mean(values: Tensor) -> Tensor:
         known_share = sequence_mean((~unknown).to(log_ratio.dtype), sequence, sequences)
-        return torch.where(known_share > 0, sequence_mean(values, sequence, sequences) / known_share, 0.0)
+        return torch.where(
+            known_share > 0, sequence_mean(values, sequence, sequences) / known_share, 0.0
+        )
 
     ratio = (known_mean(log_ratio) if settings.kind.startswith("sequence") else log_ratio).exp()
     if settings.kind.endswith("truncate"):

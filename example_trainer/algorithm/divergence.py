@@ -1,4 +1,7 @@
-"""Estimates of how far one policy is from another, from the tokens that were sampled. Pure functions of tensors."""
+"""Estimates of how far one policy is from another, from the tokens that were sampled.
+
+Pure functions of tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ± this before they are exponentiated, so that one absurd token gives no infinity."""
+"""Log ratios are clamped to ± this before they are exponentiated, so that one absurd token gives no
+infinity."""
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Schulman's estimator of KL(q‖p) from samples of q: (p/q - 1) - log(p/q), never negative, without bias.
+    """Schulman's estimator of KL(q‖p) from samples of q: (p/q - 1) - log(p/q), never negative,
+    without bias.
 
     It is the third estimator of J. Schulman's note "Approximating KL Divergence" (2020,
     http://joschu.net/blog/kl-approx.html).

@@ -1,8 +1,9 @@
 """What a step's passes tell of themselves: sums on the device, one row of numbers at the end.
 
-All is summed in float64, and nothing is read on the host before `StepFigures.row`, so that no pass waits for figures of the one
-before. Everything that is kept is a sum over tokens. So it does not matter which bin or rank a token was in, and one sum over
-the ranks makes the figures of the whole batch: percentiles and the largest ratio come from a histogram, whose counts are sums.
+All is summed in float64, and nothing is read on the host before `StepFigures.row`, so that no pass
+waits for figures of the one before. Everything that is kept is a sum over tokens. So it does not
+matter which bin or rank a token was in, and one sum over the ranks makes the figures of the whole
+batch: percentiles and the largest ratio come from a histogram, whose counts are sums.
 
 The effective sample size is that of L. Kish, "Survey Sampling" (1965), for given weights.
 """
@@ -21,12 +22,14 @@ from torch import Tensor
 from example_trainer.algorithm.divergence import MAX_LOG_RATIO, clamped_log_ratio, k3
 
 AGES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16)
-"""The least age of each class in which the KL is told apart, in weight versions; the last class has no end."""
+"""The least age of each class in which the KL is told apart, in weight versions; the last class has
+no end."""
 PERCENTILES = (1, 50, 95, 99)
 """Of the ratio trainer ÷ sampler."""
 
 _FINEST = 1e-4
-"""Log ratios well below this are told apart in even steps, those above in steps that grow with them."""
+"""Log ratios well below this are told apart in even steps, those above in steps that grow with
+them."""
 _STEP = 0.0099  # a class ends e^(_STEP / 2) - 1 from its middle: just below 0.5 %
 _LARGEST_EXPONENT = 700.0
 _LAST_CLASS = math.ceil(math.asinh(MAX_LOG_RATIO / _FINEST) / _STEP)
@@ -44,22 +47,27 @@ class BinOutcome:
 
     Attributes:
         logprobs: [n] float32, under the present weights.
-        rollout_logprobs: [n] float32, under the weights and by the arithmetic that sampled; NaN where unknown.
-        versions: [n] int64, the weight version that each was sampled under, negative where nobody said.
+        rollout_logprobs: [n] float32, under the weights and by the arithmetic that sampled; NaN
+            where unknown.
+        versions: [n] int64, the weight version that each was sampled under, negative where nobody
+            said.
         entropy: [n] float32, in nats.
         weights: [n] float32, what the correction multiplies each token's policy loss with.
         masked: [n] bool, tokens that the correction leaves out.
         bounded: [n] bool, tokens whose weight is the correction's bound instead of the ratio.
-        clipped_low, clipped_high: [n] bool, tokens whose gradient the loss's clip stops, because the ratio fell or rose.
+        clipped_low, clipped_high: [n] bool, tokens whose gradient the loss's clip stops, because
+            the ratio fell or rose.
         sequence: [n] int64, which of the bin's sequences each is of.
         sequences: how many there are.
         loss: scalar, of the bin's share in the batch's loss.
         reference_kl: scalar, sum over the tokens of k3 to the reference, in nats; 0 without one.
-        teacher_kl: scalar, sum of the divergence from the teacher, in nats, over the tokens that have its logprob.
+        teacher_kl: scalar, sum of the divergence from the teacher, in nats, over the tokens that
+            have its logprob.
         teacher_tokens: scalar, how many these are; not given: none.
-        proximal_logprobs: [n] float32, under the weights that the batch began with, by which drift is measured: ratios, KL by
-            age, perplexities. In a batch's first update they are `logprobs`. None where nobody worked them out, as in later
-            updates that do not need them: nothing of these counts as drift.
+        proximal_logprobs: [n] float32, under the weights that the batch began with, by which drift
+            is measured: ratios, KL by age, perplexities. In a batch's first update they are
+            `logprobs`. None where nobody worked them out, as in later updates that do not need
+            them: nothing of these counts as drift.
     """
 
     logprobs: Tensor
@@ -99,7 +107,9 @@ class StepFigures:
     def __init__(self, device: torch.device, version: int) -> None:
         self._version = version
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-        self._kl_by_age = torch.zeros(len(AGES) + 1, dtype=torch.float64, device=device)  # the last: of unknown age
+        self._kl_by_age = torch.zeros(
+            len(AGES) + 1, dtype=torch.float64, device=device
+        )  # the last: of unknown age
         self._tokens_by_age = torch.zeros_like(self._kl_by_age)
         self._histogram = torch.zeros(2 * _LAST_CLASS + 1, dtype=torch.float64, device=device)
         self._edges = _edges(device)
@@ -113,10 +123,13 @@ class StepFigures:
         """Count the outcome of one bin. Waits for nothing that the device still does."""
         logprobs, rollout = outcome.logprobs.double(), outcome.rollout_logprobs.double()
         known = ~rollout.isnan()
-        began = logprobs if outcome.proximal_logprobs is None else outcome.proximal_logprobs.double()
+        began = (
+            logprobs if outcome.proximal_logprobs is None else outcome.proximal_logprobs.double()
+        )
         drifted = torch.zeros_like(known) if outcome.proximal_logprobs is None else known
-        # The two perplexities come from one sum of the sampler's logprobs and one of the differences, not from a sum each:
-        # differences that are all 0 make them equal to the bit, in whatever order blocks and ranks are added.
+        # The two perplexities come from one sum of the sampler's logprobs and one of the
+        # differences, not from a sum each: differences that are all 0 make them equal to the bit,
+        # in whatever order blocks and ranks are added.
         log_ratio = torch.where(drifted, began - rollout, 0.0)
         clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = torch.where(drifted, clamped.exp(), 0.0)
@@ -151,8 +164,11 @@ class StepFigures:
         }
         self._sums += torch.stack([sums[name].double() for name in _SUMS])
         self._add_by_age(k3(clamped), drifted, outcome.versions)
-        # What is not finite has no class, and a place outside of the histogram would end a CUDA process; the step is refused.
-        place = (torch.nan_to_num(clamped).div(_FINEST).asinh() / _STEP).round().long() + _LAST_CLASS
+        # What is not finite has no class, and a place outside of the histogram would end a CUDA
+        # process; the step is refused.
+        place = (
+            torch.nan_to_num(clamped).div(_FINEST).asinh() / _STEP
+        ).round().long() + _LAST_CLASS
         self._histogram.scatter_add_(0, place, drifted.double())
 
     def _add_by_age(self, kl: Tensor, counted: Tensor, versions: Tensor) -> None:
@@ -170,32 +186,39 @@ class StepFigures:
             total: adds a float64 vector up over the ranks; may change it.
 
         Returns:
-            Means are over the trained tokens of all passes, those of what is only partly known over the tokens of which it is
-            known; None where it is known of none.
+            Means are over the trained tokens of all passes, those of what is only partly known over
+            the tokens of which it is known; None where it is known of none.
 
-            loss: what the gradient is of.
-            kl: KL(rollout policy ‖ present policy) by k3, in nats.
+            loss: what the gradient is of. kl: KL(rollout policy ‖ present policy) by k3, in nats.
             reference_kl: KL(present policy ‖ reference) by k3, in nats; 0 without a reference.
-            teacher_kl: divergence from the teacher, in nats.
-            entropy: of the present policy where it chose the tokens, in nats.
-            clip_fraction, clip_fraction_low, clip_fraction_high: share of the tokens whose gradient is stopped by clipping, and
+            teacher_kl: divergence from the teacher, in nats. entropy: of the present policy where
+            it chose the tokens, in nats. clip_fraction, clip_fraction_low, clip_fraction_high:
+            share of the tokens whose gradient is stopped by clipping, and
                 those of them whose ratio fell or rose.
             missing_rollout_logprobs: share of the tokens that came without a rollout logprob.
-            drift_share: share of the batch's tokens that ratio_…, ess, kl_age_…, mismatch_kl and perplexity_… are of: those
-                with a rollout logprob, in minibatches whose logprobs at the batch's first weights were worked out.
-            ratio_mean, ratio_max, ratio_p01, …: of trainer ÷ sampler, at the batch's first weights. The mean is exact. The
-                largest and the percentiles (nearest rank) are those of a class: off by at most 0.5 % of their logarithm and
-                5e-7; a ratio of 1 is 1.
-            ess: (Σ r)² / (n Σ r²), the share of the n tokens that as many equally weighted ones would be worth.
-            correction_weight, correction_ess: mean of the correction's weights, and the same share for them; what is left out
+            drift_share: share of the batch's tokens that ratio_…, ess, kl_age_…, mismatch_kl and
+            perplexity_… are of: those
+                with a rollout logprob, in minibatches whose logprobs at the batch's first weights
+                were worked out.
+            ratio_mean, ratio_max, ratio_p01, …: of trainer ÷ sampler, at the batch's first weights.
+            The mean is exact. The
+                largest and the percentiles (nearest rank) are those of a class: off by at most 0.5
+                % of their logarithm and 5e-7; a ratio of 1 is 1.
+            ess: (Σ r)² / (n Σ r²), the share of the n tokens that as many equally weighted ones
+            would be worth. correction_weight, correction_ess: mean of the correction's weights, and
+            the same share for them; what is left out
                 weighs 0.
-            correction_masked, correction_masked_sequences: share of the tokens that are left out, and of the sequences of which
+            correction_masked, correction_masked_sequences: share of the tokens that are left out,
+            and of the sequences of which
                 no token remains.
-            correction_bounded: share of the tokens whose weight is the bound.
-            kl_age_0, …: KL(rollout policy ‖ the batch's first weights), by how many weight versions earlier the token was
-                sampled; kl_age_8_to_15 and kl_age_16_up are of several, kl_age_unknown of those for whom nobody said.
+            correction_bounded: share of the tokens whose weight is the bound. kl_age_0, …:
+            KL(rollout policy ‖ the batch's first weights), by how many weight versions earlier the
+            token was
+                sampled; kl_age_8_to_15 and kl_age_16_up are of several, kl_age_unknown of those for
+                whom nobody said.
             mismatch_kl: that of age 0: what sampler and trainer make of the same weights.
-            perplexity_rollout, perplexity_trainer: exp(- mean logprob) of the sampled tokens under the sampler, and under the
+            perplexity_rollout, perplexity_trainer: exp(- mean logprob) of the sampled tokens under
+            the sampler, and under the
                 batch's first weights.
         """
         joined = torch.cat((self._sums, self._kl_by_age, self._tokens_by_age, self._histogram))
@@ -228,13 +251,17 @@ class StepFigures:
             **by_age,
             "mismatch_kl": by_age["kl_age_0"],
             "perplexity_rollout": _perplexity(sums["rollout_logprobs"], drifted),
-            "perplexity_trainer": _perplexity(sums["rollout_logprobs"] + sums["log_ratio"], drifted),
+            "perplexity_trainer": _perplexity(
+                sums["rollout_logprobs"] + sums["log_ratio"], drifted
+            ),
         }
 
 
 @functools.cache
 def _edges(device: torch.device) -> Tensor:
-    """Copied once for a device: a copy from the host's ordinary memory waits for all that a GPU was given before."""
+    """Copied once for a device: a copy from the host's ordinary memory waits for all that a GPU was
+    given before.
+    """
     return torch.tensor(AGES[1:], device=device)
 
 

@@ -16,7 +16,9 @@ Thing = TypeVar("Thing")
 
 
 def make_importable(folders: Iterable[Path]) -> None:
-    """Let modules be imported from these folders, behind all that can be imported already: nothing of the project is hidden."""
+    """Let modules be imported from these folders, behind all that can be imported already: nothing
+    of the project is hidden.
+    """
     for folder in map(str, (folder.resolve() for folder in folders)):
         if folder not in sys.path:
             sys.path.append(folder)
@@ -36,7 +38,9 @@ def built_in(flag: str, name: str, known: Mapping[str, Thing]) -> Thing:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, or module:function"
+    meant = (
+        f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, or module:function"
+    )
     raise ConfigError(f"unknown {flag} {name}; {meant}")
 
 
@@ -49,15 +53,22 @@ def import_function(flag: str, name: str, parameters: int, expected: str) -> Cal
         expected: what it should be, for errors.
 
     Raises:
-        ConfigError: there is no such module or function, the module cannot be imported, or the function cannot be called so.
+        ConfigError: there is no such module or function, the module cannot be imported, or the
+            function cannot be called so.
     """
     module_name, _, function_name = name.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), *function_name.split(".")]):
-        raise ConfigError(f"{flag} {name} is no module:function, as in my_losses:mine; expected is {expected}")
+    if not all(
+        part.isidentifier() for part in [*module_name.split("."), *function_name.split(".")]
+    ):
+        raise ConfigError(
+            f"{flag} {name} is no module:function, as in my_losses:mine; expected is {expected}"
+        )
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+        if error.name is not None and (
+            module_name == error.name or module_name.startswith(f"{error.name}.")
+        ):
             raise ConfigError(
                 f"{flag} {name}: there is no module {error.name} in the current directory, beside the --config file or among "
                 "the installed ones; expected is a file that can be imported"
@@ -75,7 +86,9 @@ def import_function(flag: str, name: str, parameters: int, expected: str) -> Cal
         inspect.signature(found).bind(*[None] * parameters)
     except TypeError as error:
         count = "one argument" if parameters == 1 else f"{parameters} arguments"
-        raise refusal(flag, name, f"it cannot be called with {count} ({error})", expected) from error
+        raise refusal(
+            flag, name, f"it cannot be called with {count} ({error})", expected
+        ) from error
     except ValueError:  # it has none that Python can see: trying it out will tell
         pass
     function: Callable[..., Any] = found

@@ -1,4 +1,5 @@
-"""What a bin adds to the loss of its batch: the policy's loss with its corrections, divergences, entropy. Pure, all in float32.
+"""What a bin adds to the loss of its batch: the policy's loss with its corrections, divergences,
+entropy. Pure, all in float32.
 
     loss = Σ_t w_t ( c_t L_t + [kl_in loss] β k3_t + [distill_in loss] δ ½ (logπ_t - logπ_T,t)² ) - η Σ_t w_t H_t
 
@@ -12,7 +13,8 @@
     [kl_in reward]        A_t -= β Σ_{s ≥ t} (logπ_old,s - logπ_ref,s)    within the sequence; no gradient
     [distill_in advantage] A_t -= δ (logπ_old,t - logπ_T,t)               no gradient; 0 where the teacher said nothing
 
-π_old is the policy that c_t brings the samples' expectation to, so that all three estimate under the same one:
+π_old is the policy that c_t brings the samples' expectation to, so that all three estimate under
+the same one:
 
     correction                            π_old              c_t is of
     none                                  the sampler        (1)
@@ -20,8 +22,8 @@
     truncate, --correction-ratio now      π, no gradient     π / sampler: the ratio must not stand in c_t and L_t both
     mask, --correction-ratio now          the sampler        π / sampler, which only chooses
 
-Where the sampler's logprob is needed and unknown it is the present policy's: the ratio is 1 there, and the gradient the plain
-policy gradient.
+Where the sampler's logprob is needed and unknown it is the present policy's: the ratio is 1 there,
+and the gradient the plain policy gradient.
 """
 
 from __future__ import annotations
@@ -34,10 +36,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from example_trainer.algorithm.corrections import CorrectionSettings, correction_weights
-from example_trainer.algorithm.distillation import distillation_advantage, distillation_loss, teacher_kl
+from example_trainer.algorithm.distillation import (
+    distillation_advantage,
+    distillation_loss,
+    teacher_kl,
+)
 from example_trainer.algorithm.divergence import clamped_log_ratio, k3
 from example_trainer.algorithm.figures import BinOutcome
-from example_trainer.algorithm.losses import Loss, LossInputs, LossSettings, count_nonfinite, token_losses
+from example_trainer.algorithm.losses import (
+    Loss,
+    LossInputs,
+    LossSettings,
+    count_nonfinite,
+    token_losses,
+)
 from example_trainer.algorithm.methods import KLPlace
 
 
@@ -66,13 +78,16 @@ class Objective:
     distill_in: Literal["advantage", "loss"] = "advantage"
 
     def ratio_is_one(self, several_updates: bool) -> bool:
-        """Whether π_old is the present policy wherever the loss is taken, so that bounds of their ratio never act.
+        """Whether π_old is the present policy wherever the loss is taken, so that bounds of their
+        ratio never act.
 
         Args:
             several_updates: whether a batch may be for more than one.
         """
         correction = self.correction
-        return correction.corrects_present or (not several_updates and correction.kind != "none" and correction.needs_proximal)
+        return correction.corrects_present or (
+            not several_updates and correction.kind != "none" and correction.needs_proximal
+        )
 
 
 @dataclass(frozen=True)
@@ -82,8 +97,9 @@ class ObjectiveInputs:
     Attributes:
         logprobs: [n] float32, with gradient: under the present weights.
         entropy: [n] float32, with gradient where the objective has a weight for it.
-        proximal_logprobs: [n] float32, under the weights that the batch began with; None where nobody worked them out, which
-            is an error only if the objective needs them. Of the first update they are `logprobs` without their gradient.
+        proximal_logprobs: [n] float32, under the weights that the batch began with; None where
+            nobody worked them out, which is an error only if the objective needs them. Of the first
+            update they are `logprobs` without their gradient.
         rollout_logprobs: [n] float32, when they were sampled; NaN where unknown.
         reference_logprobs: [n] float32; None without a reference.
         teacher_logprobs: [n] float32, NaN where there are none.
@@ -130,7 +146,9 @@ def bin_loss(inputs: ObjectiveInputs, objective: Objective) -> BinLoss:
     """
     present, correction = inputs.logprobs.detach(), objective.correction
     policy = needed(inputs.proximal_logprobs, "proximal") if correction.needs_proximal else present
-    corrected = correction_weights(policy, inputs.rollout_logprobs, inputs.sequence, inputs.sequences, correction)
+    corrected = correction_weights(
+        policy, inputs.rollout_logprobs, inputs.sequence, inputs.sequences, correction
+    )
     old = old_logprobs(inputs, correction)
     with torch.no_grad():
         advantages = shaped_advantages(inputs, objective, old)
@@ -139,14 +157,21 @@ def bin_loss(inputs: ObjectiveInputs, objective: Objective) -> BinLoss:
     per_token = losses.losses * corrected.weights if correction.active else losses.losses
     reference_kl = taught_kl = taught = torch.zeros((), device=present.device)
     if objective.kl_coef:
-        divergence = k3(clamped_log_ratio(needed(inputs.reference_logprobs, "reference"), inputs.logprobs))
+        divergence = k3(
+            clamped_log_ratio(needed(inputs.reference_logprobs, "reference"), inputs.logprobs)
+        )
         reference_kl = divergence.detach().sum()
         if objective.kl_in == "loss":
             per_token = per_token + objective.kl_coef * divergence
     if objective.distill_coef:
-        taught_kl, taught = teacher_kl(present, inputs.teacher_logprobs), inputs.teacher_logprobs.isfinite().sum()
+        taught_kl, taught = (
+            teacher_kl(present, inputs.teacher_logprobs),
+            inputs.teacher_logprobs.isfinite().sum(),
+        )
         if objective.distill_in == "loss":
-            per_token = per_token + distillation_loss(inputs.logprobs, inputs.teacher_logprobs, objective.distill_coef)
+            per_token = per_token + distillation_loss(
+                inputs.logprobs, inputs.teacher_logprobs, objective.distill_coef
+            )
     loss = (per_token * inputs.weights).sum()
     if objective.entropy_coef:
         loss = loss - objective.entropy_coef * (inputs.entropy * inputs.weights).sum()
@@ -187,17 +212,22 @@ def shaped_advantages(inputs: ObjectiveInputs, objective: Objective, old: Tensor
     advantages = inputs.advantages
     if objective.kl_coef and objective.kl_in == "reward":
         reference = needed(inputs.reference_logprobs, "reference")
-        advantages = advantages - objective.kl_coef * suffix_sums(clamped_log_ratio(old, reference), inputs.sequence)
+        advantages = advantages - objective.kl_coef * suffix_sums(
+            clamped_log_ratio(old, reference), inputs.sequence
+        )
     if objective.distill_coef and objective.distill_in == "advantage":
-        advantages = advantages + distillation_advantage(old, inputs.teacher_logprobs, objective.distill_coef)
+        advantages = advantages + distillation_advantage(
+            old, inputs.teacher_logprobs, objective.distill_coef
+        )
     return advantages
 
 
 def suffix_sums(values: Tensor, sequence: Tensor) -> Tensor:
     """For each token the sum of its value and of those behind it in its sequence: Σ_{s ≥ t} x_s.
 
-    Added elementwise, at distances that double (Hillis and Steele, 1986): a scan of a whole tensor has no fixed order on a GPU,
-    and here a token's sum is made of the same pairs whatever its sequence is packed with.
+    Added elementwise, at distances that double (Hillis and Steele, 1986): a scan of a whole tensor
+    has no fixed order on a GPU, and here a token's sum is made of the same pairs whatever its
+    sequence is packed with.
 
     Args:
         values: [n].

@@ -15,18 +15,21 @@ def sequence_lengths(sequence: Tensor, sequences: int) -> Tensor:
         sequence: [n] int64, ascending: which sequence each token is of.
         sequences: how many there are.
     """
-    return torch.zeros(sequences, dtype=torch.int64, device=sequence.device).index_add_(0, sequence, torch.ones_like(sequence))
+    return torch.zeros(sequences, dtype=torch.int64, device=sequence.device).index_add_(
+        0, sequence, torch.ones_like(sequence)
+    )
 
 
 def sequence_mean(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
     """For each token the mean of its sequence, with gradient.
 
-    Sums are taken in float64, each sequence's by itself and in its tokens' order: neither what else lies in the bin nor when
-    which thread of a GPU comes first changes a bit.
+    Sums are taken in float64, each sequence's by itself and in its tokens' order: neither what else
+    lies in the bin nor when which thread of a GPU comes first changes a bit.
 
     Args:
         values: [n] float32 or float64.
-        sequence: [n] int64, ascending: which sequence each token is of. The tokens of a sequence lie together.
+        sequence: [n] int64, ascending: which sequence each token is of. The tokens of a sequence
+            lie together.
         sequences: how many there are; each has a token.
 
     Returns:
@@ -39,9 +42,11 @@ def sequence_mean(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
 
 
 class _Mean(torch.autograd.Function):
-    """Its gradient is the mean of the gradients, by the same sums: to put a mean in the place of each value is a symmetric map.
+    """Its gradient is the mean of the gradients, by the same sums: to put a mean in the place of
+    each value is a symmetric map.
 
-    Autograd's own way back through the index adds the gradients at equal indices one after the other on a GPU.
+    Autograd's own way back through the index adds the gradients at equal indices one after the
+    other on a GPU.
     """
 
     @staticmethod

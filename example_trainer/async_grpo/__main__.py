@@ -1,4 +1,6 @@
-"""python -m example_trainer.async_grpo --config FILE: one command for a whole run, on this machine or on a Ray cluster."""
+"""python -m example_trainer.async_grpo --config FILE: one command for a whole run, on this machine
+or on a Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ def parser() -> argparse.ArgumentParser:
         "goes on where a run was.",
         allow_abbrev=False,
     )
-    made.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file: docs/async.md tells its sections")
+    made.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="YAML file: docs/async.md tells its sections",
+    )
     made.add_argument("--folder", type=Path, help="the run's folder, instead of logging.folder")
     made.add_argument("--steps", type=int, help="optimizer steps, instead of orchestration.steps")
     return made
@@ -52,7 +60,9 @@ def settings_of(given: argparse.Namespace) -> Settings:
     """The configuration, with what flags change."""
     settings = read_settings(given.config)
     if given.folder:
-        settings = settings.model_copy(update={"logging": settings.logging.model_copy(update={"folder": given.folder})})
+        settings = settings.model_copy(
+            update={"logging": settings.logging.model_copy(update={"folder": given.folder})}
+        )
     if given.steps is not None:
         if given.steps < 1:
             raise ConfigError(f"--steps {given.steps}: give 1 or more")
@@ -61,14 +71,18 @@ def settings_of(given: argparse.Namespace) -> Settings:
     return settings
 
 
-def orchestrate(given: argparse.Namespace, stop: StopSignal, commands: type[Commands] = Commands) -> None:
+def orchestrate(
+    given: argparse.Namespace, stop: StopSignal, commands: type[Commands] = Commands
+) -> None:
     """The whole run."""
     settings = settings_of(given)
     if not os.environ.get("RAY_ADDRESS"):
         require_vllm()  # on a cluster the nodes need it, and not this machine
     with contextlib.ExitStack() as stack:
         folder = settings.folder
-        stack.enter_context(private_files())  # of a Ray that this process starts too, with its token
+        stack.enter_context(
+            private_files()
+        )  # of a Ray that this process starts too, with its token
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((folder / ".driver-lock").open("w"))
@@ -78,7 +92,9 @@ def orchestrate(given: argparse.Namespace, stop: StopSignal, commands: type[Comm
                 f"logging.folder {folder}: another driver is at work there; stop it, or give another folder"
             ) from None
         except OSError as error:
-            raise ConfigError(f"logging.folder {folder} cannot be written: {error.strerror}; give another one") from error
+            raise ConfigError(
+                f"logging.folder {folder} cannot be written: {error.strerror}; give another one"
+            ) from error
         try:
             keys = make_keys(folder, os.environ, running=False)
         except ProcessError as error:
@@ -88,7 +104,9 @@ def orchestrate(given: argparse.Namespace, stop: StopSignal, commands: type[Comm
         logger.info("[Async] logs of all roles: %s", folder / "logs")
         fleet = ServiceFleet(keys[SECRETS["atropos_api_key"]])
         silences = Silences(keys[SECRETS["atropos_api_key"]])
-        driver = Driver(settings, cluster, keys, fleet, silences, stop.check, commands(settings, keys))
+        driver = Driver(
+            settings, cluster, keys, fleet, silences, stop.check, commands(settings, keys)
+        )
         stop.defer()
         driver.run()
 

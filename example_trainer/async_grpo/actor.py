@@ -1,4 +1,7 @@
-"""What runs on a node: one process of the run, looked after by an actor. No import of Ray, so that it can be tried without."""
+"""What runs on a node: one process of the run, looked after by an actor.
+
+No import of Ray, so that it can be tried without.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,21 @@ from pathlib import Path
 from example_trainer.async_grpo.launch import PYTHON, Launch
 from example_trainer.child_processes.guard import send
 from example_trainer.child_processes.ports import PortReservations
-from example_trainer.child_processes.processes import ManagedProcess, ProcessError, describe_exit, first_error, tail
+from example_trainer.child_processes.processes import (
+    ManagedProcess,
+    ProcessError,
+    describe_exit,
+    first_error,
+    tail,
+)
 from example_trainer.child_processes.readiness import http_probe
 from example_trainer.child_processes.whole_files import write_whole
 from example_trainer.launcher.roles import environment_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT_SECONDS = 30.0
-"""How long the port of an earlier life is waited for: whoever was killed beside its actor is still being ended."""
+"""How long the port of an earlier life is waited for: whoever was killed beside its actor is still
+being ended."""
 LOG_BYTES = 1 << 18
 """Of a log that is carried to the driver's machine at once."""
 
@@ -72,7 +82,8 @@ class NodeNeeds:
 
     Attributes:
         folder: the run's.
-        marker: text of the file `.run` there on the driver's machine: where it is the same, the folder is common.
+        marker: text of the file `.run` there on the driver's machine: where it is the same, the
+            folder is common.
         model: folder or Hugging Face name; empty if the role loads none.
         environment: as in the settings; empty for another role.
         ray: the driver's version; empty where there is none.
@@ -101,7 +112,8 @@ class NodeReport:
         gpus: that Ray gave it.
         common: its run folder is the driver's.
         problems: why the role cannot run here; each a sentence without the node's name.
-        earlier: processes of an earlier life of the role that still run here; no ports are kept then.
+        earlier: processes of an earlier life of the role that still run here; no ports are kept
+            then.
     """
 
     hostname: str
@@ -145,20 +157,29 @@ def project_ray() -> str:
 
 
 def model_problem(model: str) -> str | None:
-    """Why a model's folder cannot be loaded on this node; None if it can, or if it is a name of the Hub."""
+    """Why a model's folder cannot be loaded on this node; None if it can, or if it is a name of the
+    Hub.
+    """
     path = Path(model) if Path(model).is_absolute() else ROOT / model
     if path.is_dir():
         return (
-            None if (path / "config.json").is_file() else f"model folder {path} has no config.json: copy the whole folder there"
+            None
+            if (path / "config.json").is_file()
+            else f"model folder {path} has no config.json: copy the whole folder there"
         )
-    if model.startswith((".", "/", "~")) or model.count("/") != 1 or (ROOT / model.split("/")[0]).is_dir():
+    if (
+        model.startswith((".", "/", "~"))
+        or model.count("/") != 1
+        or (ROOT / model.split("/")[0]).is_dir()
+    ):
         return f"model folder {path} is not there: copy it to this node, or give a path that all nodes have"
     return None
 
 
 def writers(log: Path) -> tuple[int, ...]:
-    """Processes of this machine whose output is a log: the guard of a role, until the last that it looks after has ended, and
-    what is left where a guard was killed. Whoever reads the log is none of them."""
+    """Processes of this machine whose output is a log: the guard of a role, until the last that it
+    looks after has ended, and what is left where a guard was killed. Whoever reads the log is none
+    of them."""
     name, found = str(log.resolve()), []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -190,19 +211,25 @@ class RoleProcess:
         problems = []
         if needs.ray and project_ray() != needs.ray:
             has = project_ray() or "none"
-            problems.append(f"it has Ray {has}, and the driver has {needs.ray}: install that release there")
+            problems.append(
+                f"it has Ray {has}, and the driver has {needs.ray}: install that release there"
+            )
         if needs.model and (found := model_problem(needs.model)):
             problems.append(found)
         if needs.environment:
             file = Path(environment_file(needs.environment))
             if not (file if file.is_absolute() else ROOT / file).is_file():
-                problems.append(f"environment file {ROOT / file} is not there: copy it to this node")
+                problems.append(
+                    f"environment file {ROOT / file} is not there: copy it to this node"
+                )
         try:
             (self._folder / "logs").mkdir(parents=True, exist_ok=True)
             marker = self._folder / ".run"
             self._common = marker.is_file() and marker.read_text() == needs.marker
         except OSError as error:
-            problems.append(str(problem(f"the run's folder {self._folder} cannot be written", error)))
+            problems.append(
+                str(problem(f"the run's folder {self._folder} cannot be written", error))
+            )
         earlier = () if problems else writers(self.log)
         if needs.end_earlier:
             for pid in earlier:
@@ -211,8 +238,16 @@ class RoleProcess:
         try:
             ports = ports if problems or earlier else self._reserve(needs.ports, needs.wanted)
         except (OSError, ProcessError) as error:
-            problems.append(str(problem("it gets no port", error, f"make {tempfile.gettempdir()} there writable")))
-        return NodeReport(socket.gethostname(), ports, tuple(gpus), self._common, tuple(problems), earlier)
+            problems.append(
+                str(
+                    problem(
+                        "it gets no port", error, f"make {tempfile.gettempdir()} there writable"
+                    )
+                )
+            )
+        return NodeReport(
+            socket.gethostname(), ports, tuple(gpus), self._common, tuple(problems), earlier
+        )
 
     def _reserve(self, count: int, wanted: tuple[int, ...]) -> tuple[int, ...]:
         if not count:
@@ -235,7 +270,9 @@ class RoleProcess:
         try:
             return self._start(launch, grace, may_finish)
         except OSError as error:
-            raise problem(f"it cannot be started, with its files and its log in {self._folder}", error) from error
+            raise problem(
+                f"it cannot be started, with its files and its log in {self._folder}", error
+            ) from error
 
     def _start(self, launch: Launch, grace: float, may_finish: bool) -> int:
         for pattern in launch.stale:
@@ -249,18 +286,28 @@ class RoleProcess:
         words = [sys.executable if word == PYTHON else word for word in launch.arguments]
         paths = [
             str(ROOT),
-            *[path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(ROOT)],
+            *[
+                path
+                for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+                if path and path != str(ROOT)
+            ],
         ]
         variables = {"PYTHONPATH": os.pathsep.join(paths), **launch.variables}
         log = self.log
         if log.exists() and log.stat().st_size:
             with log.open("ab") as file:
-                file.write(f"\n===== started again at {time.strftime('%Y-%m-%d %H:%M:%S')} =====\n".encode())
+                file.write(
+                    f"\n===== started again at {time.strftime('%Y-%m-%d %H:%M:%S')} =====\n".encode()
+                )
         self._answered = False
         self._begun_at = log.stat().st_size if log.exists() else 0
-        self._process = ManagedProcess(self._name, words, log, variables, ROOT, grace, may_finish, append=True)
+        self._process = ManagedProcess(
+            self._name, words, log, variables, ROOT, grace, may_finish, append=True
+        )
         if self._echo:
-            threading.Thread(target=self._show, args=(self._process,), name="log", daemon=True).start()
+            threading.Thread(
+                target=self._show, args=(self._process,), name="log", daemon=True
+            ).start()
         return self._process.guard.pid
 
     @property
@@ -272,7 +319,8 @@ class RoleProcess:
         """How the process is.
 
         Args:
-            url: what it answers with a status below 400 once it works; empty if it listens nowhere. Asked until it has.
+            url: what it answers with a status below 400 once it works; empty if it listens nowhere.
+                Asked until it has.
             offset: bytes of its log that the driver has.
 
         Raises:
@@ -288,7 +336,9 @@ class RoleProcess:
         if process is None:
             return Look(False, "not started", None, 0.0, "", b"", 0)
         code = process.poll()
-        missing = "" if code is not None or self._answered or not url else http_probe(url, 10.0)() or ""
+        missing = (
+            "" if code is not None or self._answered or not url else http_probe(url, 10.0)() or ""
+        )
         self._answered = self._answered or (code is None and not missing)
         lived = time.monotonic() - process.started
         log = b""
@@ -308,7 +358,9 @@ class RoleProcess:
         return f"{head}: {cause}" if code <= 128 and cause else head
 
     def stop(self) -> int | None:
-        """End the process with all that it started; returns its exit status, None if there was none."""
+        """End the process with all that it started; returns its exit status, None if there was
+        none.
+        """
         if self._process is None:
             return None
         return self._process.stop()

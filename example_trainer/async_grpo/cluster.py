@@ -1,4 +1,6 @@
-"""Ray, as far as a run needs it: nodes, placement groups, and actors that each look after one process."""
+"""Ray, as far as a run needs it: nodes, placement groups, and actors that each look after one
+process.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from example_trainer.async_grpo.actor import ROOT, NodeNeeds, NodeProblem, NodeReport, RoleProcess, project_ray
+from example_trainer.async_grpo.actor import (
+    ROOT,
+    NodeNeeds,
+    NodeProblem,
+    NodeReport,
+    RoleProcess,
+    project_ray,
+)
 from example_trainer.async_grpo.placement import NODE, Demand, Node
 from example_trainer.async_grpo.roles import Role
 from example_trainer.errors import TrainerError
@@ -35,7 +44,9 @@ class SeatLost(Exception):
 
 
 class SeatSilent(Exception):
-    """An actor does not answer, and Ray does not say that it is gone: its node may be busy, or cut off for a moment."""
+    """An actor does not answer, and Ray does not say that it is gone: its node may be busy, or cut
+    off for a moment.
+    """
 
 
 class Pending(Protocol):
@@ -45,7 +56,11 @@ class Pending(Protocol):
         """Whether `get` returns or raises at once."""
 
     def get(self) -> Any:
-        """The answer. Raises SeatLost if whoever was asked is gone, SeatSilent if it may be, NodeProblem if it cannot."""
+        """The answer.
+
+        Raises SeatLost if whoever was asked is gone, SeatSilent if it may be, NodeProblem if it
+        cannot.
+        """
 
 
 class Seat(Protocol):
@@ -58,7 +73,10 @@ class Seat(Protocol):
         """The id of its node; empty as long as it has none."""
 
     def kill(self) -> None:
-        """End the actor; its process is told to end by that, and may take its time. Safe to call twice."""
+        """End the actor; its process is told to end by that, and may take its time.
+
+        Safe to call twice.
+        """
 
 
 class Cluster(Protocol):
@@ -136,13 +154,16 @@ class _RaySeat:
 def _node_on_loopback() -> Iterator[None]:
     """Have a Ray that is started here listen on loopback.
 
-    Ray listens there if its node's address is loopback, but replaces that address by the one that other machines use.
+    Ray listens there if its node's address is loopback, but replaces that address by the one that
+    other machines use.
     """
     import ray._private.services as services
 
     name = "resolve_ip_for_localhost"
     if not hasattr(services, name):
-        logger.warning("[Async] this release of Ray listens on every address of this machine: close its ports to others")
+        logger.warning(
+            "[Async] this release of Ray listens on every address of this machine: close its ports to others"
+        )
         yield
         return
     replaces = getattr(services, name)
@@ -165,7 +186,9 @@ class RayCluster:
     """
 
     def __init__(self, name: str, dashboard: bool = False) -> None:
-        os.environ.setdefault("GRPC_DNS_RESOLVER", "native")  # else a name that is in /etc/hosts alone is not found
+        os.environ.setdefault(
+            "GRPC_DNS_RESOLVER", "native"
+        )  # else a name that is in /etc/hosts alone is not found
         self.version = project_ray()
         if not self.version:
             raise ClusterError(MISSING)
@@ -180,10 +203,16 @@ class RayCluster:
             "object_store_memory": OBJECT_STORE_BYTES,
             "_node_ip_address": LOOPBACK,
         }
-        # Workers find this project where it lies here; a job that was handed in with --working-dir has it there already.
-        variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])}
-        # Else a worker that ends kills what it has started at once: the guard, which would give its process time to end, and
-        # no more than the guard, so that what that process has started goes on with nobody to end it.
+        # Workers find this project where it lies here; a job that was handed in with --working-dir
+        # has it there already.
+        variables = {
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+            )
+        }
+        # Else a worker that ends kills what it has started at once: the guard, which would give its
+        # process time to end, and no more than the guard, so that what that process has started
+        # goes on with nobody to end it.
         variables["RAY_kill_child_processes_on_worker_exit"] = "0"
         # Ray's workers are nice to the rest of the machine; here they are what the machine is for.
         os.environ.setdefault("RAY_worker_niceness", "0")
@@ -191,7 +220,8 @@ class RayCluster:
             with nullcontext() if address else _node_on_loopback():
                 ray.init(
                     **({"address": address} if address else started_here),
-                    # Of this driver alone: another run's folder may have the same name, and with it the names of its actors.
+                    # Of this driver alone: another run's folder may have the same name, and with it
+                    # the names of its actors.
                     namespace=f"lockstep-{name}-{secrets.token_hex(4)}",
                     runtime_env={"env_vars": variables},
                     log_to_driver=False,
@@ -200,7 +230,9 @@ class RayCluster:
         except (RuntimeError, ConnectionError, ValueError, OSError) as error:
             same = "; install the same release of Ray and Python on all machines, as scripts/setup.sh does, and start it again"
             remedy = same if "Version mismatch" in str(error) else ""
-            raise ClusterError(f"cannot use Ray at {address or 'this machine'}: {said(error)}{remedy}") from error
+            raise ClusterError(
+                f"cannot use Ray at {address or 'this machine'}: {said(error)}{remedy}"
+            ) from error
         self._groups: dict[str, Any] = {}
         self._here = str(ray.util.get_node_ip_address())
         self._one_machine = True
@@ -230,7 +262,8 @@ class RayCluster:
         free = ray._private.state.available_resources_per_node()
         return [
             Node(
-                f"node {address}" + (f" ({node['NodeID'][:6]})" if addresses.count(address) > 1 else ""),
+                f"node {address}"
+                + (f" ({node['NodeID'][:6]})" if addresses.count(address) > 1 else ""),
                 dict(free.get(node["NodeID"], node["Resources"])),
             )
             for node, address in zip(alive, addresses, strict=True)
@@ -239,7 +272,8 @@ class RayCluster:
     def host(self, node: str) -> str:
         """See Cluster."""
         addresses = {found["NodeID"]: str(found["NodeManagerAddress"]) for found in self._alive()}
-        # Once there were several it is never one machine again: those that are lost come back, and must reach who stayed.
+        # Once there were several it is never one machine again: those that are lost come back, and
+        # must reach who stayed.
         self._one_machine = self._one_machine and set(addresses.values()) <= {self._here}
         return "localhost" if self._one_machine else addresses.get(node, self._here)
 
@@ -256,13 +290,17 @@ class RayCluster:
         from ray.util.placement_group import placement_group
 
         bundles = [dict(bundle) or {"CPU": 0.001} for bundle in demand.bundles.values()]
-        self._groups[demand.name] = placement_group(bundles, strategy="STRICT_PACK", name=f"{self._name}-{demand.name}")
+        self._groups[demand.name] = placement_group(
+            bundles, strategy="STRICT_PACK", name=f"{self._name}-{demand.name}"
+        )
 
     def seat(self, role: Role, folder: str, life: int) -> _RaySeat:
         """See Cluster."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = PlacementGroupSchedulingStrategy(self._groups[role.group], placement_group_bundle_index=role.bundle)
+        place = PlacementGroupSchedulingStrategy(
+            self._groups[role.group], placement_group_bundle_index=role.bundle
+        )
         actor = self._keeper.options(
             name=role.name if life == 1 else f"{role.name}, life {life}",
             num_cpus=role.resources.get("CPU", 0),
@@ -283,7 +321,10 @@ class RayCluster:
 
 
 def check_reachable(address: str) -> None:
-    """Raise ClusterError if nobody listens at `host:port`. Ray itself tries for a quarter of an hour before it says so."""
+    """Raise ClusterError if nobody listens at `host:port`.
+
+    Ray itself tries for a quarter of an hour before it says so.
+    """
     host, _, port = address.rpartition(":")
     if "/" in host or not port.isdigit():
         return  # auto, local, or a client's address
@@ -297,8 +338,12 @@ def check_reachable(address: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, and the last, with its cause, where an actor could not be made."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    """The first line of what an error says, and the last, with its cause, where an actor could not
+    be made.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     if "creation task" in lines[0]:
         return f"its actor could not be made: {lines[-1]}"
     return lines[0]
@@ -312,6 +357,8 @@ def said(error: BaseException) -> str:
 def demands_at_home(demands: Sequence[Demand], home: str) -> list[Demand]:
     """The same, with the service's group tied to the driver's machine, where the run's folder is."""
     return [
-        Demand(d.name, {role: {**bundle, home: 0.001} for role, bundle in d.bundles.items()}) if d.name == "service" else d
+        Demand(d.name, {role: {**bundle, home: 0.001} for role, bundle in d.bundles.items()})
+        if d.name == "service"
+        else d
         for d in demands
     ]

@@ -1,4 +1,6 @@
-"""Starts the roles in order, watches them, starts again what fails, and stops everything at the end, however it comes."""
+"""Starts the roles in order, watches them, starts again what fails, and stops everything at the
+end, however it comes.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ WAITING_SECONDS = 30.0
 """Between two lines about a role that cannot be placed, or does not answer."""
 STOP_MARGIN_SECONDS = 30.0
 SILENT_SECONDS = 30.0
-"""How long an actor may not answer, without Ray saying that it is lost, before it is taken for lost."""
+"""How long an actor may not answer, without Ray saying that it is lost, before it is taken for
+lost."""
 LOOK_SECONDS = 60.0
-"""How long an actor that is there may take to say how its process is; it asks that one for ten seconds at most."""
+"""How long an actor that is there may take to say how its process is; it asks that one for ten
+seconds at most."""
 
 
 class RunFailed(TrainerError):
@@ -67,7 +71,9 @@ class Driver:
         self._settings, self._cluster, self._fleet, self._check = settings, cluster, fleet, check
         self._silences, self._clock, self._sleep = silences, clock, sleep
         asked = settings.orchestration
-        policy = Policy(asked.proven_seconds, asked.restarts, asked.restart_delay, asked.steady_seconds)
+        policy = Policy(
+            asked.proven_seconds, asked.restarts, asked.restart_delay, asked.steady_seconds
+        )
         self.keepers = {role.name: Keeper(role, policy) for role in roles_of(settings)}
         self._commands = commands or Commands(settings, keys)
         self._steps = StepFollower(settings.folder / "logs" / "trainer.log")
@@ -80,7 +86,9 @@ class Driver:
         Raises:
             RunFailed: it cannot go on.
         """
-        demands = demands_at_home(demands_of([keeper.role for keeper in self.keepers.values()]), self._cluster.home())
+        demands = demands_at_home(
+            demands_of([keeper.role for keeper in self.keepers.values()]), self._cluster.home()
+        )
         nodes = self._cluster.nodes()
         if why := refusal(demands, nodes):
             raise RunFailed(why)
@@ -90,7 +98,9 @@ class Driver:
             (self._settings.folder / "logs").mkdir(parents=True, exist_ok=True)
             write_whole(self._settings.folder / ".run", self._marker.encode())
         except OSError as error:
-            raise RunFailed(f"the driver: {problem(f'{self._settings.folder} cannot be written', error)}") from error
+            raise RunFailed(
+                f"the driver: {problem(f'{self._settings.folder} cannot be written', error)}"
+            ) from error
         try:
             for demand in hardest_first(demands):
                 self._cluster.reserve(demand)
@@ -109,7 +119,9 @@ class Driver:
     def tick(self) -> None:
         """Look at every role once and do what is due."""
         now = self._clock()
-        if now - self._ticked > SILENT_SECONDS:  # this process stood still, and what came meanwhile is not read yet
+        if (
+            now - self._ticked > SILENT_SECONDS
+        ):  # this process stood still, and what came meanwhile is not read yet
             for keeper in self.keepers.values():
                 keeper.asked = now
             self._silences.forget()
@@ -122,7 +134,9 @@ class Driver:
             except SeatLost as lost:
                 self._lost(keeper, str(lost))
             except NodeProblem as found:
-                raise RunFailed(f"node {self._host(keeper)} cannot run {keeper.role.name}: {found}") from found
+                raise RunFailed(
+                    f"node {self._host(keeper)} cannot run {keeper.role.name}: {found}"
+                ) from found
         self._tell_fleet()
         self._silences.watch(self.keepers.values())
         self._steps.report()
@@ -130,11 +144,14 @@ class Driver:
     def _tell_fleet(self) -> None:
         service = self.keepers["service"]
         if service.state is State.UP and service.place is not None:
-            places = [keeper.place for keeper in self.keepers.values() if keeper.role.kind == "generator"]
+            places = [
+                keeper.place for keeper in self.keepers.values() if keeper.role.kind == "generator"
+            ]
             known = [place.url for place in places if place is not None]
             self._fleet.tell(service.place, known if len(known) == len(places) else None)
 
-    # ---- one role ----------------------------------------------------------------------------------------------------
+    # ---- one role
+    # ----------------------------------------------------------------------------------------------------
 
     def _advance(self, keeper: Keeper) -> None:
         now = self._clock()
@@ -193,12 +210,19 @@ class Driver:
         role, before, node = keeper.role, keeper.place, keeper.seat.node()
         host = self._cluster.host(node)
         if report.problems:
-            raise RunFailed(f"node {host} ({report.hostname}) cannot run {role.name}: {report.problems[0]}")
+            raise RunFailed(
+                f"node {host} ({report.hostname}) cannot run {role.name}: {report.problems[0]}"
+            )
         if report.earlier:
             self._wait_for_the_end(keeper, host, report.earlier, now)
             return
         keeps = role.kind in ("service", "trainer")  # what these have on their disk is the run
-        if before is not None and keeps and node != keeper.node and not (keeper.common and report.common):
+        if (
+            before is not None
+            and keeps
+            and node != keeper.node
+            and not (keeper.common and report.common)
+        ):
             raise RunFailed(
                 f"the node of the {role.name} is lost, and {self._settings.folder} with what it needs is not common to all "
                 "nodes: put logging.folder on a disk that all nodes have; or start the run again where that folder is"
@@ -207,22 +231,34 @@ class Driver:
         keeper.place = Address(host, report.ports, report.gpus)
         if role.kind == "generator" and before is not None and before.server != keeper.place.server:
             self._fleet.moved(before, keeper.place)
-        places = {name: other.place for name, other in self.keepers.items() if other.place is not None}
+        places = {
+            name: other.place for name, other in self.keepers.items() if other.place is not None
+        }
         launch = self._commands.launch(role, places, first=keeper.lives == 1)
         keeper.bound = self._bound(role)
         keeper.missing = ""
-        logger.info("[Async] %s on %s%s", role.name, host, f" port {report.ports[0]}" if report.ports else "")
+        logger.info(
+            "[Async] %s on %s%s",
+            role.name,
+            host,
+            f" port {report.ports[0]}" if report.ports else "",
+        )
         keeper.pending = keeper.seat.ask("start", launch, role.grace, role.may_finish)
         keeper.enter(State.LAUNCHING, now)
 
-    def _wait_for_the_end(self, keeper: Keeper, host: str, earlier: tuple[int, ...], now: float) -> None:
-        """Ask again until what an earlier life left on the node has ended: its trainer may be at its last checkpoint, and its
-        model on the GPU. An orphan whose guard was killed ends by nobody else, and is killed when its time is over."""
+    def _wait_for_the_end(
+        self, keeper: Keeper, host: str, earlier: tuple[int, ...], now: float
+    ) -> None:
+        """Ask again until what an earlier life left on the node has ended: its trainer may be at
+        its last checkpoint, and its model on the GPU. An orphan whose guard was killed ends by
+        nobody else, and is killed when its time is over."""
         role = keeper.role
         if keeper.blocked_since is None:
             keeper.blocked_since, keeper.blocked_told = now, -math.inf
         waited, limit = now - keeper.blocked_since, role.grace + STOP_MARGIN_SECONDS
-        who = f"process{'es' * (len(earlier) > 1)} {', '.join(map(str, earlier))} of an earlier life"
+        who = (
+            f"process{'es' * (len(earlier) > 1)} {', '.join(map(str, earlier))} of an earlier life"
+        )
         if waited > limit + STOP_MARGIN_SECONDS:
             raise RunFailed(
                 f"{role.name} cannot be started on {host}: {who} did not end in {waited:.0f} s, by SIGKILL neither; see there "
@@ -232,10 +268,22 @@ class Driver:
         assert keeper.needs is not None
         late = waited > limit
         if late and not keeper.needs.end_earlier:
-            logger.warning("[Async] %s on %s: %s did not end in %.0f s and is killed", role.name, host, who, waited)
+            logger.warning(
+                "[Async] %s on %s: %s did not end in %.0f s and is killed",
+                role.name,
+                host,
+                who,
+                waited,
+            )
         elif now - keeper.blocked_told > WAITING_SECONDS:
             keeper.blocked_told = now
-            logger.info("[Async] %s on %s waits for the end of %s, for %.0f s so far", role.name, host, who, waited)
+            logger.info(
+                "[Async] %s on %s waits for the end of %s, for %.0f s so far",
+                role.name,
+                host,
+                who,
+                waited,
+            )
         keeper.needs = replace(keeper.needs, end_earlier=late)
         keeper.pending = keeper.seat.ask("check", keeper.needs)
         keeper.enter(State.PLACING, now)
@@ -248,7 +296,10 @@ class Driver:
         path = role.ready[0 if keeper.lives == 1 else 1]
         url = keeper.place.url + path if path and keeper.place else ""
         assert keeper.seat is not None
-        keeper.pending, keeper.asked = keeper.seat.ask("look", url, keeper.log_offset), self._clock()
+        keeper.pending, keeper.asked = (
+            keeper.seat.ask("look", url, keeper.log_offset),
+            self._clock(),
+        )
 
     def _looked(self, keeper: Keeper, look: Look, now: float) -> None:
         role = keeper.role
@@ -257,7 +308,9 @@ class Driver:
                 with open(self._log(keeper), "ab") as file:
                     file.write(look.log)
             except OSError as error:
-                raise RunFailed(f"the driver: {problem(f'{self._log(keeper)} cannot be written', error)}") from error
+                raise RunFailed(
+                    f"the driver: {problem(f'{self._log(keeper)} cannot be written', error)}"
+                ) from error
             keeper.log_offset += len(look.log)
         if look.code is not None:
             self._ended(keeper, look, now)
@@ -270,10 +323,18 @@ class Driver:
             logger.info("[Async] %s runs%s after %.0f s", role.name, again, look.lived)
         # A process that listens nowhere has shown that it works when it has lived for a while.
         policy = keeper.row.policy
-        keeper.was_up = keeper.was_up or (look.ready and (bool(role.ready[0]) or look.lived >= policy.proven))
+        keeper.was_up = keeper.was_up or (
+            look.ready and (bool(role.ready[0]) or look.lived >= policy.proven)
+        )
         if keeper.bound != self._bound(role):
-            moved = [name for name, place in zip(role.bound, keeper.bound, strict=True) if self.keepers[name].place != place]
-            logger.info("[Async] %s is started anew: %s has another address", role.name, " and ".join(moved))
+            moved = [
+                name
+                for name, place in zip(role.bound, keeper.bound, strict=True)
+                if self.keepers[name].place != place
+            ]
+            logger.info(
+                "[Async] %s is started anew: %s has another address", role.name, " and ".join(moved)
+            )
             assert keeper.seat is not None
             keeper.pending = keeper.seat.ask("stop")
             keeper.enter(State.ENDING, now)
@@ -284,7 +345,10 @@ class Driver:
         self._look(keeper)
 
     def _is_hung(self, keeper: Keeper, now: float) -> bool:
-        """End a role that runs and is silent for too long, to be started again. Return whether it is being ended."""
+        """End a role that runs and is silent for too long, to be started again.
+
+        Return whether it is being ended.
+        """
         limit = self._settings.orchestration.silent_seconds
         if not (why := self._silences.why_to_end(keeper, limit, self._log(keeper), now)):
             return False
@@ -304,13 +368,23 @@ class Driver:
         asks = amounts(keeper.role.resources)
         why = f"asks {asks}" if keeper.state is State.PLACING else keeper.missing or "no answer yet"
         if now - keeper.since > limit:
-            there = "; ".join(f"{node.name} has {amounts(node.free)} free" for node in self._cluster.nodes())
-            there = f"; the cluster: {there}" if keeper.state is State.PLACING else f"; log: {self._log(keeper)}"
-            raise RunFailed(f"{keeper.role.name} {keeper.state.value} for more than {limit:.0f} s: {why}{there}")
+            there = "; ".join(
+                f"{node.name} has {amounts(node.free)} free" for node in self._cluster.nodes()
+            )
+            there = (
+                f"; the cluster: {there}"
+                if keeper.state is State.PLACING
+                else f"; log: {self._log(keeper)}"
+            )
+            raise RunFailed(
+                f"{keeper.role.name} {keeper.state.value} for more than {limit:.0f} s: {why}{there}"
+            )
         if now - keeper.told > WAITING_SECONDS:
             keeper.told = now
             waited, who = now - keeper.since, f"{keeper.role.name} {keeper.state.value}"
-            logger.info("[Async] %s: %s; for %.0f s so far, %.0f s at most", who, why, waited, limit)
+            logger.info(
+                "[Async] %s: %s; for %.0f s so far, %.0f s at most", who, why, waited, limit
+            )
 
     def _host(self, keeper: Keeper) -> str:
         node = keeper.node or (keeper.seat.node() if keeper.seat is not None else "")
@@ -319,7 +393,8 @@ class Driver:
     def _log(self, keeper: Keeper) -> str:
         return str(self._settings.folder / "logs" / f"{keeper.role.name}.log")
 
-    # ---- the end of one ----------------------------------------------------------------------------------------------
+    # ---- the end of one
+    # ----------------------------------------------------------------------------------------------
 
     def _ended(self, keeper: Keeper, look: Look, now: float) -> None:
         role = keeper.role
@@ -328,7 +403,12 @@ class Driver:
             keeper.enter(State.DONE, now)
             self._release(keeper)
             return
-        self._again(keeper, Ended(look.code, look.lived, keeper.was_up), f"{look.said}; log: {self._log(keeper)}", now)
+        self._again(
+            keeper,
+            Ended(look.code, look.lived, keeper.was_up),
+            f"{look.said}; log: {self._log(keeper)}",
+            now,
+        )
 
     def _silent(self, keeper: Keeper, why: str) -> None:
         now = self._clock()
@@ -348,19 +428,29 @@ class Driver:
         delay = keeper.row.after(ended)
         name = keeper.role.name
         if delay is None:
-            how = "would do so again" if keeper.row.count == 0 else f"failed {keeper.row.count} times in a row"
+            how = (
+                "would do so again"
+                if keeper.row.count == 0
+                else f"failed {keeper.row.count} times in a row"
+            )
             raise RunFailed(f"{name} {why}; it {how}")
         logger.warning("[Async] %s %s; it is started again in %.0f s", name, why, delay)
         self._give_up(keeper, now, delay)
 
     def _end(self, keeper: Keeper, now: float) -> None:
-        """Wait until a process that was told to end has done so, the trainer with its checkpoint written."""
+        """Wait until a process that was told to end has done so, the trainer with its checkpoint
+        written.
+        """
         if keeper.pending is not None and not keeper.pending.done():
             waited = now - keeper.since
             if waited < keeper.role.grace + STOP_MARGIN_SECONDS:
                 return
-            logger.warning("[Async] %s did not stop in %.0f s and is killed", keeper.role.name, waited)
-        self._give_up(keeper, now, 0.0)  # what an actor that is gone may have left is waited for on the node
+            logger.warning(
+                "[Async] %s did not stop in %.0f s and is killed", keeper.role.name, waited
+            )
+        self._give_up(
+            keeper, now, 0.0
+        )  # what an actor that is gone may have left is waited for on the node
 
     def _give_up(self, keeper: Keeper, now: float, delay: float) -> None:
         self._release(keeper)
@@ -374,23 +464,34 @@ class Driver:
         if not keeper.common:
             keeper.log_offset = 0  # the next node has a log of its own
 
-    # ---- the end of all ----------------------------------------------------------------------------------------------
+    # ---- the end of all
+    # ----------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Stop every process, those that feed others first; never raises for one that is gone."""
         for kind in STOP_ORDER:
-            keepers = [keeper for keeper in self.keepers.values() if keeper.role.kind == kind and keeper.seat is not None]
+            keepers = [
+                keeper
+                for keeper in self.keepers.values()
+                if keeper.role.kind == kind and keeper.seat is not None
+            ]
             pending = []
             for keeper in keepers:
                 assert keeper.seat is not None
                 if keeper.state not in (State.PLACING, State.WAITING):
                     pending.append((keeper, keeper.seat.ask("stop")))
-            limit = self._clock() + max([keeper.role.grace for keeper, _ in pending], default=0.0) + STOP_MARGIN_SECONDS
+            limit = (
+                self._clock()
+                + max([keeper.role.grace for keeper, _ in pending], default=0.0)
+                + STOP_MARGIN_SECONDS
+            )
             for keeper, answer in pending:
                 while not answer.done() and self._clock() < limit:
                     self._sleep(0.1)
                 if not answer.done():
-                    logger.warning("[Async] %s did not stop in time and is killed", keeper.role.name)
+                    logger.warning(
+                        "[Async] %s did not stop in time and is killed", keeper.role.name
+                    )
             for keeper in keepers:
                 self._release(keeper)
                 if keeper.state is not State.DONE:

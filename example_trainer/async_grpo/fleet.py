@@ -1,4 +1,7 @@
-"""Tells the trainer, by way of the rollout service, which vLLM servers this run has. Its keeper does the rest."""
+"""Tells the trainer, by way of the rollout service, which vLLM servers this run has.
+
+Its keeper does the rest.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,8 @@ class ServiceFleet:
         self._owed[url] = wish
 
     def tell(self, service: Address, servers: Collection[str] | None) -> None:
-        """See Fleet. What fails is tried again at the next call, for as long as the run lasts: a trainer that does not learn of
-        a server would leave it without weights for good."""
+        """See Fleet. What fails is tried again at the next call, for as long as the run lasts: a
+        trainer that does not learn of a server would leave it without weights for good."""
         try:
             if not self._compared and servers is not None:
                 self._compare(service, servers)
@@ -65,7 +68,10 @@ class ServiceFleet:
                 logger.info("[Async] the trainer is told that %s shall %s", url, wish)
         except (OSError, ValueError) as error:
             if not self._refused:
-                owed = ", ".join(f"{url} shall {wish}" for url, wish in self._owed.items()) or "which servers there are"
+                owed = (
+                    ", ".join(f"{url} shall {wish}" for url, wish in self._owed.items())
+                    or "which servers there are"
+                )
                 logger.warning(
                     "[Async] the trainer cannot be told yet (%s); it is tried until the rollout service at %s takes it: %s",
                     owed, service.url, reason(error),
@@ -73,11 +79,15 @@ class ServiceFleet:
             self._refused = True
             return
         if self._refused:
-            logger.info("[Async] the rollout service at %s has taken what the trainer was to be told", service.url)
+            logger.info(
+                "[Async] the rollout service at %s has taken what the trainer was to be told",
+                service.url,
+            )
         self._refused = False
 
     def _compare(self, service: Address, servers: Collection[str]) -> None:
-        """Owe what undoes the wishes of an earlier run: the service keeps them, and a run begins with servers of its own.
+        """Owe what undoes the wishes of an earlier run: the service keeps them, and a run begins
+        with servers of its own.
 
         Once in a run, so that who joins or leaves by hand later is left alone.
         """

@@ -1,4 +1,7 @@
-"""What a node is told about a process. Standard library alone: actors are made often, and must be light."""
+"""What a node is told about a process.
+
+Standard library alone: actors are made often, and must be light.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What each role asks of the cluster, and whether there is as much. Pure: numbers in, numbers and sentences out."""
+"""What each role asks of the cluster, and whether there is as much.
+
+Pure: numbers in, numbers and sentences out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ class Demand:
 
     Attributes:
         name: of the group, such as `generator-2`.
-        bundles: role -> its resources (`CPU`, `GPU`), in the order of the placement group's bundles.
+        bundles: role -> its resources (`CPU`, `GPU`), in the order of the placement group's
+            bundles.
     """
 
     name: str
@@ -48,7 +52,11 @@ class Node:
 
 def amounts(resources: Mapping[str, float]) -> str:
     """`2 GPU and 4 CPU`, without what nobody reads."""
-    shown = [f"{amount:g} {name}" for name, amount in sorted(resources.items(), reverse=True) if name in ("CPU", "GPU")]
+    shown = [
+        f"{amount:g} {name}"
+        for name, amount in sorted(resources.items(), reverse=True)
+        if name in ("CPU", "GPU")
+    ]
     return " and ".join(shown) or "nothing"
 
 
@@ -58,9 +66,11 @@ def fits(demand: Mapping[str, float], free: Mapping[str, float]) -> bool:
 
 
 def hardest_first(demands: Sequence[Demand]) -> list[Demand]:
-    """Groups in the order in which they should get their places: those that may lie on one node alone, then the largest.
+    """Groups in the order in which they should get their places: those that may lie on one node
+    alone, then the largest.
 
-    Whoever is small and may go anywhere would otherwise take what only they can use. Ray places in the order of the requests.
+    Whoever is small and may go anywhere would otherwise take what only they can use. Ray places in
+    the order of the requests.
     """
 
     def ease(demand: Demand) -> tuple[bool, float, float]:
@@ -79,7 +89,8 @@ def assign(demands: Sequence[Demand], nodes: Sequence[Node]) -> tuple[dict[str, 
         nodes: not changed.
 
     Returns:
-        Group -> node, and the groups that found none. Ray decides by itself where a group comes; this says whether all fit.
+        Group -> node, and the groups that found none. Ray decides by itself where a group comes;
+        this says whether all fit.
     """
     free = {node.name: dict(node.free) for node in nodes}
     found: dict[str, str] = {}
@@ -98,7 +109,9 @@ def assign(demands: Sequence[Demand], nodes: Sequence[Node]) -> tuple[dict[str, 
 
 
 def refusal(demands: Sequence[Demand], nodes: Sequence[Node]) -> str | None:
-    """Why the cluster cannot hold the run, as one line: the role, what it asks, what there is; None if it can."""
+    """Why the cluster cannot hold the run, as one line: the role, what it asks, what there is; None
+    if it can.
+    """
     placed, left = assign(demands, nodes)
     if not left:
         return None

@@ -1,4 +1,7 @@
-"""What has become of a role, and what to do when its process has ended. Asks nobody, and knows no clock."""
+"""What has become of a role, and what to do when its process has ended.
+
+Asks nobody, and knows no clock.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,10 @@ class Row:
     def after(self, ended: Ended) -> float | None:
         """Seconds until the next start; None if there shall be none.
 
-        A process that ends by itself with an error before it ever worked would do so again, wherever it is started: an
-        environment's file that cannot be imported, an option that is refused. What a signal or a lost node ended is started
-        again at once, and with growing delays if it goes on.
+        A process that ends by itself with an error before it ever worked would do so again,
+        wherever it is started: an environment's file that cannot be imported, an option that is
+        refused. What a signal or a lost node ended is started again at once, and with growing
+        delays if it goes on.
         """
         policy = self.policy
         by_itself = ended.code is not None and ended.code <= 128

@@ -1,4 +1,6 @@
-"""From settings to processes: which roles there are, what each asks of a node, and the command that each is. Pure."""
+"""From settings to processes: which roles there are, what each asks of a node, and the command that
+each is. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from example_trainer.async_grpo.settings import Settings
 from example_trainer.launcher import roles as commands
 
 NEEDED_KEYS = {
-    "service": ("ROLLOUT_API_KEY", "VLLM_API_KEY"),  # its page asks the servers how their weights are
+    "service": (
+        "ROLLOUT_API_KEY",
+        "VLLM_API_KEY",
+    ),  # its page asks the servers how their weights are
     "generator": ("VLLM_API_KEY",),
     "environment": ("ROLLOUT_API_KEY", "VLLM_API_KEY"),
     "reference": ("ROLLOUT_API_KEY",),
@@ -42,9 +47,11 @@ class Role:
         ports: how many it may listen on.
         needs: roles that must be up before it is started.
         wants: roles that must be up before it is started the first time.
-        knows: roles that must have their places before it is started: their addresses are in its command.
+        knows: roles that must have their places before it is started: their addresses are in its
+            command.
         bound: roles with whose new address it is started anew.
-        ready: paths that it answers once it works, for its first life and for later ones; empty if it listens nowhere.
+        ready: paths that it answers once it works, for its first life and for later ones; empty if
+            it listens nowhere.
         grace: seconds between SIGTERM and SIGKILL.
         may_finish: it may end by itself, with status 0, before the run does.
     """
@@ -71,26 +78,80 @@ def roles_of(settings: Settings) -> list[Role]:
     generators = [f"generator-{n + 1}" for n in range(asked.generators)]
     service_needs = {"CPU": asked.service_cpus}
     known = tuple(generators)  # the service sends the vLLM key only to addresses in its command
-    found = [Role("service", "service", "service", 0, service_needs, 1, knows=known, ready=("/", "/"), grace=15.0)]
+    found = [
+        Role(
+            "service",
+            "service",
+            "service",
+            0,
+            service_needs,
+            1,
+            knows=known,
+            ready=("/", "/"),
+            grace=15.0,
+        )
+    ]
     for name in generators:
         needs = {"CPU": asked.generator_cpus, "GPU": gpu * settings.inference.tensor_parallel_size}
-        found.append(Role(name, "generator", name, 0, some(needs), 1, ready=("/health_generate", "/weights"), grace=30.0))
+        found.append(
+            Role(
+                name,
+                "generator",
+                name,
+                0,
+                some(needs),
+                1,
+                ready=("/health_generate", "/weights"),
+                grace=30.0,
+            )
+        )
     servers = [f"parameter-server-{n + 1}" for n in range(asked.parameter_servers)]
     for name in servers:
         needs = {"CPU": asked.parameter_server_cpus, "GPU": gpu * asked.parameter_server_gpus}
         answers, service = ("/weights", "/weights"), ("service",)
         found.append(
-            Role(name, "parameter-server", name, 0, some(needs), 1, service, knows=known, bound=service, ready=answers)
+            Role(
+                name,
+                "parameter-server",
+                name,
+                0,
+                some(needs),
+                1,
+                service,
+                knows=known,
+                bound=service,
+                ready=answers,
+            )
         )
     for n in range(asked.reference_workers):
         needs = {"CPU": asked.reference_cpus, "GPU": gpu}
         name = f"reference-{n + 1}"
-        found.append(Role(name, "reference", name, 0, some(needs), 0, ("service",), bound=("service",), grace=60.0))
+        found.append(
+            Role(
+                name,
+                "reference",
+                name,
+                0,
+                some(needs),
+                0,
+                ("service",),
+                bound=("service",),
+                grace=60.0,
+            )
+        )
     first = ("service", *servers)
     if settings.shares_gpus:
-        group, bundle, needs = generators[0], 1 + asked.environments_per_generator, {"CPU": asked.trainer_cpus}
+        group, bundle, needs = (
+            generators[0],
+            1 + asked.environments_per_generator,
+            {"CPU": asked.trainer_cpus},
+        )
     else:
-        group, bundle, needs = "trainer", 0, {"CPU": asked.trainer_cpus, "GPU": gpu * asked.trainer_ranks}
+        group, bundle, needs = (
+            "trainer",
+            0,
+            {"CPU": asked.trainer_cpus, "GPU": gpu * asked.trainer_ranks},
+        )
     found.append(
         Role(
             "trainer", "trainer", group, bundle, some(needs), 1, first, tuple(generators), bound=("service", *servers),
@@ -100,7 +161,9 @@ def roles_of(settings: Settings) -> list[Role]:
     for server in generators:
         number = server.rpartition("-")[2]
         for n in range(asked.environments_per_generator):
-            name = f"environment-{number}" + (f"-{n + 1}" if asked.environments_per_generator > 1 else "")
+            name = f"environment-{number}" + (
+                f"-{n + 1}" if asked.environments_per_generator > 1 else ""
+            )
             both = ("service", server)
             found.append(
                 Role(
@@ -129,7 +192,13 @@ def demands_of(roles: list[Role]) -> list[Demand]:
     for role in roles:
         groups.setdefault(role.group, []).append(role)
     return [
-        Demand(name, {role.name: dict(role.resources) for role in sorted(members, key=lambda role: role.bundle)})
+        Demand(
+            name,
+            {
+                role.name: dict(role.resources)
+                for role in sorted(members, key=lambda role: role.bundle)
+            },
+        )
         for name, members in groups.items()
     ]
 
@@ -161,7 +230,9 @@ class Commands:
             **{name: self._keys[name] for name in NEEDED_KEYS[role.kind]},
             **made.get("variables", {}),
         }
-        stale = (f"{role.name}/vllm_bridge_config*.json",) if first and role.kind == "generator" else ()
+        stale = (
+            (f"{role.name}/vllm_bridge_config*.json",) if first and role.kind == "generator" else ()
+        )
         return Launch(tuple(made["arguments"]), variables, made.get("files", {}), stale)
 
     def _variables(self, role: Role, places: Mapping[str, Address]) -> dict[str, str | None]:
@@ -169,15 +240,22 @@ class Commands:
         gpus = places[role.name].gpus
         if role.kind == "trainer" and self._settings.shares_gpus:
             gpus = places["generator-1"].gpus
-        found: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "VLLM_NO_USAGE_STATS": "1"}
+        found: dict[str, str | None] = {
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+            "VLLM_NO_USAGE_STATS": "1",
+        }
         if computes and gpus:
             found["OMP_NUM_THREADS"] = None  # Ray sets it by the CPUs that were asked for
         else:
             asked = self._settings.orchestration
             ranks = asked.trainer_ranks if role.kind == "trainer" else 1
             several = computes and not asked.exact_resume
-            found["OMP_NUM_THREADS"] = str(math.ceil(role.resources.get("CPU", 1.0) / ranks) or 1) if several else "1"
-            found["OMP_WAIT_POLICY"] = "passive"  # a thread that waits must not keep others from the cores
+            found["OMP_NUM_THREADS"] = (
+                str(math.ceil(role.resources.get("CPU", 1.0) / ranks) or 1) if several else "1"
+            )
+            found["OMP_WAIT_POLICY"] = (
+                "passive"  # a thread that waits must not keep others from the cores
+            )
         if self._settings.logging.timeline:
             found["LOCKSTEP_TIMELINE"] = str(self._settings.folder / "logs")
         return found
@@ -195,15 +273,23 @@ class Commands:
         return {"arguments": words}
 
     def _generator(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
-        here, asked, training = places[role.name], self._settings.inference, self._settings.trainer_values
+        here, asked, training = (
+            places[role.name],
+            self._settings.inference,
+            self._settings.trainer_values,
+        )
         on_cpu = self._settings.orchestration.device == "cpu"
-        one_by_one = on_cpu and self._settings.orchestration.exact_resume  # as there is no deterministic mode on CPUs
+        one_by_one = (
+            on_cpu and self._settings.orchestration.exact_resume
+        )  # as there is no deterministic mode on CPUs
         lora = training.get("weight_bridge_mode") == "lora_only"
         server_flags = commands.vllm_flags(
             here.listen,
             not on_cpu,
             self._dtype,
-            tensor_parallel_size=asked.tensor_parallel_size if asked.tensor_parallel_size > 1 else None,
+            tensor_parallel_size=asked.tensor_parallel_size
+            if asked.tensor_parallel_size > 1
+            else None,
             max_model_len=asked.max_model_length or None,
             max_num_seqs=(1 if one_by_one else asked.max_sequences) or None,
             no_enable_prefix_caching=one_by_one,
@@ -212,8 +298,13 @@ class Commands:
             deterministic=bool(training.get("deterministic")),
             enable_lora=lora,
         )
-        words = commands.vllm_server(self._settings.model, here.ports[0], server_flags, python=PYTHON)
-        variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "0" if lora else "1", "LOGDIR": str(self._settings.folder / role.name)}
+        words = commands.vllm_server(
+            self._settings.model, here.ports[0], server_flags, python=PYTHON
+        )
+        variables = {
+            "VLLM_ENABLE_SHARED_WEIGHTS": "0" if lora else "1",
+            "LOGDIR": str(self._settings.folder / role.name),
+        }
         return {"arguments": [*words, *asked.server_args], "variables": variables}
 
     def _environment(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
@@ -278,9 +369,15 @@ class Commands:
             values["parameter_servers"] = servers_in(places, "parameter-server-")
         else:
             values["vllm_servers"] = servers_in(places)
-        variables = {"MASTER_ADDR": None, "MASTER_PORT": str(places[role.name].ports[0]), "NUM_INFERENCE_NODES": "0"}
+        variables = {
+            "MASTER_ADDR": None,
+            "MASTER_PORT": str(places[role.name].ports[0]),
+            "NUM_INFERENCE_NODES": "0",
+        }
         variables["LOGDIR"] = str(settings.folder / "generator-1")
-        text = "# Written by the driver at each start of the trainer.\n" + yaml.safe_dump(plain(values), sort_keys=True)
+        text = "# Written by the driver at each start of the trainer.\n" + yaml.safe_dump(
+            plain(values), sort_keys=True
+        )
         return {
             "arguments": commands.trainer_with_file(settings.folder / TRAINER_FILE, python=PYTHON),
             "variables": variables,

@@ -1,4 +1,6 @@
-"""The configuration of an asynchronous run: four sections of a YAML file, of which `training` takes every key of grpo.py."""
+"""The configuration of an asynchronous run: four sections of a YAML file, of which `training` takes
+every key of grpo.py.
+"""
 
 from __future__ import annotations
 
@@ -43,35 +45,60 @@ class Orchestration(Section):
     """How many of each role, what each asks of the cluster, and what is done when one fails."""
 
     generators: int = Field(1, ge=1, description="vLLM servers, each with environments of its own")
-    environments_per_generator: int = Field(1, ge=1, description="environment processes that use one server")
-    reference_workers: int = Field(0, ge=0, description="processes that add ref_logprobs; 0: the trainer computes its own")
-    parameter_servers: int = Field(0, ge=0, description="processes between trainer and generators; 0: the trainer broadcasts")
+    environments_per_generator: int = Field(
+        1, ge=1, description="environment processes that use one server"
+    )
+    reference_workers: int = Field(
+        0, ge=0, description="processes that add ref_logprobs; 0: the trainer computes its own"
+    )
+    parameter_servers: int = Field(
+        0, ge=0, description="processes between trainer and generators; 0: the trainer broadcasts"
+    )
     trainer_ranks: int = Field(
-        1, ge=1, description="processes of the trainer, one a GPU, on one node; on CPUs they share trainer_cpus"
+        1,
+        ge=1,
+        description="processes of the trainer, one a GPU, on one node; on CPUs they share trainer_cpus",
     )
-    steps: int | None = Field(None, ge=1, description="optimizer steps; not given: training.training_steps")
+    steps: int | None = Field(
+        None, ge=1, description="optimizer steps; not given: training.training_steps"
+    )
     buffer_groups: int | None = Field(
-        None, ge=1, description="groups that the rollout service holds at most; not given: its own bound"
+        None,
+        ge=1,
+        description="groups that the rollout service holds at most; not given: its own bound",
     )
-    device: Literal["gpu", "cpu"] = Field("gpu", description="what all but service and environments compute on")
+    device: Literal["gpu", "cpu"] = Field(
+        "gpu", description="what all but service and environments compute on"
+    )
     service_cpus: float = Field(1.0, ge=0, description="CPUs that the rollout service asks of Ray")
     generator_cpus: float = Field(4.0, ge=0, description="CPUs of a vLLM server")
     environment_cpus: float = Field(1.0, ge=0, description="CPUs of an environment process")
     reference_cpus: float = Field(2.0, ge=0, description="CPUs of a reference worker")
     parameter_server_cpus: float = Field(2.0, ge=0, description="CPUs of a parameter server")
     parameter_server_gpus: int = Field(
-        1, ge=0, le=1, description="GPUs of a parameter server, with device gpu; 0: the weights are in the host's memory"
+        1,
+        ge=0,
+        le=1,
+        description="GPUs of a parameter server, with device gpu; 0: the weights are in the host's memory",
     )
     trainer_cpus: float = Field(4.0, ge=0, description="CPUs of the trainer, all ranks together")
-    start_seconds: float = Field(900.0, gt=0, description="seconds that a role may take to be placed, to load and to answer")
+    start_seconds: float = Field(
+        900.0, gt=0, description="seconds that a role may take to be placed, to load and to answer"
+    )
     proven_seconds: float = Field(
         60.0,
         gt=0,
         description="a process that ends with an error sooner than this, the first time, ends the run: it would again",
     )
-    restarts: int = Field(6, ge=0, description="restarts of one role in a row; one more failure ends the run")
-    restart_delay: float = Field(1.0, gt=0, description="seconds before the first restart; doubles up to a minute")
-    steady_seconds: float = Field(300.0, gt=0, description="a role that has run for so long begins a new row of restarts")
+    restarts: int = Field(
+        6, ge=0, description="restarts of one role in a row; one more failure ends the run"
+    )
+    restart_delay: float = Field(
+        1.0, gt=0, description="seconds before the first restart; doubles up to a minute"
+    )
+    steady_seconds: float = Field(
+        300.0, gt=0, description="a role that has run for so long begins a new row of restarts"
+    )
     silent_seconds: float = Field(
         300.0,
         ge=0,
@@ -79,32 +106,51 @@ class Orchestration(Section):
         "again; 0: never",
     )
     exact_resume: bool = Field(
-        False, description="a run that is killed and started again learns to the bit what it would have learned otherwise"
+        False,
+        description="a run that is killed and started again learns to the bit what it would have learned otherwise",
     )
 
 
 class Inference(Section):
     """The generators: one vLLM server each, with its environments."""
 
-    environment: str = Field("gsm8k", min_length=1, description="arithmetic, gsm8k, or an environment's file")
+    environment: str = Field(
+        "gsm8k", min_length=1, description="arithmetic, gsm8k, or an environment's file"
+    )
     environment_args: list[str] = Field([], description="further flags of each environment")
-    dataset_path: str | None = Field(None, description="folder or file of the environment's problems (gsm8k)")
+    dataset_path: str | None = Field(
+        None, description="folder or file of the environment's problems (gsm8k)"
+    )
     group_size: int = Field(8, ge=1, description="answers to one problem")
-    max_response_tokens: int | None = Field(None, ge=1, description="longest answer; not given: the environment's own bound")
-    max_model_length: int | None = Field(None, ge=2, description="longest sequence of the server; not given: the model's")
+    max_response_tokens: int | None = Field(
+        None, ge=1, description="longest answer; not given: the environment's own bound"
+    )
+    max_model_length: int | None = Field(
+        None, ge=2, description="longest sequence of the server; not given: the model's"
+    )
     max_sequences: int | None = Field(
         None, ge=1, description="answers that one server samples at once; not given: vLLM's bound"
     )
     max_batches_ahead: int | None = Field(
-        None, ge=0, description="batches queued or in work at most; not given: the environment's bound"
+        None,
+        ge=0,
+        description="batches queued or in work at most; not given: the environment's bound",
     )
-    temperature: float | None = Field(None, gt=0, le=2, description="the trainer's --temperature, which environments sample at")
+    temperature: float | None = Field(
+        None, gt=0, le=2, description="the trainer's --temperature, which environments sample at"
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs of one server, all of one node")
-    dtype: str | None = Field(None, description="of the server; not given: bfloat16 on GPUs, float32 on CPUs")
-    seed: int | None = Field(None, ge=0, description="of environments and servers; each gets one of its own from it")
+    dtype: str | None = Field(
+        None, description="of the server; not given: bfloat16 on GPUs, float32 on CPUs"
+    )
+    seed: int | None = Field(
+        None, ge=0, description="of environments and servers; each gets one of its own from it"
+    )
     server_args: list[str] = Field([], description="further flags of each vLLM server")
     weight_sync_every: int | None = Field(
-        None, ge=1, description="versions that a server may be behind before a parameter server updates it"
+        None,
+        ge=1,
+        description="versions that a server may be behind before a parameter server updates it",
     )
 
     @field_validator("environment_args", "server_args", mode="before")
@@ -116,16 +162,24 @@ class Inference(Section):
     @classmethod
     def _no_key(cls, value: list[str]) -> list[str]:
         if any("api-key" in word.split("=")[0].replace("_", "-") for word in value):
-            raise ValueError("everybody can read a key in `ps`; leave it out: every run has keys of its own")
+            raise ValueError(
+                "everybody can read a key in `ps`; leave it out: every run has keys of its own"
+            )
         return value
 
 
 class Logging(Section):
     """What a run leaves behind, and where."""
 
-    folder: Path = Field(Path("runs/async"), description="of logs, checkpoints and the service's store; best on a common disk")
+    folder: Path = Field(
+        Path("runs/async"),
+        description="of logs, checkpoints and the service's store; best on a common disk",
+    )
     dashboard: bool = Field(False, description="start Ray's dashboard, where this run starts Ray")
-    timeline: bool = Field(True, description="write when each role worked, waited and synced (timeline-*.jsonl in the folder)")
+    timeline: bool = Field(
+        True,
+        description="write when each role worked, waited and synced (timeline-*.jsonl in the folder)",
+    )
 
 
 class Settings(Section):
@@ -144,9 +198,13 @@ class Settings(Section):
                 f"inference.tensor_parallel_size {self.inference.tensor_parallel_size} needs orchestration.device gpu"
             )
         if self.inference.weight_sync_every and not asked.parameter_servers:
-            raise ValueError("inference.weight_sync_every needs orchestration.parameter_servers: without, every update is sent")
+            raise ValueError(
+                "inference.weight_sync_every needs orchestration.parameter_servers: without, every update is sent"
+            )
         if self.shares_gpus and (asked.generators > 1 or asked.parameter_servers):
-            raise ValueError("training.colocate and single_copy are for one generator, without parameter servers")
+            raise ValueError(
+                "training.colocate and single_copy are for one generator, without parameter servers"
+            )
         if self.shares_gpus and asked.trainer_ranks != self.inference.tensor_parallel_size:
             raise ValueError(
                 f"with one copy of the weights orchestration.trainer_ranks {asked.trainer_ranks} and "
@@ -201,8 +259,14 @@ class Settings(Section):
 
 
 def inexact(settings: Settings) -> str | None:
-    """What keeps a run from being resumed to the bit, with the remedy; None if nothing that the configuration tells."""
-    asked, training, sequences = settings.orchestration, settings.training, settings.inference.max_sequences
+    """What keeps a run from being resumed to the bit, with the remedy; None if nothing that the
+    configuration tells.
+    """
+    asked, training, sequences = (
+        settings.orchestration,
+        settings.training,
+        settings.inference.max_sequences,
+    )
     several = ("generators", "environments_per_generator", "trainer_ranks")
     others = ("reference_workers", "parameter_servers")
     for name, most in {**dict.fromkeys(several, 1), **dict.fromkeys(others, 0)}.items():
@@ -217,7 +281,10 @@ def inexact(settings: Settings) -> str | None:
     if asked.device == "gpu":
         needs = "needs training.deterministic on GPUs: without it the same seed gives other tokens"
         return None if training.get("deterministic") else needs
-    for name, given in (("inference.max_sequences", sequences), ("training.num_threads", training.get("num_threads"))):
+    for name, given in (
+        ("inference.max_sequences", sequences),
+        ("training.num_threads", training.get("num_threads")),
+    ):
         if given not in (1, None):
             return f"needs {name} 1 on CPUs, where a sum depends on what is computed beside it, and it is {given}: leave it out"
     return None
@@ -245,12 +312,20 @@ def check_keys(values: Mapping[str, Any], file: Path) -> None:
         if name not in sections:
             raise ConfigError(f"unknown section {name!r} in {file}{nearest(name, sections)}")
         if not isinstance(section, dict):
-            raise ConfigError(f"{name} in {file} must hold 'name: value' lines, not {type(section).__name__}")
+            raise ConfigError(
+                f"{name} in {file} must hold 'name: value' lines, not {type(section).__name__}"
+            )
         for key in section:
             if key not in sections[name].model_fields:
-                near = difflib.get_close_matches(str(key), sections[name].model_fields, n=1, cutoff=0.5)
+                near = difflib.get_close_matches(
+                    str(key), sections[name].model_fields, n=1, cutoff=0.5
+                )
                 elsewhere = [other for other, kind in sections.items() if key in kind.model_fields]
-                hint = f"; did you mean {near[0]}?" if near else f"; see docs/async.md for the keys of {name}"
+                hint = (
+                    f"; did you mean {near[0]}?"
+                    if near
+                    else f"; see docs/async.md for the keys of {name}"
+                )
                 hint = f"; it belongs to {elsewhere[0]}" if elsewhere else hint
                 raise ConfigError(f"unknown key {key!r} under {name} in {file}{hint}")
 
@@ -259,11 +334,14 @@ def read_settings(file: Path) -> Settings:
     """Read and check a configuration.
 
     Raises:
-        ConfigError: it cannot be read, a key does not exist or belongs elsewhere, or a value does not fit; a single line.
+        ConfigError: it cannot be read, a key does not exist or belongs elsewhere, or a value does
+            not fit; a single line.
     """
     content = read_config(file)
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {file} must hold sections (orchestration, inference, training, logging)")
+        raise ConfigError(
+            f"--config {file} must hold sections (orchestration, inference, training, logging)"
+        )
     values = {
         str(name): with_underscores(section, file) if isinstance(section, dict) else section
         for name, section in content.items()
@@ -276,17 +354,28 @@ def make_settings(values: Mapping[str, Any], file: Path) -> Settings:
     check_keys(values, file)
     training = values.get("training") or {}
     if "model_name" not in training:
-        raise ConfigError(f"training in {file} needs model_name: a checkpoint's folder or a Hugging Face name")
+        raise ConfigError(
+            f"training in {file} needs model_name: a checkpoint's folder or a Hugging Face name"
+        )
     for key in training:
         if key in SECRETS:
-            raise ConfigError(f"{key} in {file}: whoever reads the file has the key; set {SECRETS[key]} for the driver instead")
+            raise ConfigError(
+                f"{key} in {file}: whoever reads the file has the key; set {SECRETS[key]} for the driver instead"
+            )
         if key in DRIVER_SETS:
-            raise ConfigError(f"{key} under training in {file} follows from {DRIVER_SETS[key]}; leave it out")
-    for name, other in (("training_steps", "orchestration.steps"), ("temperature", "inference.temperature")):
+            raise ConfigError(
+                f"{key} under training in {file} follows from {DRIVER_SETS[key]}; leave it out"
+            )
+    for name, other in (
+        ("training_steps", "orchestration.steps"),
+        ("temperature", "inference.temperature"),
+    ):
         section, key = other.split(".")
         given = (values.get(section) or {}).get(key)
         if given is not None and training.get(name, given) != given:
-            raise ConfigError(f"training.{name} {training[name]} and {other} {given} in {file} are one thing; give one of them")
+            raise ConfigError(
+                f"training.{name} {training[name]} and {other} {given} in {file} are one thing; give one of them"
+            )
     try:
         settings = Settings.model_validate(values)
     except ValidationError as error:
@@ -296,10 +385,14 @@ def make_settings(values: Mapping[str, Any], file: Path) -> Settings:
 
 
 def check_trainer(settings: Settings, file: Path) -> TrainerConfig:
-    """The trainer's options, checked as grpo.py would, with addresses that only the cluster can tell left out."""
+    """The trainer's options, checked as grpo.py would, with addresses that only the cluster can
+    tell left out.
+    """
     unknown = [key for key in settings.trainer_values if key not in TrainerConfig.model_fields]
     if unknown:  # one that this release's trainer does not have yet
-        raise ConfigError(f"{unknown[0]} is no option of this trainer: leave out what needs it in {file}")
+        raise ConfigError(
+            f"{unknown[0]} is no option of this trainer: leave out what needs it in {file}"
+        )
     values = settings.trainer_values
     if settings.orchestration.parameter_servers:
         values["parameter_servers"] = ["localhost:1"]
@@ -311,5 +404,9 @@ def _one_line(error: ValidationError, file: Path) -> str:
     for item in error.errors():
         place = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
-        problems.append(f"{place} in {file} {item['input']!r}: {message[0].lower()}{message[1:]}" if place else message)
+        problems.append(
+            f"{place} in {file} {item['input']!r}: {message[0].lower()}{message[1:]}"
+            if place
+            else message
+        )
     return "; ".join(problems)

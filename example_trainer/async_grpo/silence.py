@@ -1,7 +1,9 @@
-"""Notice roles whose process runs and does nothing: it is stopped, deadlocked, or waits for a dead disk.
+"""Notice roles whose process runs and does nothing: it is stopped, deadlocked, or waits for a dead
+disk.
 
-An actor sees that a process runs, and not that it works. So the driver asks others. The rollout service knows when each
-environment and each reference worker called it last. The service itself and the parameter servers have to answer.
+An actor sees that a process runs, and not that it works. So the driver asks others. The rollout
+service knows when each environment and each reference worker called it last. The service itself and
+the parameter servers have to answer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ ANSWER_SECONDS = 5.0
 NAMED_SECONDS = 60.0
 """A role that is silent for this long is named, and again after as long."""
 WATCHED = ("service", "parameter-server", "environment", "reference")
-"""Kinds of roles. Not the trainer, which may compute for long, and not the generators, which the trainer's fleet watches."""
+"""Kinds of roles. Not the trainer, which may compute for long, and not the generators, which the
+trainer's fleet watches."""
 
 
 class Silences:
@@ -46,21 +49,31 @@ class Silences:
         self._called: dict[str, float] = {}
         """Role that calls the service -> when it did so last."""
         self._service_answers = 0
-        """Rounds in a row. After a silence of its own the service takes others for silent, until they have called again."""
+        """Rounds in a row. After a silence of its own the service takes others for silent, until
+        they have called again."""
         self._asked = -LOOK_SECONDS
         self._asking: threading.Thread | None = None
 
     def watch(self, keepers: Iterable[Keeper]) -> None:
-        """Begin a round of questions, if the last one has ended and is old enough. Return at once."""
+        """Begin a round of questions, if the last one has ended and is old enough.
+
+        Return at once.
+        """
         now = self._clock()
-        if now - self._asked < LOOK_SECONDS or (self._asking is not None and self._asking.is_alive()):
+        if now - self._asked < LOOK_SECONDS or (
+            self._asking is not None and self._asking.is_alive()
+        ):
             return
         self._asked = now
-        up = [keeper for keeper in keepers if keeper.state is State.UP and keeper.role.kind in WATCHED]
+        up = [
+            keeper for keeper in keepers if keeper.state is State.UP and keeper.role.kind in WATCHED
+        ]
         places = [(keeper.role, keeper.place) for keeper in up if keeper.place is not None]
         servers = {role.name: place.url + role.ready[1] for role, place in places if role.ready[1]}
         service = next((place for role, place in places if role.kind == "service"), None)
-        self._asking = threading.Thread(target=self.round, args=(service, servers), name="silences", daemon=True)
+        self._asking = threading.Thread(
+            target=self.round, args=(service, servers), name="silences", daemon=True
+        )
         self._asking.start()
 
     def why_to_end(self, keeper: Keeper, limit: float, log: str, now: float) -> str:
@@ -80,12 +93,18 @@ class Silences:
             return f"{text}; orchestration.silent_seconds is {limit:.0f}"
         if silent >= NAMED_SECONDS and now - keeper.told >= NAMED_SECONDS:
             keeper.told = now
-            then = f"after {limit:.0f} s it is ended and started again" if limit else "orchestration.silent_seconds is 0"
+            then = (
+                f"after {limit:.0f} s it is ended and started again"
+                if limit
+                else "orchestration.silent_seconds is 0"
+            )
             logger.warning("[Async] %s; %s", text, then)
         return ""
 
     def forget(self, role: str | None = None) -> None:
-        """Begin anew with a role whose next life begins, or with all of them: this process was stopped itself."""
+        """Begin anew with a role whose next life begins, or with all of them: this process was
+        stopped itself.
+        """
         with self._lock:
             for known in (self._active, self._called):
                 for name in [role] if role is not None else list(known):
@@ -93,7 +112,9 @@ class Silences:
             self._service_answers = 0 if role is None else self._service_answers
 
     def seconds(self, role: str, since: float) -> float:
-        """Return for how many seconds a role has been silent; 0 if nothing is known of it since then."""
+        """Return for how many seconds a role has been silent; 0 if nothing is known of it since
+        then.
+        """
         with self._lock:
             active = self._active.get(role)
             if active is None and self._service_answers > 1:
@@ -110,7 +131,9 @@ class Silences:
         for role, url in servers.items():
             answered = answers(url)
             with self._lock:
-                self._active[role] = self._clock() if answered else self._active.get(role, self._clock())
+                self._active[role] = (
+                    self._clock() if answered else self._active.get(role, self._clock())
+                )
         stats = self._get(service, "/stats")
         called = {
             **calls(stats, "environments", "process", self._clock()),
@@ -141,7 +164,10 @@ def answers(url: str) -> bool:
 
 
 def calls(answer: Any, rows: str, name: str, now: float) -> dict[str, float]:
-    """Read when each process called the service last. A role's earlier lives have rows of the same name: the newest counts."""
+    """Read when each process called the service last.
+
+    A role's earlier lives have rows of the same name: the newest counts.
+    """
     found: dict[str, float] = {}
     for row in answer.get(rows) or () if isinstance(answer, dict) else ():
         if isinstance(role := row.get(name), str):

@@ -19,7 +19,8 @@ class StepFollower:
     """Logs a short line for each step that the trainer logs.
 
     Args:
-        log: the trainer's log. It need not exist yet. What it holds already, of an earlier run, is skipped.
+        log: the trainer's log. It need not exist yet. What it holds already, of an earlier run, is
+            skipped.
     """
 
     def __init__(self, log: Path) -> None:
@@ -35,7 +36,11 @@ class StepFollower:
             text = self._read()
         except OSError as error:
             if not self._failed:
-                logger.warning("[Async] steps are not shown here: %s cannot be read: %s", self._log, error.strerror or error)
+                logger.warning(
+                    "[Async] steps are not shown here: %s cannot be read: %s",
+                    self._log,
+                    error.strerror or error,
+                )
             self._failed = True
             return
         self._failed = False

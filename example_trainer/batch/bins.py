@@ -1,4 +1,6 @@
-"""A batch as bins: packed tokens with everything that the loss needs, each of one forward and backward pass on one rank."""
+"""A batch as bins: packed tokens with everything that the loss needs, each of one forward and
+backward pass on one rank.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _HOST = ("lengths", "parents", "counts", "orders", "unreferenced", "reference_pa
 
 @dataclass(frozen=True)
 class PackedBin:
-    """Spans of one forward pass. n counts the trained tokens of all its sequences, in the order of the sequences and, in each,
-    of the tokens.
+    """Spans of one forward pass. n counts the trained tokens of all its sequences, in the order of
+    the sequences and, in each, of the tokens.
 
     Attributes:
         tokens: [tokens] int64, span after span.
@@ -27,15 +29,20 @@ class PackedBin:
         targets: [n] int64, the trained tokens.
         rollout_logprobs: [n] float32, NaN where the environment sent none.
         advantages, weights: [n] float32.
-        versions: [n] int64, the weight version that each was sampled under, UNKNOWN_VERSION where nobody said.
+        versions: [n] int64, the weight version that each was sampled under, UNKNOWN_VERSION where
+            nobody said.
         positions: [n] int64, each one's place among the tokens of its rollout.
-        temperatures: [n] float32, what its logits are divided by: the temperature that it was sampled at.
+        temperatures: [n] float32, what its logits are divided by: the temperature that it was
+            sampled at.
         teacher_logprobs: [n] float32, NaN where no teacher scored it.
         reference_logprobs: [n] float32, NaN where none under the reference came along.
         counts: [sequences] int64, how many of the n belong to each sequence; none has 0.
-        orders: [sequences, 2] int64, each sequence's place in the batch: group, and number within the group.
-        unreferenced: [sequences] int64, of how many of its trained tokens the reference's logprob did not come along.
-        reference_pass: [1] int64, not 0 if there are any of those in the bins that the ranks work on at the same time.
+        orders: [sequences, 2] int64, each sequence's place in the batch: group, and number within
+            the group.
+        unreferenced: [sequences] int64, of how many of its trained tokens the reference's logprob
+            did not come along.
+        reference_pass: [1] int64, not 0 if there are any of those in the bins that the ranks work
+            on at the same time.
     """
 
     tokens: Tensor
@@ -62,15 +69,26 @@ class PackedBin:
 
     def of_targets(self) -> dict[str, Tensor]:
         """The fields that have a number for each trained token."""
-        return {name: tensor for name, tensor in self.tensors().items() if name not in (*_HOST, "tokens", "sources")}
+        return {
+            name: tensor
+            for name, tensor in self.tensors().items()
+            if name not in (*_HOST, "tokens", "sources")
+        }
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedBin:
-        """The same on another device, but for what says where spans and sequences lie, which is read on the host."""
-        moved = {name: t if name in _HOST else t.to(device, non_blocking=non_blocking) for name, t in self.tensors().items()}
+        """The same on another device, but for what says where spans and sequences lie, which is
+        read on the host.
+        """
+        moved = {
+            name: t if name in _HOST else t.to(device, non_blocking=non_blocking)
+            for name, t in self.tensors().items()
+        }
         return PackedBin(**moved)
 
     def handed_to(self, device: torch.device) -> PackedBin:
-        """As `to`, from pinned memory, so that the copy is not waited for; the allocator keeps that memory until it is done."""
+        """As `to`, from pinned memory, so that the copy is not waited for; the allocator keeps that
+        memory until it is done.
+        """
         if device.type != "cuda":
             return self.to(device)
         pinned = PackedBin(**{name: tensor.pin_memory() for name, tensor in self.tensors().items()})
@@ -78,15 +96,22 @@ class PackedBin:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to train on: a bin for a rank that must take part in a pass without work of its own."""
+        """Whether there is nothing to train on: a bin for a rank that must take part in a pass
+        without work of its own.
+        """
         return len(self.targets) == 0
 
     def packing(self) -> Packing:
-        """Where its spans are, on the device of its tokens; the same object each time, which keeps what it has worked out."""
+        """Where its spans are, on the device of its tokens; the same object each time, which keeps
+        what it has worked out.
+        """
         return self._packing
 
     def sequences(self) -> Packing | None:
-        """The trained tokens as spans, one for each sequence; None for an empty bin. The same object each time."""
+        """The trained tokens as spans, one for each sequence; None for an empty bin.
+
+        The same object each time.
+        """
         return self._sequences
 
     @cached_property
@@ -98,7 +123,16 @@ class PackedBin:
         return Packing(self.counts.tolist(), self.tokens.device) if len(self.counts) else None
 
     def device_tensors(self) -> list[Tensor]:
-        """All that a pass reads on the device of the tokens, what the packings work out for it included."""
+        """All that a pass reads on the device of the tokens, what the packings work out for it
+        included.
+        """
         packings = [self.packing(), self.sequences()]
-        worked_out = [tensor for packing in packings if packing is not None for tensor in packing.index_tensors()]
-        return [t for t in [*self.tensors().values(), *worked_out] if t.device == self.tokens.device]
+        worked_out = [
+            tensor
+            for packing in packings
+            if packing is not None
+            for tensor in packing.index_tensors()
+        ]
+        return [
+            t for t in [*self.tensors().values(), *worked_out] if t.device == self.tokens.device
+        ]

@@ -1,7 +1,8 @@
 """The trainer's side of the rollout service's wire: register, fetch batches, acknowledge them.
 
-Every wait ends: the service may be away for `service_timeout` seconds at a time, and a batch may take `batch_timeout`. One
-thread may fetch batches while another acknowledges those that were fetched before.
+Every wait ends: the service may be away for `service_timeout` seconds at a time, and a batch may
+take `batch_timeout`. One thread may fetch batches while another acknowledges those that were
+fetched before.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ class TrainedBatch:
 
     Attributes:
         id: the rollout service's number for it.
-        uuid: of the registration under which it was handed out, which says of which service and which trainer it was.
-        positions: where the environments that can be resumed exactly go on after it: the number of an item, by stream; None if
-            there are none.
+        uuid: of the registration under which it was handed out, which says of which service and
+            which trainer it was.
+        positions: where the environments that can be resumed exactly go on after it: the number of
+            an item, by stream; None if there are none.
     """
 
     id: int
@@ -53,7 +55,8 @@ class FetchedBatch:
         groups: as they were posted.
         lease: names it; None if the service leases none.
         queue_size: groups that the service then held for later batches.
-        environments: names of the environments that the groups are from, by id; empty if the service says none.
+        environments: names of the environments that the groups are from, by id; empty if the
+            service says none.
         uses: how often each group was learned from before; empty if the service does not say.
     """
 
@@ -67,8 +70,8 @@ class FetchedBatch:
 class RolloutClient:
     """Talks to one rollout service.
 
-    A batch is *held* from when it is fetched until it is acknowledged. Several may be: each is learned from one version later
-    than the one before, and so they are acknowledged in that order.
+    A batch is *held* from when it is fetched until it is acknowledged. Several may be: each is
+    learned from one version later than the one before, and so they are acknowledged in that order.
 
     Example:
         client = RolloutClient("http://localhost:8000", StopSignal())
@@ -94,7 +97,8 @@ class RolloutClient:
         self._query: dict[str, int] = {}
         self._said_no_leases = False
         self.server_trouble: Callable[[], str] = lambda: ""
-        """Return which servers cannot be sampled from, each with its reason, for the line that says what is waited for."""
+        """Return which servers cannot be sampled from, each with its reason, for the line that says
+        what is waited for."""
         self._changed = threading.Condition()
         """Guards `_held`, `_version` and `_positions`."""
         self._held: deque[TrainedBatch | None] = deque()
@@ -108,7 +112,8 @@ class RolloutClient:
         self._service.interrupt()
 
     def weight_epoch(self, asked: int, run: str | None) -> int:
-        """Return the epoch for this trainer's weights: `asked`, or a higher one that no other trainer has.
+        """Return the epoch for this trainer's weights: `asked`, or a higher one that no other
+        trainer has.
 
         A service that gives no epochs (the public one) leaves it at `asked`.
 
@@ -118,7 +123,11 @@ class RolloutClient:
         try:
             answer = self._service.request("POST", "/weight-epoch", {"asked": asked, "run": run})
         except RefusedError as error:
-            logger.info("The rollout service at %s gives no weight epochs, so the clock does: %s", self.url, error)
+            logger.info(
+                "The rollout service at %s gives no weight epochs, so the clock does: %s",
+                self.url,
+                error,
+            )
             return asked
         given = answer.get("weight_epoch")
         if not isinstance(given, int) or given < asked:
@@ -151,12 +160,13 @@ class RolloutClient:
     def next_batch(self, waited: Callable[[], float] | None = None) -> FetchedBatch:
         """Poll for a batch.
 
-        A service that has lost the registration is registered with again. One that leases its batches hands the same one out
-        again if the connection broke before it arrived here, or if an earlier trainer died before it acknowledged it.
+        A service that has lost the registration is registered with again. One that leases its
+        batches hands the same one out again if the connection broke before it arrived here, or if
+        an earlier trainer died before it acknowledged it.
 
         Args:
-            waited: for how many seconds somebody has been waiting for this batch; by default since this call. Fetching ahead
-                may take as long as training does.
+            waited: for how many seconds somebody has been waiting for this batch; by default since
+                this call. Fetching ahead may take as long as training does.
 
         Raises:
             RolloutServiceError: no batch came in time, or the service went away for too long.
@@ -168,11 +178,17 @@ class RolloutClient:
         while True:
             answer = self._service.request("GET", "/batch", query=self._query, interruptible=True)
             if answer.get("status") == "error":
-                logger.warning("Registering with the rollout service at %s again: %s", self.url, answer.get("message"))
+                logger.warning(
+                    "Registering with the rollout service at %s again: %s",
+                    self.url,
+                    answer.get("message"),
+                )
                 self._wait_until_nothing_is_held(waited)
                 self._register()
             elif groups := answer.get("batch"):
-                if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+                if not isinstance(groups, list) or not all(
+                    isinstance(group, dict) for group in groups
+                ):
                     raise RolloutServiceError(
                         f"{self.url}/batch answered a batch that is no list of groups: {str(groups)[:200]}"
                     )
@@ -191,17 +207,21 @@ class RolloutClient:
             if seconds - last_said > PROGRESS_SECONDS:
                 trouble = self.server_trouble()
                 servers = f"; these vLLM servers do not serve: {trouble}" if trouble else ""
-                logger.info("Waiting for a batch for %.0f s: %s%s", seconds, self._progress(), servers)
+                logger.info(
+                    "Waiting for a batch for %.0f s: %s%s", seconds, self._progress(), servers
+                )
                 last_said = seconds
             self._service.pause(delay, interruptible=True)
             delay = min(_LONGEST_POLL, delay * 1.5)
 
     def _wait_until_nothing_is_held(self, waited: Callable[[], float]) -> None:
-        """A service that has forgotten this trainer does not know of the batches that it holds, and would count what it hands
-        out next as trained on too early by as many versions."""
+        """A service that has forgotten this trainer does not know of the batches that it holds, and
+        would count what it hands out next as trained on too early by as many versions."""
         while self._held:
             if waited() > self.batch_timeout:
-                raise RolloutServiceError(f"{self.url} has forgotten batches that are held for {self.batch_timeout:.0f} s")
+                raise RolloutServiceError(
+                    f"{self.url} has forgotten batches that are held for {self.batch_timeout:.0f} s"
+                )
             self._service.pause(_LONGEST_POLL, interruptible=True)
 
     def _progress(self) -> str:
@@ -233,13 +253,18 @@ class RolloutClient:
             )
         return uses
 
-    def _leased(self, batch_id: int | None, positions: dict[str, int] | None) -> TrainedBatch | None:
+    def _leased(
+        self, batch_id: int | None, positions: dict[str, int] | None
+    ) -> TrainedBatch | None:
         if batch_id is not None:
             self._query["received"] = batch_id
             return TrainedBatch(batch_id, self._query.get("uuid"), positions)
         if not self._said_no_leases:
             self._said_no_leases = True
-            logger.info("The rollout service at %s leases no batches: one is lost if the trainer dies with it", self.url)
+            logger.info(
+                "The rollout service at %s leases no batches: one is lost if the trainer dies with it",
+                self.url,
+            )
         return None
 
     def acknowledge(
@@ -257,11 +282,14 @@ class RolloutClient:
             lease: the batch that was fetched first of those that are held.
             weight_version: optimizer steps behind the weights now.
             skipped: why the batch is not in them; None if it is.
-            report: what was computed for its tokens; see observe.token_report. A service that does not take it does without.
+            report: what was computed for its tokens; see observe.token_report. A service that does
+                not take it does without.
         """
         with self._changed:
             if not self._held or self._held[0] != lease:
-                raise RuntimeError(f"{lease} is acknowledged, but what is held is {list(self._held)}: the first comes first")
+                raise RuntimeError(
+                    f"{lease} is acknowledged, but what is held is {list(self._held)}: the first comes first"
+                )
         if lease is not None:
             self._acknowledge(lease, weight_version, skipped, report=report)
         with self._changed:  # only now: who waits for this registers at the new version
@@ -270,22 +298,24 @@ class RolloutClient:
                 self._positions = lease.positions
             self._held.popleft()
 
-    def keep(self, lease: TrainedBatch | None, weight_version: int, report: dict[str, Any] | None = None) -> None:
-        """Say that a batch, and all fetched before it, need not be waited for any longer, and are not to be forgotten yet: what
-        was learned from them is not saved.
+    def keep(
+        self, lease: TrainedBatch | None, weight_version: int, report: dict[str, Any] | None = None
+    ) -> None:
+        """Say that a batch, and all fetched before it, need not be waited for any longer, and are
+        not to be forgotten yet: what was learned from them is not saved.
 
-        Without it the service would take the sampler to be at an older version than it is, and want nothing sampled that would
-        then be too old. They are acknowledged later, as ever.
+        Without it the service would take the sampler to be at an older version than it is, and want
+        nothing sampled that would then be too old. They are acknowledged later, as ever.
         """
         if lease is not None:
             self._acknowledge(lease, weight_version, keep=True, report=report)
 
     def settle(self, batch: TrainedBatch, weight_version: int) -> None:
-        """Acknowledge a batch that an earlier trainer learned from, under that trainer's registration: before `register`, by
-        which what was leased is handed out again.
+        """Acknowledge a batch that an earlier trainer learned from, under that trainer's
+        registration: before `register`, by which what was leased is handed out again.
 
-        It may have been acknowledged before, which does no harm. A service that has another registration, or none, has no such
-        batch, or has given it to another trainer.
+        It may have been acknowledged before, which does no harm. A service that has another
+        registration, or none, has no such batch, or has given it to another trainer.
         """
         if batch.uuid is not None:  # else its number might be another service's
             self._acknowledge(batch, weight_version)
@@ -297,7 +327,8 @@ class RolloutClient:
         error: str | None = None,
         patience: float = _END_SECONDS,
     ) -> None:
-        """Report the end of the run with a batch that is not acknowledged. The run ends as well if the report cannot be sent.
+        """Report the end of the run with a batch that is not acknowledged. The run ends as well if
+        the report cannot be sent.
 
         Args:
             batch: that was trained on.
@@ -305,13 +336,19 @@ class RolloutClient:
             error: that training on it raised; None if something else ends the run.
             patience: seconds that the service may be away.
         """
-        body = _named(batch) | ({} if report is None else {"report": report}) | ({} if error is None else {"error": error})
+        body = (
+            _named(batch)
+            | ({} if report is None else {"report": report})
+            | ({} if error is None else {"error": error})
+        )
         try:
             self._service.request("POST", "/batch/report", body, patience=patience, last_word=True)
         except RolloutServiceError as failure:
             logger.info("The rollout service was not told what ends the run: %s", failure)
         except StopRequested:
-            logger.info("The rollout service was not told what ends the run: it is away, and a signal came")
+            logger.info(
+                "The rollout service was not told what ends the run: it is away, and a signal came"
+            )
 
     def _acknowledge(
         self,
@@ -328,12 +365,15 @@ class RolloutClient:
             body["keep"] = True
         try:
             if report is not None:
-                with contextlib.suppress(RefusedError):  # whatever it minds, the acknowledgement must not be lost by it
+                with contextlib.suppress(
+                    RefusedError
+                ):  # whatever it minds, the acknowledgement must not be lost by it
                     self._service.request("POST", "/batch/ack", body | {"report": report})
                     return
             self._service.request("POST", "/batch/ack", body)
         except RefusedError as error:
-            # Restarted without its store, or taken over by another trainer: the next poll finds out which.
+            # Restarted without its store, or taken over by another trainer: the next poll finds out
+            # which.
             logger.warning("Batch %d could not be acknowledged: %s", batch.id, error)
 
     def end_run(self, uuid: int | None = None) -> None:
@@ -346,7 +386,9 @@ class RolloutClient:
         """
         uuid = self._query.get("uuid") if uuid is None else uuid
         try:
-            self._service.request("POST", "/run/end", {} if uuid is None else {"uuid": uuid}, patience=_END_SECONDS)
+            self._service.request(
+                "POST", "/run/end", {} if uuid is None else {"uuid": uuid}, patience=_END_SECONDS
+            )
         except RefusedError as error:
             logger.info("The rollout service takes no end of the run: %s", error)
         except RolloutServiceError as error:
@@ -354,4 +396,6 @@ class RolloutClient:
 
 
 def _named(batch: TrainedBatch) -> dict[str, Any]:
-    return {"batch_id": batch.id} if batch.uuid is None else {"batch_id": batch.id, "uuid": batch.uuid}
+    return (
+        {"batch_id": batch.id} if batch.uuid is None else {"batch_id": batch.id, "uuid": batch.uuid}
+    )

@@ -1,7 +1,9 @@
-"""Reads an answer of the rollout service that a strict JSON reader refuses, so that one group costs no more than itself.
+"""Reads an answer of the rollout service that a strict JSON reader refuses, so that one group costs
+no more than itself.
 
-A service of an earlier version may have stored integers beyond 64 bits, NaN or infinities. Python's own reader takes such
-documents if it is given functions for the numbers, which here remember where they could not be used.
+A service of an earlier version may have stored integers beyond 64 bits, NaN or infinities. Python's
+own reader takes such documents if it is given functions for the numbers, which here remember where
+they could not be used.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _BATCH_ID = re.compile(rb'(?<!\\)"batch_id"\s*:\s*(\d{1,16})\b')
 
 
 class UnreadableGroup(dict[str, Any]):
-    """A group that cannot be trained on because of a value that no strict reader takes. It is empty.
+    """A group that cannot be trained on because of a value that no strict reader takes. It is
+    empty.
 
     Attributes:
         reason: names the field and the value.
@@ -39,8 +42,9 @@ def salvage(content: bytes) -> dict[str, Any] | None:
     """Read an answer of `GET /batch` whose numbers a strict reader refuses.
 
     Returns:
-        The answer, with an UnreadableGroup in the place of each group that holds such a number. If nothing but the
-        number of the batch can be read, an answer whose only group is unreadable. None if there is no batch in it.
+        The answer, with an UnreadableGroup in the place of each group that holds such a number. If
+        nothing but the number of the batch can be read, an answer whose only group is unreadable.
+        None if there is no batch in it.
     """
     try:
         answer = json.loads(
@@ -69,16 +73,26 @@ def _checked(group: Any) -> Any:
 
 
 def _place(value: Any) -> str | None:
-    """The path and text of the first number that could not be read, as a sentence; None if there is none."""
+    """The path and text of the first number that could not be read, as a sentence; None if there is
+    none.
+    """
     pending: list[tuple[str, Any]] = [("", value)]
     while pending:  # not recursive: the depth is the sender's choice
         where, one = pending.pop()
         if isinstance(one, _UnreadableNumber):
             return f"{where.lstrip('.') or 'it'} is {one.text}, which is neither an integer of 64 bits nor a finite number"
         if isinstance(one, dict):
-            pending += [(f"{where}.{str(key)[:80]}", item) for key, item in reversed(one.items()) if _may_hold(item)]
+            pending += [
+                (f"{where}.{str(key)[:80]}", item)
+                for key, item in reversed(one.items())
+                if _may_hold(item)
+            ]
         elif isinstance(one, list):
-            pending += [(f"{where}[{at}]", item) for at, item in reversed(list(enumerate(one))) if _may_hold(item)]
+            pending += [
+                (f"{where}[{at}]", item)
+                for at, item in reversed(list(enumerate(one)))
+                if _may_hold(item)
+            ]
     return None
 
 

@@ -10,12 +10,15 @@ _UNSAFE = re.compile(r"[^\w.-]+", re.ASCII)
 
 
 def safe_name(name: str) -> str:
-    """The name with letters, digits, `_`, `.` and `-` alone, which every log, file and dashboard takes; never empty."""
+    """The name with letters, digits, `_`, `.` and `-` alone, which every log, file and dashboard
+    takes; never empty.
+    """
     return _UNSAFE.sub("_", name) or "_"
 
 
 def safe_names(ids: Iterable[int], names: Mapping[str, Any]) -> dict[int, str]:
-    """A safe name for each environment. Those of one name are one environment, in several processes; others differ.
+    """A safe name for each environment. Those of one name are one environment, in several
+    processes; others differ.
 
     Args:
         ids: of the environments, as the rollout service numbers them.

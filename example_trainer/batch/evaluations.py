@@ -34,13 +34,14 @@ class Evaluation:
 
     Attributes:
         id: the rollout service's number for it; later ones have higher ones.
-        time: when the service got it, in Unix seconds; with `id` it tells evaluations apart across services.
+        time: when the service got it, in Unix seconds; with `id` it tells evaluations apart across
+            services.
         env_id: the service's number for the environment; None if it was not said.
         name: of the environment or its evaluation.
         weight_version: of the weights that were evaluated; None if it was not said.
         metrics: finite numbers by name.
-        weight_epoch: which life of the trainer made those weights, for after a resume the same versions come again; None if it
-            was not said.
+        weight_epoch: which life of the trainer made those weights, for after a resume the same
+            versions come again; None if it was not said.
     """
 
     id: int
@@ -63,7 +64,9 @@ class Evaluation:
         Raises:
             KeyError, TypeError, ValueError, AttributeError, OverflowError: it is something else.
         """
-        env_id, version, epoch = (entry.get(name) for name in ("env_id", "weight_version", "weight_epoch"))
+        env_id, version, epoch = (
+            entry.get(name) for name in ("env_id", "weight_version", "weight_epoch")
+        )
         return cls(
             int(entry["id"]),
             float(entry["time"]),
@@ -82,14 +85,15 @@ def _is_number(value: Any) -> bool:
 class EvaluationFeed:
     """Asks the rollout service for new results, in a thread of its own.
 
-    A service without the route (the original wire) is asked once. One that is away, or answers something else, is asked again
-    with the next step; each kind of failure is told once.
+    A service without the route (the original wire) is asked once. One that is away, or answers
+    something else, is asked again with the next step; each kind of failure is told once.
 
     Args:
         url: of the service.
         api_key: bearer token, if it asks for one.
         seen: keys of the evaluations that the run has written down, in their order.
-        first_epoch: the weight epoch of the run's first trainer. Results of weights with a lower one are another run's.
+        first_epoch: the weight epoch of the run's first trainer. Results of weights with a lower
+            one are another run's.
         only_new: the run begins now, and what the service has already is another run's.
     """
 
@@ -160,8 +164,8 @@ class EvaluationFeed:
                 self._changed.notify_all()
 
     def _read(self) -> bool:
-        """Ask once, and again from the beginning if the service no longer has what it told last: it was restarted empty, and
-        numbers its evaluations anew. Whether it answered."""
+        """Ask once, and again from the beginning if the service no longer has what it told last: it
+        was restarted empty, and numbers its evaluations anew. Whether it answered."""
         last = self._last
         try:
             keys = self._request(0 if last is None else last[0] - 1)
@@ -173,8 +177,8 @@ class EvaluationFeed:
         return True
 
     def _request(self, after: int) -> set[tuple[int, float]] | None:
-        """Put what is new among the evaluations behind this id where `take` finds it. The keys of all that were told; None if
-        the service has no evaluations."""
+        """Put what is new among the evaluations behind this id where `take` finds it. The keys of
+        all that were told; None if the service has no evaluations."""
         response = self._http.get("/evaluations", params={"after": after})
         if response.status_code in _NOT_OFFERED:
             logger.info("The rollout service at %s tells of no evaluations", self.url)
@@ -191,7 +195,10 @@ class EvaluationFeed:
                 continue
             told.add(evaluation.key)
             self._last = evaluation.key
-            if evaluation.key not in self._seen and not 0 < (evaluation.weight_epoch or 0) < self._first_epoch:
+            if (
+                evaluation.key not in self._seen
+                and not 0 < (evaluation.weight_epoch or 0) < self._first_epoch
+            ):
                 self._seen.add(evaluation.key)
                 self._arrived.put(evaluation)
         return told
@@ -199,7 +206,11 @@ class EvaluationFeed:
     def _warn(self, kind: str, reason: str) -> None:
         if kind not in self._told:
             self._told.add(kind)
-            logger.warning("Evaluations from %s could not be read: %s", self.url, " ".join(reason.split())[:200])
+            logger.warning(
+                "Evaluations from %s could not be read: %s",
+                self.url,
+                " ".join(reason.split())[:200],
+            )
 
     def _end(self) -> None:
         with self._changed:

@@ -13,7 +13,9 @@ from atroposlib.wire.number_bounds import LARGEST_SCORE, first_beyond
 from example_trainer.batch.group_error import GroupError
 
 
-def rows(group: Mapping[str, Any], name: str, kind: type[np.int64] | type[np.float32]) -> list[npt.NDArray[Any]]:
+def rows(
+    group: Mapping[str, Any], name: str, kind: type[np.int64] | type[np.float32]
+) -> list[npt.NDArray[Any]]:
     """Numbers for each token of each sequence.
 
     Raises:
@@ -23,7 +25,9 @@ def rows(group: Mapping[str, Any], name: str, kind: type[np.int64] | type[np.flo
     if not isinstance(value, list) or not value:
         raise GroupError(f"{name} is missing or empty")
     try:
-        with np.errstate(over="ignore"):  # callers refuse infinities where they matter, with the place
+        with np.errstate(
+            over="ignore"
+        ):  # callers refuse infinities where they matter, with the place
             found = [np.asarray(row, dtype=kind) for row in value]
     except (TypeError, ValueError, OverflowError) as error:
         raise GroupError(f"{name} is no list of lists of numbers ({error})") from error
@@ -46,7 +50,8 @@ def per_sequence(group: Mapping[str, Any], name: str, count: int) -> list[Any]:
 
 
 def told_of_each(group: Mapping[str, Any], name: str, count: int) -> list[Any]:
-    """As `per_sequence`, of a name that was free once: what is no list is something of an environment's own, and says nothing.
+    """As `per_sequence`, of a name that was free once: what is no list is something of an
+    environment's own, and says nothing.
 
     Raises:
         GroupError: there are more or fewer.
@@ -75,19 +80,30 @@ def scores(group: Mapping[str, Any], count: int) -> list[float]:
     """
     found = group.get("scores")
     if not isinstance(found, list) or len(found) != count:
-        raise GroupError(f"scores has {len(found) if isinstance(found, list) else 'no'} entries, tokens has {count} sequences")
-    if any(isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score) for score in found):
+        raise GroupError(
+            f"scores has {len(found) if isinstance(found, list) else 'no'} entries, tokens has {count} sequences"
+        )
+    if any(
+        isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)
+        for score in found
+    ):
         raise GroupError(f"scores holds something that is no finite number: {found!s:.200}")
     if (beyond := first_beyond(found, LARGEST_SCORE)) is not None:
-        raise GroupError(f"scores[{beyond}] is {found[beyond]:g}: its magnitude must be at most {LARGEST_SCORE:g}")
+        raise GroupError(
+            f"scores[{beyond}] is {found[beyond]:g}: its magnitude must be at most {LARGEST_SCORE:g}"
+        )
     return [float(score) for score in found]
 
 
-def own_advantages(group: Mapping[str, Any], lengths: Sequence[int]) -> list[npt.NDArray[np.float32]] | None:
-    """The advantages that a group brings along, one for each token of each sequence; None if it brings none.
+def own_advantages(
+    group: Mapping[str, Any], lengths: Sequence[int]
+) -> list[npt.NDArray[np.float32]] | None:
+    """The advantages that a group brings along, one for each token of each sequence; None if it
+    brings none.
 
     Raises:
-        GroupError: they are neither a number for each sequence nor one for each of its tokens, or too large to compute with.
+        GroupError: they are neither a number for each sequence nor one for each of its tokens, or
+            too large to compute with.
     """
     given = group.get("advantages")
     if given is None:
@@ -100,26 +116,39 @@ def own_advantages(group: Mapping[str, Any], lengths: Sequence[int]) -> list[npt
             with np.errstate(over="ignore"):  # an infinity is refused below
                 row = np.asarray(value, dtype=np.float32)
         except (TypeError, ValueError, OverflowError) as error:
-            raise GroupError(f"advantages[{i}] is neither a number nor a list of numbers") from error
+            raise GroupError(
+                f"advantages[{i}] is neither a number nor a list of numbers"
+            ) from error
         row = np.full(length, row.item(), dtype=np.float32) if row.shape in ((), (1,)) else row
         if row.shape != (length,) or not np.isfinite(row).all():
-            raise GroupError(f"advantages[{i}] is neither a finite number nor {length} of them, one per token")
+            raise GroupError(
+                f"advantages[{i}] is neither a finite number nor {length} of them, one per token"
+            )
         if len(row) and (largest := float(np.abs(row).max())) > LARGEST_SCORE:
-            raise GroupError(f"advantages[{i}] holds {largest:g}: its magnitude must be at most {LARGEST_SCORE:g}")
+            raise GroupError(
+                f"advantages[{i}] holds {largest:g}: its magnitude must be at most {LARGEST_SCORE:g}"
+            )
         found.append(row)
     return found
 
 
 def zeroed(group: Mapping[str, Any], count: int, ignored: set[str]) -> list[bool]:
-    """Which sequences an override sets to advantage 0. Names of overrides that mean nothing here are added to `ignored`.
+    """Which sequences an override sets to advantage 0. Names of overrides that mean nothing here
+    are added to `ignored`.
 
     Raises:
         GroupError: there is not one object for each sequence, or none for the group.
     """
     overrides = [one or {} for one in per_sequence(group, "overrides", count)]
     whole = group.get("group_overrides") or {}
-    for name, one in [("group_overrides", whole), *((f"overrides[{i}]", one) for i, one in enumerate(overrides))]:
+    for name, one in [
+        ("group_overrides", whole),
+        *((f"overrides[{i}]", one) for i, one in enumerate(overrides)),
+    ]:
         if not isinstance(one, Mapping):
             raise GroupError(f"{name} is no object: {one!r:.80}")
         ignored.update(set(one) - {"set_advantage_to_zero"})
-    return [bool(whole.get("set_advantage_to_zero") or one.get("set_advantage_to_zero")) for one in overrides]
+    return [
+        bool(whole.get("set_advantage_to_zero") or one.get("set_advantage_to_zero"))
+        for one in overrides
+    ]

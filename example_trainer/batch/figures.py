@@ -1,4 +1,7 @@
-"""A batch in numbers: what stands of it in the trainer's log before anything is computed. Pure: no I/O, no state."""
+"""A batch in numbers: what stands of it in the trainer's log before anything is computed.
+
+Pure: no I/O, no state.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,37 @@ from example_trainer.batch.lengths import LENGTH
 
 @dataclass(frozen=True)
 class BatchFigures:
-    """A batch in numbers, as they stand in the trainer's log. Of several ranks, those of the whole batch.
+    """A batch in numbers, as they stand in the trainer's log. Of several ranks, those of the whole
+    batch.
 
     Attributes:
         reward_mean, reward_std: of the rollouts' scores, as the environments gave them.
-        success_rate: share of solved items among the rollouts that have a success; None if none has one.
+        success_rate: share of solved items among the rollouts that have a success; None if none has
+            one.
         tokens: trained ones, forwarded or not.
         sequences: rollouts.
-        response_length_mean, response_length_p50, response_length_p95, response_length_max: sampled tokens of a rollout.
-        truncated_share: of the rollouts that say why their sampling ended, those that ran into their limit; None if none says.
+        response_length_mean, response_length_p50, response_length_p95, response_length_max: sampled
+            tokens of a rollout.
+        truncated_share: of the rollouts that say why their sampling ended, those that ran into
+            their limit; None if none says.
         sequences_too_long: how many were longer than the length limit, and so not trained on.
         zero_advantage_share: of the rollouts that are trained on, those whose advantages are all 0.
         groups_invalid: groups that were left out.
-        age_mean, age_max: weight versions since the rollouts were begun; None if no environment says.
-        uses_mean: batches in which a group of the batch had been trained on before; None if each is used once.
+        age_mean, age_max: weight versions since the rollouts were begun; None if no environment
+            says.
+        uses_mean: batches in which a group of the batch had been trained on before; None if each is
+            used once.
         forwarded_tokens: those of all bins.
-        forwarded_targets: trained tokens of all bins: all of them, but for those of advantage 0 where these are not forwarded.
+        forwarded_targets: trained tokens of all bins: all of them, but for those of advantage 0
+            where these are not forwarded.
         targets_with_logprobs: those of them that came with the logprob that they were sampled with.
-        targets_with_reference: those of them that came with the logprob under the reference, where one is wanted.
+        targets_with_reference: those of them that came with the logprob under the reference, where
+            one is wanted.
         sequence_tokens: those of all rollouts in bins, what they share counted for each.
         attended_pairs: pairs of a forwarded token and one that it attends to.
         bins: forward and backward passes with work in them, over all ranks.
-        rewards: mean score of each environment's rollouts, by a name that is safe as a key; none of an environment that the
-            rollouts do not name.
+        rewards: mean score of each environment's rollouts, by a name that is safe as a key; none of
+            an environment that the rollouts do not name.
         success_rates: success_rate of each environment, by the same names.
     """
 
@@ -70,11 +81,17 @@ class BatchFigures:
     success_rates: dict[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """The figures by name; those of one environment as `reward/<its name>` and `success/<its name>`."""
+        """The figures by name; those of one environment as `reward/<its name>` and
+        `success/<its name>`.
+        """
         figures = dict(vars(self))
         rewards, successes = figures.pop("rewards"), figures.pop("success_rates")
         by_environment = {f"reward/{name}": value for name, value in rewards.items()}
-        return figures | by_environment | {f"success/{name}": value for name, value in successes.items()}
+        return (
+            figures
+            | by_environment
+            | {f"success/{name}": value for name, value in successes.items()}
+        )
 
 
 def figures_of(
@@ -98,7 +115,9 @@ def figures_of(
     forwarded = {(group, number) for one in bins for group, number in one.orders.tolist()}
     scores = np.array([sequence.score for sequence in batch.sequences])
     lengths = np.array([sequence.response_length for sequence in batch.sequences])
-    reasons = [sequence.finish_reason for sequence in batch.sequences if sequence.finish_reason is not None]
+    reasons = [
+        sequence.finish_reason for sequence in batch.sequences if sequence.finish_reason is not None
+    ]
     trained = [sequence for sequence in batch.sequences if len(sequence.positions)]
     successes = [sequence.success for sequence in batch.sequences if sequence.success is not None]
     ages = batch.ages(version, lives)
@@ -113,7 +132,8 @@ def figures_of(
         response_length_max=int(lengths.max()),
         truncated_share=reasons.count(LENGTH) / len(reasons) if reasons else None,
         sequences_too_long=batch.too_long,
-        zero_advantage_share=sum(not sequence.advantages.any() for sequence in trained) / len(trained),
+        zero_advantage_share=sum(not sequence.advantages.any() for sequence in trained)
+        / len(trained),
         groups_invalid=len(batch.invalid),
         age_mean=float(np.mean(ages)) if ages else None,
         age_max=max(ages) if ages else None,

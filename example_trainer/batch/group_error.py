@@ -1,4 +1,6 @@
-"""What every reader of a group raises: a leaf, so that the readers of single fields need not know the reader of the whole."""
+"""What every reader of a group raises: a leaf, so that the readers of single fields need not know
+the reader of the whole.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is made of answers that ran into their limit, and of sequences that are too long for the trainer. Pure.
+"""What is made of answers that ran into their limit, and of sequences that are too long for the
+trainer. Pure.
 
 Source: the soft overlong punishment is DAPO's (Yu et al., arXiv:2503.14476, equation 13).
 """
@@ -17,11 +18,14 @@ class LengthRules:
     """The options about lengths.
 
     Attributes:
-        truncated_answers: answers that ran into their limit are trained on, or masked: not trained on, and in the baseline of
-            the others; or every answer is penalised for coming near its limit, see `penalty`.
-        buffer: tokens before the limit over which the penalty grows; all of them where the limit is less.
+        truncated_answers: answers that ran into their limit are trained on, or masked: not trained
+            on, and in the baseline of the others; or every answer is penalised for coming near its
+            limit, see `penalty`.
+        buffer: tokens before the limit over which the penalty grows; all of them where the limit is
+            less.
         most: the penalty at the limit.
-        too_long: sequences longer than the trainer's limit are masked, or dropped as if they had never been there.
+        too_long: sequences longer than the trainer's limit are masked, or dropped as if they had
+            never been there.
     """
 
     truncated_answers: Literal["train", "mask", "penalise"] = "train"
@@ -41,8 +45,8 @@ class LengthRules:
             most · ((limit - buffer) - tokens) / buffer      up to the limit
             -most                                      beyond it
 
-        A buffer above the limit, which the paper has no equation for, counts as the limit: with it the shortest answer would be
-        penalised already.
+        A buffer above the limit, which the paper has no equation for, counts as the limit: with it
+        the shortest answer would be penalised already.
 
         Args:
             tokens: of the answer.

@@ -1,4 +1,6 @@
-"""Batches straight from a vLLM server, sampled when they are asked for, in an order that time has no part in."""
+"""Batches straight from a vLLM server, sampled when they are asked for, in an order that time has
+no part in.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Sampler:
         except (OSError, ValueError) as error:
             raise ModelError(f"no tokenizer in {folder}: {str(error).splitlines()[0]}") from error
         if not self._tokenizer.chat_template:
-            raise ModelError(f"the tokenizer in {folder} has no chat template; give an instruction-tuned model")
+            raise ModelError(
+                f"the tokenizer in {folder} has no chat template; give an instruction-tuned model"
+            )
         self._decode = ResponseDecoder(self._tokenizer)
         self._group_size, self._max_tokens, self._next_seed = group_size, max_tokens, seed << 32
         self._temperature = temperature
@@ -73,7 +77,8 @@ class Sampler:
         self._client = VLLMClient(url, _SECONDS, api_key)
 
     def groups(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
-        """One scored group for each problem, in their order, as the rollout service would hand them over.
+        """One scored group for each problem, in their order, as the rollout service would hand them
+        over.
 
         Raises:
             BridgeError: the server refused, or did not answer.
@@ -109,14 +114,21 @@ class Sampler:
             "scores": [problem.score(self._decode(tokens), opened) for tokens in sampled],
             "weight_versions": answer["weight_versions"],
             "weight_version_spans": answer["weight_version_spans"],
-            "sampling_params": [{"temperature": self._temperature, "max_tokens": self._max_tokens}] * len(sampled),
+            "sampling_params": [{"temperature": self._temperature, "max_tokens": self._max_tokens}]
+            * len(sampled),
             "finish_reasons": answer["finish_reasons"],
         }
 
-    def _ask(self, problem: Problem, wanted: dict[str, Any]) -> tuple[list[int], str, dict[str, Any]]:
-        """Return the prompt's tokens, what the prompt opened (see `opened_by`), and the server's answer."""
+    def _ask(
+        self, problem: Problem, wanted: dict[str, Any]
+    ) -> tuple[list[int], str, dict[str, Any]]:
+        """Return the prompt's tokens, what the prompt opened (see `opened_by`), and the server's
+        answer.
+        """
         messages = [{"role": "user", "content": problem.question}]
-        text, prompt = render_messages(self._tokenizer, messages, add_generation_prompt=True, **self._template)
+        text, prompt = render_messages(
+            self._tokenizer, messages, add_generation_prompt=True, **self._template
+        )
         body = {
             "prompt": {"prompt_token_ids": prompt},
             "max_tokens": self._max_tokens,
@@ -133,7 +145,8 @@ class Sampler:
 
 @dataclass
 class HeldOut:
-    """Measures the weights that a server serves, by greedy answers to problems that are not trained on.
+    """Measures the weights that a server serves, by greedy answers to problems that are not trained
+    on.
 
     Attributes:
         every: weight versions between measurements.
@@ -148,7 +161,9 @@ class HeldOut:
     measured: int | None = field(default=None, init=False)
 
     def look(self, version: int, last: bool = False) -> None:
-        """Measure, if the version's turn has come or it is the last one; never the same version twice in a row."""
+        """Measure, if the version's turn has come or it is the last one; never the same version
+        twice in a row.
+        """
         if version == self.measured or (version % self.every and not last):
             return
         answers = self.sampler.greedy(self.problems)
@@ -160,17 +175,19 @@ class HeldOut:
 
 
 class SampledBatches:
-    """What a training takes its batches from where sampler and trainer take turns; see prefetch.Batches.
+    """What a training takes its batches from where sampler and trainer take turns; see
+    prefetch.Batches.
 
-    Nobody needs to be told what became of a batch. Without staleness, each is sampled under the weights that it is trained on
-    with. With a staleness of K, the batch of version t is sampled under version max(0, t - K), always and exactly: what an
-    asynchronous run has by chance, at will.
+    Nobody needs to be told what became of a batch. Without staleness, each is sampled under the
+    weights that it is trained on with. With a staleness of K, the batch of version t is sampled
+    under version max(0, t - K), always and exactly: what an asynchronous run has by chance, at
+    will.
 
         K = 2    trained at    0  1  2  3  4
                  sampled at    0  0  0  1  2
 
-    Each of those batches is there once. Where one is left out, no other of its age is left, and the run ends; without
-    staleness, or before the first step, another is sampled in its place.
+    Each of those batches is there once. Where one is left out, no other of its age is left, and the
+    run ends; without staleness, or before the first step, another is sampled in its place.
 
     Args:
         groups: problems in a batch.
@@ -216,7 +233,9 @@ class SampledBatches:
         if self._last_version is not None:
             ahead = min(ahead, self._last_version - version)
         while len(self._sampled) < max(1, ahead):
-            self._sampled.append(self._sampler.groups(list(itertools.islice(self._problems, self._groups))))
+            self._sampled.append(
+                self._sampler.groups(list(itertools.islice(self._problems, self._groups)))
+            )
 
     held: tuple[TrainedBatch, ...] = ()
     owes = False
@@ -225,7 +244,11 @@ class SampledBatches:
         """Nothing is sampled before it is asked for."""
 
     def acknowledge(
-        self, version: int, skipped: str | None = None, hold: bool = False, report: dict[str, Any] | None = None
+        self,
+        version: int,
+        skipped: str | None = None,
+        hold: bool = False,
+        report: dict[str, Any] | None = None,
     ) -> None:
         """Nobody waits to hear of it, but a batch that is left out may be missing.
 
@@ -238,7 +261,9 @@ class SampledBatches:
                 f"all are to be; give --staleness 0, or mend why it was left out: {skipped}"
             )
 
-    def last_report(self, report: dict[str, Any] | None, error: str | None, patience: float) -> None:
+    def last_report(
+        self, report: dict[str, Any] | None, error: str | None, patience: float
+    ) -> None:
         """Nobody reads it."""
 
     @property

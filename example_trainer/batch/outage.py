@@ -1,4 +1,6 @@
-"""The log lines about a rollout service that does not answer: one for all threads that wait, while they wait."""
+"""The log lines about a rollout service that does not answer: one for all threads that wait, while
+they wait.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ class Call:
     Attributes:
         what: method and path.
         limit: seconds after which the caller gives up.
-        lost: seconds of attempts that failed, and of the pauses between them. Each counts for no longer than it may take: if
-            this process was stopped itself, the service is not blamed for that time.
+        lost: seconds of attempts that failed, and of the pauses between them. Each counts for no
+            longer than it may take: if this process was stopped itself, the service is not blamed
+            for that time.
         reason: why the last attempt failed.
     """
 
@@ -79,7 +82,9 @@ class Outage:
         with self._lock:
             self._calls.append(call)
             if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="rollout-service-watch", daemon=True)
+                self._watcher = threading.Thread(
+                    target=self._watch, name="rollout-service-watch", daemon=True
+                )
                 self._watcher.start()
         try:
             yield call
@@ -113,4 +118,8 @@ class Outage:
         with self._lock:
             since, self._since = self._since, None
         if since is not None:
-            logger.info("The rollout service at %s is there, after %.0f s", self.url, time.monotonic() - since)
+            logger.info(
+                "The rollout service at %s is there, after %.0f s",
+                self.url,
+                time.monotonic() - since,
+            )

@@ -1,13 +1,16 @@
-"""A batch of rollouts as bins of packed tokens, each of one forward and backward pass. Pure: no I/O, no state.
+"""A batch of rollouts as bins of packed tokens, each of one forward and backward pass. Pure: no
+I/O, no state.
 
-Which rollouts share a bin does not change what is learned, since each token's weight is its weight in the whole minibatch.
-It decides how long the ranks wait for each other, and how often a prompt is forwarded:
+Which rollouts share a bin does not change what is learned, since each token's weight is its weight
+in the whole minibatch. It decides how long the ranks wait for each other, and how often a prompt is
+forwarded:
 
     minibatch ── groups ──► units: rollouts that share what they begin with, whole groups if they fit
                             units ──► bins of at most tokens_per_bin tokens, the costliest first
                                       bins ──► ranks, as many to each, in each pass of about the same cost
 
-The same rollouts always come into the same bins, in whatever order they arrived: where length does not decide, content does.
+The same rollouts always come into the same bins, in whatever order they arrived: where length does
+not decide, content does.
 """
 
 from __future__ import annotations
@@ -30,20 +33,23 @@ from example_trainer.batch.prefixes import PrefixTree, prefix_tree, reading_orde
 from example_trainer.models.packing import NO_PARENT
 
 PAIRS_PER_TOKEN = 1 << 14
-"""Pairs of attention that cost as much as all the rest that is done for a token. A layer spends 2 operations a parameter on a
-token, 4 times its attention's width on a pair; with about 12 width² parameters that is 6 times the width: 12,000 to 30,000 for
-models of 1.7B to 14B parameters."""
+"""Pairs of attention that cost as much as all the rest that is done for a token. A layer spends 2
+operations a parameter on a token, 4 times its attention's width on a pair; with about 12 width²
+parameters that is 6 times the width: 12,000 to 30,000 for models of 1.7B to 14B parameters."""
 SEEN_PER_TOKEN = 2
-"""Keys that the spans of a bin may see for each token of its budget. Attention has the keys and values of a prompt laid out
-again for each span that continues it (see Packing.key_rows), in every layer, and the backward pass needs them: without a bound,
-many short answers to a long prompt are few tokens and any amount of memory. With 2 the bound is not felt where answers are as
-long as their prompt, or longer. And rollouts never need more room together than apart: spans of a tree in which none of them
-ends are fewer than they are, and each of these sees no more than one of theirs."""
+"""Keys that the spans of a bin may see for each token of its budget. Attention has the keys and
+values of a prompt laid out again for each span that continues it (see Packing.key_rows), in every
+layer, and the backward pass needs them: without a bound, many short answers to a long prompt are
+few tokens and any amount of memory. With 2 the bound is not felt where answers are as long as their
+prompt, or longer. And rollouts never need more room together than apart: spans of a tree in which
+none of them ends are fewer than they are, and each of these sees no more than one of theirs."""
 
 
 @dataclass(frozen=True)
 class _Rollout:
-    """A sequence with its temperatures, a digest that stands for its content, and the weight of each of its trained tokens."""
+    """A sequence with its temperatures, a digest that stands for its content, and the weight of
+    each of its trained tokens.
+    """
 
     sequence: TrainedSequence
     temperatures: npt.NDArray[np.float32]
@@ -57,7 +63,13 @@ class _Rollout:
             temperatures = np.full(len(sequence.positions), default_temperature, dtype=np.float32)
         # A digest, because the keys of a whole batch exist at once.
         content = hashlib.sha256()
-        for part in (sequence.tokens, sequence.positions, sequence.advantages, sequence.rollout_logprobs, _versions(sequence)):
+        for part in (
+            sequence.tokens,
+            sequence.positions,
+            sequence.advantages,
+            sequence.rollout_logprobs,
+            _versions(sequence),
+        ):
             content.update(np.ascontiguousarray(part).data)
         if (temperatures != 1.0).any():
             content.update(np.ascontiguousarray(temperatures).data)
@@ -83,7 +95,9 @@ class _Unit:
 
     @cached_property
     def size(self) -> int:
-        """Tokens of a bin's budget that it takes up, with its keys' share if that is the larger one."""
+        """Tokens of a bin's budget that it takes up, with its keys' share if that is the larger
+        one.
+        """
         return max(self.tokens, -(-self.tree.keys // SEEN_PER_TOKEN))
 
     @cached_property
@@ -118,46 +132,66 @@ def pack_batch(
     temperature: float = 1.0,
     forward_zero_advantages: bool = True,
 ) -> list[list[list[PackedBin]]]:
-    """Lay a batch out in minibatches, and these in bins. Sequences without a trained token are left out.
+    """Lay a batch out in minibatches, and these in bins. Sequences without a trained token are left
+    out.
 
-    Every other trained token is there once, but for those of sequences whose advantages are all 0 where these need not be
-    forwarded: then they are there in the weights of the others alone. One sequence of each minibatch is forwarded in any case,
-    the shortest, so that a batch that teaches nothing is a step like others.
+    Every other trained token is there once, but for those of sequences whose advantages are all 0
+    where these need not be forwarded: then they are there in the weights of the others alone. One
+    sequence of each minibatch is forwarded in any case, the shortest, so that a batch that teaches
+    nothing is a step like others.
 
-    With one rank and nothing shared the sequences follow each other in the same order whatever `tokens_per_bin` is, so that
-    sums which are taken in that order come out the same to the bit.
+    With one rank and nothing shared the sequences follow each other in the same order whatever
+    `tokens_per_bin` is, so that sums which are taken in that order come out the same to the bit.
 
     Args:
-        tokens_per_bin: at most so many are forwarded in one pass, and they see at most SEEN_PER_TOKEN times as many keys:
-            activations grow with both. A sequence that is longer itself has a pass of its own.
+        tokens_per_bin: at most so many are forwarded in one pass, and they see at most
+            SEEN_PER_TOKEN times as many keys: activations grow with both. A sequence that is longer
+            itself has a pass of its own.
         ranks: data-parallel ones; each works on its own bins, pass by pass with the others.
-        normalisation, max_tokens: see token_weights; the weights are those of the whole minibatch. A constant is the same for
-            all minibatches, whatever is masked: it counts as many sequences as the batch has for each of them.
+        normalisation, max_tokens: see token_weights; the weights are those of the whole minibatch.
+            A constant is the same for all minibatches, whatever is masked: it counts as many
+            sequences as the batch has for each of them.
         share_prefixes: forward what rollouts of a group have in common once.
-        minibatches: of an optimizer update each; see divide. Fewer are made of a batch with fewer trained sequences.
+        minibatches: of an optimizer update each; see divide. Fewer are made of a batch with fewer
+            trained sequences.
         temperature: of sequences that do not say theirs.
         forward_zero_advantages: forward those too from which nothing is learned.
 
     Returns:
         For each minibatch, the bins of each rank: as many for each; those without work are empty.
     """
-    rollouts = [_Rollout.of(sequence, temperature) for sequence in batch.sequences if len(sequence.positions)]
+    rollouts = [
+        _Rollout.of(sequence, temperature)
+        for sequence in batch.sequences
+        if len(sequence.positions)
+    ]
     if not rollouts:
         return [[[] for _ in range(ranks)]]
     sequences = len(batch.sequences) / min(minibatches, len(batch.sequences))
     packed = []
-    for members in divide([(rollout.sequence.order[0], rollout.digest) for rollout in rollouts], minibatches):
+    for members in divide(
+        [(rollout.sequence.order[0], rollout.digest) for rollout in rollouts], minibatches
+    ):
         chosen = [rollouts[i] for i in members]
         lengths = [len(rollout.sequence.positions) for rollout in chosen]
         weights = token_weights(lengths, normalisation, max_tokens, sequences)
-        chosen = [replace(rollout, weight=weight) for rollout, weight in zip(chosen, weights, strict=True)]
+        chosen = [
+            replace(rollout, weight=weight) for rollout, weight in zip(chosen, weights, strict=True)
+        ]
         if not forward_zero_advantages:
             chosen = _that_teach(chosen)
         if share_prefixes:
             bins = _bins_of_groups(chosen, tokens_per_bin, ranks)
         else:
-            bins = _fill([_Unit((rollout,), separate([rollout.tokens])) for rollout in chosen], tokens_per_bin, ranks)
-        shares = [[_packed(one.units) if one.units else empty_bin() for one in share] for share in _deal(bins, ranks)]
+            bins = _fill(
+                [_Unit((rollout,), separate([rollout.tokens])) for rollout in chosen],
+                tokens_per_bin,
+                ranks,
+            )
+        shares = [
+            [_packed(one.units) if one.units else empty_bin() for one in share]
+            for share in _deal(bins, ranks)
+        ]
         for at_once in zip(*shares, strict=True):
             missing = any(one.unreferenced.any() for one in at_once)
             for one in at_once:
@@ -167,7 +201,9 @@ def pack_batch(
 
 
 def empty_bin() -> PackedBin:
-    """One token and nothing to train on: for a rank that must take part in a pass without work of its own."""
+    """One token and nothing to train on: for a rank that must take part in a pass without work of
+    its own.
+    """
     ids, none = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     one = torch.ones(1, dtype=torch.int64)
     return PackedBin(
@@ -194,7 +230,12 @@ def empty_bin() -> PackedBin:
 def _that_teach(rollouts: Sequence[_Rollout]) -> list[_Rollout]:
     """Those with an advantage; if there is none, the shortest."""
     teaching = [rollout for rollout in rollouts if rollout.sequence.advantages.any()]
-    return teaching or [min(rollouts, key=lambda rollout: (len(rollout.tokens), rollout.digest, rollout.sequence.order))]
+    return teaching or [
+        min(
+            rollouts,
+            key=lambda rollout: (len(rollout.tokens), rollout.digest, rollout.sequence.order),
+        )
+    ]
 
 
 def _versions(sequence: TrainedSequence) -> npt.NDArray[np.int64]:
@@ -203,21 +244,33 @@ def _versions(sequence: TrainedSequence) -> npt.NDArray[np.int64]:
     return np.full(len(sequence.positions), UNKNOWN_VERSION, dtype=np.int64)
 
 
-def _or_nan(logprobs: npt.NDArray[np.float32] | None, sequence: TrainedSequence) -> npt.NDArray[np.float32]:
-    return np.full(len(sequence.positions), np.nan, dtype=np.float32) if logprobs is None else logprobs
+def _or_nan(
+    logprobs: npt.NDArray[np.float32] | None, sequence: TrainedSequence
+) -> npt.NDArray[np.float32]:
+    return (
+        np.full(len(sequence.positions), np.nan, dtype=np.float32) if logprobs is None else logprobs
+    )
 
 
 def _bins_of_groups(rollouts: Sequence[_Rollout], tokens_per_bin: int, ranks: int) -> list[_Bin]:
-    """Bins in which rollouts of a group share their beginnings. With several ranks, groups are halved as long as less waiting
-    for each other saves the ranks more than further copies of what the halves shared cost them."""
+    """Bins in which rollouts of a group share their beginnings. With several ranks, groups are
+    halved as long as less waiting for each other saves the ranks more than further copies of what
+    the halves shared cost them."""
     groups: dict[int, list[_Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.sequence.order[0], []).append(rollout)
-    by_beginning = [sorted(g, key=lambda r: (reading_order(r.tokens), r.digest, r.sequence.order)) for g in groups.values()]
+    by_beginning = [
+        sorted(g, key=lambda r: (reading_order(r.tokens), r.digest, r.sequence.order))
+        for g in groups.values()
+    ]
     whole = [_unit(group) for group in by_beginning]
 
     def divided(parts: int) -> list[_Bin]:
-        units = [unit for one in whole for unit in _split(one, tokens_per_bin, -(-len(one.rollouts) // parts))]
+        units = [
+            unit
+            for one in whole
+            for unit in _split(one, tokens_per_bin, -(-len(one.rollouts) // parts))
+        ]
         return _fill(units, tokens_per_bin, ranks)
 
     best, parts = divided(1), 2
@@ -234,12 +287,14 @@ def _unit(rollouts: Sequence[_Rollout]) -> _Unit:
 
 
 def _split(unit: _Unit, tokens_per_bin: int, most_rollouts: int) -> list[_Unit]:
-    """Halve a unit until its parts are small enough, each with its own copy of what the halves shared. Those that share most
-    stand together, and so stay together."""
+    """Halve a unit until its parts are small enough, each with its own copy of what the halves
+    shared. Those that share most stand together, and so stay together."""
     done, todo = [], [unit]
     while todo:
         unit = todo.pop()
-        if len(unit.rollouts) == 1 or (unit.size <= tokens_per_bin and len(unit.rollouts) <= most_rollouts):
+        if len(unit.rollouts) == 1 or (
+            unit.size <= tokens_per_bin and len(unit.rollouts) <= most_rollouts
+        ):
             done.append(unit)
             continue
         seen = np.cumsum([len(rollout.tokens) for rollout in unit.rollouts])
@@ -269,8 +324,8 @@ def _fill_in_order(units: Sequence[_Unit], tokens_per_bin: int) -> list[_Bin]:
 
 
 def _fill_evenly(units: Sequence[_Unit], tokens_per_bin: int, ranks: int) -> list[_Bin]:
-    """Each unit, the costliest first, into the bin of the least cost that has room for it (Graham, 1969: longest processing
-    time first), in as few passes as that is possible in, or a few more."""
+    """Each unit, the costliest first, into the bin of the least cost that has room for it (Graham,
+    1969: longest processing time first), in as few passes as that is possible in, or a few more."""
     passes = -(-sum(min(unit.size, tokens_per_bin) for unit in units) // (tokens_per_bin * ranks))
     while (bins := _fill_so_many(units, tokens_per_bin, passes * ranks)) is None:
         passes += 1 + passes // 8  # each try costs a look at every unit
@@ -292,16 +347,22 @@ def _fill_so_many(units: Sequence[_Unit], tokens_per_bin: int, count: int) -> li
 
 
 def _duration(bins: Sequence[_Bin], ranks: int) -> int:
-    """What the ranks spend together, as a cost: in each pass all wait for the one with the costliest bin."""
+    """What the ranks spend together, as a cost: in each pass all wait for the one with the
+    costliest bin.
+    """
     return sum(one.cost for one in bins[::ranks])
 
 
 def _deal(bins: Sequence[_Bin], ranks: int) -> list[list[_Bin]]:
-    """Bins of about the same cost to all ranks in each pass, the costliest of them to the rank that has the least so far."""
+    """Bins of about the same cost to all ranks in each pass, the costliest of them to the rank that
+    has the least so far.
+    """
     dealt: list[list[_Bin]] = [[] for _ in range(ranks)]
     totals = [0] * ranks
     for start in range(0, len(bins), ranks):
-        for rank, one in zip(sorted(range(ranks), key=lambda r: totals[r]), bins[start : start + ranks], strict=True):
+        for rank, one in zip(
+            sorted(range(ranks), key=lambda r: totals[r]), bins[start : start + ranks], strict=True
+        ):
             dealt[rank].append(one)
             totals[rank] += one.cost
     return dealt

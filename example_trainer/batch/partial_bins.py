@@ -1,4 +1,6 @@
-"""Bins of some of a bin's sequences: for a pass over those alone of which something is not known yet."""
+"""Bins of some of a bin's sequences: for a pass over those alone of which something is not known
+yet.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,16 @@ from example_trainer.models.packing import NO_PARENT
 
 
 def completed_reference(bin: PackedBin, compute: Callable[[PackedBin], Tensor]) -> Tensor:
-    """The reference's logprobs of a bin's trained tokens: those that came along, and computed ones where they are missing.
+    """The reference's logprobs of a bin's trained tokens: those that came along, and computed ones
+    where they are missing.
 
-    Of a sequence with a single one missing all are forwarded. If none came along, `compute` is given the bin itself.
+    Of a sequence with a single one missing all are forwarded. If none came along, `compute` is
+    given the bin itself.
 
     Args:
-        compute: [n] float32 logprobs of the trained tokens of a bin. Collective where the reference is spread over ranks: each
-            has as many bins, and all of them agree by `reference_pass` of which a pass is made.
+        compute: [n] float32 logprobs of the trained tokens of a bin. Collective where the reference
+            is spread over ranks: each has as many bins, and all of them agree by `reference_pass`
+            of which a pass is made.
 
     Returns:
         [n] float32 on the bin's device.
@@ -39,13 +44,16 @@ def completed_reference(bin: PackedBin, compute: Callable[[PackedBin], Tensor]) 
 
 
 def part_of(bin: PackedBin, sequences: Sequence[int]) -> tuple[PackedBin, Tensor]:
-    """Some of a bin's sequences as a bin of their own: the spans that they are in, and those that these continue.
+    """Some of a bin's sequences as a bin of their own: the spans that they are in, and those that
+    these continue.
 
     Args:
-        sequences: their numbers in the bin, ascending. Without any it is the bin of a rank without work.
+        sequences: their numbers in the bin, ascending. Without any it is the bin of a rank without
+            work.
 
     Returns:
-        The bin, and [n] int64 on its device: the places of its trained tokens among those of the whole one.
+        The bin, and [n] int64 on its device: the places of its trained tokens among those of the
+        whole one.
     """
     device = bin.tokens.device
     if not sequences:
@@ -59,7 +67,9 @@ def part_of(bin: PackedBin, sequences: Sequence[int]) -> tuple[PackedBin, Tensor
     places = torch.full((len(bin.lengths),), NO_PARENT)
     places[kept] = torch.arange(len(kept))
     new_begins = torch.cat((torch.zeros(1, dtype=torch.int64), bin.lengths[kept].cumsum(0)))
-    tokens = torch.cat([torch.arange(begin, end) for begin, end in map(bin.packing().spans().__getitem__, kept)])
+    tokens = torch.cat(
+        [torch.arange(begin, end) for begin, end in map(bin.packing().spans().__getitem__, kept)]
+    )
     parents = bin.parents[kept]
     on_device, of_sequences = rows.to(device), torch.tensor(sequences)
     taken = {name: tensor[on_device] for name, tensor in bin.of_targets().items()}

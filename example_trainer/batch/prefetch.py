@@ -1,13 +1,15 @@
-"""The batches of a run, each fetched, parsed, packed and on its way to the device while the one before is trained on.
+"""The batches of a run, each fetched, parsed, packed and on its way to the device while the one
+before is trained on.
 
     main thread     next ─────► train on 1 ──────────► next ► train on 2 ──────────► next ► …
     fetching thread ► wait, read, pack, copy 2 ► (holds 2)   ► wait, read, pack, copy 3 ►
 
-The thread is in `preparing.py`. With several ranks rank 0's hands the others their bins, and theirs take and copy them
-(`scatter.py`).
+The thread is in `preparing.py`. With several ranks rank 0's hands the others their bins, and theirs
+take and copy them (`scatter.py`).
 
-One batch ahead and no more: what is fetched earlier is trained on later, and so older. A batch that is fetched stays leased
-until it is acknowledged, so one that nobody came to train on goes to the trainer that registers next.
+One batch ahead and no more: what is fetched earlier is trained on later, and so older. A batch that
+is fetched stays leased until it is acknowledged, so one that nobody came to train on goes to the
+trainer that registers next.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Upkeep:
     Attributes:
         due: whether there is work; cheap, asked every few seconds.
         work: does it.
-        urgent: whether `due` is to be asked at once; costs nothing, asked at every look for the batch.
+        urgent: whether `due` is to be asked at once; costs nothing, asked at every look for the
+            batch.
         trouble: names the servers that cannot be sampled from, for the log.
     """
 
@@ -63,15 +66,16 @@ class Upkeep:
 
 
 class Batches:
-    """The batches of a run, for one rank. Making one is collective, and so is every method but `close`; rank 0 alone speaks
-    with the service.
+    """The batches of a run, for one rank. Making one is collective, and so is every method but
+    `close`; rank 0 alone speaks with the service.
 
     Args:
         client: on rank 0.
         reader: parses and packs.
         device: this rank's.
         last_version: the version at which the run ends; nothing is fetched ahead for later ones.
-        ahead: fetch a batch while another is trained on. Without it, none is ever older than it need be.
+        ahead: fetch a batch while another is trained on. Without it, none is ever older than it
+            need be.
 
     Example:
         batches = Batches(client, ranks, reader, device, last_version=100, ahead=True)
@@ -99,19 +103,27 @@ class Batches:
         self._longest_batch = config.service_timeout + config.batch_timeout + ranks.timeout
         self._fetched: TrainedBatch | None = None  # last, by the thread
         self._taken: Prepared | None = None  # trained on now, until `acknowledge`
-        self._held: list[tuple[TrainedBatch | None, int, str | None, dict[str, Any] | None]] = []  # for the service, in order
+        self._held: list[
+            tuple[TrainedBatch | None, int, str | None, dict[str, Any] | None]
+        ] = []  # for the service, in order
 
     # ---- the service, in the name of all ranks ----
 
     @property
     def _main(self) -> RolloutClient:
         if self._client is None:
-            raise RuntimeError(f"rank {self._ranks.rank} has no client of the rollout service, only rank 0 has")
+            raise RuntimeError(
+                f"rank {self._ranks.rank} has no client of the rollout service, only rank 0 has"
+            )
         return self._client
 
     def register(self, registration: Registration) -> None:
         """See RolloutClient.register."""
-        self._ranks.on_main("registering with the service", lambda: self._main.register(registration), self._longest_call)
+        self._ranks.on_main(
+            "registering with the service",
+            lambda: self._main.register(registration),
+            self._longest_call,
+        )
 
     def heed(self, servers: SamplerLogprobs) -> None:
         """See BatchReader.heed. Holds from the next batch on that is read; not collective."""
@@ -120,24 +132,34 @@ class Batches:
     def settle(self, batch: TrainedBatch, weight_version: int) -> None:
         """See RolloutClient.settle."""
         self._ranks.on_main(
-            "acknowledging an earlier batch", lambda: self._main.settle(batch, weight_version), self._longest_call
+            "acknowledging an earlier batch",
+            lambda: self._main.settle(batch, weight_version),
+            self._longest_call,
         )
 
     def acknowledge(
-        self, weight_version: int, skipped: str | None = None, hold: bool = False, report: dict[str, Any] | None = None
+        self,
+        weight_version: int,
+        skipped: str | None = None,
+        hold: bool = False,
+        report: dict[str, Any] | None = None,
     ) -> None:
-        """Say that the batch which `next` gave last, or failed with, need not be handed out again; see RolloutClient.
+        """Say that the batch which `next` gave last, or failed with, need not be handed out again;
+        see RolloutClient.
 
         Args:
-            hold: what was learned is not saved yet. The service keeps the batch for the trainer that registers next, until it
-                is told again: with the next batch that is not held, or in `release`.
+            hold: what was learned is not saved yet. The service keeps the batch for the trainer
+                that registers next, until it is told again: with the next batch that is not held,
+                or in `release`.
             report: see RolloutClient.acknowledge; told at once, by rank 0.
         """
 
         def tell() -> None:
             if self._taken is None:
                 raise RuntimeError("no batch has been taken since the last one was acknowledged")
-            self._held.append((self._taken.lease, weight_version, skipped, None if hold else report))
+            self._held.append(
+                (self._taken.lease, weight_version, skipped, None if hold else report)
+            )
             if hold:
                 self._main.keep(self._taken.lease, weight_version, report)
             else:
@@ -152,16 +174,29 @@ class Batches:
 
     @property
     def held(self) -> tuple[TrainedBatch, ...]:
-        """The batches that were trained on and are not acknowledged yet. Not collective: of rank 0."""
-        return tuple(lease for lease, _, skipped, _ in self._held if lease is not None and skipped is None)
+        """The batches that were trained on and are not acknowledged yet.
+
+        Not collective: of rank 0.
+        """
+        return tuple(
+            lease for lease, _, skipped, _ in self._held if lease is not None and skipped is None
+        )
 
     @property
     def owes(self) -> bool:
-        """Whether `release` has anything to tell, of skipped batches too. Not collective: of rank 0."""
+        """Whether `release` has anything to tell, of skipped batches too.
+
+        Not collective: of rank 0.
+        """
         return bool(self._held)
 
-    def last_report(self, report: dict[str, Any] | None, error: str | None, patience: float) -> None:
-        """See RolloutClient.last_report, of the batch that `next` returned last, or would return. Not collective."""
+    def last_report(
+        self, report: dict[str, Any] | None, error: str | None, patience: float
+    ) -> None:
+        """See RolloutClient.last_report, of the batch that `next` returned last, or would return.
+
+        Not collective.
+        """
         batch = self._fetched if self._taken is None else self._taken.lease
         if self._client is not None and batch is not None:
             self._client.last_report(batch, report, error, patience)
@@ -178,13 +213,17 @@ class Batches:
 
     def end_run(self, uuid: int | None = None) -> None:
         """See RolloutClient.end_run."""
-        self._ranks.on_main("telling the service that the run has ended", lambda: self._main.end_run(uuid), self._longest_call)
+        self._ranks.on_main(
+            "telling the service that the run has ended",
+            lambda: self._main.end_run(uuid),
+            self._longest_call,
+        )
 
     # ---- the next batch ----
 
     def begin(self, version: int) -> None:
-        """Ask for the batch of `version` before `next` does: environments are let in when the first one is asked for. Waits for
-        nobody."""
+        """Ask for the batch of `version` before `next` does: environments are let in when the first
+        one is asked for. Waits for nobody."""
         self._preparing.want(version)
 
     def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
@@ -195,14 +234,17 @@ class Batches:
             upkeep: done in the meantime by every rank, when rank 0 finds it due.
 
         Raises:
-            BatchError: nothing in it can be trained on. It is taken nevertheless: acknowledge it, and go on.
+            BatchError: nothing in it can be trained on. It is taken nevertheless: acknowledge it,
+                and go on.
             RolloutServiceError: none came in time, or the service went away for too long.
             StopRequested: a signal came.
         """
         self._preparing.want(version)
         try:
             while (
-                told := self._ranks.on_main("waiting for a batch", lambda: self._wait(version, upkeep), self._longest_batch)
+                told := self._ranks.on_main(
+                    "waiting for a batch", lambda: self._wait(version, upkeep), self._longest_batch
+                )
             ) is None:
                 assert upkeep is not None
                 upkeep.work()
@@ -210,14 +252,25 @@ class Batches:
             self._follow(version)  # a batch has been taken, and the others' share of it is none
             raise
         if self._ranks.world_size > 1:
-            self._ranks.together("receiving a batch", lambda: self._follow(version, raising=True), 2 * self._ranks.timeout)
+            self._ranks.together(
+                "receiving a batch",
+                lambda: self._follow(version, raising=True),
+                2 * self._ranks.timeout,
+            )
         assert self._taken is not None
         minibatches = self._copies.end(self._taken)
-        self._taken = replace(self._taken, packed=None, minibatches=())  # of what is trained on now, only the name is needed
-        return ReadyBatch(minibatches, BatchFigures(**told["figures"]), self._taken.lease, told["queue_size"])
+        self._taken = replace(
+            self._taken, packed=None, minibatches=()
+        )  # of what is trained on now, only the name is needed
+        return ReadyBatch(
+            minibatches, BatchFigures(**told["figures"]), self._taken.lease, told["queue_size"]
+        )
 
     def _wait(self, version: int, upkeep: Upkeep | None) -> dict[str, Any] | None:
-        """On rank 0: wait for the batch and take it. What to tell all ranks of it; None when there is work for them first."""
+        """On rank 0: wait for the batch and take it.
+
+        What to tell all ranks of it; None when there is work for them first.
+        """
         if self._taken is not None:
             raise RuntimeError(f"batch {self._taken.lease} has not been acknowledged")
         prepared = self._wait_for_thread(version, upkeep)
@@ -227,7 +280,10 @@ class Batches:
         if prepared.error is not None:
             raise prepared.error
         assert prepared.packed is not None
-        return {"figures": asdict(prepared.packed.figures(version)), "queue_size": prepared.queue_size}
+        return {
+            "figures": asdict(prepared.packed.figures(version)),
+            "queue_size": prepared.queue_size,
+        }
 
     def _wait_for_thread(self, version: int, upkeep: Upkeep | None) -> Prepared | None:
         looked = time.monotonic()
@@ -243,7 +299,8 @@ class Batches:
                 looked = time.monotonic()
 
     def _follow(self, version: int, raising: bool = False) -> None:
-        """On the other ranks: take what rank 0's thread handed out of the batch that rank 0 has taken.
+        """On the other ranks: take what rank 0's thread handed out of the batch that rank 0 has
+        taken.
 
         Raises:
             RankError: it has not come.
@@ -274,14 +331,20 @@ class Batches:
         except BatchError as error:
             self._channel.send([])
             return replace(made, error=error)
-        return self._copies.begin(replace(made, packed=packed), self._channel.send(packed.minibatches))
+        return self._copies.begin(
+            replace(made, packed=packed), self._channel.send(packed.minibatches)
+        )
 
     def close(self) -> None:
         """End the thread and the connection. What it fetched stays leased. Not collective."""
         interrupt = self._client.interrupt if self._client is not None else lambda: None
         if not self._preparing.close(interrupt, CLOSE_SECONDS):
-            slow = "another rank" if self._client is None else "the rollout service, or another rank,"
-            logger.warning("What %s does for the next batch is given up after %.0f s", slow, CLOSE_SECONDS)
+            slow = (
+                "another rank" if self._client is None else "the rollout service, or another rank,"
+            )
+            logger.warning(
+                "What %s does for the next batch is given up after %.0f s", slow, CLOSE_SECONDS
+            )
         elif self._client is None:
             with suppress(RankError):  # then nobody waits there
                 self._channel.leave()
@@ -309,7 +372,16 @@ def make_batches(
     client = None
     if ranks.is_main:
         key = revealed(config.atropos_api_key)
-        client = RolloutClient(config.atropos_url, stop, key, config.service_timeout, config.batch_timeout)
+        client = RolloutClient(
+            config.atropos_url, stop, key, config.service_timeout, config.batch_timeout
+        )
     data_ranks = 1 if model.split.size > 1 else ranks.world_size
     reader = BatchReader(config, model.geometry.vocab_size, tokens_per_bin, data_ranks, lives)
-    return Batches(client, ranks, reader, device, last_version=config.training_steps, ahead=config.fetches_ahead)
+    return Batches(
+        client,
+        ranks,
+        reader,
+        device,
+        last_version=config.training_steps,
+        ahead=config.fetches_ahead,
+    )

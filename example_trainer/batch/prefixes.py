@@ -1,4 +1,5 @@
-"""What rollouts have in common at their beginning, as a tree of spans of which each is forwarded once. Pure.
+"""What rollouts have in common at their beginning, as a tree of spans of which each is forwarded
+once. Pure.
 
 Rollouts of a group begin with the same prompt, and those of several turns may part later than that:
 
@@ -6,8 +7,9 @@ Rollouts of a group begin with the same prompt, and those of several turns may p
             └─ turn 1 ─┬─ answer 2          four spans in place of three sequences
                        └─ answer 3
 
-A span is split off for those that share it only if it spares them at least LEAST_SAVING tokens each: every further span is one
-more run of keys that attention has to gather, and one more ragged end among its tiles, for all that continue it.
+A span is split off for those that share it only if it spares them at least LEAST_SAVING tokens
+each: every further span is one more run of keys that attention has to gather, and one more ragged
+end among its tiles, for all that continue it.
 """
 
 from __future__ import annotations
@@ -78,7 +80,10 @@ def reading_order(tokens: Tokens) -> bytes:
 
 def separate(rows: Sequence[Tokens]) -> PrefixTree:
     """Each sequence as a span of its own."""
-    return PrefixTree(tuple(Span(i, 0, len(row), NO_PARENT) for i, row in enumerate(rows)), tuple(range(len(rows))))
+    return PrefixTree(
+        tuple(Span(i, 0, len(row), NO_PARENT) for i, row in enumerate(rows)),
+        tuple(range(len(rows))),
+    )
 
 
 def prefix_tree(rows: Sequence[Tokens]) -> PrefixTree:
@@ -90,8 +95,8 @@ def prefix_tree(rows: Sequence[Tokens]) -> PrefixTree:
     common = [_common(one, two) for one, two in pairwise(rows)]
     spans: list[Span] = []
     ends = [NO_PARENT] * len(rows)
-    # Sequences first to last - 1 have their first `depth` tokens in `parent` and what it continues. A stack and no recursion:
-    # a tree may be as deep as the group is large.
+    # Sequences first to last - 1 have their first `depth` tokens in `parent` and what it continues.
+    # A stack and no recursion: a tree may be as deep as the group is large.
     todo = [(0, len(rows), 0, NO_PARENT)]
     while todo:
         first, last, depth, parent = todo.pop()
@@ -101,7 +106,9 @@ def prefix_tree(rows: Sequence[Tokens]) -> PrefixTree:
             if end > depth:
                 spans.append(Span(first, depth, end, parent))
                 depth, parent = end, len(spans) - 1
-            while first < last and len(rows[first]) == depth:  # in reading order, what ends here comes first
+            while (
+                first < last and len(rows[first]) == depth
+            ):  # in reading order, what ends here comes first
                 ends[first] = parent
                 first += 1
         cuts = [first, *(i + 1 for i in range(first, last - 1) if common[i] <= end), last]

@@ -19,8 +19,8 @@ _LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the thread made of a batch: this rank's bins on its device, or the reason why there are none. `lease`, `queue_size`
-    and `packed` are rank 0's alone.
+    """What the thread made of a batch: this rank's bins on its device, or the reason why there are
+    none. `lease`, `queue_size` and `packed` are rank 0's alone.
     """
 
     lease: TrainedBatch | None = None
@@ -32,7 +32,8 @@ class Prepared:
 
 
 class Preparing:
-    """The thread: it prepares one batch each time that one is asked for, and holds it until it is taken.
+    """The thread: it prepares one batch each time that one is asked for, and holds it until it is
+    taken.
 
     Args:
         prepare: makes the batch to be trained on with the weights of a version; runs in the thread.
@@ -45,7 +46,9 @@ class Preparing:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         """Guards what follows."""
-        self._wanted: int | None = None  # the highest version at which the batch that is asked for may be trained on
+        self._wanted: int | None = (
+            None  # the highest version at which the batch that is asked for may be trained on
+        )
         self._prepared: Prepared | None = None
         self._ended: BaseException | None = None  # what ended the thread
         self._closed = False
@@ -68,7 +71,8 @@ class Preparing:
                 self._go_on(version)
 
     def take(self, version: int, seconds: float) -> Prepared | None:
-        """The batch to train on with the weights of a version, when it is there; None if it is not within so many seconds.
+        """The batch to train on with the weights of a version, when it is there; None if it is not
+        within so many seconds.
 
         Raises:
             BaseException: what ended the thread.
@@ -87,7 +91,9 @@ class Preparing:
             return prepared
 
     def waited(self) -> float:
-        """How long the trainer has been waiting, not how long the thread has: that may be as long as a step takes."""
+        """How long the trainer has been waiting, not how long the thread has: that may be as long
+        as a step takes.
+        """
         with self._changed:
             return 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
 
@@ -127,7 +133,10 @@ class Preparing:
                 self._changed.notify_all()
 
     def _next_wanted(self) -> int | None:
-        """Wait until a batch is asked for; None when it is over. Ends with `close`, without which the process does not end."""
+        """Wait until a batch is asked for; None when it is over.
+
+        Ends with `close`, without which the process does not end.
+        """
         with self._changed:
             while not self._closed and self._wanted is None:
                 self._changed.wait(_LOOK_SECONDS)
@@ -149,11 +158,16 @@ class DeviceCopies:
             with torch.cuda.stream(self._stream):
                 there = self.handed_over(minibatches)
                 for one in (one for bins in there for one in bins):
-                    one.device_tensors()  # made here: in the step, each would wait until the device has done all it was given
+                    # made here: in the step, each would wait until the device has done all it was
+                    # given
+                    one.device_tensors()
                 return replace(prepared, minibatches=there, copied=self._stream.record_event())
         except torch.OutOfMemoryError as error:
             told = str(error).splitlines()[0]
-            return replace(prepared, error=OutOfMemoryError(f"no room on {self._device} for a batch's tokens: {told}"))
+            return replace(
+                prepared,
+                error=OutOfMemoryError(f"no room on {self._device} for a batch's tokens: {told}"),
+            )
 
     def handed_over(self, minibatches: Minibatches) -> Minibatches:
         """The same on the device."""
@@ -164,6 +178,13 @@ class DeviceCopies:
         if prepared.copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(prepared.copied)
-            for tensor in (tensor for bins in prepared.minibatches for one in bins for tensor in one.device_tensors()):
-                tensor.record_stream(stream)  # its memory was taken by the copying stream, and is used by this one
+            for tensor in (
+                tensor
+                for bins in prepared.minibatches
+                for one in bins
+                for tensor in one.device_tensors()
+            ):
+                tensor.record_stream(
+                    stream
+                )  # its memory was taken by the copying stream, and is used by this one
         return prepared.minibatches

@@ -27,7 +27,8 @@ ANSWER_MARK = "####"
 INSTRUCTION = "\n\nReason step by step, and put the final answer within \\boxed{}."
 """Behind each question of a file; the starter model does so unasked."""
 GSM8K = "openai/gsm8k"
-"""Grade school math on the Hugging Face hub (Cobbe et al., arXiv:2110.14168); its test split is held out."""
+"""Grade school math on the Hugging Face hub (Cobbe et al., arXiv:2110.14168); its test split is
+held out."""
 HELD_OUT_ONE_IN = 10
 """One pair of operands in this many is held out."""
 
@@ -57,7 +58,8 @@ class Task:
 
     Attributes:
         training: an endless stream, the same for the same seed.
-        held_out: so many problems of which none is in the stream, the same ones each time; None where there are none.
+        held_out: so many problems of which none is in the stream, the same ones each time; None
+            where there are none.
     """
 
     training: Callable[[int], Iterator[Problem]]
@@ -65,10 +67,12 @@ class Task:
 
 
 def find_task(name: str | None, digits: int = 2) -> Task:
-    """Return what --problems names: a task as `module:name`, GSM8K, or a file of problems; sums of so many digits if nothing.
+    """Return what --problems names: a task as `module:name`, GSM8K, or a file of problems; sums of
+    so many digits if nothing.
 
     Raises:
-        ConfigError: there is no such task or file, the file holds no problems, or the hub cannot be reached.
+        ConfigError: there is no such task or file, the file holds no problems, or the hub cannot be
+            reached.
     """
     if name is None:
         return Task(lambda seed: sums(seed, digits), lambda count: held_out_sums(count, digits))
@@ -77,9 +81,13 @@ def find_task(name: str | None, digits: int = 2) -> Task:
         try:
             found = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
-            raise ConfigError(f"--problems {name}: {error}; give a file, or module:name of a Task") from error
+            raise ConfigError(
+                f"--problems {name}: {error}; give a file, or module:name of a Task"
+            ) from error
         if not isinstance(found, Task):
-            raise ConfigError(f"--problems {name} is of type {type(found).__name__}; give a Task of batch/problems.py")
+            raise ConfigError(
+                f"--problems {name} is of type {type(found).__name__}; give a Task of batch/problems.py"
+            )
         return found
     if name == GSM8K and not Path(name).exists():
         return gsm8k()
@@ -88,7 +96,8 @@ def find_task(name: str | None, digits: int = 2) -> Task:
 
 
 def sums(seed: int, digits: int = 2) -> Iterator[Problem]:
-    """Yield additions and subtractions without end, the same for the same seed. None of them is in `held_out_sums`.
+    """Yield additions and subtractions without end, the same for the same seed. None of them is in
+    `held_out_sums`.
 
     Args:
         digits: of each operand, at most.
@@ -109,7 +118,10 @@ def held_out_sums(count: int, digits: int = 2) -> list[Problem]:
 
 
 def _sums(rng: random.Random, digits: int) -> Iterator[tuple[Problem, bool]]:
-    """Yield sums, and whether each is held out. A hash of the two operands decides, whichever operation they are in."""
+    """Yield sums, and whether each is held out.
+
+    A hash of the two operands decides, whichever operation they are in.
+    """
     while True:
         left, right = sorted((rng.randrange(10**digits), rng.randrange(10**digits)), reverse=True)
         held_out = zlib.crc32(f"{left} {right}".encode()) % HELD_OUT_ONE_IN == 0
@@ -125,7 +137,8 @@ def read_problems(path: Path) -> list[Problem]:
     A row that is not such a problem is skipped, and the log names the first one.
 
     Args:
-        path: JSON lines, JSON or Parquet. An answer is a number, or has one behind `####`, as in GSM8K.
+        path: JSON lines, JSON or Parquet. An answer is a number, or has one behind `####`, as in
+            GSM8K.
 
     Raises:
         ConfigError: the file cannot be read, or none of its rows is a problem.
@@ -140,10 +153,17 @@ def _problems(given: Iterable[Row], source: str) -> list[Problem]:
     rows = usable_rows(given, _read)
     if not rows.good:
         first = f" ({rows.faults[0]})" if rows.faults else ""
-        raise ConfigError(f"--problems: {source} holds no problem{first}; give rows with question and answer")
+        raise ConfigError(
+            f"--problems: {source} holds no problem{first}; give rows with question and answer"
+        )
     if rows.faults:
         total = len(rows.good) + len(rows.faults)
-        logger.warning("--problems: %d of %d rows are skipped; the first: %s", len(rows.faults), total, rows.faults[0])
+        logger.warning(
+            "--problems: %d of %d rows are skipped; the first: %s",
+            len(rows.faults),
+            total,
+            rows.faults[0],
+        )
     return rows.good
 
 
@@ -157,14 +177,23 @@ def gsm8k() -> Task:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{GSM8K} needs the datasets package: `pip install datasets`, or {remedy}") from error
+        raise ConfigError(
+            f"{GSM8K} needs the datasets package: `pip install datasets`, or {remedy}"
+        ) from error
     try:
-        splits = {name: datasets.load_dataset(GSM8K, "main", split=name) for name in ("train", "test")}
+        splits = {
+            name: datasets.load_dataset(GSM8K, "main", split=name) for name in ("train", "test")
+        }
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"cannot load {GSM8K} from the Hugging Face hub ({reason}); {remedy}") from error
+        raise ConfigError(
+            f"cannot load {GSM8K} from the Hugging Face hub ({reason}); {remedy}"
+        ) from error
     train, test = (
-        _problems((Row(f"{GSM8K} {name} row {number}", row) for number, row in enumerate(rows)), f"{GSM8K}, {name} split")
+        _problems(
+            (Row(f"{GSM8K} {name} row {number}", row) for number, row in enumerate(rows)),
+            f"{GSM8K}, {name} split",
+        )
         for name, rows in splits.items()
     )
     return Task(lambda seed: _shuffled(train, random.Random(seed)), lambda count: test[:count])

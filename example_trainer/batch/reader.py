@@ -19,14 +19,21 @@ from example_trainer.batch.figures import BatchFigures, figures_of
 from example_trainer.batch.groups import Batch, Rules, TrainedSequence, parse_batch
 from example_trainer.batch.lengths import LENGTH, LengthRules
 from example_trainer.batch.packing import pack_batch
-from example_trainer.batch.sampling import BIAS, MUST_BE_SAID, TAKEN_ON_TRUST, SamplerLogprobs, SamplingRules
+from example_trainer.batch.sampling import (
+    BIAS,
+    MUST_BE_SAID,
+    TAKEN_ON_TRUST,
+    SamplerLogprobs,
+    SamplingRules,
+)
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError
 
 logger = logging.getLogger(__name__)
 
 CPU_TOKENS_PER_MICROBATCH = 4096
-"""Without a GPU whose memory decides: enough for products to be large, few enough for a laptop's memory."""
+"""Without a GPU whose memory decides: enough for products to be large, few enough for a laptop's
+memory."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,9 @@ class PackedBatch:
 
     def figures(self, version: int) -> BatchFigures:
         """Its figures when it is trained on at `version`."""
-        return figures_of(self.batch, self.minibatches, version, self.lives, self.environments, self.uses)
+        return figures_of(
+            self.batch, self.minibatches, version, self.lives, self.environments, self.uses
+        )
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ class ReadyBatch:
     Attributes:
         minibatches: of each, this rank's bins, on its device.
         figures: of the whole batch.
-        lease: what the service calls it; None on other ranks than 0, and for a service that leases none.
+        lease: what the service calls it; None on other ranks than 0, and for a service that leases
+            none.
         queue_size: groups that the service held for later batches when it handed this one out.
     """
 
@@ -72,11 +82,12 @@ class BatchReader:
     """Reads the batches of a run. What holds for a whole run, and may be a mistake, is said once.
 
     Args:
-        config: what is trained on, how advantages and weights are made, whether beginnings are shared.
+        config: what is trained on, how advantages and weights are made, whether beginnings are
+            shared.
         vocab_size: token ids lie below it.
         tokens_per_bin: see pack_batch.
-        data_ranks: ranks that work on bins of their own. Ranks that split each layer between them all work on the same ones,
-            and count as one.
+        data_ranks: ranks that work on bins of their own. Ranks that split each layer between them
+            all work on the same ones, and count as one.
         lives: of the trainer's run; see ages.
 
     Raises:
@@ -84,13 +95,29 @@ class BatchReader:
     """
 
     def __init__(
-        self, config: TrainerConfig, vocab_size: int, tokens_per_bin: int, data_ranks: int = 1, lives: Sequence[Life] = ()
+        self,
+        config: TrainerConfig,
+        vocab_size: int,
+        tokens_per_bin: int,
+        data_ranks: int = 1,
+        lives: Sequence[Life] = (),
     ) -> None:
         self.config, self.lives = config, lives
-        self._vocab_size, self._tokens_per_bin, self._data_ranks = vocab_size, tokens_per_bin, data_ranks
+        self._vocab_size, self._tokens_per_bin, self._data_ranks = (
+            vocab_size,
+            tokens_per_bin,
+            data_ranks,
+        )
         self._rules = Rules(
-            advantages=find_advantages(config.method.advantages, config.method.advantage_std, config.advantage_beta),
-            lengths=LengthRules(config.truncated_answers, config.overlong_buffer, config.overlong_penalty, config.too_long),
+            advantages=find_advantages(
+                config.method.advantages, config.method.advantage_std, config.advantage_beta
+            ),
+            lengths=LengthRules(
+                config.truncated_answers,
+                config.overlong_buffer,
+                config.overlong_penalty,
+                config.too_long,
+            ),
             sampling=SamplingRules(config.allow_truncated_sampling, config.deterministic),
             teacher=config.distill_coef > 0,
             reference=_wanted_reference(config),
@@ -98,7 +125,10 @@ class BatchReader:
         self._said: set[str] = set()
 
     def heed(self, servers: SamplerLogprobs) -> None:
-        """Refuse from now on what these servers' logprobs are not good for. Another thread may be reading a batch."""
+        """Refuse from now on what these servers' logprobs are not good for.
+
+        Another thread may be reading a batch.
+        """
         self._rules = replace(self._rules, sampling=replace(self._rules.sampling, servers=servers))
 
     def read(
@@ -117,11 +147,14 @@ class BatchReader:
             uses: how often each group was trained on before, as `/batch` says it.
 
         Raises:
-            BatchError: nothing in the batch can be trained on, or a teacher is to be learned from and said nothing.
+            BatchError: nothing in the batch can be trained on, or a teacher is to be learned from
+                and said nothing.
             ConfigError: the function for advantages is the user's, and fails.
         """
         config = self.config
-        batch = parse_batch(groups, config.seq_len, self._vocab_size, self._rules, version, self.lives)
+        batch = parse_batch(
+            groups, config.seq_len, self._vocab_size, self._rules, version, self.lives
+        )
         self._tell(batch)
         if not batch.trained_tokens:
             raise BatchError(
@@ -147,10 +180,22 @@ class BatchReader:
         for problem in batch.invalid:
             logger.warning("Left out of the batch: %s", problem)
         if batch.too_long:
-            how = "are masked: in the baseline, and not trained on" if self.config.too_long == "mask" else "are dropped"
-            logger.warning("%d sequences are longer than --seq-len %d and %s", batch.too_long, self.config.seq_len, how)
+            how = (
+                "are masked: in the baseline, and not trained on"
+                if self.config.too_long == "mask"
+                else "are dropped"
+            )
+            logger.warning(
+                "%d sequences are longer than --seq-len %d and %s",
+                batch.too_long,
+                self.config.seq_len,
+                how,
+            )
         if batch.ignored_overrides:
-            logger.warning("Overrides that this trainer does not know: %s", ", ".join(sorted(batch.ignored_overrides)))
+            logger.warning(
+                "Overrides that this trainer does not know: %s",
+                ", ".join(sorted(batch.ignored_overrides)),
+            )
         if batch.unusable_spans:
             logger.warning(
                 "%d sequences do not say which weights sampled which token, and count as sampled by their oldest; first: %s",
@@ -198,7 +243,11 @@ class BatchReader:
                 "--truncated-answers mask takes them for whole",
             )
         if unknown := self._rules.sampling.servers.unknown:
-            said = [sequence.temperatures for sequence in batch.sequences if sequence.temperatures is not None]
+            said = [
+                sequence.temperatures
+                for sequence in batch.sequences
+                if sequence.temperatures is not None
+            ]
             if other := [float(row[row != 1.0][0]) for row in said if (row != 1.0).any()]:
                 self._say_once("unknown", TAKEN_ON_TRUST % (unknown[0], other[0]))
 
@@ -223,7 +272,11 @@ class BatchReader:
         if sequence.teacher_logprobs is None:
             return np.ones(0, dtype=np.float32)
         said = sequence.temperatures
-        every = np.full(len(sequence.positions), self.config.temperature, dtype=np.float32) if said is None else said
+        every = (
+            np.full(len(sequence.positions), self.config.temperature, dtype=np.float32)
+            if said is None
+            else said
+        )
         return every[np.isfinite(sequence.teacher_logprobs)]
 
     def _say_once(self, what: str, message: str) -> None:
@@ -237,7 +290,9 @@ class BatchReader:
         config = self.config
         if batch.too_long:
             return f"{batch.too_long} sequences are longer than --seq-len {config.seq_len} (--too-long {config.too_long})"
-        if config.truncated_answers == "mask" and any(sequence.finish_reason == LENGTH for sequence in batch.sequences):
+        if config.truncated_answers == "mask" and any(
+            sequence.finish_reason == LENGTH for sequence in batch.sequences
+        ):
             return "every answer ran into its limit (--truncated-answers mask)"
         return "every token is masked with -100"
 

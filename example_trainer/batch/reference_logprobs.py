@@ -1,8 +1,10 @@
-"""The reference model's logprobs of the sampled tokens: out of a group's `ref_logprobs`, and into it. Pure: no I/O, no state.
+"""The reference model's logprobs of the sampled tokens: out of a group's `ref_logprobs`, and into
+it. Pure: no I/O, no state.
 
-On the wire `ref_logprobs[i]` is as long as `tokens[i]`: at each trained position the logprob of that token under the reference,
-given the tokens before it and at the temperature that it was sampled at, elsewhere 1.0. Above 0 a number is a placeholder
-wherever it stands, as in `inference_logprobs`, and the token counts as one that nobody scored.
+On the wire `ref_logprobs[i]` is as long as `tokens[i]`: at each trained position the logprob of
+that token under the reference, given the tokens before it and at the temperature that it was
+sampled at, elsewhere 1.0. Above 0 a number is a placeholder wherever it stands, as in
+`inference_logprobs`, and the token counts as one that nobody scored.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ def reference_rows(group: Mapping[str, Any], count: int) -> list[npt.NDArray[np.
 
 
 def reference_at(
-    rows: list[npt.NDArray[np.float32]] | None, i: int, length: int, positions: npt.NDArray[np.int64], required: bool = False
+    rows: list[npt.NDArray[np.float32]] | None,
+    i: int,
+    length: int,
+    positions: npt.NDArray[np.int64],
+    required: bool = False,
 ) -> npt.NDArray[np.float32] | None:
     """What the reference says of the trained tokens of sequence `i`.
 
@@ -52,7 +58,8 @@ def reference_at(
         [n] float32 in nats, NaN where none came along; None if none came along for the group.
 
     Raises:
-        GroupError: the row does not line up with the tokens, or holds what is no number, or less than is required.
+        GroupError: the row does not line up with the tokens, or holds what is no number, or less
+            than is required.
     """
     if rows is None:
         if required and len(positions):
@@ -75,8 +82,11 @@ def reference_at(
     return np.where(missing, np.float32(np.nan), taken)
 
 
-def wire_row(length: int, positions: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> list[float]:
-    """A sequence's row of `ref_logprobs`, of floats that are these float32 numbers exactly, as JSON then writes them.
+def wire_row(
+    length: int, positions: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+) -> list[float]:
+    """A sequence's row of `ref_logprobs`, of floats that are these float32 numbers exactly, as JSON
+    then writes them.
 
     Args:
         length: tokens of the sequence.

@@ -20,12 +20,15 @@ class Registration:
         save_checkpoint_interval: steps between checkpoints, 0 for none but the last.
         starting_step, num_steps: optimizer steps done and to be done in all.
         max_staleness: oldest data wanted, in weight versions; None for any.
-        model: what is trained; with checkpoint_dir it keeps one run's rollouts from another's trainer.
+        model: what is trained; with checkpoint_dir it keeps one run's rollouts from another's
+            trainer.
         weight_epoch: of the weights that this trainer makes; see ages.
         run: names the run over all its resumes; None for one without a name.
         lives: [weight epoch, starting step] of each trainer of the run, this one last.
-        positions: of the last batch that the weights have learned from, {} before the first; None if that is not known.
-        replay: policy, max_reuse and seed, by which the service uses groups; None for each once, oldest first.
+        positions: of the last batch that the weights have learned from, {} before the first; None
+            if that is not known.
+        replay: policy, max_reuse and seed, by which the service uses groups; None for each once,
+            oldest first.
         ref_logprobs_from_workers: groups that come without ref_logprobs wait for reference workers.
         reference: what those are to compute; see training.reference.
         log_dir: where the trainer writes its figures, for the service's page.
@@ -54,7 +57,9 @@ class Registration:
 
 
 def addresses_of_servers(config: TrainerConfig) -> list[str] | None:
-    """The vLLM servers that get this trainer's weights, for the service's page; None if the options name none."""
+    """The vLLM servers that get this trainer's weights, for the service's page; None if the options
+    name none.
+    """
     if config.weight_bridge_mode not in ("shared_vllm", "lora_only") and not config.starts_vllm:
         return None
     return [f"http://{host}:{port}" for host, port in config.vllm_addresses]
@@ -93,7 +98,9 @@ def registration(
         run=run,
         lives=[[life.epoch, life.start] for life in lives[-MOST_LIVES:]] or None,
         positions=positions,
-        replay={"policy": config.replay, "max_reuse": config.max_reuse, "seed": config.seed} if config.replays else None,
+        replay={"policy": config.replay, "max_reuse": config.max_reuse, "seed": config.seed}
+        if config.replays
+        else None,
         ref_logprobs_from_workers=reference is not None,
         reference=reference,
         log_dir=str(config.log_dir.resolve()),

@@ -1,11 +1,13 @@
-"""The distribution that a sequence was sampled from, out of `sampling_params`, and whether it can be trained on. Pure.
+"""The distribution that a sequence was sampled from, out of `sampling_params`, and whether it can
+be trained on. Pure.
 
-`sampling_params[i]` is an object of numbers: `temperature`, and what is not neutral of `top_p`, `top_k`, `min_p`, penalties and
-`min_tokens`; and `max_tokens`, which only ends an answer. Where turns were sampled in different ways it is a list of such
-objects, each with `tokens`, the number of sampled tokens that it is of.
+`sampling_params[i]` is an object of numbers: `temperature`, and what is not neutral of `top_p`,
+`top_k`, `min_p`, penalties and `min_tokens`; and `max_tokens`, which only ends an answer. Where
+turns were sampled in different ways it is a list of such objects, each with `tokens`, the number of
+sampled tokens that it is of.
 
-The trainer recomputes the logprob of each token under softmax(logits / temperature) over the whole vocabulary. What else shaped
-the distribution is unknown to it: see BIAS.
+The trainer recomputes the logprob of each token under softmax(logits / temperature) over the whole
+vocabulary. What else shaped the distribution is unknown to it: see BIAS.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ BIAS = (
 )
 
 LEAST_TEMPERATURE = 1e-2
-"""Below it samplers take the likeliest token, or another temperature than they were asked for (vLLM this one), and logits
-divided by it leave float32."""
+"""Below it samplers take the likeliest token, or another temperature than they were asked for (vLLM
+this one), and logits divided by it leave float32."""
 GREATEST_TEMPERATURE = float(np.finfo(np.float32).max)
 
 TAKEN_ON_TRUST = (
@@ -53,7 +55,8 @@ class SamplerLogprobs:
     Attributes:
         raw: addresses of those whose logprobs are before any temperature.
         unknown: of those that could not be asked.
-        processed: of those whose logprobs are of the distribution that they sample from, at its temperature.
+        processed: of those whose logprobs are of the distribution that they sample from, at its
+            temperature.
     """
 
     raw: tuple[str, ...] = ()
@@ -108,13 +111,24 @@ def sampling_of(entry: Any, sequence: int, sampled: int, rules: SamplingRules) -
     spans = entry if isinstance(entry, list) else [entry]
     if not spans or not all(isinstance(span, Mapping) for span in spans):
         raise GroupError(f"{where} is no object of numbers, nor a list of such: {str(entry)[:80]}")
-    numbers = [{name: _number(span, name, where) for name in (*IDLE, "temperature", "max_tokens", "tokens")} for span in spans]
+    numbers = [
+        {
+            name: _number(span, name, where)
+            for name in (*IDLE, "temperature", "max_tokens", "tokens")
+        }
+        for span in spans
+    ]
     temperatures = [span["temperature"] for span in numbers]
-    counts = [sampled] if not isinstance(entry, list) else [int(span["tokens"] or 0) for span in numbers]
+    counts = (
+        [sampled] if not isinstance(entry, list) else [int(span["tokens"] or 0) for span in numbers]
+    )
     if min(counts) < 0:
-        raise GroupError(f"{where} says how {counts} tokens were sampled, of which none can be fewer than 0")
+        raise GroupError(
+            f"{where} says how {counts} tokens were sampled, of which none can be fewer than 0"
+        )
     if sum(counts) != sampled:
-        # An environment may train on fewer tokens than were sampled; which ones, only their temperatures ask.
+        # An environment may train on fewer tokens than were sampled; which ones, only their
+        # temperatures ask.
         if len(set(temperatures)) > 1:
             raise GroupError(
                 f"{where} says how {counts} tokens were sampled, at different temperatures, and the mask leaves {sampled} that "
@@ -123,7 +137,12 @@ def sampling_of(entry: Any, sequence: int, sampled: int, rules: SamplingRules) -
         temperatures, counts = temperatures[:1], [sampled]
     for temperature in temperatures:
         _require_usable(temperature, sequence, rules)
-    narrowed = {f"{name} {span[name]:g}" for span in numbers for name, idle in IDLE.items() if span[name] not in (None, *idle)}
+    narrowed = {
+        f"{name} {span[name]:g}"
+        for span in numbers
+        for name, idle in IDLE.items()
+        if span[name] not in (None, *idle)
+    }
     if narrowed and not rules.allow_narrowed:
         raise GroupError(
             f"sequence {sequence} was sampled with {', '.join(sorted(narrowed))}, which training knows nothing of: sample "
@@ -141,7 +160,11 @@ def _number(span: Mapping[str, Any], name: str, where: str) -> float | None:
     value = span.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or (name != "temperature" and not math.isfinite(value)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (name != "temperature" and not math.isfinite(value))
+    ):
         raise GroupError(f"{where} has {name} {value!r:.40}, which is no finite number")
     return float(value)
 
@@ -157,7 +180,9 @@ def _require_usable(temperature: float | None, sequence: int, rules: SamplingRul
             f"of at least {LEAST_TEMPERATURE:g}, and send no evaluations"
         )
     if rules.deterministic:
-        raise GroupError(f"{told}, and --deterministic computes at 1 alone: let the environment sample at temperature 1")
+        raise GroupError(
+            f"{told}, and --deterministic computes at 1 alone: let the environment sample at temperature 1"
+        )
     if rules.servers.raw:
         raise GroupError(
             f"{told}, but the logprobs of {rules.servers.raw[0]} are those before any temperature (raw_logprobs), so that "

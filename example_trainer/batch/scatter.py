@@ -1,4 +1,6 @@
-"""Bins on their way from rank 0 to all ranks: as bytes, in a thread of each, while the ranks train on those before."""
+"""Bins on their way from rank 0 to all ranks: as bytes, in a thread of each, while the ranks train
+on those before.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,40 @@ Minibatches = Sequence[Sequence[PackedBin]]
 """One rank's bins of each minibatch."""
 
 _SPANS, _SEQUENCES = ("lengths", "parents"), ("counts", "orders", "unreferenced")
-_FLOATS = ("rollout_logprobs", "advantages", "weights", "temperatures", "teacher_logprobs", "reference_logprobs")
-_INTS = ("tokens", *_SPANS, "sources", "targets", "versions", "positions", *_SEQUENCES, "reference_pass")
+_FLOATS = (
+    "rollout_logprobs",
+    "advantages",
+    "weights",
+    "temperatures",
+    "teacher_logprobs",
+    "reference_logprobs",
+)
+_INTS = (
+    "tokens",
+    *_SPANS,
+    "sources",
+    "targets",
+    "versions",
+    "positions",
+    *_SEQUENCES,
+    "reference_pass",
+)
 _NAME, _WHAT = "bins", "handing out a batch"
 _LOOK_SECONDS = 0.02
-"""How often a rank looks for a batch. It does not wait in a message of Gloo's, which nothing but the other side can end."""
+"""How often a rank looks for a batch. It does not wait in a message of Gloo's, which nothing but
+the other side can end."""
 
 
 class BinChannel:
-    """Over which rank 0 hands out a batch's bins, to as many calls of `receive` on each other rank as it makes of `send`.
+    """Over which rank 0 hands out a batch's bins, to as many calls of `receive` on each other rank
+    as it makes of `send`.
 
-    A rank for which the run is over leaves when it likes, also when rank 0 is about to send: one of the two is the first to say
-    so, by a claim to the rank's share. If that is rank 0, the rank takes its bins before it leaves; if not, it is sent none.
+    A rank for which the run is over leaves when it likes, also when rank 0 is about to send: one of
+    the two is the first to say so, by a claim to the rank's share. If that is rank 0, the rank
+    takes its bins before it leaves; if not, it is sent none.
 
-    No two of its methods are called at the same time by threads of a process. Making one is collective.
+    No two of its methods are called at the same time by threads of a process. Making one is
+    collective.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -46,8 +68,8 @@ class BinChannel:
         """On rank 0: hand them out, and return this rank's own.
 
         Args:
-            minibatches: of each the bins of each data-parallel rank; one share is for all ranks. None at all: nothing of the
-                batch can be trained on, which the others are told so.
+            minibatches: of each the bins of each data-parallel rank; one share is for all ranks.
+                None at all: nothing of the batch can be trained on, which the others are told so.
 
         Raises:
             RankError: a rank is gone, or silent for longer than --rank-timeout.
@@ -63,13 +85,15 @@ class BinChannel:
         return shares[0]
 
     def receive(self, over: Callable[[], bool]) -> Minibatches | None:
-        """On another rank: its own bins, on the host, when they come; None once nobody waits for them any more.
+        """On another rank: its own bins, on the host, when they come; None once nobody waits for
+        them any more.
 
-        A batch takes as long as the environments need, or as the step before it: the deadline is that of the thread which
-        trains, in `Batches.next`.
+        A batch takes as long as the environments need, or as the step before it: the deadline is
+        that of the thread which trains, in `Batches.next`.
 
         Raises:
-            RankError: rank 0 is gone, or silent for longer than --rank-timeout in the middle of a batch.
+            RankError: rank 0 is gone, or silent for longer than --rank-timeout in the middle of a
+                batch.
         """
         share = self._share(self._ranks.rank)
         while not self._ranks.is_claimed(share):
@@ -78,16 +102,20 @@ class BinChannel:
             time.sleep(_LOOK_SECONDS)
         self._batches += 1
         lengths = self._receive(torch.empty(2, dtype=torch.int64))
-        data, text = self._receive(torch.empty(int(lengths.sum()), dtype=torch.uint8)).split(lengths.tolist())
+        data, text = self._receive(torch.empty(int(lengths.sum()), dtype=torch.uint8)).split(
+            lengths.tolist()
+        )
         sizes: list[list[Sizes]] = json.loads(text.numpy().tobytes())
         bins = iter(decode(data, [size for minibatch in sizes for size in minibatch]))
         return [list(islice(bins, len(minibatch))) for minibatch in sizes]
 
     def leave(self) -> None:
-        """On another rank, when it receives no more: rank 0 does not wait for it. What is on its way to it is dropped.
+        """On another rank, when it receives no more: rank 0 does not wait for it. What is on its
+        way to it is dropped.
 
         Raises:
-            RankError: rank 0 is gone, or silent for longer than --rank-timeout in the middle of a batch.
+            RankError: rank 0 is gone, or silent for longer than --rank-timeout in the middle of a
+                batch.
         """
         if not self._ranks.claim(self._share(self._ranks.rank)):
             self.receive(lambda: True)
@@ -113,7 +141,9 @@ class BinChannel:
 def _message(share: Minibatches) -> tuple[Tensor, Tensor]:
     """How long its parts are, and these: the bins, and their sizes as JSON."""
     data = encode([one for bins in share for one in bins])
-    text = torch.frombuffer(bytearray(json.dumps([sizes_of(bins) for bins in share]).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(
+        bytearray(json.dumps([sizes_of(bins) for bins in share]).encode()), dtype=torch.uint8
+    )
     return torch.tensor([len(data), len(text)]), torch.cat([data, text])
 
 
@@ -123,10 +153,17 @@ def sizes_of(bins: Sequence[PackedBin]) -> list[Sizes]:
 
 
 def encode(bins: Sequence[PackedBin]) -> Tensor:
-    """All tensors of some bins as bytes; those of 8 bytes a number come first, so that every one is aligned."""
+    """All tensors of some bins as bytes; those of 8 bytes a number come first, so that every one is
+    aligned.
+    """
     tensors = [one.tensors() for one in bins]
     rows = [fields[name] for names in (_INTS, _FLOATS) for fields in tensors for name in names]
-    return torch.cat([torch.empty(0, dtype=torch.uint8), *(row.contiguous().flatten().view(torch.uint8) for row in rows)])
+    return torch.cat(
+        [
+            torch.empty(0, dtype=torch.uint8),
+            *(row.contiguous().flatten().view(torch.uint8) for row in rows),
+        ]
+    )
 
 
 def decode(data: Tensor, sizes: Sequence[Sizes]) -> list[PackedBin]:
@@ -150,5 +187,13 @@ def _shape(name: str, size: Sizes) -> torch.Size:
     if name == "reference_pass":
         return torch.Size((1,))
     return torch.Size(
-        (tokens if name == "tokens" else spans if name in _SPANS else sequences if name in _SEQUENCES else trained,)
+        (
+            tokens
+            if name == "tokens"
+            else spans
+            if name in _SPANS
+            else sequences
+            if name in _SEQUENCES
+            else trained,
+        )
     )

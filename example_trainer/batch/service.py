@@ -1,4 +1,6 @@
-"""One connection to the rollout service: calls that are tried again while it is away, for so long and no longer."""
+"""One connection to the rollout service: calls that are tried again while it is away, for so long
+and no longer.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,12 @@ class ServiceConnection:
         service_timeout: float = 300.0,
         caller: str = "trainer",
     ) -> None:
-        self.url, self.stop, self.service_timeout, self.caller = url.rstrip("/"), stop, service_timeout, caller
+        self.url, self.stop, self.service_timeout, self.caller = (
+            url.rstrip("/"),
+            stop,
+            service_timeout,
+            caller,
+        )
         self._http = direct_client(self.url, REQUEST_SECONDS, api_key)
         self._outage = Outage(self.url)
         self._interrupted = threading.Event()
@@ -78,7 +85,9 @@ class ServiceConnection:
         self._interrupted.set()
 
     def pause(self, seconds: float, interruptible: bool) -> None:
-        """Wait, but no longer than until a signal comes, or an interruption if it may end this wait."""
+        """Wait, but no longer than until a signal comes, or an interruption if it may end this
+        wait.
+        """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if interruptible and self._interrupted.is_set():
@@ -95,16 +104,20 @@ class ServiceConnection:
         interruptible: bool = False,
         last_word: bool = False,
     ) -> dict[str, Any]:
-        """One call, tried again while the service is away. Each of them may be repeated without harm.
+        """One call, tried again while the service is away. Each of them may be repeated without
+        harm.
 
         Args:
-            body: numbers in it arrive as they are: a float is written with all digits that it takes to read it again.
+            body: numbers in it arrive as they are: a float is written with all digits that it takes
+                to read it again.
             patience: seconds that it may be away, if less than `service_timeout`.
             interruptible: `interrupt` ends the wait for the service.
-            last_word: a signal does not keep the call from being made: it shortens the wait for the service alone.
+            last_word: a signal does not keep the call from being made: it shortens the wait for the
+                service alone.
 
         Raises:
-            RolloutServiceError: it is away for too long, or answers something else than a JSON object.
+            RolloutServiceError: it is away for too long, or answers something else than a JSON
+                object.
             RefusedError: it answers that the request is wrong.
             StopRequested: a signal came; with `last_word`, and the service is away.
         """
@@ -114,7 +127,9 @@ class ServiceConnection:
             while True:
                 if not last_word:
                     self.stop.check()
-                deadline = min(REQUEST_SECONDS, max(_LEAST_REQUEST_SECONDS, patience - call.waited()))
+                deadline = min(
+                    REQUEST_SECONDS, max(_LEAST_REQUEST_SECONDS, patience - call.waited())
+                )
                 call.begin(deadline)
                 answer = self._attempt(method, path, content, query, deadline)
                 if isinstance(answer, httpx.Response):
@@ -137,12 +152,19 @@ class ServiceConnection:
                 delay = min(_LONGEST_DELAY, delay * 2)
 
     def _attempt(
-        self, method: str, path: str, content: bytes | None, query: dict[str, int] | None, deadline: float
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        query: dict[str, int] | None,
+        deadline: float,
     ) -> httpx.Response | str:
         """Send one request. Returns the answer, or the reason why there is no usable one."""
         headers = {} if content is None else {"Content-Type": "application/json"}
         try:
-            response = self._http.request(method, path, content=content, headers=headers, params=query, timeout=deadline)
+            response = self._http.request(
+                method, path, content=content, headers=headers, params=query, timeout=deadline
+            )
         except (httpx.TransportError, httpx.DecodingError) as error:
             return f"{type(error).__name__}: {error}"
         if response.is_server_error or response.status_code == codes.TOO_MANY_REQUESTS:
@@ -160,7 +182,9 @@ class ServiceConnection:
         except orjson.JSONDecodeError as error:
             answer = salvage(response.content) if response.is_success else None
             if answer is not None:
-                logger.warning("%s%s answered JSON that no strict reader takes: %s", self.url, path, error)
+                logger.warning(
+                    "%s%s answered JSON that no strict reader takes: %s", self.url, path, error
+                )
         if not response.is_success:
             said = answer.get("detail") if isinstance(answer, dict) else None
             raise RefusedError(

@@ -1,8 +1,10 @@
-"""A teacher's logprobs of the sampled tokens, out of the `distill_*` fields of a group. Pure: no I/O, no state.
+"""A teacher's logprobs of the sampled tokens, out of the `distill_*` fields of a group. Pure: no
+I/O, no state.
 
-On the wire, `distill_token_ids[i][t]` and `distill_logprobs[i][t]` are k token ids and the teacher's logprobs of these in the
-place of `tokens[i][t]`, given the tokens before it: raw log-softmax, at temperature 1. The sampled token's entry is usually the
-first. Positions that are not trained hold anything, or nothing.
+On the wire, `distill_token_ids[i][t]` and `distill_logprobs[i][t]` are k token ids and the
+teacher's logprobs of these in the place of `tokens[i][t]`, given the tokens before it: raw
+log-softmax, at temperature 1. The sampled token's entry is usually the first. Positions that are
+not trained hold anything, or nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ import numpy.typing as npt
 from example_trainer.batch.group_error import GroupError
 
 ROUNDING = 1e-3
-"""How far above 0 a logprob may lie by rounding, in nats; further up it is no logprob, such as the 1.0 of prompt positions."""
+"""How far above 0 a logprob may lie by rounding, in nats; further up it is no logprob, such as the
+1.0 of prompt positions."""
 LEAST = float(np.finfo(np.float32).min)
 _first = itemgetter(0)
 
 
 def teacher_logprobs(
-    group: Mapping[str, Any], sequence: int, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    group: Mapping[str, Any],
+    sequence: int,
+    tokens: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.float32] | None:
     """What the teacher says of one sequence's trained tokens.
 
@@ -34,16 +40,23 @@ def teacher_logprobs(
         positions: [n] which of them are trained, ascending.
 
     Returns:
-        [n] float32 logprobs in nats, NaN where the sampled token is not among the ids; None if no teacher scored the group.
+        [n] float32 logprobs in nats, NaN where the sampled token is not among the ids; None if no
+        teacher scored the group.
 
     Raises:
-        GroupError: the fields do not line up with each other or with the tokens, or hold what is no logprob; names the index.
+        GroupError: the fields do not line up with each other or with the tokens, or hold what is no
+            logprob; names the index.
     """
     if group.get("distill_token_ids") is None and group.get("distill_logprobs") is None:
         return None
-    ids, logprobs = (_rows(group, name, sequence, len(tokens)) for name in ("distill_token_ids", "distill_logprobs"))
+    ids, logprobs = (
+        _rows(group, name, sequence, len(tokens))
+        for name in ("distill_token_ids", "distill_logprobs")
+    )
     trained, places = tokens[positions].tolist(), positions.tolist()
-    told = _of_first_entries(list(map(ids.__getitem__, places)), list(map(logprobs.__getitem__, places)), trained)
+    told = _of_first_entries(
+        list(map(ids.__getitem__, places)), list(map(logprobs.__getitem__, places)), trained
+    )
     if told is not None:
         return told
     found = np.full(len(positions), np.nan, dtype=np.float32)
@@ -58,21 +71,34 @@ def teacher_logprobs(
         if token not in candidates:
             continue
         score = scores[candidates.index(token)]
-        if isinstance(score, bool) or not isinstance(score, int | float) or not LEAST <= score <= ROUNDING:
-            raise GroupError(f"distill_logprobs{where} holds {score!r:.40} for token {token}, which is no logprob")
+        if (
+            isinstance(score, bool)
+            or not isinstance(score, int | float)
+            or not LEAST <= score <= ROUNDING
+        ):
+            raise GroupError(
+                f"distill_logprobs{where} holds {score!r:.40} for token {token}, which is no logprob"
+            )
         found[n] = score
     return found
 
 
-def _of_first_entries(ids: Sequence[Any], logprobs: Sequence[Any], tokens: Sequence[int]) -> npt.NDArray[np.float32] | None:
-    """The logprobs if everything is in order and each token's entry is the first, as it is in what the SDK sends; else None.
+def _of_first_entries(
+    ids: Sequence[Any], logprobs: Sequence[Any], tokens: Sequence[int]
+) -> npt.NDArray[np.float32] | None:
+    """The logprobs if everything is in order and each token's entry is the first, as it is in what
+    the SDK sends; else None.
 
-    No statement is run for each token: a batch has a million of them, and the thread that reads it shares its interpreter with
-    the one that trains.
+    No statement is run for each token: a batch has a million of them, and the thread that reads it
+    shares its interpreter with the one that trains.
     """
     if not set(map(type, ids)) | set(map(type, logprobs)) <= {list}:
         return None
-    if not all(ids) or list(map(len, ids)) != list(map(len, logprobs)) or list(map(_first, ids)) != tokens:
+    if (
+        not all(ids)
+        or list(map(len, ids)) != list(map(len, logprobs))
+        or list(map(_first, ids)) != tokens
+    ):
         return None
     scores = list(map(_first, logprobs))
     if not set(map(type, scores)) <= {int, float}:

@@ -24,19 +24,23 @@ def versions_of(
 
     Args:
         sequence: its number in the group.
-        oldest: version and epoch of the oldest weights behind it, None where nobody said: all of its tokens count as theirs
-            where no more is said.
-        counts: its sampled tokens, and how many of these are trained: nothing predicts a first token.
+        oldest: version and epoch of the oldest weights behind it, None where nobody said: all of
+            its tokens count as theirs where no more is said.
+        counts: its sampled tokens, and how many of these are trained: nothing predicts a first
+            token.
         present: the trainer's version.
         lives: of its run; see ages.
 
     Returns:
-        [trained] int64, None where nothing is said; and what was wrong with spans that do not fit, which are passed over.
+        [trained] int64, None where nothing is said; and what was wrong with spans that do not fit,
+        which are passed over.
     """
     sampled, trained = counts
     versions = None
     if oldest[0] is not None:
-        versions = np.full(trained, version_on_line(oldest[0], oldest[1], present, lives), dtype=np.int64)
+        versions = np.full(
+            trained, version_on_line(oldest[0], oldest[1], present, lives), dtype=np.int64
+        )
     spans, epochs = (
         group.get(name) or [] for name in ("weight_version_spans", "weight_epoch_spans")
     )  # fmt: skip
@@ -45,19 +49,40 @@ def versions_of(
             raise TypeError("weight_version_spans or weight_epoch_spans is no list")
         if sequence >= len(spans) or spans[sequence] is None:
             return versions, None
-        said = _expand(spans[sequence], epochs[sequence] if sequence < len(epochs) else None, sampled, present, lives)
+        said = _expand(
+            spans[sequence],
+            epochs[sequence] if sequence < len(epochs) else None,
+            sampled,
+            present,
+            lives,
+        )
     except (TypeError, ValueError, OverflowError) as error:
         return versions, str(error)
     return said[sampled - trained :], None
 
 
-def _expand(spans: Any, epochs: Any, sampled: int, present: int, lives: Sequence[Life]) -> npt.NDArray[np.int64]:
-    """One version for each sampled token, from `[[version, tokens], …]` and, if it is there, `[epoch, …]`."""
-    versions, counts = zip(*((int(version), int(tokens)) for version, tokens in spans), strict=True) if spans else ((), ())
+def _expand(
+    spans: Any, epochs: Any, sampled: int, present: int, lives: Sequence[Life]
+) -> npt.NDArray[np.int64]:
+    """One version for each sampled token, from `[[version, tokens], …]` and, if it is there,
+    `[epoch, …]`.
+    """
+    versions, counts = (
+        zip(*((int(version), int(tokens)) for version, tokens in spans), strict=True)
+        if spans
+        else ((), ())
+    )
     known = [None] * len(counts) if epochs is None else [int(epoch) for epoch in epochs]
     if len(known) != len(counts):
-        raise ValueError(f"weight_epoch_spans has {len(known)} entries, weight_version_spans has {len(counts)}")
+        raise ValueError(
+            f"weight_epoch_spans has {len(known)} entries, weight_version_spans has {len(counts)}"
+        )
     if min(counts, default=0) < 0 or sum(counts) != sampled:
-        raise ValueError(f"weight_version_spans {list(counts)} do not add up to its {sampled} trained tokens")
-    line = [version_on_line(version, epoch, present, lives) for version, epoch in zip(versions, known, strict=True)]
+        raise ValueError(
+            f"weight_version_spans {list(counts)} do not add up to its {sampled} trained tokens"
+        )
+    line = [
+        version_on_line(version, epoch, present, lives)
+        for version, epoch in zip(versions, known, strict=True)
+    ]
     return np.repeat(np.array(line, dtype=np.int64), counts)

@@ -1,1 +1,3 @@
-"""Processes that are started, watched and stopped whole: what the trainer and the scripts both need. Standard library only."""
+"""Processes that are started, watched and stopped whole: what the trainer and the scripts both
+need. Standard library only.
+"""

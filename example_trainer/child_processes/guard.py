@@ -2,12 +2,14 @@
 
     python guard.py CONTROL_FD GRACE_SECONDS COMMAND [ARGUMENT...]
 
-The guard stays between whoever starts a process (the quick start, a trainer, a test) and that process. It ends the command,
-with all that the command started, when the control pipe closes. The starter closes the pipe to stop the process; the kernel
-closes it when the starter dies, however it dies, so that `kill -9` takes the very same way as a regular stop.
+The guard stays between whoever starts a process (the quick start, a trainer, a test) and that
+process. It ends the command, with all that the command started, when the control pipe closes. The
+starter closes the pipe to stop the process; the kernel closes it when the starter dies, however it
+dies, so that `kill -9` takes the very same way as a regular stop.
 
-Linux only: the guard makes itself a child subreaper, so that even a grandchild that left its session (vLLM's engine core
-does) stays below it in the process tree and is found. Standard library only, because it must start fast and stay small.
+Linux only: the guard makes itself a child subreaper, so that even a grandchild that left its
+session (vLLM's engine core does) stays below it in the process tree and is found. Standard library
+only, because it must start fast and stay small.
 
 Exit status: the command's own; 128 + n if signal n ended it; 127 if it could not be started.
 """
@@ -54,7 +56,8 @@ def parents() -> dict[int, int]:
             stat = Path("/proc", entry, "stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended while we were looking
-        # The second field is the command's name in brackets and may itself hold spaces and brackets.
+        # The second field is the command's name in brackets and may itself hold spaces and
+        # brackets.
         state, parent = stat.rpartition(")")[2].split()[:2]
         if state not in ("Z", "X"):
             found[int(entry)] = int(parent)
@@ -99,7 +102,9 @@ class Guard:
         self.asked_to_stop = False
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, self.on_stop_signal)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # only so that the wake-up pipe is written to
+        signal.signal(
+            signal.SIGCHLD, lambda *_: None
+        )  # only so that the wake-up pipe is written to
         self.child = self.spawn()
 
     def on_stop_signal(self, *_: object) -> None:
@@ -108,8 +113,9 @@ class Guard:
     def spawn(self) -> int:
         """Start the command in a process group of its own; returns its process id."""
         guard = os.getpid()
-        # Held back until the child answers to signals as the command will: a SIGTERM that came while it still had this
-        # process's handlers would be swallowed, and the command would run on until the grace period is over.
+        # Held back until the child answers to signals as the command will: a SIGTERM that came
+        # while it still had this process's handlers would be swallowed, and the command would run
+        # on until the grace period is over.
         stop_signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
         signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)
         pid = os.fork()
@@ -159,7 +165,9 @@ class Guard:
         return self.control in ready
 
     def run(self) -> int:
-        """Wait for the command to end or for the pipe to close; returns the exit status for the guard itself."""
+        """Wait for the command to end or for the pipe to close; returns the exit status for the
+        guard itself.
+        """
         while self.status is None and not self.asked_to_stop:
             if self.pause():
                 break
@@ -188,7 +196,9 @@ class Guard:
         self.reap()
 
     def sweep(self) -> None:
-        """End whatever is left below this process: politely if the command itself ended in time, else by force."""
+        """End whatever is left below this process: politely if the command itself ended in time,
+        else by force.
+        """
         me = os.getpid()
         if self.status is not None:
             for pid in descendants(me):
@@ -197,10 +207,16 @@ class Guard:
                 return
         deadline = time.monotonic() + KILL_SECONDS
         while left := descendants(me):
-            for pid in left:  # again each time round: a process may have forked while it was being killed
+            for (
+                pid
+            ) in left:  # again each time round: a process may have forked while it was being killed
                 send(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
-                print(f"guard: processes {left} did not end {KILL_SECONDS:.0f} s after SIGKILL", file=sys.stderr, flush=True)
+                print(
+                    f"guard: processes {left} did not end {KILL_SECONDS:.0f} s after SIGKILL",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 return
             select.select([self.wake], [], [], 0.05)
             self.drain()

@@ -10,13 +10,15 @@ from pathlib import Path
 
 
 def open_own_folder(folder: Path) -> int:
-    """Make the folder if it is missing, and return a descriptor of it. Other users get no access to it.
+    """Make the folder if it is missing, and return a descriptor of it. Other users get no access to
+    it.
 
-    Another user may have made the folder first, or a link in its place. Files in it must be opened relative to the
-    descriptor, with O_NOFOLLOW.
+    Another user may have made the folder first, or a link in its place. Files in it must be opened
+    relative to the descriptor, with O_NOFOLLOW.
 
     Raises:
-        OSError: the folder is a link, belongs to another user, or cannot be made; the message has a remedy.
+        OSError: the folder is a link, belongs to another user, or cannot be made; the message has a
+            remedy.
     """
     remedy = "remove it, or set TMPDIR to a folder of your own"
     try:

@@ -17,7 +17,8 @@ from example_trainer.child_processes.own_folder import open_own_folder
 from example_trainer.child_processes.processes import ProcessError
 
 LOWEST, HIGHEST = 20_000, 32_000
-"""Below Linux's range for outgoing connections (32768 and up), so that none of those takes a port in between."""
+"""Below Linux's range for outgoing connections (32768 and up), so that none of those takes a port
+in between."""
 
 
 def is_free(port: int) -> bool:
@@ -34,8 +35,9 @@ def is_free(port: int) -> bool:
 class PortReservations:
     """Picks free ports and keeps others of this machine that pick ports off them until closed.
 
-    A port is free to bind until its server has started, so asking the kernel is not enough: a lock on a file named after the
-    port, which the kernel drops when this process ends, covers the time in between.
+    A port is free to bind until its server has started, so asking the kernel is not enough: a lock
+    on a file named after the port, which the kernel drops when this process ends, covers the time
+    in between.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -75,8 +77,12 @@ class PortReservations:
             lock = os.open(str(port), flags, 0o600, dir_fd=self._directory)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise ProcessError(f"{path} is a link, which may lead to a file of yours: remove it") from None
-            raise ProcessError(f"cannot reserve port {port} with {path}: {error.strerror}") from error
+                raise ProcessError(
+                    f"{path} is a link, which may lead to a file of yours: remove it"
+                ) from None
+            raise ProcessError(
+                f"cannot reserve port {port} with {path}: {error.strerror}"
+            ) from error
         found = os.fstat(lock)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             os.close(lock)
@@ -93,7 +99,9 @@ class PortReservations:
             port = random.randrange(LOWEST, HIGHEST)
             if self.take(port):
                 return port
-        raise ProcessError(f"found no free TCP port between {LOWEST} and {HIGHEST}: see which processes listen there (ss -ltn)")
+        raise ProcessError(
+            f"found no free TCP port between {LOWEST} and {HIGHEST}: see which processes listen there (ss -ltn)"
+        )
 
     def close(self) -> None:
         """Give all reservations back. Afterwards ports can be reserved again."""
@@ -104,5 +112,10 @@ class PortReservations:
     def __enter__(self) -> PortReservations:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

@@ -24,7 +24,10 @@ GUARD_MARGIN_SECONDS = 20.0
 
 
 class ProcessError(RuntimeError):
-    """Something that was needed did not work. The first line names the thing, its value and the remedy; what follows is log."""
+    """Something that was needed did not work.
+
+    The first line names the thing, its value and the remedy; what follows is log.
+    """
 
 
 class ProcessDied(ProcessError):
@@ -32,7 +35,8 @@ class ProcessDied(ProcessError):
 
 
 def tail(path: Path, lines: int = 8, columns: int = 300, size: int = 64 * 1024) -> list[str]:
-    """The last lines of a log that are not blank, each cut to so many characters, without control characters.
+    """The last lines of a log that are not blank, each cut to so many characters, without control
+    characters.
 
     No more than the last `size` bytes are read.
     """
@@ -43,18 +47,28 @@ def tail(path: Path, lines: int = 8, columns: int = 300, size: int = 64 * 1024) 
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
-    kept = ["".join(c for c in line if c.isprintable() or c == "\t") for line in text.splitlines() if line.strip()]
+    kept = [
+        "".join(c for c in line if c.isprintable() or c == "\t")
+        for line in text.splitlines()
+        if line.strip()
+    ]
     return [line[:columns] for line in kept[-lines:]]
 
 
-ERROR_LINE = re.compile(r"(?:^|[\]\s])((?:\w+\.)*\w*(?:Error|Exception)): \S|(?:^|\s)ERROR (?!\d\d-\d\d)")
-"""The end of a traceback, or a line of this project's own that says what is wrong; not vLLM's mark on every line of one."""
+ERROR_LINE = re.compile(
+    r"(?:^|[\]\s])((?:\w+\.)*\w*(?:Error|Exception)): \S|(?:^|\s)ERROR (?!\d\d-\d\d)"
+)
+"""The end of a traceback, or a line of this project's own that says what is wrong; not vLLM's mark
+on every line of one."""
 
 
-def first_error(path: Path, since_last: str = "", columns: int = 300, size: int = 1 << 20) -> str | None:
+def first_error(
+    path: Path, since_last: str = "", columns: int = 300, size: int = 1 << 20
+) -> str | None:
     """The first line of a log that names an error.
 
-    Processes that start each other report a failure several times over, the last time without its cause.
+    Processes that start each other report a failure several times over, the last time without its
+    cause.
 
     Args:
         path: the log.
@@ -64,7 +78,9 @@ def first_error(path: Path, since_last: str = "", columns: int = 300, size: int 
     """
     for line in tail(path, lines=sys.maxsize, columns=columns, size=size):
         found = ERROR_LINE.search(line)
-        if found and "ulimit -n" not in line:  # vLLM's advice at every start, which quotes an error that did not happen
+        if (
+            found and "ulimit -n" not in line
+        ):  # vLLM's advice at every start, which quotes an error that did not happen
             line = line[max(0, found.start()) :].strip().lstrip("] ")
             return None if line in since_last else line
     return None
@@ -110,7 +126,10 @@ class ManagedProcess:
         self.name, self.command, self.log_path, self.grace = name, list(command), log_path, grace
         self.may_finish = may_finish
         self.started = time.monotonic()
-        variables = {**os.environ, **{k: v for k, v in (environment or {}).items() if v is not None}}
+        variables = {
+            **os.environ,
+            **{k: v for k, v in (environment or {}).items() if v is not None},
+        }
         for key, value in (environment or {}).items():
             if value is None:
                 variables.pop(key, None)
@@ -145,11 +164,14 @@ class ManagedProcess:
             env=variables,
             cwd=directory,
             pass_fds=(control,),
-            start_new_session=True,  # Ctrl-C in the terminal is for whoever started it, who stops the rest
+            # Ctrl-C in the terminal is for whoever started it, who stops the rest
+            start_new_session=True,
         )
 
     def poll(self) -> int | None:
-        """The exit status (128 + n for signal n) once the command and all it started are gone, else None."""
+        """The exit status (128 + n for signal n) once the command and all it started are gone, else
+        None.
+        """
         code = self.guard.poll()
         return None if code is None else (code if code >= 0 else 128 - code)
 
@@ -177,10 +199,15 @@ class ManagedProcess:
         """The error that tells of its end: name, exit status, log path, last lines."""
         code = self.poll()
         how = "is still running" if code is None else describe_exit(code)
-        head = f"{self.name} {how} after {time.monotonic() - self.started:.0f} s; log: {self.log_path}"
+        head = (
+            f"{self.name} {how} after {time.monotonic() - self.started:.0f} s; log: {self.log_path}"
+        )
         last = self.tail()
         cause = first_error(self.log_path, since_last="\n".join(last))
-        lines = [*([f"    first error: {cause}"] if cause else []), *(f"    {line}" for line in last)]
+        lines = [
+            *([f"    first error: {cause}"] if cause else []),
+            *(f"    {line}" for line in last),
+        ]
         return ProcessDied("\n".join([head, *lines]))
 
     def release(self) -> None:
@@ -190,19 +217,30 @@ class ManagedProcess:
             self.control = -1
 
     def stop(self) -> int:
-        """End the command with all that it started and wait until they are gone; returns the exit status."""
+        """End the command with all that it started and wait until they are gone; returns the exit
+        status.
+        """
         self.release()
         try:
             self.guard.wait(self.grace + GUARD_MARGIN_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.error("%s: guard %d did not finish in time, killing it; log: %s", self.name, self.guard.pid, self.log_path)
+            logger.error(
+                "%s: guard %d did not finish in time, killing it; log: %s",
+                self.name,
+                self.guard.pid,
+                self.log_path,
+            )
             for pid in [self.guard.pid, *descendants(self.guard.pid)]:
                 send(pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.guard.wait(GUARD_MARGIN_SECONDS)
         code = self.poll()
         if code is None:  # stuck in the kernel; whoever stops several goes on with the others
-            logger.error("%s: guard %d does not end though it was killed: see ps -o stat,wchan,args", self.name, self.guard.pid)
+            logger.error(
+                "%s: guard %d does not end though it was killed: see ps -o stat,wchan,args",
+                self.name,
+                self.guard.pid,
+            )
             return -signal.SIGKILL
         return code
 
@@ -211,7 +249,8 @@ class ManagedProcess:
 
         Args:
             seconds: the deadline.
-            idle: called about ten times a second meanwhile, for instance to check on other processes.
+            idle: called about ten times a second meanwhile, for instance to check on other
+                processes.
 
         Raises:
             ProcessDied: it ended with an error.
@@ -223,7 +262,9 @@ class ManagedProcess:
             if time.monotonic() > deadline:
                 self.stop()
                 lines = "\n".join(f"    {line}" for line in self.tail())
-                raise ProcessError(f"{self.name} was not done after {seconds:.0f} s; log: {self.log_path}\n{lines}")
+                raise ProcessError(
+                    f"{self.name} was not done after {seconds:.0f} s; log: {self.log_path}\n{lines}"
+                )
             time.sleep(0.1)
         self.release()
         if code != 0:
@@ -247,7 +288,9 @@ class Supervisor:
         may_finish: bool = False,
     ) -> ManagedProcess:
         """Start one more; see ManagedProcess."""
-        return self.add(ManagedProcess(name, command, log_path, environment, directory, grace, may_finish))
+        return self.add(
+            ManagedProcess(name, command, log_path, environment, directory, grace, may_finish)
+        )
 
     def add(self, process: ManagedProcess) -> ManagedProcess:
         """Look after one that has been started."""
@@ -266,7 +309,9 @@ class Supervisor:
         self.processes.remove(process)
         return code
 
-    def finish(self, process: ManagedProcess, seconds: float, idle: Callable[[], None] = lambda: None) -> None:
+    def finish(
+        self, process: ManagedProcess, seconds: float, idle: Callable[[], None] = lambda: None
+    ) -> None:
         """Wait for one to end well while the others go on running; see ManagedProcess.wait.
 
         Raises:
@@ -291,5 +336,10 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop_all()

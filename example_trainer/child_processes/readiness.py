@@ -1,4 +1,6 @@
-"""Wait for something to become true: polled, with a deadline, and no longer than the processes live that it needs."""
+"""Wait for something to become true: polled, with a deadline, and no longer than the processes live
+that it needs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def wait_until(
         what: names the thing in the error.
         probe: asked again and again.
         seconds: the deadline.
-        check: called before each probe; raises when waiting on makes no sense, for instance because a process died.
+        check: called before each probe; raises when waiting on makes no sense, for instance because
+            a process died.
         interval: seconds between two probes.
         clock, sleep: the time to go by.
 
@@ -69,7 +72,8 @@ def get_json(url: str, seconds: float = 5.0, key: str = "") -> Any:
         key: bearer token; empty for none.
 
     Raises:
-        OSError: no connection, no answer in time, or a status of 400 and above (urllib.error.HTTPError).
+        OSError: no connection, no answer in time, or a status of 400 and above
+            (urllib.error.HTTPError).
         ValueError: the answer is no JSON.
     """
     request = urllib.request.Request(url, headers=_bearer(key))
@@ -79,9 +83,14 @@ def get_json(url: str, seconds: float = 5.0, key: str = "") -> Any:
 
 
 def post_json(url: str, body: Any, seconds: float = 5.0, key: str = "") -> None:
-    """POST JSON to a server of this run, whose answer nobody needs. Arguments and errors as of `get_json`."""
+    """POST JSON to a server of this run, whose answer nobody needs.
+
+    Arguments and errors as of `get_json`.
+    """
     headers = {"Content-Type": "application/json", **_bearer(key)}
-    opener.open(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=seconds).close()
+    opener.open(
+        urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=seconds
+    ).close()
 
 
 def _bearer(key: str) -> dict[str, str]:

@@ -29,11 +29,14 @@ def read_keys(run: Path) -> dict[str, str]:
         raise ProcessError(
             f"{path} cannot be read ({error}), which holds the run's keys: stop what runs with them and remove it"
         ) from None
-    return {name: key for word in words if word != "export" for name, _, key in [word.partition("=")]}
+    return {
+        name: key for word in words if word != "export" for name, _, key in [word.partition("=")]
+    }
 
 
 def make_keys(run: Path, environment: Mapping[str, str], running: bool) -> dict[str, str]:
-    """The keys that the parts of this run shall have: those of the shell, else those that the run has, else new ones.
+    """The keys that the parts of this run shall have: those of the shell, else those that the run
+    has, else new ones.
 
     Args:
         run: its folder; gets the file, mode 0600.
@@ -41,7 +44,8 @@ def make_keys(run: Path, environment: Mapping[str, str], running: bool) -> dict[
         running: parts of the run live, with the keys that are in the file.
 
     Raises:
-        ProcessError: the shell names another key than the living parts have, or the file cannot be written.
+        ProcessError: the shell names another key than the living parts have, or the file cannot be
+            written.
     """
     old = read_keys(run)
     keys = {}

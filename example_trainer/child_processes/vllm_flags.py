@@ -25,7 +25,10 @@ class Degrees:
 
 
 def flag_value(words: Sequence[str], *names: str) -> str | None:
-    """The value of a flag that has these names; None if it is not given. A flag at the end without a value has an empty one."""
+    """The value of a flag that has these names; None if it is not given.
+
+    A flag at the end without a value has an empty one.
+    """
     found = None
     for at, word in enumerate(words):
         flag, equals, value = word.partition("=")
@@ -45,6 +48,8 @@ def degrees(words: Sequence[str]) -> Degrees:
     for names in (("--tensor-parallel-size", "-tp"), ("--data-parallel-size", "-dp")):
         value = flag_value(words, *names)
         if value is not None and (not value.isdigit() or int(value) < 1):
-            raise ValueError(f"{' or '.join(names)} is {value or 'nothing'!r}: give the number of GPUs")
+            raise ValueError(
+                f"{' or '.join(names)} is {value or 'nothing'!r}: give the number of GPUs"
+            )
         found.append(None if value is None else int(value))
     return Degrees(found[0], found[1] or 1)

@@ -1,4 +1,7 @@
-"""Files that are written whole or not at all, and the line for a disk that refuses. Standard library only."""
+"""Files that are written whole or not at all, and the line for a disk that refuses.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 DISK_REFUSALS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG))
-"""Errors of a disk that takes no more: full, quota used up, read-only, broken, or a limit on the size of a file."""
+"""Errors of a disk that takes no more: full, quota used up, read-only, broken, or a limit on the
+size of a file."""
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -19,7 +23,8 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
         mode: of the file, less what the umask takes away.
 
     Raises:
-        OSError: nothing has changed, and the temporary file in the same folder is gone. It names the file.
+        OSError: nothing has changed, and the temporary file in the same folder is gone. It names
+            the file.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
@@ -46,7 +51,8 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def cannot_write(path: Path | str, error: OSError, n_bytes: int | None = None) -> str:
-    """Return the beginning of an error line, such as `cannot write 812 bytes to /x/a.json: No space left on device`.
+    """Return the beginning of an error line, such as
+    `cannot write 812 bytes to /x/a.json: No space left on device`.
 
     Args:
         path: of the file, on whose disk the free space is looked up.

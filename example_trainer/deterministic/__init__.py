@@ -1,6 +1,8 @@
-"""Training with the bits that vLLM samples with: forward passes on its kernels, backward passes of our own in a fixed order.
+"""Training with the bits that vLLM samples with: forward passes on its kernels, backward passes of
+our own in a fixed order.
 
-from example_trainer.deterministic import Qwen3VLLMCompatModel, init_batch_invariance, patch_batch_invariant_with_gradients
+from example_trainer.deterministic import Qwen3VLLMCompatModel, init_batch_invariance,
+patch_batch_invariant_with_gradients
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names
 def __getattr__(name: str) -> Any:
     # Only when asked for: these modules import this package themselves.
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(_MODULE_OF))}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(_MODULE_OF))}"
+        )
     return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 

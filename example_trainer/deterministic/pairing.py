@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, Provenance, require_same_kernels
+from example_trainer.deterministic.parity import (
+    NoParity,
+    ParityCheck,
+    ParityError,
+    Provenance,
+    require_same_kernels,
+)
 from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder
 from example_trainer.models.geometry import Geometry
@@ -21,7 +27,8 @@ from vllm_patching.batch_invariant.settings import SettingsError, enable_setting
 
 
 def pin_settings(config: TrainerConfig) -> None:
-    """Pin what decides the order of sums in this process, if --deterministic asks for it; before anything uses a GPU.
+    """Pin what decides the order of sums in this process, if --deterministic asks for it; before
+    anything uses a GPU.
 
     Raises:
         ConfigError: it is too late in this process.
@@ -34,7 +41,9 @@ def pin_settings(config: TrainerConfig) -> None:
         raise ConfigError(f"--deterministic: {error}") from error
 
 
-def deterministic_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+def deterministic_decoder(
+    geometry: Geometry, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Decoder:
     """A decoder whose forward pass is vLLM's and whose backward pass adds in a fixed order.
 
     Raises:
@@ -43,8 +52,11 @@ def deterministic_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.
     return Decoder(geometry, dtype, device, ops=invariant)
 
 
-def make_parity(config: TrainerConfig, model: Decoder, stop: StopSignal | None = None) -> ParityCheck:
-    """What compares the tokens of every step: nothing without --deterministic. Asks the servers which kernels they run.
+def make_parity(
+    config: TrainerConfig, model: Decoder, stop: StopSignal | None = None
+) -> ParityCheck:
+    """What compares the tokens of every step: nothing without --deterministic. Asks the servers
+    which kernels they run.
 
     Raises:
         ParityError: a server is not in deterministic mode, or runs other kernels.
@@ -57,10 +69,15 @@ def make_parity(config: TrainerConfig, model: Decoder, stop: StopSignal | None =
     try:
         calls = {url: server.wait_for_info for url, server in servers.items()}
         limit = config.service_timeout + config.bridge_timeout
-        answers = at_once(calls, limit, config.server_patience, lambda there: len(there) >= config.min_servers)
+        answers = at_once(
+            calls, limit, config.server_patience, lambda there: len(there) >= config.min_servers
+        )
         if len(answers.ok) < min(config.min_servers, len(servers)):
             raise next(iter(answers.failed.values()))
-        for url, info in answers.ok.items():  # those that are not there yet are looked at when they join
+        for (
+            url,
+            info,
+        ) in answers.ok.items():  # those that are not there yet are looked at when they join
             theirs = pair(ours, info, url)
     finally:
         for server in servers.values():
@@ -68,8 +85,12 @@ def make_parity(config: TrainerConfig, model: Decoder, stop: StopSignal | None =
     return ParityCheck(ours, theirs, older=config.oldest_rollouts != 0)
 
 
-def require_pairing(config: TrainerConfig, model: Decoder) -> Callable[[str, dict[str, Any]], None] | None:
-    """What a server must pass that joins a training, for WeightBridge.require; None without --deterministic."""
+def require_pairing(
+    config: TrainerConfig, model: Decoder
+) -> Callable[[str, dict[str, Any]], None] | None:
+    """What a server must pass that joins a training, for WeightBridge.require; None without
+    --deterministic.
+    """
     if not config.deterministic:
         return None
     ours = model_provenance(model)

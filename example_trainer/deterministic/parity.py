@@ -1,4 +1,6 @@
-"""Every trained token's logprob, sampled and recomputed, compared as 32-bit integers: equal bits, or the run stops."""
+"""Every trained token's logprob, sampled and recomputed, compared as 32-bit integers: equal bits,
+or the run stops.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Mismatch:
     """The first token of a comparison whose two logprobs differ.
 
     Attributes:
-        group, sequence, position: where it is: group of the batch, rollout of the group, place among the rollout's tokens.
+        group, sequence, position: where it is: group of the batch, rollout of the group, place
+            among the rollout's tokens.
         token: its id.
         sampled, recomputed: the two logprobs.
         weight_version: that the trainer held.
@@ -56,15 +59,18 @@ def _with_bits(value: float) -> str:
 
 
 def weights_sha(masters: Mapping[str, Tensor]) -> str:
-    """32 hexadecimal digits over every bit, name and shape of the float32 masters; equal runs log equal ones at every step."""
+    """32 hexadecimal digits over every bit, name and shape of the float32 masters; equal runs log
+    equal ones at every step.
+    """
     return weights_checksum(sorted(masters.items()))
 
 
 class ParityCheck:
     """Compares the logprobs of a step's tokens, and keeps the figures of the last step.
 
-    Only what was sampled under the present weights can have their bits. What is older is trained on, where that is allowed, and
-    counted apart, so that its divergence is that of older weights alone.
+    Only what was sampled under the present weights can have their bits. What is older is trained
+    on, where that is allowed, and counted apart, so that its divergence is that of older weights
+    alone.
 
     Example:
         parity.begin(optimizer.steps)
@@ -73,7 +79,8 @@ class ParityCheck:
 
     Args:
         ours, theirs: which kernels the trainer and vLLM run, for the error.
-        stop: raise at the first mismatch; False only counts, as a comparison with the mode off needs it.
+        stop: raise at the first mismatch; False only counts, as a comparison with the mode off
+            needs it.
         older: whether tokens of older weights, or of weights that nobody named, may be trained on.
 
     Attributes:
@@ -84,7 +91,9 @@ class ParityCheck:
 
     compares = True
 
-    def __init__(self, ours: Provenance, theirs: Provenance, stop: bool = True, older: bool = False) -> None:
+    def __init__(
+        self, ours: Provenance, theirs: Provenance, stop: bool = True, older: bool = False
+    ) -> None:
         self._ours, self._theirs, self._stop, self._older_allowed = ours, theirs, stop, older
         self.first: Mismatch | None = None
         self.compared_in_all, self.mismatched_in_all = 0, 0
@@ -108,23 +117,31 @@ class ParityCheck:
             logprobs: [n] float32, recomputed by the trainer.
 
         Raises:
-            ParityError: a token of the present weights differs, or came without a logprob; or one is of other weights, or of
-                unknown ones, and that is not allowed.
+            ParityError: a token of the present weights differs, or came without a logprob; or one
+                is of other weights, or of unknown ones, and that is not allowed.
         """
         recomputed, sampled = logprobs.detach(), packed.rollout_logprobs
         if recomputed.dtype != torch.float32 or sampled.dtype != torch.float32:
-            raise TypeError(f"logprobs are compared as float32, not {recomputed.dtype} and {sampled.dtype}")
+            raise TypeError(
+                f"logprobs are compared as float32, not {recomputed.dtype} and {sampled.dtype}"
+            )
         if not len(recomputed):
             return
         fresh, unknown = packed.versions == self._version, sampled.isnan()
         if self._stop and not self._older_allowed:
             self._refuse_other_weights(packed, ~fresh)
-        elif self._stop and not self._said_unknown and bool((packed.versions == UNKNOWN_VERSION).any()):
+        elif (
+            self._stop
+            and not self._said_unknown
+            and bool((packed.versions == UNKNOWN_VERSION).any())
+        ):
             self._said_unknown = True
             logger.warning(
                 "An environment does not say which weights sampled its tokens: those are trained on and compared with nothing"
             )
-        different = fresh & (recomputed.contiguous().view(torch.int32) != sampled.contiguous().view(torch.int32))
+        different = fresh & (
+            recomputed.contiguous().view(torch.int32) != sampled.contiguous().view(torch.int32)
+        )
         log_ratio = (recomputed - sampled).masked_fill(unknown, 0.0).double()
         divergence = k3(log_ratio)
         figures = (
@@ -136,7 +153,9 @@ class ParityCheck:
             divergence.masked_fill(~fresh, 0.0).sum(),
             divergence.masked_fill(fresh, 0.0).sum(),
         )
-        counted = torch.stack([figure.double() for figure in figures]).tolist()  # one synchronisation
+        counted = torch.stack(
+            [figure.double() for figure in figures]
+        ).tolist()  # one synchronisation
         compared, mismatched, missing, older_known = (int(count) for count in counted[:4])
         largest, kl, older_kl = counted[4:]
         self._compared += compared
@@ -145,10 +164,16 @@ class ParityCheck:
         self.mismatched_in_all += mismatched
         self._older += len(recomputed) - compared
         self._older_known += older_known
-        self._largest, self._kl, self._older_kl = max(self._largest, largest), self._kl + kl, self._older_kl + older_kl
+        self._largest, self._kl, self._older_kl = (
+            max(self._largest, largest),
+            self._kl + kl,
+            self._older_kl + older_kl,
+        )
         if not mismatched:
             return
-        self.first = self.first or _describe(packed, recomputed, int(different.int().argmax()), self._version)
+        self.first = self.first or _describe(
+            packed, recomputed, int(different.int().argmax()), self._version
+        )
         if self._stop:
             self._log_kernels()
             lost = f" ({missing} came without a logprob)" if missing else ""
@@ -169,9 +194,10 @@ class ParityCheck:
         )
 
     def row(self, masters: Mapping[str, Tensor]) -> dict[str, int | float | str]:
-        """The figures of the step, for the metrics: of the tokens sampled under its weights how many were compared, how many
-        differ, the largest difference and their KL by k3 in nats per token; how many others there were, and their KL; and the
-        hash of the masters after the step."""
+        """The figures of the step, for the metrics: of the tokens sampled under its weights how
+        many were compared, how many differ, the largest difference and their KL by k3 in nats per
+        token; how many others there were, and their KL; and the hash of the masters after the step.
+        """
         return {
             "compared_tokens": self._compared,
             "mismatched_tokens": self._mismatched,
@@ -183,8 +209,8 @@ class ParityCheck:
         }
 
     def report(self) -> dict[str, Any]:
-        """What the rollout service is told: how many tokens were compared, and how many differed, in the step and in the
-        whole run, and the first that did."""
+        """What the rollout service is told: how many tokens were compared, and how many differed,
+        in the step and in the whole run, and the first that did."""
         return {
             "parity": {
                 "weight_version": self._version,
@@ -203,7 +229,10 @@ class ParityCheck:
     def _log_kernels(self) -> None:
         for name in sorted({*self._ours, *self._theirs}):
             logger.error(
-                "[Parity] %s: trainer %s, vLLM %s", name, self._ours.get(name, "missing"), self._theirs.get(name, "missing")
+                "[Parity] %s: trainer %s, vLLM %s",
+                name,
+                self._ours.get(name, "missing"),
+                self._theirs.get(name, "missing"),
             )
 
 
@@ -259,7 +288,9 @@ def require_same_kernels(ours: Provenance, theirs: Provenance | None, server: st
         ParityError: names the first difference.
     """
     if not theirs:
-        raise ParityError(f"the vLLM server at {server} is not in deterministic mode; start it with --deterministic")
+        raise ParityError(
+            f"the vLLM server at {server} is not in deterministic mode; start it with --deterministic"
+        )
     difference = provenance_difference(ours, theirs)
     if difference:
         raise ParityError(

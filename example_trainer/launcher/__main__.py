@@ -1,4 +1,6 @@
-"""`scripts/start.sh` and its like (COMMANDS): run by path, from any folder, the command as first argument."""
+"""`scripts/start.sh` and its like (COMMANDS): run by path, from any folder, the command as first
+argument.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[2]
+    )  # run by path: import from the repository
 
 from example_trainer.child_processes.processes import ProcessError
 from example_trainer.child_processes.whole_files import disk_refusal
@@ -41,17 +45,27 @@ def parser(name: str, description: str) -> OneLineParser:
     """A command line with --run and parts."""
     made = OneLineParser(prog=f"scripts/{name}.sh", description=description, allow_abbrev=False)
     made.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}, vllm-2, …, {SERVERS} (default: all)"
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"some of {', '.join(PARTS)}, vllm-2, …, {SERVERS} (default: all)",
     )
     add_run_option(made)
     return made
 
 
 def run_on_ray(arguments: list[str]) -> NoReturn:
-    """Replace this process by the driver on Ray, in the foreground. Every other word is for the driver (docs/async.md)."""
+    """Replace this process by the driver on Ray, in the foreground.
+
+    Every other word is for the driver (docs/async.md).
+    """
     words = [word for word in arguments if word != "--ray"]
     if not any(word.startswith("--config") for word in words):
-        words = ["--config", str(ROOT / "example_trainer" / "configs" / "arithmetic_async_cpu.yaml"), *words]
+        words = [
+            "--config",
+            str(ROOT / "example_trainer" / "configs" / "arithmetic_async_cpu.yaml"),
+            *words,
+        ]
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "example_trainer.async_grpo", *words]
     os.execve(sys.executable, command, os.environ | {"PYTHONPATH": search})
@@ -64,27 +78,40 @@ def start(arguments: list[str]) -> int:
     options = parse(arguments)
     stack = Stack(options)
     Starter(stack, say).run()
-    say(f"running in {options.run}: scripts/status.sh, scripts/logs.sh and scripts/stop.sh look at it, follow it and end it")
-    say(f"see the run at {stack.service_url}/ui; it asks for {SERVICE} of {options.run / KEYS_FILE}")
+    say(
+        f"running in {options.run}: scripts/status.sh, scripts/logs.sh and scripts/stop.sh look at it, follow it and end it"
+    )
+    say(
+        f"see the run at {stack.service_url}/ui; it asks for {SERVICE} of {options.run / KEYS_FILE}"
+    )
     return 0
 
 
 def show_status(arguments: list[str]) -> int:
     """Print the table; 0 if everything is up, else 1."""
-    made = OneLineParser(prog="scripts/status.sh", description="Show whether the stack is up and moves.", allow_abbrev=False)
+    made = OneLineParser(
+        prog="scripts/status.sh",
+        description="Show whether the stack is up and moves.",
+        allow_abbrev=False,
+    )
     add_run_option(made)
     made.add_argument("--json", action="store_true", help="for scripts")
     given = made.parse_args(arguments)
     run = given.run.expanduser().absolute()
     found = status.collect(run)
-    say(json.dumps(found.to_json(), indent=1) if given.json else status.table(found, run, time.time()))
+    say(
+        json.dumps(found.to_json(), indent=1)
+        if given.json
+        else status.table(found, run, time.time())
+    )
     return 0 if found.good else 1
 
 
 def stop(arguments: list[str]) -> int:
     """Stop the stack: environment, trainer, vLLM, service."""
     given = parser(
-        "stop", "Stop the stack, or some parts of it: environment, trainer, vLLM, service, in this order."
+        "stop",
+        "Stop the stack, or some parts of it: environment, trainer, vLLM, service, in this order.",
     ).parse_args(arguments)
     run = given.run.expanduser().absolute()
     return 0 if stop_parts(run, chosen(given.parts, Records(run).parts()), say) else 1
@@ -97,7 +124,11 @@ def restart(arguments: list[str]) -> int:
         "Restart the vLLM servers one by one, or those that are named: each only when the one before it serves the trainer's "
         "present weights again. Training goes on with the others. A server that does not come back ends it.",
     )
-    made.add_argument("--wait", type=positive_int, help="seconds that each may take to be back (default: as for start.sh)")
+    made.add_argument(
+        "--wait",
+        type=positive_int,
+        help="seconds that each may take to be back (default: as for start.sh)",
+    )
     given = made.parse_args(arguments)
     restart_servers(given.run.expanduser().absolute(), given.parts, given.wait, say)
     return 0
@@ -106,11 +137,18 @@ def restart(arguments: list[str]) -> int:
 def follow(arguments: list[str]) -> int:
     """Follow the logs until Ctrl-C."""
     made = parser("logs", "Follow the logs of the stack; Ctrl-C ends that, and nothing else.")
-    made.add_argument("--lines", type=positive_int, default=10, help="old lines of each log (default: %(default)s)")
+    made.add_argument(
+        "--lines",
+        type=positive_int,
+        default=10,
+        help="old lines of each log (default: %(default)s)",
+    )
     made.add_argument("--no-follow", action="store_true", help="print those and end")
     given = made.parse_args(arguments)
     run = given.run.expanduser().absolute()
-    logs.show(run, chosen(given.parts, logs.parts_with_logs(run)), given.lines, not given.no_follow, say)
+    logs.show(
+        run, chosen(given.parts, logs.parts_with_logs(run)), given.lines, not given.no_follow, say
+    )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""Values that several commands of the launcher read: numbers, a model, and the GPUs of this machine."""
+"""Values that several commands of the launcher read: numbers, a model, and the GPUs of this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +48,22 @@ def learning_rate(text: str) -> float:
 
 
 def visible_gpus() -> tuple[int, ...]:
-    """Indices of this machine's NVIDIA GPUs, CUDA_VISIBLE_DEVICES respected where it lists indices; empty if there are none."""
+    """Indices of this machine's NVIDIA GPUs, CUDA_VISIBLE_DEVICES respected where it lists indices;
+    empty if there are none.
+    """
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
     found = tuple(int(number) for number in re.findall(r"^GPU (\d+):", listed, re.MULTILINE))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return found
-    return tuple(int(part) for part in chosen.split(",") if part.strip().isdigit() and int(part) in found)
+    return tuple(
+        int(part) for part in chosen.split(",") if part.strip().isdigit() and int(part) in found
+    )
 
 
 def check_model(model: str) -> str:
@@ -67,8 +75,12 @@ def check_model(model: str) -> str:
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise LauncherError(f"--model {model}: this folder has no config.json, so it is no Hugging Face checkpoint")
+            raise LauncherError(
+                f"--model {model}: this folder has no config.json, so it is no Hugging Face checkpoint"
+            )
         return str(folder.resolve())
     if HUB_ID.fullmatch(model):
         return model
-    raise LauncherError(f"--model {model}: no such folder, and no Hugging Face name (owner/name) either: check the path")
+    raise LauncherError(
+        f"--model {model}: no such folder, and no Hugging Face name (owner/name) either: check the path"
+    )

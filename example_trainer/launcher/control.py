@@ -55,12 +55,16 @@ def claimed(run: Path) -> Iterator[None]:
         run.mkdir(parents=True, exist_ok=True)
         lock = (run / LOCK).open("w")
     except OSError as error:
-        raise LauncherError(f"--run {run} cannot be written: {error.strerror}: give another folder") from error
+        raise LauncherError(
+            f"--run {run} cannot be written: {error.strerror}: give another folder"
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LauncherError(f"--run {run}: another start.sh or stop.sh is at work there; wait for it") from None
+            raise LauncherError(
+                f"--run {run}: another start.sh or stop.sh is at work there; wait for it"
+            ) from None
         yield
 
 
@@ -104,7 +108,11 @@ class Starter:
 
     def running(self) -> list[str]:
         """Parts of this run that live."""
-        return [part for part in self.records.parts() if (record := self.records.read(part)) and record.keeper.is_alive()]
+        return [
+            part
+            for part in self.records.parts()
+            if (record := self.records.read(part)) and record.keeper.is_alive()
+        ]
 
     def refuse_what_runs(self) -> None:
         for part in self.options.parts:
@@ -121,13 +129,18 @@ class Starter:
             record = self.records.read(part)
             if record and not record.keeper.is_alive():
                 if self.records.exit_of(part) is None:
-                    self.say(f"{part}: the last one (process {record.keeper.pid}) was killed; its record is removed")
+                    self.say(
+                        f"{part}: the last one (process {record.keeper.pid}) was killed; its record is removed"
+                    )
                 kill_leftovers(record, self.say)
                 self.records.remove(part)
-        # While a trainer lives, the file tells the next server that it must wait for that trainer's weights.
+        # While a trainer lives, the file tells the next server that it must wait for that trainer's
+        # weights.
         if self.records.read("trainer") is not None:
             return
-        folders = {self.options.run: "vllm"} | {folder: folder.name for folder in self.options.run.glob("vllm-*/")}
+        folders = {self.options.run: "vllm"} | {
+            folder: folder.name for folder in self.options.run.glob("vllm-*/")
+        }
         for folder, part in sorted(folders.items()):
             if server_number(part) is None or self.records.read(part) is not None:
                 continue
@@ -139,8 +152,12 @@ class Starter:
     def refuse_ports(self) -> None:
         taken = {number: flag for number, flag in self.stack.ports().items() if not is_free(number)}
         if taken:
-            listed = ", ".join(f"{number} ({flag}) by {port_user(number)}" for number, flag in taken.items())
-            raise LauncherError(f"ports are taken: {listed}; stop what listens there, or give other ports")
+            listed = ", ".join(
+                f"{number} ({flag}) by {port_user(number)}" for number, flag in taken.items()
+            )
+            raise LauncherError(
+                f"ports are taken: {listed}; stop what listens there, or give other ports"
+            )
 
     def start(self, part: str) -> None:
         """Start one part; wait for it if others need it to answer."""
@@ -149,11 +166,21 @@ class Starter:
         command, log = self.stack.command(part), self.stack.log(part)
         if log.exists():
             log.replace(log.with_suffix(".previous.log"))
-        pid = spawn(command, log, self.records.exit_file(part), variables_of(part, os.environ, self.keys))
+        pid = spawn(
+            command, log, self.records.exit_file(part), variables_of(part, os.environ, self.keys)
+        )
         keeper = identify(pid)
         if keeper is None:
             raise LauncherError(f"{part} could not be started; see {log}")
-        record = Record(part, keeper, time.time(), str(log), self.stack.port(part), command.grace, command.may_finish)
+        record = Record(
+            part,
+            keeper,
+            time.time(),
+            str(log),
+            self.stack.port(part),
+            command.grace,
+            command.may_finish,
+        )
         self.records.write(record)
         self.started.append(record)
         self.say(f"{part:<12} started (process {pid}), log {log}")
@@ -187,7 +214,9 @@ class Starter:
 
     def wait_for(self, record: Record, url: str, seconds: float) -> None:
         try:
-            waited = wait_until(record.part, http_probe(url, min(seconds, 60.0)), seconds, self.check)
+            waited = wait_until(
+                record.part, http_probe(url, min(seconds, 60.0)), seconds, self.check
+            )
         except ProcessError as error:
             raise LauncherError(f"{error}; log: {record.log}") from None
         self.say(f"{record.part:<12} answers {url} after {waited:.0f} s")
@@ -222,7 +251,9 @@ class Starter:
             else:
                 link.symlink_to(target)
         if kept and here != self.options.run:
-            self.say(f"{', '.join(kept)} in {here} are files of their own and stay; the run's logs are in {self.options.run}")
+            self.say(
+                f"{', '.join(kept)} in {here} are files of their own and stay; the run's logs are in {self.options.run}"
+            )
 
 
 def spawn(command: Command, log: Path, exit_file: Path, environment: Mapping[str, str]) -> int:
@@ -234,7 +265,15 @@ def spawn(command: Command, log: Path, exit_file: Path, environment: Mapping[str
     Raises:
         LauncherError: the log cannot be written.
     """
-    words = [sys.executable, "-I", "-S", str(SUPERVISOR), str(exit_file), str(command.grace), *command.arguments]
+    words = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(SUPERVISOR),
+        str(exit_file),
+        str(command.grace),
+        *command.arguments,
+    ]
     exit_file.parent.mkdir(parents=True, exist_ok=True)
     exit_file.unlink(missing_ok=True)
     try:
@@ -246,10 +285,13 @@ def spawn(command: Command, log: Path, exit_file: Path, environment: Mapping[str
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
                 env={**environment, **command.variables},
-                start_new_session=True,  # Ctrl-C in this terminal, and its closing, are not meant for it
+                # Ctrl-C in this terminal, and its closing, are not meant for it
+                start_new_session=True,
             )
     except OSError as error:
-        raise LauncherError(f"cannot start {command.name} with its log in {log}: {error}") from error
+        raise LauncherError(
+            f"cannot start {command.name} with its log in {log}: {error}"
+        ) from error
     _children.append(process)
     return process.pid
 
@@ -261,15 +303,17 @@ _children: list[subprocess.Popen[bytes]] = []
 def stop(record: Record, records: Records, say: Say) -> bool:
     """End a part with all that it started, and forget it. Returns whether it is gone.
 
-    A vLLM server that stops takes its published configuration back. Where its trainer lives, that is put there again, as a
-    killed server would have left it: by it the next server of this port knows that it must wait for the trainer's weights
-    instead of serving the checkpoint's.
+    A vLLM server that stops takes its published configuration back. Where its trainer lives, that
+    is put there again, as a killed server would have left it: by it the next server of this port
+    knows that it must wait for the trainer's weights instead of serving the checkpoint's.
     """
     begun = time.monotonic()
     left = published_by(record, records)
     if record.keeper.is_alive():
         if not owner_is_me(record.keeper):
-            say(f"{record.part}: process {record.keeper.pid} belongs to another user and is left alone")
+            say(
+                f"{record.part}: process {record.keeper.pid} belongs to another user and is left alone"
+            )
             return False
         family = descendants(record.keeper.pid)
         send(record.keeper.pid, signal.SIGTERM)
@@ -283,11 +327,18 @@ def stop(record: Record, records: Records, say: Say) -> bool:
         if ended is None or ended.code == 128 + signal.SIGKILL:
             how = "had to be killed"
         else:
-            how = "ended on SIGTERM" if ended.code == 128 + signal.SIGTERM else describe_exit(ended.code)
+            how = (
+                "ended on SIGTERM"
+                if ended.code == 128 + signal.SIGTERM
+                else describe_exit(ended.code)
+            )
         say(f"{record.part:<12} {how} after {time.monotonic() - begun:.1f} s")
     else:
         ended = records.exit_of(record.part)
-        say(f"{record.part:<12} had ended before" + (f": {describe_exit(ended.code)}" if ended else ": it was killed"))
+        say(
+            f"{record.part:<12} had ended before"
+            + (f": {describe_exit(ended.code)}" if ended else ": it was killed")
+        )
     kill_leftovers(record, say)
     for config, text in left.items():
         if not config.exists():
@@ -297,7 +348,9 @@ def stop(record: Record, records: Records, say: Say) -> bool:
 
 
 def published_by(record: Record, records: Records) -> dict[Path, str]:
-    """The configuration that a vLLM server has published, with its path, if a trainer of this run lives; else nothing."""
+    """The configuration that a vLLM server has published, with its path, if a trainer of this run
+    lives; else nothing.
+    """
     number, trainer = server_number(record.part), records.read("trainer")
     if number is None or trainer is None or not trainer.keeper.is_alive():
         return {}
@@ -336,7 +389,9 @@ def gone(identity: Identity, seconds: float) -> bool:
 
 
 def kill_leftovers(record: Record, say: Say) -> None:
-    """End what outlived a keeper that was killed: these very processes, known by more than their id."""
+    """End what outlived a keeper that was killed: these very processes, known by more than their
+    id.
+    """
     for member in record.leftovers():
         if owner_is_me(member):
             send(member.pid, signal.SIGKILL)

@@ -6,4 +6,7 @@ from example_trainer.child_processes.processes import ProcessError
 
 
 class LauncherError(ProcessError):
-    """The run cannot go on. The first line names the thing, its value and the remedy; what follows is log."""
+    """The run cannot go on.
+
+    The first line names the thing, its value and the remedy; what follows is log.
+    """

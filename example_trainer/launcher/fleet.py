@@ -1,4 +1,6 @@
-"""What the vLLM servers of a run serve: as the trainer publishes it at the rollout service, or as they say themselves."""
+"""What the vLLM servers of a run serve: as the trainer publishes it at the rollout service, or as
+they say themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from example_trainer.launcher.errors import LauncherError
 
 PROBE_SECONDS = 5.0
 STALE_SECONDS = 30.0
-"""Age at which a published table says nothing any more; the trainer publishes at least every 5 s."""
+"""Age at which a published table says nothing any more; the trainer publishes at least every 5
+s."""
 GOOD = "good"
 SILENT, SERVING, REFUSING = "silent", "serving", "not serving"
-"""Standings of servers that were asked themselves; the trainer's are joining, good, quarantined and away."""
+"""Standings of servers that were asked themselves; the trainer's are joining, good, quarantined and
+away."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,11 @@ class FleetRow:
 
     Attributes:
         url: where it listens.
-        standing: `joining`, `good`, `quarantined` or `away` by the trainer; `serving`, `not serving` or `silent` by itself.
+        standing: `joining`, `good`, `quarantined` or `away` by the trainer; `serving`,
+            `not serving` or `silent` by itself.
         weight_version: what it serves; None if that is not known.
-        weight_epoch: the trainer's life that made these weights, 0 for the checkpoint's; None if that is not known.
+        weight_epoch: the trainer's life that made these weights, 0 for the checkpoint's; None if
+            that is not known.
         since: Unix time since which it stands so; None if that is not known.
         reason: why; empty where nothing is wrong.
     """
@@ -42,7 +48,9 @@ class FleetRow:
 
     @property
     def weights(self) -> tuple[int, int]:
-        """(epoch, version), by which weights are newer or older; below every other if it is not known."""
+        """(epoch, version), by which weights are newer or older; below every other if it is not
+        known.
+        """
         if self.weight_epoch is None or self.weight_version is None:
             return (-1, -1)
         return (self.weight_epoch, self.weight_version)
@@ -55,7 +63,8 @@ class Fleet:
     Attributes:
         rows: one a server.
         wanted: addresses that shall join and are in no row yet.
-        published: Unix time at which the trainer published the table, by the service's clock; None if the servers were asked.
+        published: Unix time at which the trainer published the table, by the service's clock; None
+            if the servers were asked.
         published_at: the same in seconds of this process's `time.monotonic`.
     """
 
@@ -66,8 +75,13 @@ class Fleet:
 
     @property
     def good(self) -> bool:
-        """The trainer keeps no server out. What servers say themselves is in the health of their parts already."""
-        return self.published is None or all(row.standing not in ("quarantined", "away") for row in self.rows)
+        """The trainer keeps no server out.
+
+        What servers say themselves is in the health of their parts already.
+        """
+        return self.published is None or all(
+            row.standing not in ("quarantined", "away") for row in self.rows
+        )
 
     def row(self, url: str) -> FleetRow | None:
         """The row of one address."""
@@ -75,7 +89,8 @@ class Fleet:
 
 
 def published_fleet(service_url: str, key: str, seconds: float = PROBE_SECONDS) -> Fleet | None:
-    """The table that the trainer publishes; None if there is none, or it is so old that it says nothing.
+    """The table that the trainer publishes; None if there is none, or it is so old that it says
+    nothing.
 
     Args:
         service_url: the rollout service.
@@ -112,7 +127,10 @@ def _number(value: Any) -> int | None:
 
 
 def ask_server(url: str, seconds: float = PROBE_SECONDS) -> FleetRow:
-    """What a server says of itself (GET /weights, which needs no key). Never raises: who does not answer is `silent`."""
+    """What a server says of itself (GET /weights, which needs no key).
+
+    Never raises: who does not answer is `silent`.
+    """
     try:
         answer = get_json(f"{url}/weights", seconds)
         serving = answer["serving"] is True
@@ -125,13 +143,23 @@ def ask_server(url: str, seconds: float = PROBE_SECONDS) -> FleetRow:
             "" if serving else str(answer.get("trouble") or ""),
         )
     except OSError as error:
-        return FleetRow(url, SILENT, None, None, None, f"GET {url}/weights: {getattr(error, 'reason', error)}")
+        return FleetRow(
+            url, SILENT, None, None, None, f"GET {url}/weights: {getattr(error, 'reason', error)}"
+        )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return FleetRow(url, SILENT, None, None, None, f"GET {url}/weights: an answer that cannot be read ({error!r})")
+        return FleetRow(
+            url,
+            SILENT,
+            None,
+            None,
+            None,
+            f"GET {url}/weights: an answer that cannot be read ({error!r})",
+        )
 
 
 def join(service_url: str, key: str, url: str, seconds: float = PROBE_SECONDS) -> None:
-    """Let a server join the training (POST /fleet/join); the trainer sends it its weights soon after.
+    """Let a server join the training (POST /fleet/join); the trainer sends it its weights soon
+    after.
 
     Raises:
         LauncherError: the rollout service does not answer, or refuses.
@@ -140,7 +168,9 @@ def join(service_url: str, key: str, url: str, seconds: float = PROBE_SECONDS) -
         post_json(f"{service_url}/fleet/join", {"url": url}, seconds, key)
     except urllib.error.HTTPError as error:
         said = error.read(500).decode(errors="replace")
-        raise LauncherError(f"the rollout service lets {url} not join: {error.code} {said}") from None
+        raise LauncherError(
+            f"the rollout service lets {url} not join: {error.code} {said}"
+        ) from None
     except OSError as error:
         raise LauncherError(f"{url} cannot join: POST {service_url}/fleet/join: {error}") from None
 
@@ -154,4 +184,6 @@ def look(service_url: str, key: str, urls: Iterable[str]) -> Fleet:
         urls: the servers of this run that live.
     """
     found = published_fleet(service_url, key) if service_url else None
-    return found if found is not None and found.rows else Fleet(tuple(ask_server(url) for url in urls))
+    return (
+        found if found is not None and found.rows else Fleet(tuple(ask_server(url) for url in urls))
+    )

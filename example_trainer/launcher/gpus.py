@@ -34,9 +34,10 @@ def choose_gpus(
 ) -> tuple[Gpus, Gpus]:
     """The GPUs of all vLLM servers together and of the trainer; both empty on a CPU.
 
-    One server: of three or more GPUs it gets the first two and the trainer the third; of two, each gets one; one they share.
-    Several servers: each gets as many as `size` says, or as many as there are for each beside the trainer's (a power of two,
-    since a model's heads must be divisible by it); the trainer gets the next one. They share none.
+    One server: of three or more GPUs it gets the first two and the trainer the third; of two, each
+    gets one; one they share. Several servers: each gets as many as `size` says, or as many as there
+    are for each beside the trainer's (a power of two, since a model's heads must be divisible by
+    it); the trainer gets the next one. They share none.
 
     Args:
         vllm, trainer: what was asked for; None: choose.
@@ -50,10 +51,14 @@ def choose_gpus(
         LauncherError: a GPU was asked for that is not there, or they cannot be dealt out evenly.
     """
     if cpu and (vllm or trainer):
-        raise LauncherError("--cpu excludes --vllm-gpus and --trainer-gpus: leave one or the other out")
+        raise LauncherError(
+            "--cpu excludes --vllm-gpus and --trainer-gpus: leave one or the other out"
+        )
     missing = sorted({*(vllm or ()), *(trainer or ())} - set(visible))
     if missing:
-        raise LauncherError(f"GPU {missing[0]} is not there: nvidia-smi and CUDA_VISIBLE_DEVICES leave {_listed(visible)}")
+        raise LauncherError(
+            f"GPU {missing[0]} is not there: nvidia-smi and CUDA_VISIBLE_DEVICES leave {_listed(visible)}"
+        )
     if not visible:
         return (), ()
     each = (size or Degrees()).gpus
@@ -61,16 +66,25 @@ def choose_gpus(
         _check_even(vllm, servers, each, size or Degrees())
     if servers > 1:
         return _for_several(vllm, trainer, visible, servers, each, trains)
-    default = {1: (visible[:1], visible[:1]), 2: (visible[:1], visible[1:2])}.get(len(visible), (visible[:2], visible[2:3]))
+    default = {1: (visible[:1], visible[:1]), 2: (visible[:1], visible[1:2])}.get(
+        len(visible), (visible[:2], visible[2:3])
+    )
     if each is not None and vllm is None:
         if each > len(visible):
-            raise LauncherError(f"a server of {each} GPUs (--vllm-args) has only {_listed(visible)} here")
+            raise LauncherError(
+                f"a server of {each} GPUs (--vllm-args) has only {_listed(visible)} here"
+            )
         default = visible[:each], visible[each : each + 1] or visible[-1:]
     return vllm or default[0], trainer or default[1]
 
 
 def _for_several(
-    vllm: Gpus | None, trainer: Gpus | None, visible: Gpus, servers: int, each: int | None, trains: bool
+    vllm: Gpus | None,
+    trainer: Gpus | None,
+    visible: Gpus,
+    servers: int,
+    each: int | None,
+    trains: bool,
 ) -> tuple[Gpus, Gpus]:
     reserved = 1 if trains and not trainer else 0
     left = tuple(gpu for gpu in visible if gpu not in (trainer or ()))
@@ -88,8 +102,14 @@ def _for_several(
         trainer = tuple(gpu for gpu in visible if gpu not in vllm)[:1]
     shared = sorted(set(vllm) & set(trainer))
     if trains and (shared or not trainer):
-        what = f"GPU {shared[0]} is both a server's and the trainer's" if shared else "no GPU is left for the trainer"
-        raise LauncherError(f"--vllm-servers {servers}: {what}: weights reach several servers from GPUs of the trainer's own")
+        what = (
+            f"GPU {shared[0]} is both a server's and the trainer's"
+            if shared
+            else "no GPU is left for the trainer"
+        )
+        raise LauncherError(
+            f"--vllm-servers {servers}: {what}: weights reach several servers from GPUs of the trainer's own"
+        )
     return vllm, trainer
 
 
@@ -97,7 +117,9 @@ def _check_even(vllm: Gpus, servers: int, each: int | None, size: Degrees) -> No
     if len(set(vllm)) != len(vllm):
         raise LauncherError(f"--vllm-gpus {_listed(vllm)} names a GPU twice")
     if each is not None and len(vllm) != servers * each:
-        degree = f"tensor-parallel size {size.tensor}" + (f" and data-parallel size {size.data}" if size.data > 1 else "")
+        degree = f"tensor-parallel size {size.tensor}" + (
+            f" and data-parallel size {size.data}" if size.data > 1 else ""
+        )
         raise LauncherError(
             f"--vllm-gpus {_listed(vllm)}: {len(vllm)} GPUs, and {servers} server{'s' * (servers > 1)} of {degree} need "
             f"{servers * each}"

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from example_trainer.child_processes.whole_files import write_whole
-from example_trainer.launcher.command_line import ROOT, OneLineParser, check_model, learning_rate, positive_int, visible_gpus
+from example_trainer.launcher.command_line import (
+    ROOT,
+    OneLineParser,
+    check_model,
+    learning_rate,
+    positive_int,
+    visible_gpus,
+)
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.gpus import choose_gpus, degrees
 from example_trainer.launcher.keys import refuse_keys
@@ -85,7 +92,9 @@ class StackOptions:
 def gpu_list(text: str) -> tuple[int, ...]:
     """`0,1` -> (0, 1)."""
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of GPUs: give indices such as 0 or 0,1")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of GPUs: give indices such as 0 or 0,1"
+        )
     return tuple(int(part) for part in text.split(","))
 
 
@@ -113,7 +122,12 @@ def words(text: str) -> tuple[str, ...]:
 def add_run_option(parser: argparse.ArgumentParser) -> None:
     """--run, which all four commands have."""
     default = os.environ.get("LOCKSTEP_RUN") or str(ROOT / RUN)
-    parser.add_argument("--run", type=Path, default=default, help=f"the run's folder (default: {RUN}, or $LOCKSTEP_RUN)")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        default=default,
+        help=f"the run's folder (default: {RUN}, or $LOCKSTEP_RUN)",
+    )
 
 
 def add_training(option: Callable[..., None]) -> None:
@@ -121,12 +135,22 @@ def add_training(option: Callable[..., None]) -> None:
     option("steps", "100", "optimizer steps", type=positive_int)
     option("lr", None, "learning rate", type=learning_rate)
     option("batch-size", None, "sequences in a micro-batch of the trainer", type=positive_int)
-    option("restart-interval", "3", "steps between restarts of vLLM, with --bridge restart", type=positive_int)
+    option(
+        "restart-interval",
+        "3",
+        "steps between restarts of vLLM, with --bridge restart",
+        type=positive_int,
+    )
 
 
 def add_gpus(option: Callable[..., None]) -> None:
     """Add the options of vLLM servers and GPUs; `option` adds one."""
-    option("vllm-servers", "1", "how many vLLM servers: parts vllm, vllm-2, vllm-3, …", type=positive_int)
+    option(
+        "vllm-servers",
+        "1",
+        "how many vLLM servers: parts vllm, vllm-2, vllm-3, …",
+        type=positive_int,
+    )
     option(
         "vllm-gpus",
         None,
@@ -139,8 +163,18 @@ def add_gpus(option: Callable[..., None]) -> None:
 def add_ports(option: Callable[..., None]) -> None:
     """Add the options that name ports; `option` adds one."""
     option("service-port", "8000", "rollout service", type=port)
-    option("vllm-port", "9001", "vLLM; further servers get the next ones, or name one for each: 9001,9011", type=ports)
-    option("master-port", os.environ.get("MASTER_PORT", "29500"), "where trainer and vLLM meet", type=port)
+    option(
+        "vllm-port",
+        "9001",
+        "vLLM; further servers get the next ones, or name one for each: 9001,9011",
+        type=ports,
+    )
+    option(
+        "master-port",
+        os.environ.get("MASTER_PORT", "29500"),
+        "where trainer and vLLM meet",
+        type=port,
+    )
     option("metrics-port", "0", "the trainer's figures for Prometheus; 0: none", type=port)
 
 
@@ -153,10 +187,11 @@ def parser() -> OneLineParser:
         allow_abbrev=False,
     )
 
-    def option(name: str, default: object, help_text: str, **more: object) -> None:
+    def option(name: str, default: object, help_text: str, **more: Any) -> None:
         variable = "LOCKSTEP_" + name.upper().replace("-", "_")
         shown = "" if default is None else f" (default: {default})"
-        made.add_argument(f"--{name}", default=os.environ.get(variable, default), help=help_text + shown, **more)  # type: ignore[arg-type]
+        value = os.environ.get(variable, default)
+        made.add_argument(f"--{name}", default=value, help=help_text + shown, **more)
 
     made.add_argument(
         "parts",
@@ -171,9 +206,15 @@ def parser() -> OneLineParser:
         None,
         "arithmetic, gsm8k, or an environment's file (default: arithmetic for the starter model, else gsm8k)",
     )
-    option("bridge", "auto", f"how weights reach vLLM: {', '.join(BRIDGES)}; restart: the trainer starts vLLM itself")
+    option(
+        "bridge",
+        "auto",
+        f"how weights reach vLLM: {', '.join(BRIDGES)}; restart: the trainer starts vLLM itself",
+    )
     add_gpus(option)
-    made.add_argument("--cpu", action="store_true", help="use no GPU (default where nvidia-smi finds none)")
+    made.add_argument(
+        "--cpu", action="store_true", help="use no GPU (default where nvidia-smi finds none)"
+    )
     add_ports(option)
     made.add_argument(
         "--all-interfaces",
@@ -184,7 +225,12 @@ def parser() -> OneLineParser:
     )
     add_training(option)
     for part in PARTS:
-        option(f"{part}-args", "", f'further flags for the {part}, in quotes: --{part}-args="--flag value"', type=words)
+        option(
+            f"{part}-args",
+            "",
+            f'further flags for the {part}, in quotes: --{part}-args="--flag value"',
+            type=words,
+        )
     option("wait", "600", "seconds that vLLM may take to load", type=positive_int)
     made.add_argument(
         "--resume",
@@ -198,7 +244,11 @@ def parser() -> OneLineParser:
         help="an asynchronous run on Ray in the foreground instead, by --config FILE (default: the starter model on this "
         "machine's cores); --folder and --steps are the only other flags then (docs/async.md)",
     )
-    made.add_argument("--no-links", action="store_true", help="put no links to the logs into the folder where this is typed")
+    made.add_argument(
+        "--no-links",
+        action="store_true",
+        help="put no links to the logs into the folder where this is typed",
+    )
     return made
 
 
@@ -235,13 +285,17 @@ def parse(arguments: Sequence[str]) -> StackOptions:
     )
     if given.bridge == "restart":
         if {"vllm", SERVERS} & set(given.parts):
-            raise LauncherError("--bridge restart: the trainer starts vLLM itself, so leave vllm out of the parts")
+            raise LauncherError(
+                "--bridge restart: the trainer starts vLLM itself, so leave vllm out of the parts"
+            )
         parts = tuple(part for part in parts if part != "vllm")
     return StackOptions(
         run=given.run.expanduser().absolute(),
         parts=parts,
         model=model,
-        environment=environment if environment in ENVIRONMENTS else str(Path(environment).resolve()),
+        environment=environment
+        if environment in ENVIRONMENTS
+        else str(Path(environment).resolve()),
         bridge=given.bridge,
         vllm_gpus=vllm_gpus,
         trainer_gpus=trainer_gpus,
@@ -270,7 +324,9 @@ def check_servers(servers: int, bridge: str) -> None:
         LauncherError: they cannot.
     """
     if servers > 1 and bridge not in ("auto", "broadcast", "lora"):
-        raise LauncherError(f"--vllm-servers {servers} excludes --bridge {bridge}: several are reached by broadcast or lora")
+        raise LauncherError(
+            f"--vllm-servers {servers} excludes --bridge {bridge}: several are reached by broadcast or lora"
+        )
 
 
 def server_ports(given: tuple[int, ...], servers: int) -> tuple[int, ...]:
@@ -281,21 +337,34 @@ def server_ports(given: tuple[int, ...], servers: int) -> tuple[int, ...]:
     """
     found = tuple(range(given[0], given[0] + servers)) if len(given) == 1 else given
     if len(found) != servers:
-        raise LauncherError(f"--vllm-port names {len(found)} ports for {servers} servers: give one, or one for each")
+        raise LauncherError(
+            f"--vllm-port names {len(found)} ports for {servers} servers: give one, or one for each"
+        )
     if len(set(found)) != servers:
         raise LauncherError(f"--vllm-port {','.join(map(str, found))} names a port twice")
     if max(found) > 65535:
-        raise LauncherError(f"--vllm-port {given[0]}: {servers} servers need as many ports, and the last one is 65535")
+        raise LauncherError(
+            f"--vllm-port {given[0]}: {servers} servers need as many ports, and the last one is 65535"
+        )
     return found
 
 
 def save(options: StackOptions) -> None:
-    """Keep the options in the run's folder, for --resume; parts that were started before count as this start's."""
+    """Keep the options in the run's folder, for --resume; parts that were started before count as
+    this start's.
+    """
     records = Records(options.run)
-    parts = in_order((*options.parts, *(part for part in records.parts() if part in parts_of(options.servers))))
+    parts = in_order(
+        (*options.parts, *(part for part in records.parts() if part in parts_of(options.servers)))
+    )
     if options.resume:  # of parts of one stack
         parts = in_order((*parts, *last_start(options.run).parts))
-    values = asdict(options) | {"run": str(options.run), "parts": parts, "resume": False, "joining": ()}
+    values = asdict(options) | {
+        "run": str(options.run),
+        "parts": parts,
+        "resume": False,
+        "joining": (),
+    }
     write_whole(options.run / OPTIONS_FILE, json.dumps(values, indent=1).encode())
 
 
@@ -307,16 +376,22 @@ def last_start(run: Path) -> StackOptions:
     """
     try:
         values: dict[str, Any] = json.loads((run / OPTIONS_FILE).read_text())
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        values = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
         return StackOptions(**{**values, "run": run})
     except TypeError as error:
-        raise LauncherError(f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start anew") from None
+        raise LauncherError(
+            f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start anew"
+        ) from None
     except (OSError, ValueError) as error:
         raise LauncherError(f"nothing that could go on was started in {run} ({error})") from None
 
 
 def grown(before: StackOptions, servers: int, visible: tuple[int, ...]) -> StackOptions:
-    """The same stack with more vLLM servers, of which the running trainer and environments shall learn.
+    """The same stack with more vLLM servers, of which the running trainer and environments shall
+    learn.
 
     Args:
         before: the stack.
@@ -324,7 +399,8 @@ def grown(before: StackOptions, servers: int, visible: tuple[int, ...]) -> Stack
         visible: the GPUs that there are.
 
     Raises:
-        LauncherError: it has as many, its trainer reaches one alone, or there are too few ports or GPUs.
+        LauncherError: it has as many, its trainer reaches one alone, or there are too few ports or
+            GPUs.
     """
     more = servers - before.servers
     if more < 1:
@@ -355,15 +431,20 @@ def grown(before: StackOptions, servers: int, visible: tuple[int, ...]) -> Stack
 
 
 def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions:
-    """The options of the run's last start, for the parts that are named now, or for all that do not run.
+    """The options of the run's last start, for the parts that are named now, or for all that do not
+    run.
 
     Raises:
         LauncherError: there was no start, everything runs, or other options are given as well.
     """
     flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
-    extra = [flag for flag in flags if flag not in ("--resume", "--run", "--no-links", "--vllm-servers")]
+    extra = [
+        flag for flag in flags if flag not in ("--resume", "--run", "--no-links", "--vllm-servers")
+    ]
     if extra:
-        raise LauncherError(f"--resume takes the options of the last start: leave {extra[0]} out, or leave --resume out")
+        raise LauncherError(
+            f"--resume takes the options of the last start: leave {extra[0]} out, or leave --resume out"
+        )
     run = given.run.expanduser().absolute()
     before = last_start(run)
     if "--vllm-servers" in flags:
@@ -371,9 +452,13 @@ def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions
     named = chosen(given.parts, before.parts) if given.parts else ()
     absent = [part for part in named if part not in before.parts]
     if absent:
-        raise LauncherError(f"--resume: {absent[0]!r} was no part of the last start, which had {', '.join(before.parts)}")
+        raise LauncherError(
+            f"--resume: {absent[0]!r} was no part of the last start, which had {', '.join(before.parts)}"
+        )
     records = Records(run)
-    running = {part for part in before.parts if (record := records.read(part)) and record.keeper.is_alive()}
+    running = {
+        part for part in before.parts if (record := records.read(part)) and record.keeper.is_alive()
+    }
     parts = named or tuple(part for part in before.parts if part not in running)
     if not parts:
         raise LauncherError(f"--resume: everything of {run} runs already")

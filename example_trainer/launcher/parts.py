@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from example_trainer.launcher.errors import LauncherError
 
 PARTS = ("service", "vllm", "environment", "trainer")
-"""The kinds of part, in the order in which they are started. There can be several vLLM servers, one of each of the others."""
+"""The kinds of part, in the order in which they are started. There can be several vLLM servers, one
+of each of the others."""
 SERVERS = "servers"
 """Names every vLLM server where parts are named."""
 _SERVER = re.compile(r"vllm(?:-([2-9]|[1-9][0-9]+))?")
@@ -41,12 +42,19 @@ def parts_of(servers: int) -> tuple[str, ...]:
 
 def in_order(parts: Iterable[str]) -> tuple[str, ...]:
     """Parts in the order in which they are started, each once."""
-    return tuple(sorted(set(parts), key=lambda part: (PARTS.index(kind_of(part)), server_number(part) or 0)))
+    return tuple(
+        sorted(set(parts), key=lambda part: (PARTS.index(kind_of(part)), server_number(part) or 0))
+    )
 
 
 def to_stop(parts: Iterable[str]) -> tuple[str, ...]:
     """Parts in the order in which they are stopped: those that feed others first."""
-    return tuple(sorted(set(parts), key=lambda part: (_STOP_ORDER.index(kind_of(part)), server_number(part) or 0)))
+    return tuple(
+        sorted(
+            set(parts),
+            key=lambda part: (_STOP_ORDER.index(kind_of(part)), server_number(part) or 0),
+        )
+    )
 
 
 def chosen(named: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
@@ -64,11 +72,17 @@ def chosen(named: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
         if name == SERVERS:
             found |= {part for part in there if kind_of(part) == "vllm"}
         elif kind_of(name) == "vllm" and name not in there and name != "vllm":
-            servers = ", ".join(part for part in there if kind_of(part) == "vllm") or "no vLLM server"
-            raise LauncherError(f"{name!r} is not there: this stack has {servers}; --vllm-servers says how many")
+            servers = (
+                ", ".join(part for part in there if kind_of(part) == "vllm") or "no vLLM server"
+            )
+            raise LauncherError(
+                f"{name!r} is not there: this stack has {servers}; --vllm-servers says how many"
+            )
         elif not kind_of(name):
             known = ", ".join((*PARTS, SERVERS))
-            raise LauncherError(f"{name!r} is no part of the stack: give some of {known} or vllm-2 and so on, or none for all")
+            raise LauncherError(
+                f"{name!r} is no part of the stack: give some of {known} or vllm-2 and so on, or none for all"
+            )
         else:
             found.add(name)
     return in_order(found) if named else in_order(there)

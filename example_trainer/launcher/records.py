@@ -1,4 +1,6 @@
-"""What a run folder knows about its processes: one file each, which names a process so that no other is taken for it."""
+"""What a run folder knows about its processes: one file each, which names a process so that no
+other is taken for it.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,13 @@ class Record:
     may_finish: bool = False
 
     def leftovers(self) -> list[Identity]:
-        """Processes of this part that outlived their keeper, which only SIGKILL of the keeper makes possible.
+        """Processes of this part that outlived their keeper, which only SIGKILL of the keeper makes
+        possible.
 
-        The engine of a server of another project is one: it may rename itself, so `pkill -f` misses it, and not notice that its
-        server has ended. It is recognized by this part's log, which is its standard output. Only processes of this user that
-        were started after the keeper are considered.
+        The engine of a server of another project is one: it may rename itself, so `pkill -f` misses
+        it, and not notice that its server has ended. It is recognized by this part's log, which is
+        its standard output. Only processes of this user that were started after the keeper are
+        considered.
         """
         if self.keeper.is_alive() or self.keeper.boot != boot_id():
             return []
@@ -83,7 +87,9 @@ class Records:
     def write(self, record: Record) -> None:
         """Keep a record; an earlier one of the same part is replaced."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / f"{record.part}.json", json.dumps(asdict(record), indent=1).encode())
+        write_whole(
+            self.folder / f"{record.part}.json", json.dumps(asdict(record), indent=1).encode()
+        )
 
     def read(self, part: str) -> Record | None:
         """The record of a part; None if it was not started, or was stopped.
@@ -120,7 +126,9 @@ class Records:
 
 
 def outputs_of(pid: int) -> set[str]:
-    """The files that a process has as standard output and standard error; none if it is gone or another user's."""
+    """The files that a process has as standard output and standard error; none if it is gone or
+    another user's.
+    """
     found = set()
     for number in (1, 2):
         try:

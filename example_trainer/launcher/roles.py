@@ -1,8 +1,11 @@
-"""The command of each process of a run, in one place: service, vLLM server, environment, trainer and the workers beside it.
+"""The command of each process of a run, in one place: service, vLLM server, environment, trainer
+and the workers beside it.
 
-* The quick start, the stack of `start.sh` and the driver on Ray fill in addresses, folders and options.
+* The quick start, the stack of `start.sh` and the driver on Ray fill in addresses, folders and
+  options.
 * Values have the names of the program's own options. A value of None or False leaves its flag out.
-* `python` is the interpreter. The driver on Ray passes a placeholder, which each node replaces by its own interpreter.
+* `python` is the interpreter. The driver on Ray passes a placeholder, which each node replaces by
+  its own interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ GPU_SHARE_BESIDE_TRAINER = 0.45
 
 @dataclass(frozen=True)
 class Command:
-    """One process: its name, its words, and the variables that it gets on top of the launcher's own."""
+    """One process: its name, its words, and the variables that it gets on top of the launcher's
+    own.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -47,9 +52,11 @@ class Command:
 
 
 def flags(**values: Value) -> list[str]:
-    """Write values as flags: `seq_len=512` as `--seq-len 512`, True as the flag alone, each entry of a sequence with the flag.
+    """Write values as flags: `seq_len=512` as `--seq-len 512`, True as the flag alone, each entry
+    of a sequence with the flag.
 
-    A value that begins with a dash is joined to its flag by `=`: the program would take it for a flag.
+    A value that begins with a dash is joined to its flag by `=`: the program would take it for a
+    flag.
     """
     found: list[str] = []
     for name, value in values.items():
@@ -74,17 +81,31 @@ def weights_dtype(on_gpu: bool) -> str:
 
 
 def vllm_flags(host: str, on_gpu: bool, dtype: str | None = None, **options: Value) -> list[str]:
-    """Return the flags of a vLLM server, without the model and the port, which a trainer that owns the server adds itself."""
-    return flags(host=host, **options, dtype=dtype or weights_dtype(on_gpu), enforce_eager=not on_gpu)
+    """Return the flags of a vLLM server, without the model and the port, which a trainer that owns
+    the server adds itself.
+    """
+    return flags(
+        host=host, **options, dtype=dtype or weights_dtype(on_gpu), enforce_eager=not on_gpu
+    )
 
 
-def vllm_server(model: str, port: int, server_flags: Sequence[str], *, python: str = sys.executable) -> list[str]:
+def vllm_server(
+    model: str, port: int, server_flags: Sequence[str], *, python: str = sys.executable
+) -> list[str]:
     """Return the command of a vLLM server; `server_flags` come from `vllm_flags`."""
-    return [python, "-u", "example_trainer/vllm_api_server.py", *flags(model=model, port=port), *server_flags]
+    return [
+        python,
+        "-u",
+        "example_trainer/vllm_api_server.py",
+        *flags(model=model, port=port),
+        *server_flags,
+    ]
 
 
 def environment_file(name: str) -> str:
-    """Return the file of an environment: `arithmetic` names one of the project's, and a path stands for itself."""
+    """Return the file of an environment: `arithmetic` names one of the project's, and a path stands
+    for itself.
+    """
     return name if name.endswith(".py") else f"environments/{name}_server.py"
 
 
@@ -104,12 +125,20 @@ def environment(
     words += ["--follow_fleet"] if follow_fleet else []
     for field, value in settings.items():
         if value is not None:
-            words += [f"--env.{field}", str(value).lower() if isinstance(value, bool) else str(value)]
+            words += [
+                f"--env.{field}",
+                str(value).lower() if isinstance(value, bool) else str(value),
+            ]
     return words
 
 
 def trainer(
-    model: str, bridge: str, service_url: str, options: Mapping[str, Value], *, python: str = sys.executable
+    model: str,
+    bridge: str,
+    service_url: str,
+    options: Mapping[str, Value],
+    *,
+    python: str = sys.executable,
 ) -> list[str]:
     """Return the command of the trainer; `bridge` is one of BRIDGE_FLAGS."""
     words = [python, "-u", "example_trainer/grpo.py", "--model-name", model, *BRIDGE_FLAGS[bridge]]
@@ -121,16 +150,25 @@ def trainer_with_file(config: Path, *, python: str = sys.executable) -> list[str
     return [python, "-u", "example_trainer/grpo.py", *flags(config=config)]
 
 
-def reference_worker(model: str, service_url: str, *, python: str = sys.executable, **options: Value) -> list[str]:
+def reference_worker(
+    model: str, service_url: str, *, python: str = sys.executable, **options: Value
+) -> list[str]:
     """Return the command of a reference worker, which computes the logprobs of the reference model."""
     words = [python, "-u", "-m", "example_trainer.reference_worker"]
     return [*words, *flags(model_name=model, atropos_url=service_url, **options)]
 
 
 def parameter_server(
-    model: str, service_url: str, vllm_servers: Sequence[str], *, python: str = sys.executable, **options: Value
+    model: str,
+    service_url: str,
+    vllm_servers: Sequence[str],
+    *,
+    python: str = sys.executable,
+    **options: Value,
 ) -> list[str]:
-    """Return the command of a parameter server, which hands the trainer's weights on to vLLM servers."""
+    """Return the command of a parameter server, which hands the trainer's weights on to vLLM
+    servers.
+    """
     words = [python, "-u", "-m", "example_trainer.parameter_server"]
     words += flags(model_name=model, atropos_url=service_url, **options)
     return [*words, "--vllm-servers", *vllm_servers]
@@ -144,7 +182,11 @@ def bridge_variables(rendezvous_port: int, folder: Path, shared: bool) -> dict[s
         folder: the server writes its part of the bridge's configuration there.
         shared: the trainer sends weights into the server's memory.
     """
-    variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else "0", "NUM_INFERENCE_NODES": "0", "LOGDIR": str(folder)}
+    variables = {
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else "0",
+        "NUM_INFERENCE_NODES": "0",
+        "LOGDIR": str(folder),
+    }
     return variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(rendezvous_port)}
 
 
@@ -153,7 +195,11 @@ def device_variables(gpus: Sequence[int], threads: int) -> dict[str, str]:
     if gpus:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     # Trainer and sampler take turns on the same cores: a thread that waits must sleep, not spin.
-    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+    }
 
 
 def cores() -> int:

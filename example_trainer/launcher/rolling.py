@@ -10,7 +10,14 @@ from pathlib import Path
 from example_trainer.child_processes.own_folder import private_files
 from example_trainer.launcher.control import Say, Starter, claimed, stop
 from example_trainer.launcher.errors import LauncherError
-from example_trainer.launcher.fleet import GOOD, SERVING, Fleet, FleetRow, ask_server, published_fleet
+from example_trainer.launcher.fleet import (
+    GOOD,
+    SERVING,
+    Fleet,
+    FleetRow,
+    ask_server,
+    published_fleet,
+)
 from example_trainer.launcher.keys import SERVICE, make_keys
 from example_trainer.launcher.options import last_start
 from example_trainer.launcher.parts import chosen, kind_of, server_number
@@ -21,7 +28,8 @@ POLL_SECONDS = 0.5
 
 
 class Roller:
-    """Restarts servers of one run, each only when the one before it is back and all others serve the trainer's weights.
+    """Restarts servers of one run, each only when the one before it is back and all others serve
+    the trainer's weights.
 
     Args:
         stack: the commands of the run's last start.
@@ -40,11 +48,14 @@ class Roller:
         """Restart the servers that are named, or all.
 
         Raises:
-            LauncherError: a server did not come back, or another one is not well; the rest is not touched.
+            LauncherError: a server did not come back, or another one is not well; the rest is not
+                touched.
         """
         parts = self.chosen(named)
         with private_files(), claimed(self.stack.options.run):
-            self.starter.keys = make_keys(self.stack.options.run, os.environ, running=bool(self.starter.running()))
+            self.starter.keys = make_keys(
+                self.stack.options.run, os.environ, running=bool(self.starter.running())
+            )
             rows = self.ask(self.servers)
             self.newest = max(self.newest, *(row.weights for row in rows.values()))
             if self.newest[0] > 0:  # a trainer's weights, which a server that starts has not
@@ -65,7 +76,11 @@ class Roller:
                 self.say(f"{part:<12} is back ({done + 1} of {len(parts)})")
 
     def chosen(self, named: Sequence[str]) -> list[str]:
-        others = [part for part in named if kind_of(part) not in ("vllm", "") or (part == "vllm" and part not in self.servers)]
+        others = [
+            part
+            for part in named
+            if kind_of(part) not in ("vllm", "") or (part == "vllm" and part not in self.servers)
+        ]
         if others or not self.servers:
             what = others[0] if others else "this run"
             raise LauncherError(
@@ -91,13 +106,15 @@ class Roller:
                     self.wait(other, f"before {part} is stopped, {other} must serve")
         if record is not None and not stop(record, self.records, self.say):
             raise LauncherError(f"{part} did not end, so it is not started again")
-        # A server that was restarted and has come back is no concern of what this one's start watches.
+        # A server that was restarted and has come back is no concern of what this one's start
+        # watches.
         self.starter.started.clear()
         self.starter.start(part)
         self.wait(part, f"{part} is started; it must serve")
 
     def wait(self, part: str, why: str) -> None:
-        """Wait until a server serves the present weights, and the trainer's table, made after that, calls it good.
+        """Wait until a server serves the present weights, and the trainer's table, made after that,
+        calls it good.
 
         Raises:
             LauncherError: it does not by the deadline, or what is needed for it has ended.
@@ -112,20 +129,25 @@ class Roller:
                 return
             now = time.monotonic()
             if now - begun > self.seconds:
-                raise LauncherError(f"{why} within {self.seconds:.0f} s (--wait), and does not: {missing}")
+                raise LauncherError(
+                    f"{why} within {self.seconds:.0f} s (--wait), and does not: {missing}"
+                )
             if now >= line_at:
                 self.say(f"{part:<12} waiting: {why}: {missing}; until {until}")
                 line_at = now + LINE_SECONDS
             time.sleep(POLL_SECONDS)
 
     def missing(self, part: str, served_at: float | None) -> tuple[str, float | None]:
-        """What a server lacks to count as back, in a few words, empty if nothing; and since when it has served the present
-        weights, in seconds of `time.monotonic`.
+        """What a server lacks to count as back, in a few words, empty if nothing; and since when it
+        has served the present weights, in seconds of `time.monotonic`.
 
-        The others are asked first, so that an update that comes in between never makes this one look late.
+        The others are asked first, so that an update that comes in between never makes this one
+        look late.
         """
         others = self.ask([other for other in self.servers if other != part])
-        self.newest = max([self.newest, *(row.weights for row in others.values() if row.standing == SERVING)])
+        self.newest = max(
+            [self.newest, *(row.weights for row in others.values() if row.standing == SERVING)]
+        )
         row = ask_server(self.url(part))
         if row.standing != SERVING:
             return f"{row.standing} ({row.reason})", None
@@ -139,15 +161,24 @@ class Roller:
         return self.missing_at_trainer(fleet, self.url(part), served_at), served_at
 
     def missing_at_trainer(self, fleet: Fleet | None, url: str, served_at: float) -> str:
-        """What the trainer's table still lacks. Without a table, as in modes without a fleet, the server's word counts."""
+        """What the trainer's table still lacks.
+
+        Without a table, as in modes without a fleet, the server's word counts.
+        """
         if fleet is None:
             return ""
         row = fleet.row(url)
         if row is None:
             return f"the trainer's table does not name {url}"
         if row.standing != GOOD:
-            return f"the trainer calls it {row.standing}" + (f" ({row.reason})" if row.reason else "")
-        return "" if (fleet.published_at or 0) >= served_at else "the trainer has not published its table since"
+            return f"the trainer calls it {row.standing}" + (
+                f" ({row.reason})" if row.reason else ""
+            )
+        return (
+            ""
+            if (fleet.published_at or 0) >= served_at
+            else "the trainer has not published its table since"
+        )
 
     def require_trainer(self, part: str) -> None:
         """Refuse to wait for weights that nobody will send.

@@ -1,4 +1,6 @@
-"""Commands of the stack, as example_trainer/README.md types them, with ports, folders and devices filled in."""
+"""Commands of the stack, as example_trainer/README.md types them, with ports, folders and devices
+filled in.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from example_trainer.launcher.starter_models import (
 )
 
 LOGS = {"service": "api.log", "vllm": "vllm.log", "trainer": "trainer.log"}
-"""As the launch sequence names them; the environment's is gsm8k.log or env.log, a further server's vllm-2.log and so on."""
+"""As the launch sequence names them; the environment's is gsm8k.log or env.log, a further server's
+vllm-2.log and so on."""
 SMALL_BATCH = BATCHES["arithmetic"]
 """Shape of a batch if the starter model is trained."""
 SMALL_SETTINGS = {
@@ -78,7 +81,10 @@ class Stack:
         servers = [number for part in options.parts if (number := server_number(part)) is not None]
         if "trainer" in options.parts and options.bridge == "restart":
             servers = [0]
-        needed += [(options.vllm_ports[n], "--vllm-port" + f" of {server_name(n)}" * (n > 0)) for n in servers]
+        needed += [
+            (options.vllm_ports[n], "--vllm-port" + f" of {server_name(n)}" * (n > 0))
+            for n in servers
+        ]
         if "trainer" in options.parts:
             if options.bridge in ("auto", "broadcast"):
                 needed.append((options.master_port, "--master-port"))
@@ -87,7 +93,9 @@ class Stack:
         found: dict[int, str] = {}
         for number, flag in needed:
             if number in found:
-                raise LauncherError(f"port {number} is both {found[number]} and {flag}: give another one of them")
+                raise LauncherError(
+                    f"port {number} is both {found[number]} and {flag}: give another one of them"
+                )
             found[number] = flag
         return found
 
@@ -97,7 +105,9 @@ class Stack:
         return self.options.run / name
 
     def folder(self, server: int) -> Path:
-        """Where a vLLM server, counted from 0, publishes its configuration; the first one in the run's own folder."""
+        """Where a vLLM server, counted from 0, publishes its configuration; the first one in the
+        run's own folder.
+        """
         return self.options.run if server == 0 else self.options.run / server_name(server)
 
     def _environment_log(self) -> str:
@@ -124,7 +134,9 @@ class Stack:
     def _vllm_flags(self) -> list[str]:
         options, size = self.options, degrees(self.options.vllm_args)
         gpus = len(options.gpus_of(0)) // size.data
-        beside_trainer = options.bridge != "restart" and bool(set(options.vllm_gpus) & set(options.trainer_gpus))
+        beside_trainer = options.bridge != "restart" and bool(
+            set(options.vllm_gpus) & set(options.trainer_gpus)
+        )
         found = roles.vllm_flags(
             options.host,
             bool(options.vllm_gpus),
@@ -139,7 +151,9 @@ class Stack:
     def vllm(self, server: int = 0) -> Command:
         """An inference server, counted from 0."""
         name = server_name(server)
-        words = roles.vllm_server(self.options.model, self.options.vllm_ports[server], self._vllm_flags())
+        words = roles.vllm_server(
+            self.options.model, self.options.vllm_ports[server], self._vllm_flags()
+        )
         variables = self._variables(self.options.gpus_of(server), self.folder(server))
         return Command(name, tuple(words), variables, self.log(name).name, grace=30.0)
 
@@ -154,7 +168,13 @@ class Stack:
             settings=SMALL_SETTINGS if options.small else {},
         )
         words += options.environment_args
-        return Command("environment", tuple(words), {"OMP_NUM_THREADS": "1"}, self._environment_log(), may_finish=True)
+        return Command(
+            "environment",
+            tuple(words),
+            {"OMP_NUM_THREADS": "1"},
+            self._environment_log(),
+            may_finish=True,
+        )
 
     def _owned_server(self) -> dict[str, roles.Value]:
         """Return the trainer's options for the vLLM server that it owns with --bridge restart."""
@@ -168,7 +188,9 @@ class Stack:
         }
 
     def _sizes(self) -> dict[str, roles.Value]:
-        """Return learning rate and shape of a batch: as given, or those that suit the starter model."""
+        """Return learning rate and shape of a batch: as given, or those that suit the starter
+        model.
+        """
         lr, batch_size = self.options.lr, self.options.batch_size
         if not self.options.small:
             return {"lr": lr, "batch_size": batch_size}
@@ -184,7 +206,11 @@ class Stack:
     def trainer(self) -> Command:
         """The trainer, which starts one process for each of its GPUs."""
         options = self.options
-        several = ",".join(f"localhost:{port}" for port in options.vllm_ports) if options.servers > 1 else None
+        several = (
+            ",".join(f"localhost:{port}" for port in options.vllm_ports)
+            if options.servers > 1
+            else None
+        )
         words = roles.trainer(
             options.model,
             options.bridge,
@@ -203,11 +229,20 @@ class Stack:
             },
         )
         variables = self._variables(options.trainer_gpus, options.run)
-        return Command("trainer", (*words, *options.trainer_args), variables, LOGS["trainer"], grace=120.0, may_finish=True)
+        return Command(
+            "trainer",
+            (*words, *options.trainer_args),
+            variables,
+            LOGS["trainer"],
+            grace=120.0,
+            may_finish=True,
+        )
 
     def script(self) -> str:
         """The commands as a person could type them, for a file in the run's folder."""
         commands = [self.command(part) for part in self.options.parts]
-        lines = [f"# {command.name}, in a terminal of its own\n{command.typed()}" for command in commands]
+        lines = [
+            f"# {command.name}, in a terminal of its own\n{command.typed()}" for command in commands
+        ]
         keys = f". {shlex.quote(str(self.options.run / KEYS_FILE))}  # in each terminal"
         return f"cd {shlex.quote(str(ROOT))}\n{keys}\n\n" + "\n\n".join(lines) + "\n"

@@ -1,4 +1,6 @@
-"""The models in assets/, and the sizes that suit them: steps, learning rate, shape of a batch, longest answer."""
+"""The models in assets/, and the sizes that suit them: steps, learning rate, shape of a batch,
+longest answer.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ STEPS = {"arithmetic": 50, "calculator": 40}
 LEARNING_RATES = {"arithmetic": 3e-4, "calculator": 5e-4}
 """Peak learning rate in each environment unless --lr is given."""
 BATCHES_AHEAD = 1
-"""Batches that the environment may be ahead of the trainer: vLLM samples the next one while the trainer works on this one."""
+"""Batches that the environment may be ahead of the trainer: vLLM samples the next one while the
+trainer works on this one."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class BatchShape:
     def groups_in_work(self) -> int:
         """Groups that the environment works on at once.
 
-        With the groups of one batch alone, vLLM would idle while that batch waits for its longest answer.
+        With the groups of one batch alone, vLLM would idle while that batch waits for its longest
+        answer.
         """
         return self.groups * (1 + BATCHES_AHEAD)
 
@@ -45,9 +49,9 @@ BATCHES = {
 }
 """Shape of a batch in each environment.
 
-Late in an arithmetic run, nearly all answers to one problem get the same reward. The reward of a batch
-is then an average over its problems, not over its answers: if 2 of 8 problems fail, it drops to 75 %
-although the model has not changed. More problems with fewer answers each cost the same.
+Late in an arithmetic run, nearly all answers to one problem get the same reward. The reward of a
+batch is then an average over its problems, not over its answers: if 2 of 8 problems fail, it drops
+to 75 % although the model has not changed. More problems with fewer answers each cost the same.
 """
 MICRO_BATCH = 64
 MAX_RESPONSE_TOKENS = 96

@@ -112,7 +112,9 @@ def look_at(record: Record, records: Records) -> PartStatus:
         good = record.may_finish and ended.code == 0
         state, detail, since = "finished" if good else "down", describe_exit(ended.code), ended.at
     pid = record.keeper.pid if alive else 0
-    return PartStatus(record.part, state, detail, good, pid, since, record.port, record.log, last_error(log))
+    return PartStatus(
+        record.part, state, detail, good, pid, since, record.port, record.log, last_error(log)
+    )
 
 
 def health(record: Record) -> str:
@@ -130,7 +132,9 @@ def served_version(port: int) -> int | None:
             lines = answer.read().decode(errors="replace").splitlines()
     except OSError:
         return None
-    found = [line.rpartition(" ")[2] for line in lines if line.startswith("lockstep_weight_version")]
+    found = [
+        line.rpartition(" ")[2] for line in lines if line.startswith("lockstep_weight_version")
+    ]
     return int(float(found[0])) if found else None
 
 
@@ -154,7 +158,11 @@ def last_step(metrics: Path) -> int | None:
 
 def last_error(log: Path) -> str:
     """The last line of a log that names an error, within its last megabyte."""
-    lines = [line for line in tail(log, lines=100_000, columns=160, size=1 << 20) if ERROR_LINE.search(line)]
+    lines = [
+        line
+        for line in tail(log, lines=100_000, columns=160, size=1 << 20)
+        if ERROR_LINE.search(line)
+    ]
     lines = [line for line in lines if "ulimit -n" not in line]  # vLLM's advice at every start
     return lines[-1].strip() if lines else ""
 
@@ -162,7 +170,13 @@ def last_error(log: Path) -> str:
 def clock(at: float, now: float) -> str:
     """`14:03:11 (5 min)`."""
     minutes = (now - at) / 60
-    ago = f"{now - at:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+    ago = (
+        f"{now - at:.0f} s"
+        if minutes < 2
+        else f"{minutes:.0f} min"
+        if minutes < 120
+        else f"{minutes / 60:.1f} h"
+    )
     return f"{time.strftime('%H:%M:%S' if minutes < 12 * 60 else '%m-%d %H:%M', time.localtime(at))} ({ago})"
 
 
@@ -173,16 +187,31 @@ def table(status: Status, run: Path, now: float) -> str:
     head = ("part", "state", "since", "process", "port", "health")
     rows = [head]
     for row in status.rows:
-        rows.append((row.part, row.state, clock(row.since, now), str(row.pid or "-"), str(row.port or "-"), row.detail or "-"))
+        rows.append(
+            (
+                row.part,
+                row.state,
+                clock(row.since, now),
+                str(row.pid or "-"),
+                str(row.port or "-"),
+                row.detail or "-",
+            )
+        )
     lines = columns(rows)
     served = "unknown" if status.served is None else str(status.served)
     step = "none yet" if status.step is None else str(status.step)
     queue = "unknown" if status.queue is None else f"{status.queue} groups"
     lines += fleet_table(status.fleet, now)
-    lines += ["", f"weight version served {served}, trainer's last step {step}, queue {queue}", f"logs in {run}"]
+    lines += [
+        "",
+        f"weight version served {served}, trainer's last step {step}, queue {queue}",
+        f"logs in {run}",
+    ]
     if status.page:
         lines.append(f"see the run at {status.page} (its key is {SERVICE} in {run / KEYS_FILE})")
-    lines += [f"last error of {row.part}: {row.last_error}" for row in status.rows if row.last_error]
+    lines += [
+        f"last error of {row.part}: {row.last_error}" for row in status.rows if row.last_error
+    ]
     return "\n".join(lines)
 
 
@@ -190,17 +219,32 @@ def fleet_table(fleet: Fleet, now: float) -> list[str]:
     """What a person reads of the servers; nothing if there are none."""
     if not fleet.rows:
         return []
-    said = "the servers say" if fleet.published is None else f"the trainer said at {clock(fleet.published, now)}"
+    said = (
+        "the servers say"
+        if fleet.published is None
+        else f"the trainer said at {clock(fleet.published, now)}"
+    )
     rows = [("server", "standing", "version", "epoch", "since", "reason")]
     for row in fleet.rows:
-        numbers = ("-" if number is None else str(number) for number in (row.weight_version, row.weight_epoch))
+        numbers = (
+            "-" if number is None else str(number)
+            for number in (row.weight_version, row.weight_epoch)
+        )
         version, epoch = numbers
         since = "-" if row.since is None else clock(row.since, now)
         rows.append((row.url, row.standing, version, epoch, since, row.reason or "-"))
-    return ["", f"the fleet, as {said}:", *columns(rows), *(f"{url} is wanted and has not joined yet" for url in fleet.wanted)]
+    return [
+        "",
+        f"the fleet, as {said}:",
+        *columns(rows),
+        *(f"{url} is wanted and has not joined yet" for url in fleet.wanted),
+    ]
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Lines whose cells stand below each other."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,4 +1,6 @@
-"""The trainer's model: one decoder in vLLM's parameter layout, and Hugging Face checkpoints in and out of it."""
+"""The trainer's model: one decoder in vLLM's parameter layout, and Hugging Face checkpoints in and
+out of it.
+"""
 
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry

@@ -1,4 +1,6 @@
-"""vLLM's attention with gradients, for models that are put together elsewhere: a module and an autograd function."""
+"""vLLM's attention with gradients, for models that are put together elsewhere: a module and an
+autograd function.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from example_trainer.models.packing import Packing
 
 
 class VLLMCompatibleFlashAttention(nn.Module):
-    """Causal attention: vLLM's FlashAttention with one split forward, a fixed order of sums backward. No parameters.
+    """Causal attention: vLLM's FlashAttention with one split forward, a fixed order of sums
+    backward. No parameters.
 
-    The axes are TorchTitan's and those of torch's scaled_dot_product_attention: heads before length. Packed sequences have one
-    dimension less, so no shape can be read in two ways.
+    The axes are TorchTitan's and those of torch's scaled_dot_product_attention: heads before
+    length. Packed sequences have one dimension less, so no shape can be read in two ways.
 
     Example:
         attention = VLLMCompatibleFlashAttention()
@@ -55,32 +58,50 @@ class VLLMCompatibleFlashAttention(nn.Module):
         if packing is not None:
             return invariant.attention(q, k, v, packing, float(factor))
         batch, _, length, _ = q.shape
-        queries, keys, values = (part.transpose(1, 2).contiguous().flatten(0, 1) for part in (q, k, v))
-        out = invariant.attention(queries, keys, values, Packing([length] * batch, q.device), float(factor))
+        queries, keys, values = (
+            part.transpose(1, 2).contiguous().flatten(0, 1) for part in (q, k, v)
+        )
+        out = invariant.attention(
+            queries, keys, values, Packing([length] * batch, q.device), float(factor)
+        )
         return out.unflatten(0, (batch, length)).transpose(1, 2)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, enable_gqa: bool) -> None:
-    """Raise ValueError unless queries, keys and values fit together. In both forms the heads are dimension 1."""
+def _check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, enable_gqa: bool
+) -> None:
+    """Raise ValueError unless queries, keys and values fit together.
+
+    In both forms the heads are dimension 1.
+    """
     given = f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
     dimensions = 4 if packing is None else 3
-    same = all(one == other for axis, (one, other) in enumerate(zip(q.shape, k.shape, strict=False)) if axis != 1)
+    same = all(
+        one == other
+        for axis, (one, other) in enumerate(zip(q.shape, k.shape, strict=False))
+        if axis != 1
+    )
     if q.dim() != dimensions or k.dim() != dimensions or k.shape != v.shape or not same:
         if packing is None:
-            raise ValueError(f"{given}: give [batch, heads, length, head_dim] each; packed sequences need packing=")
+            raise ValueError(
+                f"{given}: give [batch, heads, length, head_dim] each; packed sequences need packing="
+            )
         raise ValueError(f"{given}: give [tokens, heads, head_dim] each, beside packing=")
     if packing is not None and packing.tokens != len(q):
         raise ValueError(f"{given}: the packing has {packing.tokens} tokens")
     if q.shape[1] == k.shape[1]:
         return
     if not enable_gqa:
-        raise ValueError(f"{given}: {k.shape[1]} key heads for {q.shape[1]} query heads need enable_gqa=True")
+        raise ValueError(
+            f"{given}: {k.shape[1]} key heads for {q.shape[1]} query heads need enable_gqa=True"
+        )
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly")
 
 
 class FlashAttnWithBackward(torch.autograd.Function):
-    """Attention of packed sequences of any lengths, by their boundaries, as FlashAttention's own functions take them.
+    """Attention of packed sequences of any lengths, by their boundaries, as FlashAttention's own
+    functions take them.
 
     Example:
         out = FlashAttnWithBackward.apply(q, k, v, cu_seqlens, max_seqlen, scale)
@@ -105,7 +126,8 @@ class FlashAttnWithBackward(torch.autograd.Function):
             ctx: autograd's.
             q: [tokens, heads, head_dim].
             k, v: [tokens, kv_heads, head_dim]; kv_heads divides heads.
-            cu_seqlens: [sequences + 1] int32: where each sequence begins, then the number of tokens.
+            cu_seqlens: [sequences + 1] int32: where each sequence begins, then the number of
+                tokens.
             max_seqlen: length of the longest sequence.
             scale: factor of the scores; not given: head_dim ** -0.5.
             num_splits: 1, the only number with which the bits do not depend on the batch.
@@ -117,16 +139,26 @@ class FlashAttnWithBackward(torch.autograd.Function):
             ValueError: the boundaries do not fit the tokens, or num_splits is not 1.
         """
         if num_splits != 1:
-            raise ValueError(f"num_splits {num_splits}: give 1; with others the bits depend on the batch")
+            raise ValueError(
+                f"num_splits {num_splits}: give 1; with others the bits depend on the batch"
+            )
         bounds = cu_seqlens.tolist()
         lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
-        if not lengths or bounds[0] != 0 or bounds[-1] != len(q) or min(lengths) < 0 or max(lengths) > max_seqlen:
+        if (
+            not lengths
+            or bounds[0] != 0
+            or bounds[-1] != len(q)
+            or min(lengths) < 0
+            or max(lengths) > max_seqlen
+        ):
             raise ValueError(
                 f"cu_seqlens {bounds} with max_seqlen {max_seqlen} do not fit {len(q)} tokens: begin with 0, end with the "
                 "number of tokens, and give the length of the longest sequence"
             )
         factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-        return invariant.Attention.forward(ctx, q, k, v, Packing([n for n in lengths if n], q.device), factor)
+        return invariant.Attention.forward(
+            ctx, q, k, v, Packing([n for n in lengths if n], q.device), factor
+        )
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,6 @@
-"""What a Hugging Face `config.json` says about a decoder, checked and reduced to what the computation needs."""
+"""What a Hugging Face `config.json` says about a decoder, checked and reduced to what the
+computation needs.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ class RopeScaling:
     """How rotary frequencies are stretched for long contexts.
 
     Attributes:
-        kind: "linear" (every frequency divided by `factor`) or "llama3" (only the low ones, with a smooth passage).
+        kind: "linear" (every frequency divided by `factor`) or "llama3" (only the low ones, with a
+            smooth passage).
         factor: by how much.
-        low_freq_factor, high_freq_factor, original_max_positions: bounds of the passage; used by "llama3" only.
+        low_freq_factor, high_freq_factor, original_max_positions: bounds of the passage; used by
+            "llama3" only.
     """
 
     kind: str
@@ -71,20 +75,25 @@ class Geometry:
             where: how to name the file in errors.
 
         Raises:
-            ModelError: the architecture, or a feature the config switches on, is not supported; a key is missing.
+            ModelError: the architecture, or a feature the config switches on, is not supported; a
+                key is missing.
         """
         architecture = _architecture(config, where)
         _refuse_unsupported(config, architecture, where)
 
         def need(key: str) -> Any:
             if config.get(key) is None:
-                raise ModelError(f"{where} has no '{key}', which {architecture} needs; is the file complete?")
+                raise ModelError(
+                    f"{where} has no '{key}', which {architecture} needs; is the file complete?"
+                )
             return config[key]
 
         hidden_size, num_heads = int(need("hidden_size")), int(need("num_attention_heads"))
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
         if num_heads % num_kv_heads:
-            raise ModelError(f"{where}: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
+            raise ModelError(
+                f"{where}: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly"
+            )
         default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
         attention_bias = bool(config.get("attention_bias", False))
         rope = config.get("rope_parameters") or {}
@@ -116,17 +125,25 @@ def _architecture(config: Mapping[str, Any], where: str) -> str:
         if name in SUPPORTED_ARCHITECTURES:
             return str(name)
     found = ", ".join(map(str, names)) or f"none named (model_type {config.get('model_type')!r})"
-    raise ModelError(f"{where}: architecture {found} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
+    raise ModelError(
+        f"{where}: architecture {found} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )
 
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str, where: str) -> None:
     if config.get("quantization_config"):
-        raise ModelError(f"{where}: a quantised checkpoint cannot be trained; use the unquantised one of the same model")
+        raise ModelError(
+            f"{where}: a quantised checkpoint cannot be trained; use the unquantised one of the same model"
+        )
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelError(f"{where}: hidden_act {activation!r} is not supported for {architecture}; supported: 'silu'")
+        raise ModelError(
+            f"{where}: hidden_act {activation!r} is not supported for {architecture}; supported: 'silu'"
+        )
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or []):
-        raise ModelError(f"{where}: sliding-window attention is not supported; set use_sliding_window to false if unused")
+        raise ModelError(
+            f"{where}: sliding-window attention is not supported; set use_sliding_window to false if unused"
+        )
 
 
 def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RopeScaling | None:
@@ -134,7 +151,9 @@ def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RopeScaling | No
     if kind == "default":
         return None
     if kind not in ("linear", "llama3"):
-        raise ModelError(f"{where}: rope scaling {kind!r} is not supported; supported: default, linear, llama3")
+        raise ModelError(
+            f"{where}: rope scaling {kind!r} is not supported; supported: default, linear, llama3"
+        )
     needed = ["factor"]
     if kind == "llama3":
         needed += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]

@@ -1,8 +1,9 @@
 """float32 sums of gradients, to which the backward pass itself adds.
 
-A parameter's gradient over a step is the sum over many passes. If each pass left a gradient in the parameter's dtype, adding it
-up would cost a pass over all of them, and a rounding, every time. Instead the matrix product that makes it adds to the float32
-sum (cuBLAS and our kernels do so without another pass), and autograd sees no gradient of the parameter at all.
+A parameter's gradient over a step is the sum over many passes. If each pass left a gradient in the
+parameter's dtype, adding it up would cost a pass over all of them, and a rounding, every time.
+Instead the matrix product that makes it adds to the float32 sum (cuBLAS and our kernels do so
+without another pass), and autograd sees no gradient of the parameter at all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Total = Callable[[], Tensor]
-"""Returns the float32 sum that a parameter's gradient is added to, in the parameter's shape; zeros at first."""
+"""Returns the float32 sum that a parameter's gradient is added to, in the parameter's shape; zeros
+at first."""
 
 _HEAD_OF_TIED = ":as output matrix"
 
@@ -41,12 +43,15 @@ class GradientSums:
         """Where the gradient of a parameter is summed; None if it is frozen.
 
         Args:
-            as_head_of_tied: the parameter is the embedding, used as output matrix. The two uses are summed apart, for the order
-                in which they are added must not depend on how a batch is packed.
+            as_head_of_tied: the parameter is the embedding, used as output matrix. The two uses are
+                summed apart, for the order in which they are added must not depend on how a batch
+                is packed.
         """
         if not parameter.requires_grad:
             return None
-        return partial(self._of, self._names[id(parameter)] + _HEAD_OF_TIED * as_head_of_tied, parameter)
+        return partial(
+            self._of, self._names[id(parameter)] + _HEAD_OF_TIED * as_head_of_tied, parameter
+        )
 
     def take(self) -> dict[str, Tensor]:
         """Everything summed so far, by the parameter's name; the next addition begins anew."""
@@ -62,14 +67,18 @@ class GradientSums:
         return self._sums[key]
 
 
-def deliver(parameter: Tensor, total: Total | None, add: Callable[[Tensor], object]) -> Tensor | None:
+def deliver(
+    parameter: Tensor, total: Total | None, add: Callable[[Tensor], object]
+) -> Tensor | None:
     """Have a gradient added to where it belongs.
 
     Args:
-        add: adds it in place to a tensor of the parameter's shape, in float32 (float64 for a float64 parameter).
+        add: adds it in place to a tensor of the parameter's shape, in float32 (float64 for a
+            float64 parameter).
 
     Returns:
-        what autograd is to get: nothing if there is a `total`, else the gradient in the parameter's dtype.
+        what autograd is to get: nothing if there is a `total`, else the gradient in the parameter's
+        dtype.
     """
     if total is not None:
         add(total())
@@ -80,8 +89,12 @@ def deliver(parameter: Tensor, total: Total | None, add: Callable[[Tensor], obje
 
 
 def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    """total [outputs, inputs] += dyᵀ x, in place, for dy [rows, outputs] and x [rows, inputs] of any floating dtype."""
-    if dy.is_cuda and dy.dtype != total.dtype:  # rounded nowhere: cuBLAS adds the products of 16 bits to the total
+    """total [outputs, inputs] += dyᵀ x, in place, for dy [rows, outputs] and x [rows, inputs] of
+    any floating dtype.
+    """
+    if (
+        dy.is_cuda and dy.dtype != total.dtype
+    ):  # rounded nowhere: cuBLAS adds the products of 16 bits to the total
         torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(wide(dy).t(), wide(x))

@@ -1,4 +1,6 @@
-"""The output head in plain torch: logprobs of chosen tokens without keeping logits, whole or split over ranks."""
+"""The output head in plain torch: logprobs of chosen tokens without keeping logits, whole or split
+over ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,16 @@ from example_trainer.models.split import Split
 def default_chunk(device: torch.device) -> int:
     """Tokens whose logits exist at the same time, if nobody says.
 
-    Few on a CPU, where they are tables in float32. On a GPU enough that going over the sum of the output matrix's gradient,
-    once for each chunk, hardly counts.
+    Few on a CPU, where they are tables in float32. On a GPU enough that going over the sum of the
+    output matrix's gradient, once for each chunk, hardly counts.
     """
     return 4096 if device.type == "cuda" else 1024
 
 
 def check_temperature(temperature: float | Tensor, targets: Tensor) -> None:
-    """Raise ValueError unless it is a number, or has one for each target: broadcasting would take anything."""
+    """Raise ValueError unless it is a number, or has one for each target: broadcasting would take
+    anything.
+    """
     if isinstance(temperature, Tensor) and temperature.shape != targets.shape:
         raise ValueError(
             f"temperatures of shape {list(temperature.shape)} for {len(targets)} targets: give each target its own"
@@ -30,8 +34,8 @@ def check_temperature(temperature: float | Tensor, targets: Tensor) -> None:
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """Logits are made for `chunk` tokens at a time, in both directions, and never kept. Ranks exchange a maximum and three
-    numbers per token, never logits.
+    """Logits are made for `chunk` tokens at a time, in both directions, and never kept. Ranks
+    exchange a maximum and three numbers per token, never logits.
     """
 
     @staticmethod
@@ -49,7 +53,13 @@ class _ChosenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = wide(hidden.new_empty(len(targets)))
         entropy, log_sum = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        ctx.span, ctx.split, ctx.chunk, ctx.temperature, ctx.total = span, split, chunk, temperature, total
+        ctx.span, ctx.split, ctx.chunk, ctx.temperature, ctx.total = (
+            span,
+            split,
+            chunk,
+            temperature,
+            total,
+        )
         held = weight[: span[1] - span[0]]
         inside, local = _place(targets, *span)
         for start in range(0, len(targets), chunk):
@@ -60,9 +70,13 @@ class _ChosenLogprobs(torch.autograd.Function):
             logits -= top[:, None]
             chosen = logits.new_zeros(len(logits))
             if len(held):
-                chosen = torch.where(inside[rows], logits.gather(1, local[rows, None]).squeeze(1), chosen)
+                chosen = torch.where(
+                    inside[rows], logits.gather(1, local[rows, None]).squeeze(1), chosen
+                )
             exponentials = logits.exp()
-            sums = torch.stack((exponentials.sum(dim=-1), chosen, exponentials.mul_(logits).sum(dim=-1)))
+            sums = torch.stack(
+                (exponentials.sum(dim=-1), chosen, exponentials.mul_(logits).sum(dim=-1))
+            )
             partition, chosen, weighted = split.total(sums)
             logprobs[rows] = chosen - partition.log()
             entropy[rows] = partition.log() - weighted / partition
@@ -80,16 +94,21 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, *_ = ctx.saved_tensors
         hidden_grad = torch.zeros_like(hidden)
-        # A frozen output matrix (under adapters) gets none: it would be the largest tensor of the step.
+        # A frozen output matrix (under adapters) gets none: it would be the largest tensor of the
+        # step.
         weight_grad = None
         if ctx.needs_input_grad[1]:
-            weight_grad = deliver(weight, ctx.total, lambda total: _gradients(ctx, upstream, hidden_grad, total))
+            weight_grad = deliver(
+                weight, ctx.total, lambda total: _gradients(ctx, upstream, hidden_grad, total)
+            )
         else:
             _gradients(ctx, upstream, hidden_grad, None)
         return ctx.split.total(hidden_grad), weight_grad, None, None, None, None, None, None, None
 
 
-def _gradients(ctx: Any, upstream: tuple[Tensor, ...], hidden_grad: Tensor, weight_total: Tensor | None) -> None:
+def _gradients(
+    ctx: Any, upstream: tuple[Tensor, ...], hidden_grad: Tensor, weight_total: Tensor | None
+) -> None:
     """Fill the gradient of the hidden states, and add the weight's to its total."""
     hidden, weight, targets, log_sum, *entropies = ctx.saved_tensors
     held = weight[: ctx.span[1] - ctx.span[0]]
@@ -99,9 +118,15 @@ def _gradients(ctx: Any, upstream: tuple[Tensor, ...], hidden_grad: Tensor, weig
         temperature, arriving = _at(ctx.temperature, rows), upstream[0][rows, None]
         slope = wide(hidden[rows] @ held.t()).div_(temperature).sub_(log_sum[rows, None])
         if entropies:
-            # d entropy / d logits = -softmax(logits) · (log softmax(logits) + entropy), beside that of the logprob
+            # d entropy / d logits = -softmax(logits) · (log softmax(logits) + entropy), beside that
+            # of the logprob
             chances = slope.exp()
-            slope = slope.add_(entropies[0][rows, None]).mul_(upstream[1][rows, None]).add_(arriving).mul_(chances.neg_())
+            slope = (
+                slope.add_(entropies[0][rows, None])
+                .mul_(upstream[1][rows, None])
+                .add_(arriving)
+                .mul_(chances.neg_())
+            )
             del chances
             slope.scatter_add_(1, local[rows, None], arriving * inside[rows, None])
             slope = slope.div_(temperature).to(weight.dtype)
@@ -138,18 +163,22 @@ def chosen_logprobs_of(
     vocab_size: int | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of given tokens, and the entropy of the distributions they were chosen from. Collective if split.
+    """Logprobs of given tokens, and the entropy of the distributions they were chosen from.
+    Collective if split.
 
-    Two float32 tables of `chunk` × vocab exist at a time, at most; the backward pass makes the logits again.
+    Two float32 tables of `chunk` × vocab exist at a time, at most; the backward pass makes the
+    logits again.
 
     Args:
-        hidden: [targets, hidden] states that predict the targets; the same on every rank, and so is their gradient.
-        weight: [vocab, hidden], the output matrix, or this rank's rows of it, padding included; its gradient is computed only
-            if it requires one.
+        hidden: [targets, hidden] states that predict the targets; the same on every rank, and so is
+            their gradient.
+        weight: [vocab, hidden], the output matrix, or this rank's rows of it, padding included; its
+            gradient is computed only if it requires one.
         targets: [targets] int64 ids.
         chunk: targets at a time.
         temperature, total, entropy_gradient: see `Operations.chosen_logprobs`.
-        split, vocab_size: over which ranks the rows are split, and the size of the whole vocabulary.
+        split, vocab_size: over which ranks the rows are split, and the size of the whole
+            vocabulary.
 
     Returns:
         See `Operations.chosen_logprobs`; float64 for float64.
@@ -157,5 +186,7 @@ def chosen_logprobs_of(
     check_temperature(temperature, targets)
     split = split or Split()
     held = split.vocabulary_range(len(weight) if vocab_size is None else vocab_size)
-    logprobs, entropy = _ChosenLogprobs.apply(hidden, weight, targets, held, split, chunk, temperature, total, entropy_gradient)
+    logprobs, entropy = _ChosenLogprobs.apply(
+        hidden, weight, targets, held, split, chunk, temperature, total, entropy_gradient
+    )
     return logprobs, entropy

@@ -26,11 +26,17 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one weight file; the size that Hugging Face's own checkpoints have."""
 _HUB_FILES = ["*.safetensors", INDEX_FILE, "*.json", "*.txt", "*.model", "*.jinja"]
-_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer, chat template, vocabulary
+_COPIED_SUFFIXES = {
+    ".json",
+    ".txt",
+    ".model",
+    ".jinja",
+}  # config, tokenizer, chat template, vocabulary
 
 
 def find_checkpoint(name: str) -> Path:
-    """The folder that holds a model, fetched from the Hugging Face hub if `name` is no local folder.
+    """The folder that holds a model, fetched from the Hugging Face hub if `name` is no local
+    folder.
 
     Raises:
         ModelError: there is no such folder, or the hub does not know it or cannot be reached.
@@ -38,10 +44,14 @@ def find_checkpoint(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"model folder {path} has no config.json; give the folder that holds the Hugging Face checkpoint")
+            raise ModelError(
+                f"model folder {path} has no config.json; give the folder that holds the Hugging Face checkpoint"
+            )
         return path
     if path.is_file():
-        raise ModelError(f"model {name} is a file; give the folder that holds config.json and the *.safetensors files")
+        raise ModelError(
+            f"model {name} is a file; give the folder that holds config.json and the *.safetensors files"
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
             f"model folder {path} does not exist (seen from {Path.cwd()}); give a folder or a hub id such as Qwen/Qwen3-0.6B"
@@ -60,7 +70,9 @@ def find_checkpoint(name: str) -> Path:
         ) from error
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"model {name!r}: {unknown} answered: {reason}; check the name, or log in if it is gated") from error
+        raise ModelError(
+            f"model {name!r}: {unknown} answered: {reason}; check the name, or log in if it is gated"
+        ) from error
 
 
 def read_geometry(folder: Path) -> tuple[Geometry, dict[str, Any]]:
@@ -81,7 +93,9 @@ def read_geometry(folder: Path) -> tuple[Geometry, dict[str, Any]]:
 
 
 def checkpoint_dtype(folder: Path) -> torch.dtype:
-    """The dtype that the checkpoint's weights are stored in, by its config (float32 where it says nothing)."""
+    """The dtype that the checkpoint's weights are stored in, by its config (float32 where it says
+    nothing).
+    """
     _, config = read_geometry(folder)
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = getattr(torch, name, None)
@@ -105,7 +119,8 @@ def load_model(
         make: makes the uninitialised decoder; one that is spread over ranks reads its own part.
 
     Raises:
-        ModelError: not found, not supported, or a tensor is missing, left over or of the wrong shape (all are named).
+        ModelError: not found, not supported, or a tensor is missing, left over or of the wrong
+            shape (all are named).
     """
     folder = find_checkpoint(name)
     geometry, _ = read_geometry(folder)
@@ -119,7 +134,8 @@ def read_weights(model: Decoder, folder: Path) -> None:
     """Fill every parameter of `model` from the safetensors files in `folder`.
 
     Raises:
-        ModelError: a tensor is missing, left over or of the wrong shape. The model must not be used then.
+        ModelError: a tensor is missing, left over or of the wrong shape. The model must not be used
+            then.
     """
     parameters = dict(model.named_parameters())
     plan = layout(model.geometry)
@@ -127,21 +143,33 @@ def read_weights(model: Decoder, folder: Path) -> None:
         try:
             where = _open_tensors(folder, stack)
             _compare_names(
-                plan_names=[part.name for parts in plan.values() for part in parts], where=where, model=model, folder=folder
+                plan_names=[part.name for parts in plan.values() for part in parts],
+                where=where,
+                model=model,
+                folder=folder,
             )
             for parameter_name, parts in plan.items():
                 parameter = parameters[parameter_name]
-                whole = torch.empty(_whole_shape(parts), dtype=parameter.dtype) if model.shards.spread else parameter
+                whole = (
+                    torch.empty(_whole_shape(parts), dtype=parameter.dtype)
+                    if model.shards.spread
+                    else parameter
+                )
                 for part in parts:
                     _copy_part(whole, part, where[part.name], folder)
                 if model.shards.spread:
                     model.shards.local(parameter).copy_(model.shards.take(parameter_name, whole))
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"cannot read the weights in {folder}: {error}; is the download complete?") from error
+            raise ModelError(
+                f"cannot read the weights in {folder}: {error}; is the download complete?"
+            ) from error
 
 
 def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Open every weight file of a checkpoint. Returns for each tensor's name the open file that holds it."""
+    """Open every weight file of a checkpoint.
+
+    Returns for each tensor's name the open file that holds it.
+    """
     files = _weight_files(folder)
     where: dict[str, Any] = {}
     for file in files:
@@ -159,15 +187,21 @@ def _weight_files(folder: Path) -> list[Path]:
         files = [folder / SINGLE_FILE]
     else:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        advice = "convert its *.bin files to safetensors" if pickled else "is the download complete?"
+        advice = (
+            "convert its *.bin files to safetensors" if pickled else "is the download complete?"
+        )
         raise ModelError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {advice}")
     absent = [file.name for file in files if not file.is_file()]
     if absent:
-        raise ModelError(f"{folder / INDEX_FILE} names files that are not there: {_some(absent)}; is the download complete?")
+        raise ModelError(
+            f"{folder / INDEX_FILE} names files that are not there: {_some(absent)}; is the download complete?"
+        )
     return files
 
 
-def _compare_names(plan_names: list[str], where: dict[str, Any], model: Decoder, folder: Path) -> None:
+def _compare_names(
+    plan_names: list[str], where: dict[str, Any], model: Decoder, folder: Path
+) -> None:
     # Old checkpoints store the rotary frequencies, which are computed here.
     found = {name for name in where if not name.endswith("rotary_emb.inv_freq")}
     if model.geometry.tie_word_embeddings and "lm_head.weight" in found:
@@ -183,7 +217,9 @@ def _compare_names(plan_names: list[str], where: dict[str, Any], model: Decoder,
     if missing or unexpected:
         says = [f"missing {_some(missing)}"] if missing else []
         says += [f"not expected {_some(unexpected)}"] if unexpected else []
-        raise ModelError(f"{folder} does not hold what {model.geometry.architecture} needs: {'; '.join(says)}")
+        raise ModelError(
+            f"{folder} does not hold what {model.geometry.architecture} needs: {'; '.join(says)}"
+        )
 
 
 def _whole_shape(parts: list[Part]) -> tuple[int, ...]:
@@ -193,7 +229,9 @@ def _whole_shape(parts: list[Part]) -> tuple[int, ...]:
 def _copy_part(parameter: Tensor, part: Part, handle: Any, folder: Path) -> None:
     tensor = handle.get_tensor(part.name)
     if tuple(tensor.shape) != part.shape:
-        raise ModelError(f"{folder}: {part.name} has shape {list(tensor.shape)}, config.json implies {list(part.shape)}")
+        raise ModelError(
+            f"{folder}: {part.name} has shape {list(tensor.shape)}, config.json implies {list(part.shape)}"
+        )
     parameter[part.start : part.stop].copy_(tensor)
 
 
@@ -202,7 +240,9 @@ def _some(names: list[str], shown: int = 4) -> str:
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def hf_tensors(geometry: Geometry, dtype: torch.dtype, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(
+    geometry: Geometry, dtype: torch.dtype, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint, from whole parameters in the order of the layout."""
     plan = layout(geometry)
     for name, weight in weights:
@@ -211,16 +251,23 @@ def hf_tensors(geometry: Geometry, dtype: torch.dtype, weights: Iterable[tuple[s
 
 
 def save_model(
-    model: Decoder, folder: Path, weights: Mapping[str, Tensor] | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+    model: Decoder,
+    folder: Path,
+    weights: Mapping[str, Tensor] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a Hugging Face checkpoint: weights in the parameters' dtype, config, tokenizer files. See write_checkpoint.
+    """Write a Hugging Face checkpoint: weights in the parameters' dtype, config, tokenizer files.
+    See write_checkpoint.
 
     Args:
-        weights: take these values, by parameter name, instead of the parameters' own, rounded to the parameters' dtype.
+        weights: take these values, by parameter name, instead of the parameters' own, rounded to
+            the parameters' dtype.
     """
     values = weights or dict(model.named_parameters())
     named = ((name, values[name]) for name in layout(model.geometry))
-    write_checkpoint(folder, model.geometry, model.output_weight.dtype, named, companions(model), max_shard_bytes)
+    write_checkpoint(
+        folder, model.geometry, model.output_weight.dtype, named, companions(model), max_shard_bytes
+    )
 
 
 def write_checkpoint(
@@ -234,8 +281,9 @@ def write_checkpoint(
 ) -> None:
     """Write a Hugging Face checkpoint, of whose weights one is in memory at a time.
 
-    The folder is created. Weights go to one file, or to several with an index when they exceed `max_shard_bytes`. Loading a
-    checkpoint in its own dtype and saving it again gives equal tensors, byte for byte, and a copy of its config.json.
+    The folder is created. Weights go to one file, or to several with an index when they exceed
+    `max_shard_bytes`. Loading a checkpoint in its own dtype and saving it again gives equal
+    tensors, byte for byte, and a copy of its config.json.
 
     Args:
         dtype: of the tensors that are written.
@@ -261,25 +309,41 @@ def write_checkpoint(
     tensors = hf_tensors(geometry, dtype, weights)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = (
+            SINGLE_FILE
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         weight_map |= dict.fromkeys(shard, file)
-        write_safetensors(folder / file, shard, islice(tensors, len(shard)), {"format": "pt"}, moved)
+        write_safetensors(
+            folder / file, shard, islice(tensors, len(shard)), {"format": "pt"}, moved
+        )
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / INDEX_FILE).write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
     for name, content in files.items():
         (folder / name).write_bytes(content)
 
 
 def companions(model: Decoder) -> dict[str, bytes]:
-    """Config and tokenizer files of the checkpoint that a model was read from, by name, the config with the model's dtype."""
+    """Config and tokenizer files of the checkpoint that a model was read from, by name, the config
+    with the model's dtype.
+    """
     source, dtype = model.source, model.output_weight.dtype
     if source is None:
         return {}
-    found = [file for file in sorted(source.iterdir()) if file.is_file() and file.suffix in _COPIED_SUFFIXES]
+    found = [
+        file
+        for file in sorted(source.iterdir())
+        if file.is_file() and file.suffix in _COPIED_SUFFIXES
+    ]
     files = {file.name: file.read_bytes() for file in found if file.name != INDEX_FILE}
     if checkpoint_dtype(source) != dtype:
         config = json.loads(files["config.json"])
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix(
+            "torch."
+        )
         files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     return files

@@ -1,7 +1,8 @@
-"""Which Hugging Face tensors each parameter in vLLM's layout is made of. Pure: names and shapes only.
+"""Which Hugging Face tensors each parameter in vLLM's layout is made of. Pure: names and shapes
+only.
 
-Every parameter is the concatenation, along its first dimension, of one or more checkpoint tensors. The same list serves
-both directions, so that what is saved is what was loaded.
+Every parameter is the concatenation, along its first dimension, of one or more checkpoint tensors.
+The same list serves both directions, so that what is saved is what was loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Part:
 
 
 Layout = dict[str, list[Part]]
-"""For each parameter of the decoder, in the order of the forward pass, the checkpoint tensors that make it up."""
+"""For each parameter of the decoder, in the order of the forward pass, the checkpoint tensors that
+make it up."""
 
 
 def layout(geometry: Geometry) -> Layout:
@@ -43,8 +45,12 @@ def layout(geometry: Geometry) -> Layout:
     def whole(name: str, *shape: int) -> None:
         plan[name] = [Part(name, 0, shape)]
 
-    def merged(prefix: str, target: str, sources: dict[str, int], *, inputs: int, bias: bool) -> None:
-        kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (inputs,))] + ([("bias", ())] if bias else [])
+    def merged(
+        prefix: str, target: str, sources: dict[str, int], *, inputs: int, bias: bool
+    ) -> None:
+        kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (inputs,))] + (
+            [("bias", ())] if bias else []
+        )
         for kind, tail in kinds:
             parts, start = [], 0
             for source, rows in sources.items():
@@ -63,7 +69,13 @@ def layout(geometry: Geometry) -> Layout:
             whole(f"{at}.k_norm.weight", g.head_dim)
         gate_up = {"gate_proj": g.intermediate_size, "up_proj": g.intermediate_size}
         merged(mlp, "gate_up_proj", gate_up, inputs=g.hidden_size, bias=g.mlp_bias)
-        merged(mlp, "down_proj", {"down_proj": g.hidden_size}, inputs=g.intermediate_size, bias=g.mlp_bias)
+        merged(
+            mlp,
+            "down_proj",
+            {"down_proj": g.hidden_size},
+            inputs=g.intermediate_size,
+            bias=g.mlp_bias,
+        )
         whole(f"model.layers.{i}.input_layernorm.weight", g.hidden_size)
         whole(f"model.layers.{i}.post_attention_layernorm.weight", g.hidden_size)
     whole("model.norm.weight", g.hidden_size)

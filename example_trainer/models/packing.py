@@ -1,8 +1,9 @@
 """Spans of tokens laid one behind the other without padding: what the decoder computes on.
 
-A *span* is a run of tokens that the decoder sees once. Usually it is a whole sequence. Where sequences begin alike, what they
-have in common is a span of its own, their *parent*, and each continues it: its queries attend to the keys of its parent, of
-its parent's parent and so on, and then to its own. So a prompt is forwarded once for all its responses.
+A *span* is a run of tokens that the decoder sees once. Usually it is a whole sequence. Where
+sequences begin alike, what they have in common is a span of its own, their *parent*, and each
+continues it: its queries attend to the keys of its parent, of its parent's parent and so on, and
+then to its own. So a prompt is forwarded once for all its responses.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 TILE = 64
-"""Tokens that are summed at once. A tile never holds tokens of two spans: what a sum's order is cannot depend on what a span
-is packed with."""
+"""Tokens that are summed at once. A tile never holds tokens of two spans: what a sum's order is
+cannot depend on what a span is packed with."""
 NO_PARENT = -1
 
 TileTable = tuple[Tensor, Tensor, Tensor, Tensor]
-"""For each tile, [tiles] int32: its first token, its length, its span's first token, one past its span's last."""
+"""For each tile, [tiles] int32: its first token, its length, its span's first token, one past its
+span's last."""
 
 
 class Packing:
@@ -28,29 +30,42 @@ class Packing:
     Args:
         lengths: tokens of each, in order; all of at least 1.
         device: of the tensors.
-        parents: for each span the number of an earlier one that it continues, or NO_PARENT; not given: none continues any.
+        parents: for each span the number of an earlier one that it continues, or NO_PARENT; not
+            given: none continues any.
 
     Attributes:
         lengths, parents: as given.
         tokens: the sum of the lengths.
         max_length: the longest span, in queries.
-        seen: keys that the last query of each span sees: the span's own tokens and all that it continues.
+        seen: keys that the last query of each span sees: the span's own tokens and all that it
+            continues.
         longest: the longest sequence, in tokens: a span with all that it continues.
         begins: the first token of each span, then `tokens`.
         cu_seqlens: [spans + 1] int32, the same on the device.
     """
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device | str = "cpu", parents: Sequence[int] | None = None
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        parents: Sequence[int] | None = None,
     ) -> None:
         if not lengths or min(lengths) < 1:
-            raise ValueError(f"spans of lengths {list(lengths)} cannot be packed; give at least one, and each a token")
+            raise ValueError(
+                f"spans of lengths {list(lengths)} cannot be packed; give at least one, and each a token"
+            )
         self.lengths = tuple(int(length) for length in lengths)
-        self.parents = (NO_PARENT,) * len(self.lengths) if parents is None else tuple(int(parent) for parent in parents)
+        self.parents = (
+            (NO_PARENT,) * len(self.lengths)
+            if parents is None
+            else tuple(int(parent) for parent in parents)
+        )
         if len(self.parents) != len(self.lengths):
             raise ValueError(f"{len(self.parents)} parents do not fit {len(self.lengths)} spans")
         if any(not NO_PARENT <= parent < number for number, parent in enumerate(self.parents)):
-            raise ValueError(f"parents {list(self.parents)}: a span continues an earlier one, or none ({NO_PARENT})")
+            raise ValueError(
+                f"parents {list(self.parents)}: a span continues an earlier one, or none ({NO_PARENT})"
+            )
         self.device = torch.device(device)
         self.tokens, self.max_length = sum(self.lengths), max(self.lengths)
         begins = [0]
@@ -61,7 +76,9 @@ class Packing:
         for parent in self.parents:
             before.append(0 if parent == NO_PARENT else before[parent] + self.lengths[parent])
         self._before = tuple(before)
-        self.seen = tuple(first + length for first, length in zip(before, self.lengths, strict=True))
+        self.seen = tuple(
+            first + length for first, length in zip(before, self.lengths, strict=True)
+        )
         self.longest = max(self.seen)
         self.cu_seqlens = self._sent(torch.tensor(begins, dtype=torch.int32))
 
@@ -78,14 +95,17 @@ class Packing:
 
     @cached_property
     def key_rows(self) -> Tensor | None:
-        """[keys] int64: the tokens whose keys each span sees, span after span, in the order of their positions; the last ones
-        are its own. None if no span continues another: each then sees its own, as they lie."""
+        """[keys] int64: the tokens whose keys each span sees, span after span, in the order of
+        their positions; the last ones are its own. None if no span continues another: each then
+        sees its own, as they lie."""
         if not self.shared:
             return None
         own = [torch.arange(first, end) for first, end in self.spans()]
         rows: list[Tensor] = []
         for number, parent in enumerate(self.parents):
-            rows.append(own[number] if parent == NO_PARENT else torch.cat((rows[parent], own[number])))
+            rows.append(
+                own[number] if parent == NO_PARENT else torch.cat((rows[parent], own[number]))
+            )
         return self._sent(torch.cat(rows))
 
     @cached_property
@@ -97,7 +117,11 @@ class Packing:
 
     def index_tensors(self) -> list[Tensor]:
         """What rotation and attention read of it, made now if it was not before."""
-        return [tensor for tensor in (self.cu_seqlens, self.positions, self.key_rows, self.cu_keys) if tensor is not None]
+        return [
+            tensor
+            for tensor in (self.cu_seqlens, self.positions, self.key_rows, self.cu_keys)
+            if tensor is not None
+        ]
 
     @cached_property
     def attended_pairs(self) -> int:
@@ -126,12 +150,21 @@ class Packing:
         return list(zip(self.begins[:-1], self.begins[1:], strict=True))
 
     def _table(self, size: int) -> TileTable:
-        rows = [(start, min(size, end - start), begin, end) for begin, end in self.spans() for start in range(begin, end, size)]
-        starts, lengths, begins, ends = self._sent(torch.tensor(rows, dtype=torch.int32).t().contiguous())
+        rows = [
+            (start, min(size, end - start), begin, end)
+            for begin, end in self.spans()
+            for start in range(begin, end, size)
+        ]
+        starts, lengths, begins, ends = self._sent(
+            torch.tensor(rows, dtype=torch.int32).t().contiguous()
+        )
         return starts, lengths, begins, ends
 
     def _sent(self, values: Tensor) -> Tensor:
-        """On the device. From pinned memory, or the host would wait for everything that a GPU still has to do."""
+        """On the device.
+
+        From pinned memory, or the host would wait for everything that a GPU still has to do.
+        """
         if self.device.type != "cuda":
             return values.to(self.device)
         return values.pin_memory().to(self.device, non_blocking=True)

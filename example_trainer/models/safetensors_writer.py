@@ -1,7 +1,9 @@
-"""Writing safetensors files one tensor at a time, so that what is written need never be in memory together.
+"""Writing safetensors files one tensor at a time, so that what is written need never be in memory
+together.
 
-The format: 8 bytes with the header's length, a JSON header that says where each tensor's bytes are, then these bytes, row-major
-and little-endian, one tensor after the other (https://github.com/huggingface/safetensors).
+The format: 8 bytes with the header's length, a JSON header that says where each tensor's bytes are,
+then these bytes, row-major and little-endian, one tensor after the other
+(https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -16,11 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
 _AT_ONCE = 64 << 20
 """Bytes that are given to the operating system in one call."""
 _SAVED_AT_ONCE = 1 << 30
-"""Bytes after which they are put on the disk, lest all of it waits for the end, where there is no progress to be seen."""
+"""Bytes after which they are put on the disk, lest all of it waits for the end, where there is no
+progress to be seen."""
 
 Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """dtype and shape of each tensor by name, in the order in which they lie in the file."""
@@ -32,12 +40,18 @@ def make_header(entries: Entries, metadata: Mapping[str, str] | None = None) -> 
     end = 0
     for name, (dtype, shape) in entries.items():
         start, end = end, end + dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)
 
 
-def write_file(path: Path, header: bytes, tensors: Iterable[Tensor], moved: Callable[[], None] = lambda: None) -> None:
+def write_file(
+    path: Path, header: bytes, tensors: Iterable[Tensor], moved: Callable[[], None] = lambda: None
+) -> None:
     """Write a header and the bytes of tensors on any device.
 
     Args:
@@ -80,7 +94,9 @@ def write_safetensors(
     """
 
     def checked() -> Iterable[Tensor]:
-        for (name, tensor), (expected, (dtype, shape)) in zip(tensors, entries.items(), strict=True):
+        for (name, tensor), (expected, (dtype, shape)) in zip(
+            tensors, entries.items(), strict=True
+        ):
             if (name, tuple(tensor.shape), tensor.dtype) != (expected, shape, dtype):
                 raise ValueError(
                     f"{path}: {expected} {shape} {dtype} was to come, not {name} {tuple(tensor.shape)} {tensor.dtype}"

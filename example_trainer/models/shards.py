@@ -1,4 +1,6 @@
-"""How a model's parameters are spread over the ranks, as the optimizer, checkpoints and the step see it."""
+"""How a model's parameters are spread over the ranks, as the optimizer, checkpoints and the step
+see it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from torch import Tensor
 class Shards:
     """One process holds every parameter whole. The base of the other ways, which spread them.
 
-    A *local* tensor is what this rank holds of a parameter (of its float32 master, of its gradient); a *whole* one is what a
-    single process would hold. Methods that say "collective" are called by all ranks in the same order.
+    A *local* tensor is what this rank holds of a parameter (of its float32 master, of its
+    gradient); a *whole* one is what a single process would hold. Methods that say "collective" are
+    called by all ranks in the same order.
 
     Attributes:
         spread: whether a local tensor may be less than the whole.
@@ -34,7 +37,8 @@ class Shards:
         """What this rank holds of a whole tensor, padding included.
 
         Args:
-            block: elements in a row of the parameter for which the tensor has one element; here and below.
+            block: elements in a row of the parameter for which the tensor has one element; here and
+                below.
         """
         return whole
 
@@ -51,15 +55,22 @@ class Shards:
         return parts[0]
 
     def owned(self, name: str, local: Tensor) -> Sequence[Tensor]:
-        """Parts of a local tensor such that all ranks' parts together hold each element of the whole exactly once."""
+        """Parts of a local tensor such that all ranks' parts together hold each element of the
+        whole exactly once.
+        """
         return [local]
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of the ranks' values, where each contributes a part. Collective; may change `values`."""
+        """The sum of the ranks' values, where each contributes a part.
+
+        Collective; may change `values`.
+        """
         return values
 
     def norms(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """L2 norm of each whole tensor (float64, in the mapping's order) from this rank's local ones. Collective."""
+        """L2 norm of each whole tensor (float64, in the mapping's order) from this rank's local
+        ones. Collective.
+        """
         owned = [
             (row, column, part)
             for row, (name, local) in enumerate(tensors.items())
@@ -70,7 +81,9 @@ class Shards:
         if owned:
             rows, columns, parts = (list(values) for values in zip(*owned, strict=True))
             norms = torch.stack(torch._foreach_norm(parts)).double()
-            table = squares.new_zeros(len(tensors), max(columns) + 1)  # summed by rows: adding by index has no fixed order
+            table = squares.new_zeros(
+                len(tensors), max(columns) + 1
+            )  # summed by rows: adding by index has no fixed order
             table[rows, columns] = norms.square()
             squares = table.sum(dim=1)
         return self.total(squares).sqrt()

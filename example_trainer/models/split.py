@@ -1,7 +1,8 @@
-"""Layers split over tensor-parallel ranks: what goes over the wire in a forward and in a backward pass.
+"""Layers split over tensor-parallel ranks: what goes over the wire in a forward and in a backward
+pass.
 
-The f and g of Megatron-LM (arXiv:1909.08053, section 3). Between two layers every rank holds the same hidden states, and the
-same gradient of them; within a layer it holds a part.
+The f and g of Megatron-LM (arXiv:1909.08053, section 3). Between two layers every rank holds the
+same hidden states, and the same gradient of them; within a layer it holds a part.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class Split:
         size: over how many ranks layers are split; vLLM's tensor-parallel degree.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None
+    ) -> None:
         self.rank, self.size, self.group = rank, size, group
 
     def enter(self, x: Tensor) -> Tensor:
@@ -57,13 +60,18 @@ class Split:
         return rows
 
     def vocabulary_rows(self, vocab_size: int) -> int:
-        """Rows of the embedding, or of the output matrix, on each rank: vLLM pads the vocabulary before it splits it."""
+        """Rows of the embedding, or of the output matrix, on each rank: vLLM pads the vocabulary
+        before it splits it.
+        """
         if self.size == 1:
             return vocab_size
         return -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING // self.size
 
     def vocabulary_range(self, vocab_size: int) -> tuple[int, int]:
-        """The token ids whose rows this rank holds: first, and one past the last. What is beyond it in its rows is padding."""
+        """The token ids whose rows this rank holds: first, and one past the last.
+
+        What is beyond it in its rows is padding.
+        """
         rows = self.vocabulary_rows(vocab_size)
         first = min(self.rank * rows, vocab_size)
         return first, min(first + rows, vocab_size)

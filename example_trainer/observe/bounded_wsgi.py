@@ -1,4 +1,6 @@
-"""A small HTTP server for figures whose clients cannot use up the threads and open files of the trainer."""
+"""A small HTTP server for figures whose clients cannot use up the threads and open files of the
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class BoundedWSGIServer(ThreadingMixIn, WSGIServer):
     request_queue_size = 4 * MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, application: WSGIApplication) -> None:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         self.address_family = family
         self.connections: dict[socket.socket, None] = {}
         """In the order in which they came."""
@@ -50,7 +54,9 @@ class BoundedWSGIServer(ThreadingMixIn, WSGIServer):
         """Answer a connection in a thread, and end the oldest one if there are too many."""
         with self._lock:
             self.connections[request] = None
-            oldest = next(iter(self.connections)) if len(self.connections) > MOST_CONNECTIONS else None
+            oldest = (
+                next(iter(self.connections)) if len(self.connections) > MOST_CONNECTIONS else None
+            )
             if oldest is not None:
                 del self.connections[oldest]
         if oldest is not None:

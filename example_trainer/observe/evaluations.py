@@ -1,4 +1,6 @@
-"""Where the results of evaluations go: evaluations.jsonl, a line in the log, scalars for dashboards."""
+"""Where the results of evaluations go: evaluations.jsonl, a line in the log, scalars for
+dashboards.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ _OWN = "eval/"
 
 
 class EvaluationFile:
-    """A line of JSON for each evaluation, in the file when `write` returns, unless the disk is full: then it waits in memory.
+    """A line of JSON for each evaluation, in the file when `write` returns, unless the disk is
+    full: then it waits in memory.
 
     Args:
         path: the file. A new run moves that of an earlier one aside, as it does with metrics.jsonl.
-        continued: whether the run is resumed. What is in the file then stays, later steps than the one resumed from too: the
-            weights that were measured there were those, even if they have been learned anew. Lines that cannot be read stay,
-            with a warning; half a line at the end, as of a trainer that was killed, is cut off.
+        continued: whether the run is resumed. What is in the file then stays, later steps than the
+            one resumed from too: the weights that were measured there were those, even if they have
+            been learned anew. Lines that cannot be read stay, with a warning; half a line at the
+            end, as of a trainer that was killed, is cut off.
     """
 
     def __init__(self, path: Path, continued: bool) -> None:
@@ -51,7 +55,9 @@ class EvaluationFile:
                 len(unreadable), path, unreadable[0],
             )  # fmt: skip
         if half:
-            os.truncate(path, path.stat().st_size - len(half))  # in place: there is no moment without what is whole
+            os.truncate(
+                path, path.stat().st_size - len(half)
+            )  # in place: there is no moment without what is whole
 
     def write(self, step: int, evaluation: Evaluation) -> None:
         """Add one. `step` is that of the trainer when it learned of it."""
@@ -66,13 +72,19 @@ def evaluation_line(evaluation: Evaluation) -> str:
     """One line for people: `Evaluation gsm8k_0 at version 12: eval/percent_correct 0.412 …`."""
     version = "?" if evaluation.weight_version is None else evaluation.weight_version
     numbers = "  ".join(f"{name} {value:.4g}" for name, value in sorted(evaluation.metrics.items()))
-    return " ".join(f"Evaluation {evaluation.name} at version {version}: {numbers or 'no numbers'}".splitlines())
+    return " ".join(
+        f"Evaluation {evaluation.name} at version {version}: {numbers or 'no numbers'}".splitlines()
+    )
 
 
 def scalars(evaluation: Evaluation) -> tuple[str, dict[str, float]]:
-    """What the axis of its weight version is called, and its numbers, by names for dashboards: `eval/<name>/<metric>`."""
+    """What the axis of its weight version is called, and its numbers, by names for dashboards:
+    `eval/<name>/<metric>`.
+    """
     prefix = f"{_OWN}{safe_name(evaluation.name)}/"
-    return f"{prefix}weight_version", {prefix + name.removeprefix(_OWN): value for name, value in evaluation.metrics.items()}
+    return f"{prefix}weight_version", {
+        prefix + name.removeprefix(_OWN): value for name, value in evaluation.metrics.items()
+    }
 
 
 def move_aside(path: Path) -> Path:

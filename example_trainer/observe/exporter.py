@@ -17,19 +17,40 @@ from example_trainer.observe.bounded_wsgi import BoundedWSGIServer
 
 GAUGES = {
     "reward_mean": ("reward_mean", "Mean score of the step's sequences"),
-    "success_rate": ("success_rate", "Share of the step's sequences that solved their item, of those that say so"),
+    "success_rate": (
+        "success_rate",
+        "Share of the step's sequences that solved their item, of those that say so",
+    ),
     "reward_std": ("reward_std", "Standard deviation of the step's scores"),
     "loss": ("loss", "Loss of the step"),
     "kl": ("kl_nats", "KL divergence from the rollout policy, k3 estimate"),
     "reference_kl": ("reference_kl_nats", "KL divergence from the reference model, k3 estimate"),
     "entropy": ("entropy_nats", "Entropy where the trained tokens were chosen"),
-    "clip_fraction": ("clip_fraction", "Share of the tokens whose gradient was stopped by clipping"),
-    "clip_fraction_low": ("clip_fraction_low", "Share of the tokens whose gradient was stopped because the ratio fell"),
-    "clip_fraction_high": ("clip_fraction_high", "Share of the tokens whose gradient was stopped because the ratio rose"),
-    "missing_rollout_logprobs": ("missing_rollout_logprobs", "Share of the tokens that came without a rollout logprob"),
+    "clip_fraction": (
+        "clip_fraction",
+        "Share of the tokens whose gradient was stopped by clipping",
+    ),
+    "clip_fraction_low": (
+        "clip_fraction_low",
+        "Share of the tokens whose gradient was stopped because the ratio fell",
+    ),
+    "clip_fraction_high": (
+        "clip_fraction_high",
+        "Share of the tokens whose gradient was stopped because the ratio rose",
+    ),
+    "missing_rollout_logprobs": (
+        "missing_rollout_logprobs",
+        "Share of the tokens that came without a rollout logprob",
+    ),
     "teacher_kl": ("teacher_kl_nats", "Divergence from the teacher"),
-    "mismatch_kl": ("mismatch_kl_nats", "KL divergence of sampler and trainer at equal weights, k3 estimate"),
-    "drift_share": ("drift_share", "Share of the batch's tokens that the figures of trainer by sampler are of"),
+    "mismatch_kl": (
+        "mismatch_kl_nats",
+        "KL divergence of sampler and trainer at equal weights, k3 estimate",
+    ),
+    "drift_share": (
+        "drift_share",
+        "Share of the batch's tokens that the figures of trainer by sampler are of",
+    ),
     "ratio_mean": ("ratio_mean", "Mean ratio trainer by sampler of the sampled tokens"),
     "ratio_max": ("ratio_max", "Largest ratio trainer by sampler"),
     "ratio_p01": ("ratio_p01", "1st percentile of the ratio trainer by sampler"),
@@ -37,30 +58,75 @@ GAUGES = {
     "ratio_p95": ("ratio_p95", "95th percentile of the ratio trainer by sampler"),
     "ratio_p99": ("ratio_p99", "99th percentile of the ratio trainer by sampler"),
     "ess": ("effective_sample_share", "Kish's effective sample size of the ratios, by the tokens"),
-    "correction_weight": ("correction_weight_mean", "Mean weight of the correction, 0 for what is left out"),
-    "correction_ess": ("correction_effective_sample_share", "Kish's effective sample size of the correction's weights"),
-    "correction_masked": ("correction_masked_share", "Share of the tokens that the correction left out"),
-    "correction_masked_sequences": ("correction_masked_sequences_share", "Share of the sequences that it left out whole"),
-    "correction_bounded": ("correction_bounded_share", "Share of the tokens whose weight was the correction's bound"),
-    "perplexity_rollout": ("rollout_perplexity", "Perplexity of the sampled tokens under the sampler"),
-    "perplexity_trainer": ("trainer_perplexity", "Perplexity of the sampled tokens under the batch's first weights"),
+    "correction_weight": (
+        "correction_weight_mean",
+        "Mean weight of the correction, 0 for what is left out",
+    ),
+    "correction_ess": (
+        "correction_effective_sample_share",
+        "Kish's effective sample size of the correction's weights",
+    ),
+    "correction_masked": (
+        "correction_masked_share",
+        "Share of the tokens that the correction left out",
+    ),
+    "correction_masked_sequences": (
+        "correction_masked_sequences_share",
+        "Share of the sequences that it left out whole",
+    ),
+    "correction_bounded": (
+        "correction_bounded_share",
+        "Share of the tokens whose weight was the correction's bound",
+    ),
+    "perplexity_rollout": (
+        "rollout_perplexity",
+        "Perplexity of the sampled tokens under the sampler",
+    ),
+    "perplexity_trainer": (
+        "trainer_perplexity",
+        "Perplexity of the sampled tokens under the batch's first weights",
+    ),
     "grad_norm": ("grad_norm", "Global norm of the gradient before clipping"),
     "lr": ("learning_rate", "Learning rate of the step"),
-    "tokens_per_second": ("tokens_per_second", "Trained tokens that were forwarded by the step's whole duration"),
-    "forwarded_tokens_per_second": ("forwarded_tokens_per_second", "Forwarded tokens by the time of computing the step"),
-    "packing_ratio": ("packing_ratio", "Forwarded tokens by the tokens of all sequences, which share what they begin with"),
-    "mfu": ("model_flops_utilisation", "The model's arithmetic by the time of computing the step and the device's rate"),
-    "peak_memory_bytes": ("peak_memory_bytes", "Most bytes of tensors on the GPU in the step; of the process on a CPU"),
+    "tokens_per_second": (
+        "tokens_per_second",
+        "Trained tokens that were forwarded by the step's whole duration",
+    ),
+    "forwarded_tokens_per_second": (
+        "forwarded_tokens_per_second",
+        "Forwarded tokens by the time of computing the step",
+    ),
+    "packing_ratio": (
+        "packing_ratio",
+        "Forwarded tokens by the tokens of all sequences, which share what they begin with",
+    ),
+    "mfu": (
+        "model_flops_utilisation",
+        "The model's arithmetic by the time of computing the step and the device's rate",
+    ),
+    "peak_memory_bytes": (
+        "peak_memory_bytes",
+        "Most bytes of tensors on the GPU in the step; of the process on a CPU",
+    ),
     "waiting_share": ("waiting_share", "Share of the step in which it waited for its batch"),
     "response_length_mean": ("response_length_mean_tokens", "Mean length of the responses"),
     "response_length_p50": ("response_length_p50_tokens", "Median length of the responses"),
-    "response_length_p95": ("response_length_p95_tokens", "95th percentile of the responses' lengths"),
+    "response_length_p95": (
+        "response_length_p95_tokens",
+        "95th percentile of the responses' lengths",
+    ),
     "response_length_max": ("response_length_max_tokens", "Length of the longest response"),
     "truncated_share": ("truncated_share", "Share of the responses that ran into their limit"),
-    "zero_advantage_share": ("zero_advantage_share", "Share of the trained sequences whose advantages are all 0"),
+    "zero_advantage_share": (
+        "zero_advantage_share",
+        "Share of the trained sequences whose advantages are all 0",
+    ),
     "queue_size": ("queue_groups", "Groups that waited in the rollout service after the step"),
     "age_mean": ("staleness_mean_versions", "Mean age of what was trained on, in weight versions"),
-    "age_max": ("staleness_max_versions", "Greatest age of what was trained on, in weight versions"),
+    "age_max": (
+        "staleness_max_versions",
+        "Greatest age of what was trained on, in weight versions",
+    ),
     "uses_mean": ("uses_mean", "Batches in which a group of the batch had been trained on before"),
     "weight_version": ("served_weight_version", "Weight version that the inference server serves"),
     "seconds_wait": ("wait_seconds", "Seconds that the step waited for its batch"),
@@ -73,38 +139,77 @@ COUNTERS = {
     "forwarded_tokens": ("forwarded_tokens", "Tokens forwarded since this process began"),
     "flops": ("flops", "Operations of forward and backward passes since this process began"),
     "sequences": ("sequences", "Sequences trained on since this process began"),
-    "sequences_too_long": ("sequences_too_long", "Sequences above the length limit since this process began"),
-    "groups_invalid": ("groups_invalid", "Groups that were left out of their batch since this process began"),
+    "sequences_too_long": (
+        "sequences_too_long",
+        "Sequences above the length limit since this process began",
+    ),
+    "groups_invalid": (
+        "groups_invalid",
+        "Groups that were left out of their batch since this process began",
+    ),
     "updates": ("updates", "Optimizer updates since this process began"),
-    "updates_skipped": ("updates_skipped", "Updates of batches that could not be taken since this process began"),
-    "batches_skipped": ("batches_skipped", "Batches that could not be trained on since this process began"),
-    "bytes_moved": ("weight_bytes_sent", "Bytes of weights sent to the inference server since this process began"),
+    "updates_skipped": (
+        "updates_skipped",
+        "Updates of batches that could not be taken since this process began",
+    ),
+    "batches_skipped": (
+        "batches_skipped",
+        "Batches that could not be trained on since this process began",
+    ),
+    "bytes_moved": (
+        "weight_bytes_sent",
+        "Bytes of weights sent to the inference server since this process began",
+    ),
 }
 _PREFIX = "lockstep_trainer_"
 LABELLED = {
     "sync/": ("sync_phase_seconds", "Seconds of a phase of the last handing over", "phase"),
-    "fleet/": ("fleet_servers", "vLLM servers after the last update, by standing; size: all of them", "standing"),
-    "reward/": ("environment_reward_mean", "Mean score of the step's sequences of an environment", "environment"),
+    "fleet/": (
+        "fleet_servers",
+        "vLLM servers after the last update, by standing; size: all of them",
+        "standing",
+    ),
+    "reward/": (
+        "environment_reward_mean",
+        "Mean score of the step's sequences of an environment",
+        "environment",
+    ),
     "success/": ("environment_success_rate", "success_rate of an environment", "environment"),
-    "kl_age_": ("kl_by_age_nats", "KL divergence from the rollout policy, by the age of what was sampled", "age"),
+    "kl_age_": (
+        "kl_by_age_nats",
+        "KL divergence from the rollout policy, by the age of what was sampled",
+        "age",
+    ),
 }
-"""Beginning of keys of a row -> (name after `lockstep_trainer_`, help, label, whose value is the rest of the key)."""
+"""Beginning of keys of a row -> (name after `lockstep_trainer_`, help, label, whose value is the
+rest of the key)."""
 
 
 class MetricsServer:
     """Answers Prometheus from a thread of its own, with what `update` was last given."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        """Listen on a port of the address; whoever reaches it may read the figures, and nothing else.
+        """Listen on a port of the address; whoever reaches it may read the figures, and nothing
+        else.
 
         Raises:
             ConfigError: the port is taken, or the address is none of this machine.
         """
         self.registry = CollectorRegistry()
         self._step = Gauge(f"{_PREFIX}step", "Optimizer steps taken", registry=self.registry)
-        self._at = Gauge(f"{_PREFIX}step_timestamp_seconds", "Unix time of the last step's end", registry=self.registry)
-        self._gauges = {key: Gauge(_PREFIX + name, text, registry=self.registry) for key, (name, text) in GAUGES.items()}
-        self._counters = {key: Counter(_PREFIX + name, text, registry=self.registry) for key, (name, text) in COUNTERS.items()}
+        self._at = Gauge(
+            f"{_PREFIX}step_timestamp_seconds",
+            "Unix time of the last step's end",
+            registry=self.registry,
+        )
+        self._gauges = {
+            key: Gauge(_PREFIX + name, text, registry=self.registry)
+            for key, (name, text) in GAUGES.items()
+        }
+        self._counters = {
+            key: Counter(_PREFIX + name, text, registry=self.registry)
+            for key, (name, text) in COUNTERS.items()
+        }
         self._labelled = {
             beginning: Gauge(_PREFIX + name, text, [label], registry=self.registry)
             for beginning, (name, text, label) in LABELLED.items()
@@ -133,7 +238,10 @@ class MetricsServer:
         return int(self.http.server_port)
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show a row of metrics.jsonl. A figure that is not known becomes NaN rather than the last one that was."""
+        """Show a row of metrics.jsonl.
+
+        A figure that is not known becomes NaN rather than the last one that was.
+        """
         self._step.set(step)
         self._at.set(time.time())
         for key, gauge in self._gauges.items():

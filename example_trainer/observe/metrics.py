@@ -1,4 +1,6 @@
-"""One row of figures per optimizer step: to metrics.jsonl, to TensorBoard, to Weights & Biases and Prometheus when asked."""
+"""One row of figures per optimizer step: to metrics.jsonl, to TensorBoard, to Weights & Biases and
+Prometheus when asked.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ _CLOSE_SECONDS = 30.0
 class MetricsLog:
     """Writes rows. A row is in the file when `write` returns, unless the disk is full.
 
-    A new run moves an earlier metrics.jsonl aside; a resumed one continues it, without the rows after the step that it
-    resumes from. Likewise evaluations.jsonl, of which a resumed run keeps all.
+    A new run moves an earlier metrics.jsonl aside; a resumed one continues it, without the rows
+    after the step that it resumes from. Likewise evaluations.jsonl, of which a resumed run keeps
+    all.
 
     Args:
         folder: gets metrics.jsonl, evaluations.jsonl and tensorboard/.
@@ -62,25 +65,35 @@ class MetricsLog:
             folder.mkdir(parents=True, exist_ok=True)
             _prepare(path, first_step)
             self._file = KeptLines(path)
-            self.evaluations = EvaluationFile(folder / "evaluations.jsonl", continued=first_step > 0)
-            self._others = _Background(_tensorboard(folder / "tensorboard", first_step + 1), wandb_run)
+            self.evaluations = EvaluationFile(
+                folder / "evaluations.jsonl", continued=first_step > 0
+            )
+            self._others = _Background(
+                _tensorboard(folder / "tensorboard", first_step + 1), wandb_run
+            )
         except OSError as error:
-            reason = cannot_write(folder / "metrics.jsonl", error, name=f"metrics to --log-dir {folder}")
+            reason = cannot_write(
+                folder / "metrics.jsonl", error, name=f"metrics to --log-dir {folder}"
+            )
             raise ConfigError(f"{reason}; make room there, or give another --log-dir") from error
 
     def write(self, step: int, row: Row) -> None:
-        """Write one row. Figures that are not known are None. Waits for no network, and for no disk but metrics.jsonl's.
+        """Write one row. Figures that are not known are None. Waits for no network, and for no disk
+        but metrics.jsonl's.
 
         A full disk ends no run: the row waits in memory until there is space.
         """
         self._file.write(json.dumps({"step": step} | row).encode())
         if self._exporter is not None:
             self._exporter.update(step, row)
-        numbers = {f"train/{name}": value for name, value in row.items() if isinstance(value, int | float)}
+        numbers = {
+            f"train/{name}": value for name, value in row.items() if isinstance(value, int | float)
+        }
         self._others.write(_Scalars(step, numbers, step))
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Write what an environment measured; in TensorBoard and W&B it stands at the weights that were measured.
+        """Write what an environment measured; in TensorBoard and W&B it stands at the weights that
+        were measured.
 
         Args:
             step: the trainer's present one.
@@ -144,9 +157,11 @@ class _Scalars:
 
 
 class _Background:
-    """Hands numbers to TensorBoard and Weights & Biases in a thread of its own, so that no step waits for them.
+    """Hands numbers to TensorBoard and Weights & Biases in a thread of its own, so that no step
+    waits for them.
 
-    metrics.jsonl has all that they show. So rows that they take too slowly, or not at all, are left out with a warning.
+    metrics.jsonl has all that they show. So rows that they take too slowly, or not at all, are left
+    out with a warning.
     """
 
     def __init__(self, tensorboard: SummaryWriter | None, wandb: Any) -> None:
@@ -166,7 +181,9 @@ class _Background:
             self._rows.put_nowait(scalars)
         except queue.Full:
             logger.warning(
-                "TensorBoard or W&B is %d rows behind: step %d is in metrics.jsonl alone", _WAITING_ROWS, scalars.step
+                "TensorBoard or W&B is %d rows behind: step %d is in metrics.jsonl alone",
+                _WAITING_ROWS,
+                scalars.step,
             )
 
     def _work(self) -> None:
@@ -176,7 +193,11 @@ class _Background:
             except Exception as error:  # noqa: BLE001 - whatever another library raises; the run goes on without its view
                 self._failure = error
                 told = " ".join(str(error).split())
-                logger.error("No more rows for TensorBoard and W&B, metrics.jsonl only: %s: %s", type(error).__name__, told)
+                logger.error(
+                    "No more rows for TensorBoard and W&B, metrics.jsonl only: %s: %s",
+                    type(error).__name__,
+                    told,
+                )
                 return
 
     def _hand_over(self, scalars: _Scalars) -> None:
@@ -190,7 +211,9 @@ class _Background:
                 numbers = numbers | {scalars.axis: scalars.at}
                 if scalars.axis not in self._axes:
                     self._axes.add(scalars.axis)
-                    self._wandb.define_metric(f"{scalars.axis.rpartition('/')[0]}/*", step_metric=scalars.axis)
+                    self._wandb.define_metric(
+                        f"{scalars.axis.rpartition('/')[0]}/*", step_metric=scalars.axis
+                    )
             self._wandb.log(numbers, step=scalars.step)
 
     def close(self) -> None:
@@ -204,7 +227,10 @@ class _Background:
             except queue.Full:
                 logger.debug("there is no room for the end either")
             if self._thread.is_alive():
-                logger.warning("TensorBoard or W&B did not take the last rows in %.0f s, metrics.jsonl has", _CLOSE_SECONDS)
+                logger.warning(
+                    "TensorBoard or W&B did not take the last rows in %.0f s, metrics.jsonl has",
+                    _CLOSE_SECONDS,
+                )
                 return
         for other, finish in ((self._tensorboard, "close"), (self._wandb, "finish")):
             if other is None:
@@ -214,7 +240,10 @@ class _Background:
             except Exception as error:  # noqa: BLE001 - whatever another library raises; the run is over without its view
                 if self._failure is None:  # or it is the same once more
                     told = " ".join(str(error).split())
-                    logger.error("The last rows for TensorBoard and W&B are lost, metrics.jsonl has them: %s", told)
+                    logger.error(
+                        "The last rows for TensorBoard and W&B are lost, metrics.jsonl has them: %s",
+                        told,
+                    )
 
 
 def _prepare(path: Path, first_step: int) -> None:
@@ -230,24 +259,33 @@ def _prepare(path: Path, first_step: int) -> None:
             if not later:
                 kept.append(line)
         if unreadable:
-            logger.warning("%d lines of %s are no rows of figures; they stay, and are passed over", unreadable, path)
+            logger.warning(
+                "%d lines of %s are no rows of figures; they stay, and are passed over",
+                unreadable,
+                path,
+            )
         write_whole(path, b"".join(kept))
         return
     logger.info("Moved the metrics of an earlier run to %s", move_aside(path))
 
 
 def _tensorboard(folder: Path, first_step: int) -> SummaryWriter | None:
-    """A writer, or None (with a warning) where TensorBoard is not installed: metrics.jsonl has all that it would show."""
+    """A writer, or None (with a warning) where TensorBoard is not installed: metrics.jsonl has all
+    that it would show.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        logger.warning("No TensorBoard log, metrics.jsonl only: %s (pip install tensorboard)", error)
+        logger.warning(
+            "No TensorBoard log, metrics.jsonl only: %s (pip install tensorboard)", error
+        )
         return None
     return SummaryWriter(str(folder), purge_step=first_step)
 
 
 def _start_wandb(names: tuple[str, str], config: dict[str, Any], folder: Path) -> Any:
-    """A W&B run, offline where there is no login, or None (with a warning) where wandb is not installed.
+    """A W&B run, offline where there is no login, or None (with a warning) where wandb is not
+    installed.
 
     metrics.jsonl has all that W&B would show.
 
@@ -257,7 +295,9 @@ def _start_wandb(names: tuple[str, str], config: dict[str, Any], folder: Path) -
     try:
         import wandb
     except ImportError:
-        logger.warning("No W&B log, metrics.jsonl and TensorBoard only: wandb is not installed (pip install wandb)")
+        logger.warning(
+            "No W&B log, metrics.jsonl and TensorBoard only: wandb is not installed (pip install wandb)"
+        )
         return None
     folder.mkdir(parents=True, exist_ok=True)
     mode, notice = offline_mode(folder)
@@ -265,7 +305,14 @@ def _start_wandb(names: tuple[str, str], config: dict[str, Any], folder: Path) -
         logger.info("%s", notice)
     sys.argv[:] = without_secrets(sys.argv)  # W&B keeps the command line
     try:
-        return wandb.init(project=names[0], group=names[1], config=config, dir=str(folder), job_type="trainer", **mode)
+        return wandb.init(
+            project=names[0],
+            group=names[1],
+            config=config,
+            dir=str(folder),
+            job_type="trainer",
+            **mode,
+        )
     except wandb.Error as error:
         raise ConfigError(
             f"--use-wandb: {' '.join(str(error).split())}; run `wandb login`, or set WANDB_MODE=offline"

@@ -1,12 +1,15 @@
-"""How fast a step was, and how near to what its device can do. Pure arithmetic on sizes, times and names.
+"""How fast a step was, and how near to what its device can do. Pure arithmetic on sizes, times and
+names.
 
-What is counted is the arithmetic that the model asks for, as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311): a
-product with a matrix of P elements takes 2·P operations for each token forward, and twice as many backward, for the gradients
-of its input and of itself, hence 6·P. Attention takes 2·d operations for a query and a key that it sees, and 2·d for the value,
-in each head of width d, hence 12·d forward and backward. Of that the pairs count that causal attention really has, and the
-prompt that several responses share counts once, since it is forwarded once. The embedding is a lookup and counts nothing; the
-output matrix counts for the trained tokens, whose logits alone are made. What is computed again (gradient checkpointing, the
-logits of the head) is not asked for by the model, and not counted. Model FLOPs utilisation, MFU, is that by the time of
+What is counted is the arithmetic that the model asks for, as in appendix B of PaLM (Chowdhery et
+al., arXiv:2204.02311): a product with a matrix of P elements takes 2·P operations for each token
+forward, and twice as many backward, for the gradients of its input and of itself, hence 6·P.
+Attention takes 2·d operations for a query and a key that it sees, and 2·d for the value, in each
+head of width d, hence 12·d forward and backward. Of that the pairs count that causal attention
+really has, and the prompt that several responses share counts once, since it is forwarded once. The
+embedding is a lookup and counts nothing; the output matrix counts for the trained tokens, whose
+logits alone are made. What is computed again (gradient checkpointing, the logits of the head) is
+not asked for by the model, and not counted. Model FLOPs utilisation, MFU, is that by the time of
 forward, backward and optimizer, divided by the device's rate.
 """
 
@@ -36,12 +39,13 @@ _DENSE_BF16 = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-"""Operations a second of bf16 matrix products without sparsity, as NVIDIA's data sheets have them, by words of the name that
-CUDA gives."""
+"""Operations a second of bf16 matrix products without sparsity, as NVIDIA's data sheets have them,
+by words of the name that CUDA gives."""
 
 
 def peak_rate(device_name: str, dtype: torch.dtype) -> float | None:
-    """Operations a second that a device is sold with for matrix products of a dtype; None where that is not known.
+    """Operations a second that a device is sold with for matrix products of a dtype; None where
+    that is not known.
 
     Args:
         device_name: as `torch.cuda.get_device_name` gives it, such as "NVIDIA H100 80GB HBM3".
@@ -57,7 +61,11 @@ def peak_rate(device_name: str, dtype: torch.dtype) -> float | None:
 def matrix_elements(geometry: Geometry) -> int:
     """Elements of the matrices that every forwarded token is multiplied with: those of the layers."""
     g = geometry
-    layer = g.hidden_size * (g.q_size + 2 * g.kv_size) + g.q_size * g.hidden_size + 3 * g.hidden_size * g.intermediate_size
+    layer = (
+        g.hidden_size * (g.q_size + 2 * g.kv_size)
+        + g.q_size * g.hidden_size
+        + 3 * g.hidden_size * g.intermediate_size
+    )
     return g.num_layers * layer
 
 
@@ -75,18 +83,24 @@ def step_flops(
 
         6 · (M·forwarded + H·V·trained) + 12 · layers · heads · d · pairs        M: matrix_elements, H·V: the output matrix
 
-    Frozen matrices have no gradient: under adapters they take 4 for each element and token, and the adapters 6.
+    Frozen matrices have no gradient: under adapters they take 4 for each element and token, and the
+    adapters 6.
 
     Args:
         forwarded_tokens: what the layers compute on.
         trained_tokens: whose logits are made.
         attended_pairs: of a query and a key that it sees, of all spans.
         adapter_elements: of LoRA's matrices; None where the whole model is trained.
-        reference: share of the batch that a second model of this geometry is run forward on, once for a batch.
+        reference: share of the batch that a second model of this geometry is run forward on, once
+            for a batch.
         epochs: how often a batch is gone through, forward and backward.
-        ahead: share of the batch that is also run forward without a gradient, for its logprobs under the batch's first weights.
+        ahead: share of the batch that is also run forward without a gradient, for its logprobs
+            under the batch's first weights.
     """
-    matrices = matrix_elements(geometry) * forwarded_tokens + geometry.hidden_size * geometry.vocab_size * trained_tokens
+    matrices = (
+        matrix_elements(geometry) * forwarded_tokens
+        + geometry.hidden_size * geometry.vocab_size * trained_tokens
+    )
     attention = 4.0 * geometry.num_layers * geometry.q_size * attended_pairs
     passes = 6.0 if adapter_elements is None else 4.0
     total = passes * matrices + 3.0 * attention + 6.0 * (adapter_elements or 0) * forwarded_tokens
@@ -103,7 +117,8 @@ class Speed:
         geometry: of the model.
         peak: operations a second of all its ranks' devices together; None where that is not known.
         adapter_elements: see step_flops.
-        reference: whether a second model scores the tokens that came without their logprobs under it.
+        reference: whether a second model scores the tokens that came without their logprobs under
+            it.
     """
 
     geometry: Geometry
@@ -133,7 +148,9 @@ class Speed:
             figures.forwarded_targets,
             figures.attended_pairs,
             self.adapter_elements,
-            1 - figures.targets_with_reference / figures.forwarded_targets if self.reference else 0.0,
+            1 - figures.targets_with_reference / figures.forwarded_targets
+            if self.reference
+            else 0.0,
             epochs,
             ahead,
         )
@@ -149,7 +166,12 @@ class Speed:
 
 
 def make_speed(
-    model: Decoder, device: torch.device, dtype: torch.dtype, ranks: int = 1, adapters: bool = False, reference: bool = False
+    model: Decoder,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: int = 1,
+    adapters: bool = False,
+    reference: bool = False,
 ) -> Speed:
     """What the steps of a model on devices like this one are measured against.
 
@@ -164,7 +186,9 @@ def make_speed(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that torch's tensors took on a GPU at most since this was asked last; on a CPU, that the process ever had."""
+    """Bytes that torch's tensors took on a GPU at most since this was asked last; on a CPU, that
+    the process ever had.
+    """
     if device.type == "cuda":
         largest = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

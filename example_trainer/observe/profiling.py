@@ -1,4 +1,5 @@
-"""Where a step's time and memory go: torch's profiler for chosen steps, and the history of a GPU's memory.
+"""Where a step's time and memory go: torch's profiler for chosen steps, and the history of a GPU's
+memory.
 
 A trace opens in https://ui.perfetto.dev, a snapshot in https://pytorch.org/memory_viz.
 """
@@ -18,7 +19,8 @@ from example_trainer.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _EVENTS = 200_000
-"""Allocations that the history of memory keeps, the newest ones; about 1 KiB each, with where they were made."""
+"""Allocations that the history of memory keeps, the newest ones; about 1 KiB each, with where they
+were made."""
 
 
 class StepProfiler:
@@ -41,11 +43,15 @@ class StepProfiler:
             self._path = folder / f"steps_{steps[0]}-{steps[-1]}.rank{rank}.json.gz"
 
     def begin(self, step: int) -> None:
-        """A step begins, and with it the trace if it is the first of them; behind the last one the trace is written."""
+        """A step begins, and with it the trace if it is the first of them; behind the last one the
+        trace is written.
+        """
         if step not in self._steps:
             self.close()
         elif self._profile is None:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            activities = [ProfilerActivity.CPU] + [
+                ProfilerActivity.CUDA
+            ] * torch.cuda.is_available()
             self._profile = profile(activities=activities)
             self._profile.start()
 
@@ -61,17 +67,23 @@ class StepProfiler:
             # The run is worth more than its trace, and half a trace is worth nothing.
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
-            logger.warning("--profile: cannot write %s: %s; make room, or give another --log-dir", self._path, error)
+            logger.warning(
+                "--profile: cannot write %s: %s; make room, or give another --log-dir",
+                self._path,
+                error,
+            )
             return
         logger.info("Profile of steps %d to %d: %s", self._steps[0], self._steps[-1], self._path)
 
 
 @contextmanager
-def memory_history(wanted: bool, device: torch.device, folder: Path, rank: int = 0) -> Iterator[None]:
+def memory_history(
+    wanted: bool, device: torch.device, folder: Path, rank: int = 0
+) -> Iterator[None]:
     """Record where GPU memory is taken and given back in the with block, if that is wanted.
 
-    Writes `memory.rank0.pickle` at its end, and `out_of_memory_1.rank0.pickle` and so on in the moment in which memory runs
-    out, when what fills it is still there.
+    Writes `memory.rank0.pickle` at its end, and `out_of_memory_1.rank0.pickle` and so on in the
+    moment in which memory runs out, when what fills it is still there.
 
     Raises:
         ConfigError: the device is no GPU, or the folder cannot be made.
@@ -105,7 +117,11 @@ def _write_snapshot(path: Path) -> None:
     try:
         torch.cuda.memory._dump_snapshot(str(path))
     except (OSError, RuntimeError) as error:
-        logger.warning("--memory-snapshot: cannot write %s: %s; make room, or give another --log-dir", path, error)
+        logger.warning(
+            "--memory-snapshot: cannot write %s: %s; make room, or give another --log-dir",
+            path,
+            error,
+        )
         return
     logger.info("Memory snapshot: %s", path)
 
@@ -114,4 +130,6 @@ def _make(folder: Path, flag: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{flag} cannot write to {folder}: {error.strerror or error}; give another --log-dir") from error
+        raise ConfigError(
+            f"{flag} cannot write to {folder}: {error.strerror or error}; give another --log-dir"
+        ) from error

@@ -25,7 +25,8 @@ class StepFigures:
         reward: mean score of the step's sequences.
         success: share of solved items, from 0 to 1; None if the environments do not say.
         rate: trained tokens per second.
-        age: weight versions since the sequences were sampled, as text: mean and maximum, or `?` if unknown.
+        age: weight versions since the sequences were sampled, as text: mean and maximum, or `?` if
+            unknown.
     """
 
     step: int
@@ -58,7 +59,9 @@ def read_step_line(line: str) -> StepFigures | None:
 
 def step_line(step: int, steps: int, row: Row) -> str:
     """Write the figures of a step as one line for people: `Step 1/100  reward 0.500 …`."""
-    age = "age ?" if row["age_mean"] is None else f"age {row['age_mean']:.1f} (max {row['age_max']})"
+    age = (
+        "age ?" if row["age_mean"] is None else f"age {row['age_mean']:.1f} (max {row['age_max']})"
+    )
     if row.get("uses_mean") is not None:
         age += f"  used before {row['uses_mean']:.2f}"
     success = "" if row.get("success_rate") is None else f"  success {row['success_rate']:.3f}"
@@ -66,10 +69,13 @@ def step_line(step: int, steps: int, row: Row) -> str:
     if "mismatched_tokens" in row:
         parity = f"  mismatched {row['mismatched_tokens']}/{row['compared_tokens']}  weights {row['weights_sha']}"
         older = (
-            f"  kl of present weights {row['parity_kl']:.5f}  older {row['older_tokens']}  kl of older {row['older_kl']:.5f}"
+            f"  kl of present weights {row['parity_kl']:.5f}"
+            f"  older {row['older_tokens']}  kl of older {row['older_kl']:.5f}"
         )
     turn = f"  turn {row['turn/seconds']:.2f} s" if "turn/seconds" in row else ""
-    perplexities = f"{_known(row, 'perplexity_rollout', '.4g')}/{_known(row, 'perplexity_trainer', '.4g')}"
+    perplexities = (
+        f"{_known(row, 'perplexity_rollout', '.4g')}/{_known(row, 'perplexity_trainer', '.4g')}"
+    )
     return (
         f"Step {step}/{steps}  reward {row['reward_mean']:.3f}{success}  loss {row['loss']:.4f}  "
         f"kl {_known(row, 'kl', '.5f')}  "

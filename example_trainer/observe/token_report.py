@@ -1,7 +1,9 @@
-"""What a step computed for a few sequences, token by token, for whoever reads rollouts: it goes back with the acknowledgement.
+"""What a step computed for a few sequences, token by token, for whoever reads rollouts: it goes
+back with the acknowledgement.
 
-It costs a step next to nothing. Sequences are chosen on the host before the first pass; what is told of them is copied to
-pinned memory behind the kernels that made it, and read when the step's figures have been waited for anyway.
+It costs a step next to nothing. Sequences are chosen on the host before the first pass; what is
+told of them is copied to pinned memory behind the kernels that made it, and read when the step's
+figures have been waited for anyway.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Copied:
-    """Of one sequence: how many tokens of it are trained, and [3, some] float32 on the host: logprobs, entropies, advantages of
-    the first of them."""
+    """Of one sequence: how many tokens of it are trained, and [3, some] float32 on the host:
+    logprobs, entropies, advantages of the first of them."""
 
     place: Place
     trained: int
@@ -35,13 +37,16 @@ class _Copied:
 
 
 class TokenReport:
-    """Collects what the first update of a batch computes for a few of its sequences, whose weights are the batch's version.
+    """Collects what the first update of a batch computes for a few of its sequences, whose weights
+    are the batch's version.
 
     With several ranks they are of rank 0's own share.
 
     Args:
-        sequences: how many of a step, 0 for none. They are of as few groups as possible, chosen by the version alone.
-        most_tokens: of all of them; of one for which there is no room left, the first tokens are told, or nothing.
+        sequences: how many of a step, 0 for none. They are of as few groups as possible, chosen by
+            the version alone.
+        most_tokens: of all of them; of one for which there is no room left, the first tokens are
+            told, or nothing.
 
     Example:
         report.begin(optimizer.steps, bins)
@@ -59,11 +64,16 @@ class TokenReport:
         self._done: torch.cuda.Event | None = None
 
     def begin(self, version: int, bins: Sequence[PackedBin]) -> None:
-        """A batch begins, with the weights of `version`; what was collected before is forgotten. Not collective."""
+        """A batch begins, with the weights of `version`; what was collected before is forgotten.
+
+        Not collective.
+        """
         self._version, self._copied, self._done = version, [], None
         trained: dict[Place, int] = {}
         for one in bins if self._sequences else ():
-            for (group, sequence), count in zip(one.orders.tolist(), one.counts.tolist(), strict=True):
+            for (group, sequence), count in zip(
+                one.orders.tolist(), one.counts.tolist(), strict=True
+            ):
                 trained[group, sequence] = count
         self._room = chosen(trained, version, self._sequences, self._most_tokens)
 
@@ -78,29 +88,41 @@ class TokenReport:
             room = self._room.get((group, sequence), 0)
             if room:
                 part = slice(begin, begin + room)
-                columns = torch.stack((logprobs.detach()[part], entropy.detach()[part], bin.advantages[part]))
-                self._copied.append(_Copied((group, sequence), count, columns.to("cpu", non_blocking=True)))
+                columns = torch.stack(
+                    (logprobs.detach()[part], entropy.detach()[part], bin.advantages[part])
+                )
+                self._copied.append(
+                    _Copied((group, sequence), count, columns.to("cpu", non_blocking=True))
+                )
                 if columns.is_cuda:
                     self._done = torch.cuda.Event()
                     self._done.record()
             begin += count
 
     def take(self) -> dict[str, Any] | None:
-        """What was collected since `begin`, as the rollout service is told it; None if that is nothing.
+        """What was collected since `begin`, as the rollout service is told it; None if that is
+        nothing.
 
-        `logprobs`, `entropies` and `advantages` are little-endian float32 in base64, for the first of the sequence's trained
-        tokens; an advantage that is the same for all is a number. `trained` counts them all.
+        `logprobs`, `entropies` and `advantages` are little-endian float32 in base64, for the first
+        of the sequence's trained tokens; an advantage that is the same for all is a number.
+        `trained` counts them all.
         """
         copied, self._copied = self._copied, []
         if not copied:
             return None
         if self._done is not None:
             self._done.synchronize()  # long since, where the step's figures were read before
-        return {"weight_version": self._version, "sequences": [_told(one) for one in sorted(copied, key=lambda c: c.place)]}
+        return {
+            "weight_version": self._version,
+            "sequences": [_told(one) for one in sorted(copied, key=lambda c: c.place)],
+        }
 
 
-def chosen(trained: dict[Place, int], version: int, sequences: int, most_tokens: int) -> dict[Place, int]:
-    """Which sequences are reported, and how many tokens of each: whole groups in an order that the version settles.
+def chosen(
+    trained: dict[Place, int], version: int, sequences: int, most_tokens: int
+) -> dict[Place, int]:
+    """Which sequences are reported, and how many tokens of each: whole groups in an order that the
+    version settles.
 
     Args:
         trained: tokens of each sequence of the batch.
@@ -128,5 +150,7 @@ def _told(copied: _Copied) -> dict[str, Any]:
         "trained": copied.trained,
         "logprobs": b64encode(logprobs.astype("<f4").tobytes()).decode(),
         "entropies": b64encode(entropies.astype("<f4").tobytes()).decode(),
-        "advantages": float(advantages[0]) if same else b64encode(advantages.astype("<f4").tobytes()).decode(),
+        "advantages": float(advantages[0])
+        if same
+        else b64encode(advantages.astype("<f4").tobytes()).decode(),
     }

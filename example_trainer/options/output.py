@@ -14,14 +14,22 @@ from example_trainer.options.section import Section
 class CheckpointOptions(Section):
     """Checkpoints"""
 
-    save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of the checkpoints")
-    checkpoint_interval: int = Field(10, ge=0, description="steps between checkpoints; 0: only after the last one")
-    keep_checkpoints: int = Field(0, ge=0, description="newest checkpoints of the run that are kept at all; 0: all")
+    save_path: Path = Field(
+        Path("trained_model_checkpoints"), description="folder of the checkpoints"
+    )
+    checkpoint_interval: int = Field(
+        10, ge=0, description="steps between checkpoints; 0: only after the last one"
+    )
+    keep_checkpoints: int = Field(
+        0, ge=0, description="newest checkpoints of the run that are kept at all; 0: all"
+    )
     keep_optimizer_states: int | Literal["all"] = Field(
-        1, description="newest checkpoints that keep their optimizer state; 0: none does; all: every one does"
+        1,
+        description="newest checkpoints that keep their optimizer state; 0: none does; all: every one does",
     )
     resume: str | None = Field(
-        None, description="auto (the newest run in save-path, from its newest checkpoint; else a new run) or a step_N folder"
+        None,
+        description="auto (the newest run in save-path, from its newest checkpoint; else a new run) or a step_N folder",
     )
 
     @field_validator("keep_optimizer_states", mode="before")
@@ -35,8 +43,12 @@ class CheckpointOptions(Section):
 class OutputOptions(Section):
     """Output"""
 
-    log_dir: Path = Field(Path("runs/grpo"), description="folder of metrics.jsonl and the TensorBoard logs")
-    metrics_port: int = Field(0, ge=0, le=65535, description="serve the figures of the last step to Prometheus; 0: do not")
+    log_dir: Path = Field(
+        Path("runs/grpo"), description="folder of metrics.jsonl and the TensorBoard logs"
+    )
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="serve the figures of the last step to Prometheus; 0: do not"
+    )
     report_sequences: int = Field(
         8,
         ge=0,
@@ -48,14 +60,19 @@ class OutputOptions(Section):
         "127.0.0.1", description="address on which they are served, without a key; 0.0.0.0 for all"
     )
     profile: str | None = Field(
-        None, pattern=r"^\d+(-\d+)?$", description="steps (3, or 3-5) whose trace torch's profiler writes into log-dir/profile"
+        None,
+        pattern=r"^\d+(-\d+)?$",
+        description="steps (3, or 3-5) whose trace torch's profiler writes into log-dir/profile",
     )
     memory_snapshot: bool = Field(
-        False, description="write the history of GPU memory into log-dir/profile at the end, and when memory runs out"
+        False,
+        description="write the history of GPU memory into log-dir/profile at the end, and when memory runs out",
     )
     use_wandb: bool = Field(False, description="log to Weights & Biases as well")
     wandb_project: str = Field("lockstep", description="W&B project, also of the environments")
-    wandb_group: str | None = Field(None, description="W&B group, also of the environments; not given: grpo-<model>")
+    wandb_group: str | None = Field(
+        None, description="W&B group, also of the environments; not given: grpo-<model>"
+    )
 
     @field_validator("profile")
     @classmethod

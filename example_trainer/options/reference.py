@@ -18,10 +18,16 @@ class ReferenceWorkerOptions(Section):
     """Reference worker"""
 
     name: str | None = Field(
-        None, min_length=1, max_length=256, description="what service and timeline call it; not given: host and process"
+        None,
+        min_length=1,
+        max_length=256,
+        description="what service and timeline call it; not given: host and process",
     )
     lease_seconds: float = Field(
-        60.0, gt=0, le=86400, description="after so many seconds without an answer, what it holds goes to another worker"
+        60.0,
+        gt=0,
+        le=86400,
+        description="after so many seconds without an answer, what it holds goes to another worker",
     )
 
     @property

@@ -20,9 +20,13 @@ class RolloutOptions(Section):
         description="bearer token of the rollout service; better as a variable, which other users cannot see",
     )
     service_timeout: float = Field(
-        300.0, gt=0, description="seconds to wait for the rollout service to be there, or to come back"
+        300.0,
+        gt=0,
+        description="seconds to wait for the rollout service to be there, or to come back",
     )
-    batch_timeout: float = Field(1800.0, gt=0, description="seconds to wait for one batch of rollouts")
+    batch_timeout: float = Field(
+        1800.0, gt=0, description="seconds to wait for one batch of rollouts"
+    )
     max_staleness: int | None = Field(
         None,
         ge=0,
@@ -41,24 +45,38 @@ class RolloutOptions(Section):
         "--correction",
     )
     max_skipped_batches: int = Field(
-        3, ge=0, description="batches in a row that may hold nothing to train on or run out of memory; one more ends the run"
+        3,
+        ge=0,
+        description="batches in a row that may hold nothing to train on or run out of memory; one more ends the run",
     )
     skip_nonfinite: int = Field(
-        0, ge=0, description="batches in a row whose gradient may be NaN or infinite and is left out; one more ends the run"
+        0,
+        ge=0,
+        description="batches in a row whose gradient may be NaN or infinite and is left out; one more ends the run",
     )
 
 
 class BatchOptions(Section):
     """Batches"""
 
-    training_steps: int = Field(10, ge=1, description="optimizer steps in all, those before a resume included")
-    batch_size: int = Field(2, ge=1, description="sequences of an optimizer step, divided by --gradient-accumulation-steps")
+    training_steps: int = Field(
+        10, ge=1, description="optimizer steps in all, those before a resume included"
+    )
+    batch_size: int = Field(
+        2,
+        ge=1,
+        description="sequences of an optimizer step, divided by --gradient-accumulation-steps",
+    )
     gradient_accumulation_steps: int = Field(
         32,
         ge=1,
         description="sequences of an optimizer step, divided by --batch-size",
     )
-    seq_len: int = Field(2048, ge=2, description="longest sequence in tokens, prompt included; the environments get it too")
+    seq_len: int = Field(
+        2048,
+        ge=2,
+        description="longest sequence in tokens, prompt included; the environments get it too",
+    )
     tokens_per_microbatch: int | None = Field(
         None,
         ge=1,

@@ -23,4 +23,8 @@ def flag_of(field: str) -> str:
 def split_commas(value: Any) -> Any:
     """`"a,b"` and `["a,b", "c"]` as lists of names; anything else as it is."""
     parts = value.split(",") if isinstance(value, str) else value
-    return [name for part in parts for name in str(part).split(",") if name] if isinstance(parts, list) else parts
+    return (
+        [name for part in parts for name in str(part).split(",") if name]
+        if isinstance(parts, list)
+        else parts
+    )

@@ -39,14 +39,19 @@ def place_of(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
     values = [environment.get(name, "") for name in names]
     if not all(value.isdigit() for value in values):
         found = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
-        raise ConfigError(f"{found}: a launcher such as torchrun sets all three; unset them to start the trainer without one")
+        raise ConfigError(
+            f"{found}: a launcher such as torchrun sets all three; unset them to start the trainer without one"
+        )
     rank, world_size, local_rank = map(int, values)
     return rank, world_size, local_rank
 
 
 def meeting_place(environment: Mapping[str, str]) -> str:
     """host:port of the store at which the ranks meet."""
-    return environment.get(STORE_VARIABLE) or f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
+    return (
+        environment.get(STORE_VARIABLE)
+        or f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
+    )
 
 
 def meeting_host(environment: Mapping[str, str]) -> str:

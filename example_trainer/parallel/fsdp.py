@@ -1,8 +1,8 @@
 """Data parallelism with sharded parameters (ZeRO stage 3, arXiv:1910.02054) by torch's FSDP2.
 
-Each rank works on its own bins of tokens and holds a range of rows of every parameter, of its master and of its moments; a
-layer's parameters are whole only while that layer computes. Gradients are summed in float32, not averaged: the loss weights
-are those of the whole batch.
+Each rank works on its own bins of tokens and holds a range of rows of every parameter, of its
+master and of its moments; a layer's parameters are whole only while that layer computes. Gradients
+are summed in float32, not averaged: the loss weights are those of the whole batch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from example_trainer.models.shards import Shards
 
 
 class FsdpShards(Shards):
-    """Rows of each parameter in equal chunks, the last ones shorter or empty, as `torch.chunk` cuts them.
+    """Rows of each parameter in equal chunks, the last ones shorter or empty, as `torch.chunk` cuts
+    them.
 
-    FSDP2 does call hooks on a sharded parameter (torch 2.11 and 2.13), but in the stream of its reduce-scatter and while it
-    still relies on `grad` keeping memory alive; so gradients are taken when the backward pass has ended.
+    FSDP2 does call hooks on a sharded parameter (torch 2.11 and 2.13), but in the stream of its
+    reduce-scatter and while it still relies on `grad` keeping memory alive; so gradients are taken
+    when the backward pass has ended.
     """
 
     spread = True
@@ -53,13 +55,19 @@ class FsdpShards(Shards):
     def whole(self, name: str, local: Tensor) -> Tensor:
         shape = self._whole_shapes[name]
         stride = torch.empty(shape, device="meta").stride()
-        sharded = DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+        sharded = DTensor.from_local(
+            local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+        )
         return sharded.full_tensor()
 
     def local_shape(self, name: str, rank: int, block: int = 1) -> tuple[int, ...]:
         rows, *width = self._whole_shapes[name]
         chunk = -(-rows // self._size)
-        return (max(0, min(chunk, rows - rank * chunk)), *width[:-1], *(last // block for last in width[-1:]))
+        return (
+            max(0, min(chunk, rows - rank * chunk)),
+            *width[:-1],
+            *(last // block for last in width[-1:]),
+        )
 
     def joined(self, name: str, parts: Sequence[Tensor], block: int = 1) -> Tensor:
         return torch.cat(list(parts))
@@ -73,10 +81,13 @@ class FsdpShards(Shards):
 
     def release(self, model: nn.Module) -> None:
         if isinstance(model, FSDPModule):
-            model.reshard()  # the root keeps its parameters whole for a backward pass that does not come
+            # the root keeps its parameters whole for a backward pass that does not come
+            model.reshard()
 
 
-def sharded_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.device, world_size: int) -> Decoder:
+def sharded_decoder(
+    geometry: Geometry, dtype: torch.dtype, device: torch.device, world_size: int
+) -> Decoder:
     """A decoder of which this rank allocates its shards alone, uninitialised. Collective."""
     mesh = init_device_mesh(device.type, (world_size,))
     ops = choose_operations(device, dtype)

@@ -56,7 +56,9 @@ class RankProcesses:
         environment: variables that every rank gets; the launcher's own if not given.
     """
 
-    def __init__(self, command: Sequence[str], count: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], count: int, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.count = count
         self.ended: list[tuple[int, int]] = []
         """(rank, exit status) in the order in which ranks ended; 128 + n for signal n."""
@@ -65,7 +67,9 @@ class RankProcesses:
         base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(count):
-            self._running[rank] = start_rank(command, base | rank_variables(rank, count, self._store.port))
+            self._running[rank] = start_rank(
+                command, base | rank_variables(rank, count, self._store.port)
+            )
         self._caught: dict[int, set[int]] = {rank: set() for rank in range(count)}
 
     def __enter__(self) -> RankProcesses:
@@ -119,12 +123,19 @@ class RankProcesses:
 
 def loopback_store() -> dist.TCPStore:
     """Open a store for ranks on this machine. By itself, TCPStore would listen on every address."""
-    # The port is chosen by the kernel and stays open, so that no other program can take it in between.
+    # The port is chosen by the kernel and stays open, so that no other program can take it in
+    # between.
     with socket.socket() as listening:
         listening.bind((LOOPBACK, 0))
         listening.listen()
         port = listening.getsockname()[1]
-        return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        return dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
 
 
 def rank_variables(rank: int, count: int, port: int) -> dict[str, str]:
@@ -139,7 +150,9 @@ def rank_variables(rank: int, count: int, port: int) -> dict[str, str]:
 def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start one rank, which writes where the launcher writes."""
     # A process group of its own: Ctrl-C reaches the launcher alone, which forwards it once.
-    return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, process_group=0)
+    return subprocess.Popen(
+        command, env=dict(environment), stdin=subprocess.DEVNULL, process_group=0
+    )
 
 
 def caught_signals(pid: int) -> set[int]:
@@ -150,7 +163,9 @@ def caught_signals(pid: int) -> set[int]:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return set()
-    mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
+    mask = next(
+        (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0
+    )
     return {number for number in (signal.SIGTERM, signal.SIGINT) if mask & 1 << number - 1}
 
 
@@ -198,7 +213,9 @@ def _patience(rank: int, code: int, count: int) -> float:
         return STOP_SECONDS  # all ranks stop together, and rank 0 saves
     if code <= 128:
         return OTHERS_SECONDS  # the rank has logged its reason
-    logger.error("rank %d of %d %s; the others cannot go on without it", rank, count, describe_exit(code))
+    logger.error(
+        "rank %d of %d %s; the others cannot go on without it", rank, count, describe_exit(code)
+    )
     return KILLED_SECONDS
 
 
@@ -210,4 +227,6 @@ def _status(ended: Sequence[tuple[int, int]], requested: int) -> int:
     failed = [code for _, code in ended if code]
     if not failed:
         return 0
-    return next((code for code in failed if not requested or code != 128 + requested), 128 + requested)
+    return next(
+        (code for code in failed if not requested or code != 128 + requested), 128 + requested
+    )

@@ -23,7 +23,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from example_trainer.errors import RankError, TrainerError
-from example_trainer.parallel.environment import meeting_host, meeting_place, meeting_store, place_of
+from example_trainer.parallel.environment import (
+    meeting_host,
+    meeting_place,
+    meeting_store,
+    place_of,
+)
 from example_trainer.process import StopRequested, StopSignal
 from vllm_patching.transport.addresses import gloo_group, is_loopback
 
@@ -34,11 +39,13 @@ T = TypeVar("T")
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _FAILED = "failed"
 _REASON_SECONDS = 2.0
-"""How long to wait for the reason that a failing rank leaves behind, after its connections broke."""
+"""How long to wait for the reason that a failing rank leaves behind, after its connections
+broke."""
 
 
 class Ranks:
-    """This process's place among the ranks. Made by `join_ranks`; `Ranks()` is the only rank there is.
+    """This process's place among the ranks. Made by `join_ranks`; `Ranks()` is the only rank there
+    is.
 
     Attributes:
         rank: 0 to world_size - 1, over all machines.
@@ -79,7 +86,9 @@ class Ranks:
         self._exchange(what, lambda group: group.broadcast([payload], self._root(None)))
         return _decode(payload)
 
-    def gather(self, value: Any, what: str = "an object", timeout: float | None = None) -> list[Any]:
+    def gather(
+        self, value: Any, what: str = "an object", timeout: float | None = None
+    ) -> list[Any]:
         """Every rank's `value`, by rank, on every rank. JSON values only."""
         if self.world_size == 1:
             return [value]
@@ -103,11 +112,11 @@ class Ranks:
         self.gather(None, what, timeout)
 
     def together(self, what: str, work: Callable[[], T], timeout: float | None = None) -> T:
-        """Do `work` on every rank. If it raises on any, every rank raises: its own error, or that of the lowest rank that
-        failed, named.
+        """Do `work` on every rank. If it raises on any, every rank raises: its own error, or that
+        of the lowest rank that failed, named.
 
-        `work` may hold collectives of its own, but a rank that fails between two of them leaves the others waiting in theirs
-        until its deadline.
+        `work` may hold collectives of its own, but a rank that fails between two of them leaves the
+        others waiting in theirs until its deadline.
         """
         outcome, error = _attempt(work)
         outcomes = self.gather(_describe(error), what, timeout)
@@ -117,13 +126,16 @@ class Ranks:
         return outcome  # type: ignore[return-value]
 
     def on_main(self, what: str, work: Callable[[], T], timeout: float | None = None) -> T:
-        """Do `work` on rank 0 alone. Every rank gets its result (a JSON value), or raises its error.
+        """Do `work` on rank 0 alone. Every rank gets its result (a JSON value), or raises its
+        error.
 
         Args:
             timeout: seconds that the others wait for the result; longer than `work` may take.
         """
         outcome, error = _attempt(work) if self.is_main else (None, None)
-        result, described = self.broadcast([None if error else outcome, _describe(error)], what, timeout)
+        result, described = self.broadcast(
+            [None if error else outcome, _describe(error)], what, timeout
+        )
         if error is not None:
             raise error
         if described is not None:
@@ -161,7 +173,8 @@ class Ranks:
         )
 
     def reason_of_another(self, seconds: float = _REASON_SECONDS) -> str:
-        """Not collective. What a rank that failed said before it ended; empty if it said nothing, or the store is gone too.
+        """Not collective. What a rank that failed said before it ended; empty if it said nothing,
+        or the store is gone too.
 
         Args:
             seconds: how long it may take to say so.
@@ -171,7 +184,11 @@ class Ranks:
             try:
                 if self._store.check([_FAILED]):
                     told = json.loads(self._store.get(_FAILED))
-                    return "" if told["rank"] == self.rank else f"rank {told['rank']} failed: {told['message']}"
+                    return (
+                        ""
+                        if told["rank"] == self.rank
+                        else f"rank {told['rank']} failed: {told['message']}"
+                    )
             except RuntimeError:
                 return ""
             if time.monotonic() >= deadline:
@@ -180,12 +197,17 @@ class Ranks:
         return ""
 
     def announce_failure(self, error: BaseException) -> None:
-        """Leave the reason of this rank's end for the others, who will find their connections broken. Not collective."""
+        """Leave the reason of this rank's end for the others, who will find their connections
+        broken. Not collective.
+        """
         if self._store is None:
             return
         if isinstance(error, StopRequested):
             return  # a signal is not a failure, and all ranks stop because of it
-        told = {"rank": self.rank, "message": f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]}
+        told = {
+            "rank": self.rank,
+            "message": f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000],
+        }
         try:
             # The first to fail is the one that matters: what follows is its consequence.
             self._store.compare_set(_FAILED, "", json.dumps(told))
@@ -193,7 +215,8 @@ class Ranks:
             return  # the store has gone with the process that held it
 
     def claim(self, name: str) -> bool:
-        """Not collective. Take a name that one rank alone can have. Whether it is this one's: no other had taken it.
+        """Not collective. Take a name that one rank alone can have. Whether it is this one's: no
+        other had taken it.
 
         Raises:
             RankError: the store has gone with the rank that held it.
@@ -218,7 +241,9 @@ class Ranks:
         return self._groups
 
     def new_group(self, name: str) -> Any:
-        """Another Gloo group of the same ranks, for a thread of each beside the main one; None if there is one rank."""
+        """Another Gloo group of the same ranks, for a thread of each beside the main one; None if
+        there is one rank.
+        """
         if self._store is None:
             return None
         self._groups += 1  # the store still knows the addresses of an earlier group of this name
@@ -239,7 +264,10 @@ class Ranks:
 
 
 class AgreedStop(StopSignal):
-    """A signal that came to any rank, noticed by all of them in the same call of `check`. Collective."""
+    """A signal that came to any rank, noticed by all of them in the same call of `check`.
+
+    Collective.
+    """
 
     def __init__(self, own: StopSignal, ranks: Ranks) -> None:
         super().__init__()
@@ -261,7 +289,9 @@ class AgreedStop(StopSignal):
         self._ranks.together("agreeing whether to stop", self._own.check)
 
     def wait(self, seconds: float) -> None:
-        raise NotImplementedError("ranks do not sleep together; wait on rank 0, and tell the others")
+        raise NotImplementedError(
+            "ranks do not sleep together; wait on rank 0, and tell the others"
+        )
 
 
 def agreed_stop(own: StopSignal, ranks: Ranks) -> StopSignal:
@@ -271,7 +301,9 @@ def agreed_stop(own: StopSignal, ranks: Ranks) -> StopSignal:
 
 @contextmanager
 def _gloo_on_loopback(host: str) -> Iterator[None]:
-    """Have torch's default group listen on loopback if all ranks meet there: by itself, Gloo takes the machine's name."""
+    """Have torch's default group listen on loopback if all ranks meet there: by itself, Gloo takes
+    the machine's name.
+    """
     if _INTERFACE in os.environ or not is_loopback(host):
         yield
         return
@@ -286,8 +318,9 @@ def _gloo_on_loopback(host: str) -> Iterator[None]:
 def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
     """Meet the other ranks, and leave them at the end of the with block.
 
-    Two process groups are formed: torch's default group for tensors (NCCL if `device` is a GPU, else Gloo), and a Gloo group
-    for objects and errors. A block that ends with an error leaves its reason to the other ranks.
+    Two process groups are formed: torch's default group for tensors (NCCL if `device` is a GPU,
+    else Gloo), and a Gloo group for objects and errors. A block that ends with an error leaves its
+    reason to the other ranks.
 
     Args:
         timeout: seconds that ranks wait for each other, here and in each later step.
@@ -315,7 +348,9 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
                 timeout=limit,
                 device_id=device if device.type == "cuda" else None,
             )
-        control = gloo_group(dist.PrefixStore("control", store), rank, world_size, meeting_host(os.environ), timeout)
+        control = gloo_group(
+            dist.PrefixStore("control", store), rank, world_size, meeting_host(os.environ), timeout
+        )
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"rank {rank} of {world_size} did not meet the others within {timeout:g} s (--rank-timeout) at "
@@ -325,11 +360,14 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
     try:
         yield ranks
     except (StopRequested, Exception) as error:
-        # A collective of tensors breaks with a bare RuntimeError when another rank has ended; a bug raises one too.
+        # A collective of tensors breaks with a bare RuntimeError when another rank has ended; a bug
+        # raises one too.
         bare = isinstance(error, RuntimeError) and not isinstance(error, TrainerError)
         reason = ranks.reason_of_another() if bare else ""
         if isinstance(error, StopRequested) and (told := ranks.reason_of_another(seconds=0)):
-            logger.error("rank %d gave up: %s", rank, told)  # the launcher stops the others when one has failed
+            logger.error(
+                "rank %d gave up: %s", rank, told
+            )  # the launcher stops the others when one has failed
         ranks.announce_failure(error)
         _abort(device)
         if reason:
@@ -337,14 +375,17 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
         if bare and _is_lost_connection(error):
             raise ranks.lost("exchanging tensors", error) from error
         raise
-    # Together: a rank that left earlier would close connections, and perhaps the store, that others still use.
+    # Together: a rank that left earlier would close connections, and perhaps the store, that others
+    # still use.
     ranks.barrier("ending")
     ranks.close()
     dist.destroy_process_group()
 
 
 def _abort(device: torch.device) -> None:
-    """Break off what NCCL has in flight: a process does not end while a kernel of its own waits for another rank."""
+    """Break off what NCCL has in flight: a process does not end while a kernel of its own waits for
+    another rank.
+    """
     if device.type == "cuda" and dist.group.WORLD is not None:
         try:
             dist.group.WORLD._get_backend(device).abort()
@@ -353,14 +394,24 @@ def _abort(device: torch.device) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The part of a torch error that a person wants to read: its first line, without the place in torch's own source."""
+    """The part of a torch error that a person wants to read: its first line, without the place in
+    torch's own source.
+    """
     lines = str(error).strip().splitlines()
     text = re.sub(r"^\[\S+\.(cc|cpp|hpp|h):\d+\]\s*", "", lines[0]) if lines else ""
     return text.partition(". This is typically")[0] or type(error).__name__
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    signs = ("Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe", "NCCL", "Gloo", "gloo")
+    signs = (
+        "Connection closed by peer",
+        "Connection reset",
+        "Timed out waiting",
+        "Broken pipe",
+        "NCCL",
+        "Gloo",
+        "gloo",
+    )
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 
 

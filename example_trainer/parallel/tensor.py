@@ -1,7 +1,8 @@
-"""A trainer of one rank per vLLM rank, each holding exactly what vLLM's rank of the same number holds (arXiv:1909.08053).
+"""A trainer of one rank per vLLM rank, each holding exactly what vLLM's rank of the same number
+holds (arXiv:1909.08053).
 
-All ranks work on the same batch. Parameters, masters and moments have vLLM's local shapes, so that a parameter can be a view
-on vLLM's own memory.
+All ranks work on the same batch. Parameters, masters and moments have vLLM's local shapes, so that
+a parameter can be a view on vLLM's own memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.shards import Shards
 from example_trainer.models.split import Split
-from vllm_patching.protocol.sharding import ModelGeometry, ShardSpec, Slice, UnsupportedModel, plan_shards
+from vllm_patching.protocol.sharding import (
+    ModelGeometry,
+    ShardSpec,
+    Slice,
+    UnsupportedModel,
+    plan_shards,
+)
 
 Kind = Literal["split", "equal", "partial", "shared heads"]
 
@@ -37,13 +44,18 @@ class TensorParallelShards(Shards):
 
     def __init__(self, geometry: Geometry, split: Split) -> None:
         try:
-            plans = [plan_shards(model_geometry(geometry), rank, split.size) for rank in range(split.size)]
+            plans = [
+                plan_shards(model_geometry(geometry), rank, split.size)
+                for rank in range(split.size)
+            ]
         except UnsupportedModel as error:
             raise ModelError(
                 f"{error}; start another number of trainer ranks, the same as vLLM's tensor-parallel degree"
             ) from error
         self.split = split
-        self._specs: list[dict[str, ShardSpec]] = [{spec.name: spec for spec in plan} for plan in plans]
+        self._specs: list[dict[str, ShardSpec]] = [
+            {spec.name: spec for spec in plan} for plan in plans
+        ]
         self._owned = {name: self._owned_slices(name) for name in self._specs[0]}
         self.kinds: dict[str, Kind] = {name: self._kind(name) for name in self._specs[0]}
 
@@ -63,7 +75,9 @@ class TensorParallelShards(Shards):
         return local
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        return self.joined(name, [local] if self._is_whole(name) else self.split.gather(local.contiguous()))
+        return self.joined(
+            name, [local] if self._is_whole(name) else self.split.gather(local.contiguous())
+        )
 
     def local_shape(self, name: str, rank: int, block: int = 1) -> tuple[int, ...]:
         return _in_blocks(self._specs[rank][name].shape, block)
@@ -89,12 +103,22 @@ class TensorParallelShards(Shards):
         return self.split.total(values)
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
-        """See Shards.complete. Afterwards, what several ranks hold has the same gradient on all of them, bit for bit."""
+        """See Shards.complete.
+
+        Afterwards, what several ranks hold has the same gradient on all of them, bit for bit.
+        """
         small = [name for name in gradients if self._is_whole(name)]
         if small:
-            mine = [gradients[n] if self.kinds[n] == "partial" or self.split.rank == 0 else gradients[n] * 0 for n in small]
+            mine = [
+                gradients[n]
+                if self.kinds[n] == "partial" or self.split.rank == 0
+                else gradients[n] * 0
+                for n in small
+            ]
             total = self.split.total(torch.cat([gradient.reshape(-1) for gradient in mine]))
-            for name, part in zip(small, total.split([gradients[n].numel() for n in small]), strict=True):
+            for name, part in zip(
+                small, total.split([gradients[n].numel() for n in small]), strict=True
+            ):
                 gradients[name].copy_(part.view_as(gradients[name]))
         for name, gradient in gradients.items():
             if self.kinds[name] == "shared heads":
@@ -110,11 +134,22 @@ class TensorParallelShards(Shards):
 
     def _owned_slices(self, name: str) -> list[Slice]:
         """The slices of this rank that no lower rank holds as well."""
-        lower = {(piece.dim, piece.source_start) for specs in self._specs[: self.split.rank] for piece in specs[name].slices}
-        return [piece for piece in self.spec(name).slices if (piece.dim, piece.source_start) not in lower]
+        lower = {
+            (piece.dim, piece.source_start)
+            for specs in self._specs[: self.split.rank]
+            for piece in specs[name].slices
+        }
+        return [
+            piece
+            for piece in self.spec(name).slices
+            if (piece.dim, piece.source_start) not in lower
+        ]
 
     def _kind(self, name: str) -> Kind:
-        starts = [tuple((piece.dim, piece.source_start) for piece in specs[name].slices) for specs in self._specs]
+        starts = [
+            tuple((piece.dim, piece.source_start) for piece in specs[name].slices)
+            for specs in self._specs
+        ]
         if self.split.size == 1:
             return "split"
         if len(set(starts)) == 1:
@@ -124,7 +159,12 @@ class TensorParallelShards(Shards):
 
 
 def split_decoder(
-    geometry: Geometry, dtype: torch.dtype, device: torch.device, rank: int, size: int, group: dist.ProcessGroup | None
+    geometry: Geometry,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+    size: int,
+    group: dist.ProcessGroup | None,
 ) -> Decoder:
     """A decoder with this rank's part of every layer, uninitialised.
 
@@ -138,8 +178,12 @@ def split_decoder(
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     planned = {name: shards.spec(name).shape for name in shards.kinds}
     if found != planned:
-        name = next(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name))
-        raise AssertionError(f"{name}: the decoder has shape {found.get(name)}, the plan of the shards {planned.get(name)}")
+        name = next(
+            name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name)
+        )
+        raise AssertionError(
+            f"{name}: the decoder has shape {found.get(name)}, the plan of the shards {planned.get(name)}"
+        )
     return model
 
 
@@ -172,7 +216,10 @@ def _piece_in_blocks(piece: Slice, dims: int, block: int) -> Slice:
     """The same range of such a tensor: only ranges of the last dimension, of whole blocks, change."""
     if piece.dim != dims - 1:
         return piece
-    starts = {"source_start": piece.source_start // block, "local_start": piece.local_start // block}
+    starts = {
+        "source_start": piece.source_start // block,
+        "local_start": piece.local_start // block,
+    }
     return replace(piece, length=piece.length // block, **starts)
 
 

@@ -1,4 +1,6 @@
-"""python -m example_trainer.parameter_server --model-name M --port 9101 --vllm-servers a:9001,b:9001"""
+"""python -m example_trainer.parameter_server --model-name M --port 9101 --vllm-servers
+a:9001,b:9001
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,17 @@ PROGRAM = "python -m example_trainer.parameter_server"
 
 
 def main(arguments: Sequence[str], stop: StopSignal) -> int:
-    """Serve in this process, or start one process for each shard and wait for all. Returns the exit status."""
+    """Serve in this process, or start one process for each shard and wait for all.
+
+    Returns the exit status.
+    """
     options = parse_section(ParameterServerOptions, PROGRAM, arguments)
     if options.shards > 1 and not is_launched(os.environ):
-        return launch([sys.executable, "-u", "-m", "example_trainer.parameter_server", *arguments], options.shards, stop)
+        return launch(
+            [sys.executable, "-u", "-m", "example_trainer.parameter_server", *arguments],
+            options.shards,
+            stop,
+        )
     serve(options, stop)
     return 0
 

@@ -16,7 +16,8 @@ Call = Callable[[str, Sequence[Any]], list[Any]]
 
 
 class StillEngine:
-    """Stands where the bridge expects vLLM's AsyncLLM. Ranks do one thing at a time, in the order in which they are asked.
+    """Stands where the bridge expects vLLM's AsyncLLM. Ranks do one thing at a time, in the order
+    in which they are asked.
 
     Attributes:
         errored: whether nothing can be asked of the ranks any more.
@@ -27,12 +28,15 @@ class StillEngine:
 
         Args:
             call: asks the ranks; blocks.
-            verified: called when all ranks have shown the checksums that the trainer has told, in the same thread as `call`.
+            verified: called when all ranks have shown the checksums that the trainer has told, in
+                the same thread as `call`.
         """
         self.errored = False
         self.engine_core = self
         self.renderer = SimpleNamespace(clear_mm_cache_async=self._nothing)
-        self.output_processor = SimpleNamespace(request_states={}, add_request=None, process_outputs=None)
+        self.output_processor = SimpleNamespace(
+            request_states={}, add_request=None, process_outputs=None
+        )
         self._call, self._verified = call, verified
         self._main = ThreadPoolExecutor(1, "receiver")
 
@@ -40,7 +44,9 @@ class StillEngine:
         """As `collective_rpc`, for another thread. Raises TimeoutError."""
         return self._main.submit(self._call, method, args).result(seconds)
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: Sequence[Any] = ()) -> list[Any]:
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
         """The answers of all ranks."""
         return await self.on_main(self._call, method, args)
 
@@ -59,7 +65,9 @@ class StillEngine:
         """What the engine core's plugin adds: see verify_and_resume."""
         if method == CAN_VERIFY_AND_RESUME:
             return True
-        core = SimpleNamespace(collective_rpc=lambda name: self._call(name, ()), resume_scheduler=self._verified)
+        core = SimpleNamespace(
+            collective_rpc=lambda name: self._call(name, ()), resume_scheduler=self._verified
+        )
         return await self.on_main(verify_and_resume, core, *args)
 
     async def get_output_async(self) -> Any:

@@ -41,7 +41,9 @@ class ServedByParameters(BridgeServer):
 class ShareBoard(ServiceBoard):
     """The rollout service's /fleet, of which the servers of one share are this one's."""
 
-    def __init__(self, url: str, api_key: str | None, by: str, share: Share, keys: ServerKeys) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, by: str, share: Share, keys: ServerKeys
+    ) -> None:
         super().__init__(url, api_key, by, keys)
         self._share = share
 
@@ -55,14 +57,19 @@ class ShareBoard(ServiceBoard):
 
 
 class SameSampling:
-    """Lets in servers alone that hand out logprobs of the same kind, which the trainer is told when it asks."""
+    """Lets in servers alone that hand out logprobs of the same kind, which the trainer is told when
+    it asks.
+    """
 
     def __init__(self, api_key: str | None) -> None:
         self.mode = ""
         self._api_key = api_key
 
     def check(self, url: str, info: dict[str, Any]) -> None:
-        """Raise ConfigError if a server's differ from the first one's. Servers that do not say are let in."""
+        """Raise ConfigError if a server's differ from the first one's.
+
+        Servers that do not say are let in.
+        """
         with closing(VLLMClient(url, QUICK_SECONDS, self._api_key)) as server:
             mode = (server.look("/sampling") or {}).get("logprobs_mode")
         if not isinstance(mode, str):
@@ -100,19 +107,33 @@ class Handing:
             sleep: how to wait; may raise to end the wait.
         """
         name = f"{socket.gethostname()}-{options.port}"
-        self._timeline = open_timeline("parameter-server", name) if ranks.is_main else Timeline(None, "", "")
+        self._timeline = (
+            open_timeline("parameter-server", name) if ranks.is_main else Timeline(None, "", "")
+        )
         self._every, self._held, self._ranks = options.pull_every, held, ranks
         key, share = revealed(options.vllm_api_key), options.share
         self.sampling = SameSampling(key)
 
         def server(url: str) -> BridgeServer:
             place = urlsplit(url)
-            return ServedByParameters(url_host(str(place.hostname)), place.port or 80, options.bridge_timeout, key, None, sleep)
+            return ServedByParameters(
+                url_host(str(place.hostname)),
+                place.port or 80,
+                options.bridge_timeout,
+                key,
+                None,
+                sleep,
+            )
 
         board = None
         if options.atropos_url is not None and ranks.is_main:
-            service_key, keys = revealed(options.atropos_api_key), ServerKeys(bool(key), share.named())
-            board = ShareBoard(options.atropos_url, service_key, f"parameter server {name}", share, keys)
+            service_key, keys = (
+                revealed(options.atropos_api_key),
+                ServerKeys(bool(key), share.named()),
+            )
+            board = ShareBoard(
+                options.atropos_url, service_key, f"parameter server {name}", share, keys
+            )
         self.bridge = BroadcastBridge(
             [server(url) for url in share.named()], options.weight_transfer, ranks, least=0, patience=options.server_patience,
             make_server=server, board=board, port=options.rendezvous_port,
@@ -132,7 +153,11 @@ class Handing:
         if held is None or time.monotonic() < self._not_before:
             return None
         handed = self._handed
-        if handed is None or handed.epoch != held.epoch or abs(held.version - handed.version) >= self._every:
+        if (
+            handed is None
+            or handed.epoch != held.epoch
+            or abs(held.version - handed.version) >= self._every
+        ):
             return Order(held, True)
         return Order(held, False) if self.bridge.server_restarted() else None
 
@@ -169,7 +194,9 @@ class Handing:
             self._timeline.write("pull", unix_ns(begun), version=weights.version)
         except BridgeError as error:
             self._not_before = time.monotonic() + RETRY_SECONDS
-            logger.error("[ParameterServer] version %d could not be handed out: %s", weights.version, error)
+            logger.error(
+                "[ParameterServer] version %d could not be handed out: %s", weights.version, error
+            )
         return ""
 
     def table(self) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""Weights in memory, twice: what arrives lies beside what is handed out, and takes its place when it is verified.
+"""Weights in memory, twice: what arrives lies beside what is handed out, and takes its place when
+it is verified.
 
-Each shard (a process) holds rows of every parameter, in equal chunks as FSDP2 cuts them. To the trainer it is one of vLLM's
-ranks; what is sent on is a model that is spread over ranks.
+Each shard (a process) holds rows of every parameter, in equal chunks as FSDP2 cuts them. To the
+trainer it is one of vLLM's ranks; what is sent on is a model that is spread over ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from torch import Tensor, nn
 from example_trainer.errors import TrainerError
 from example_trainer.models.shards import Shards
 from vllm_patching.protocol.checksum import WeightSums
-from vllm_patching.protocol.manifest import FlatSlice, Manifest, ManifestEntry, dtype_name, flat_layout, flat_views
+from vllm_patching.protocol.manifest import (
+    FlatSlice,
+    Manifest,
+    ManifestEntry,
+    dtype_name,
+    flat_layout,
+    flat_views,
+)
 from vllm_patching.protocol.sharding import ModelGeometry, ShardSpec, Slice, plan_shards
 from vllm_patching.transport.cohort import Target
 from vllm_patching.transport.shared_memory import gpu_uuid
@@ -40,8 +48,12 @@ def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
     return first, min(chunk, rows - first)
 
 
-def held_manifest(geometry: ModelGeometry, dtype: torch.dtype, device: torch.device, rank: int = 0, size: int = 1) -> Manifest:
-    """What shard `rank` of `size` holds: its rows of every parameter, none of some if there are fewer than shards."""
+def held_manifest(
+    geometry: ModelGeometry, dtype: torch.dtype, device: torch.device, rank: int = 0, size: int = 1
+) -> Manifest:
+    """What shard `rank` of `size` holds: its rows of every parameter, none of some if there are
+    fewer than shards.
+    """
     entries = []
     for spec in plan_shards(geometry, 0, 1):
         first, count = rows_of(spec.full_shape[0], rank, size)
@@ -69,7 +81,8 @@ class HeldCopy:
         there = dict(self.slices)
         self.tensors = {
             entry.shard.name: there.get(
-                entry.shard.name, torch.empty(entry.shard.shape, dtype=entry.torch_dtype, device=device)
+                entry.shard.name,
+                torch.empty(entry.shard.shape, dtype=entry.torch_dtype, device=device),
             )
             for entry in manifest.entries
         }
@@ -86,9 +99,14 @@ class HeldCopy:
 class _CopyUpdater(WeightUpdater):
     """Receives into a copy that it is told."""
 
-    def __init__(self, rank: int, layout: Sequence[FlatSlice], num_bytes: int, copies: Sequence[HeldCopy]) -> None:
+    def __init__(
+        self, rank: int, layout: Sequence[FlatSlice], num_bytes: int, copies: Sequence[HeldCopy]
+    ) -> None:
         super().__init__(rank, layout, num_bytes, copies[0].slices, logger)
-        self._places = [(list(copy.slices), Target(layout, self._buckets, [t for _, t in copy.slices])) for copy in copies]
+        self._places = [
+            (list(copy.slices), Target(layout, self._buckets, [t for _, t in copy.slices]))
+            for copy in copies
+        ]
 
     def receive_into(self, number: int, version: int) -> None:
         """As `receive`, into copy `number`."""
@@ -100,9 +118,19 @@ class _CopyUpdater(WeightUpdater):
 
 
 class HeldWeights(WeightReceiver):
-    """One shard: what vLLM's worker extension is to the bridge, around the copies. Methods are called one after the other."""
+    """One shard: what vLLM's worker extension is to the bridge, around the copies.
 
-    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device, rank: int = 0, size: int = 1) -> None:
+    Methods are called one after the other.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
         """
         Raises:
             HeldMemoryShortage: the memory cannot be had.
@@ -120,7 +148,8 @@ class HeldWeights(WeightReceiver):
         self._pinned: int | None = None
         self._receiving = 0
         self.orders: queue.SimpleQueue[tuple[int, int, bool]] = queue.SimpleQueue()
-        """What rank 0 wants all shards to hand out: weight epoch, version, and whether to everyone."""
+        """What rank 0 wants all shards to hand out: weight epoch, version, and whether to
+        everyone."""
         updater = _CopyUpdater(rank, layout, num_bytes, self.copies)
         self.lockstep_open(self.manifest, self.copies[0].tensors, 0, logger, updater)
 
@@ -129,27 +158,39 @@ class HeldWeights(WeightReceiver):
     def lockstep_setup(self, share_storage: bool) -> dict[str, Any]:
         """See the worker extension; nothing is shared, and nothing is there yet."""
         uuid = gpu_uuid(self._lockstep_device) if self._lockstep_device.type == "cuda" else ""
-        return {"manifest": self.manifest.to_json(), "handles": None, "gpu_uuid": uuid, "checksum": ""}
+        return {
+            "manifest": self.manifest.to_json(),
+            "handles": None,
+            "gpu_uuid": uuid,
+            "checksum": "",
+        }
 
     def lockstep_room(self) -> dict[str, Any]:
         """The second copy is there already."""
         return {"needed": 0, "free": None}
 
     def lockstep_receive(self, version: int) -> None:
-        """Receive beside what is handed out: into the copy that is neither being sent nor the newest. While an older one is
-        being sent, the newest gives way: its successor is coming, and whoever sends is not to be waited for.
+        """Receive beside what is handed out: into the copy that is neither being sent nor the
+        newest. While an older one is being sent, the newest gives way: its successor is coming, and
+        whoever sends is not to be waited for.
         """
         taken = self._pinned if self._pinned is not None else self._newest
         self._receiving = 1 - taken if taken is not None else 0
         if self._newest == self._receiving:
-            self._newest = taken if taken is not None and self.copies[taken].version is not None else None
+            self._newest = (
+                taken if taken is not None and self.copies[taken].version is not None else None
+            )
         self.copies[self._receiving].version = None
         self._lockstep_updater.receive_into(self._receiving, version)  # type: ignore[attr-defined]
 
     def lockstep_commit(self) -> dict[str, Any]:
         """What came, as it was summed up when it came; nothing has to be copied."""
         status = self._lockstep_updater.status
-        return {"tp_rank": self._lockstep_rank, "checksum": status.checksum, "not_finite": status.not_finite}
+        return {
+            "tp_rank": self._lockstep_rank,
+            "checksum": status.checksum,
+            "not_finite": status.not_finite,
+        }
 
     def lockstep_check(self) -> dict[str, Any]:
         """Of the newest weights; nobody writes them."""
@@ -161,19 +202,33 @@ class HeldWeights(WeightReceiver):
     def held_accept(self, weight_epoch: int) -> None:
         """What came is what the trainer sent, on every shard: it is the newest now."""
         status, copy = self._lockstep_updater.status, self.copies[self._receiving]
-        copy.version, copy.weight_epoch, copy.checksum = status.version, weight_epoch, status.checksum
+        copy.version, copy.weight_epoch, copy.checksum = (
+            status.version,
+            weight_epoch,
+            status.checksum,
+        )
         self._newest = self._receiving
 
     def held_newest(self) -> dict[str, Any]:
-        """The newest weights that are whole: `version`, None if there are none, `weight_epoch` and `checksum`."""
+        """The newest weights that are whole: `version`, None if there are none, `weight_epoch` and
+        `checksum`.
+        """
         who = {"tp_rank": self._lockstep_rank}
         if self._newest is None:
             return {**who, "version": None, "weight_epoch": 0, "checksum": ""}
         copy = self.copies[self._newest]
-        return {**who, "version": copy.version, "weight_epoch": copy.weight_epoch, "checksum": copy.checksum}
+        return {
+            **who,
+            "version": copy.version,
+            "weight_epoch": copy.weight_epoch,
+            "checksum": copy.checksum,
+        }
 
     def held_pin(self) -> dict[str, Any]:
-        """Keep the newest weights as they are until `held_unpin`. Answers their version, None if there are none."""
+        """Keep the newest weights as they are until `held_unpin`.
+
+        Answers their version, None if there are none.
+        """
         self._pinned = self._newest
         return {"version": None if self._pinned is None else self.copies[self._pinned].version}
 

@@ -43,8 +43,9 @@ NOTHING_YET = "no trainer has pushed its weights to this parameter server yet"
 
 
 class HeldSettlement(Settlement):
-    """Ends pushes that failed: the newest version that is whole is what is handed out. It is an older one than before the push
-    if that one had to give way, because what it replaced was still being sent.
+    """Ends pushes that failed: the newest version that is whole is what is handed out. It is an
+    older one than before the push if that one had to give way, because what it replaced was still
+    being sent.
     """
 
     async def _look(self) -> tuple[bool, str]:
@@ -55,8 +56,16 @@ class HeldSettlement(Settlement):
         found = {(one["weight_epoch"], one["version"]) for one in told}
         epoch, version = found.pop()
         state = self._state
-        if not found and version is not None and (epoch, version) != (state.weight_epoch, state.weight_version):
-            logger.warning("[ParameterServer] version %d is lost: back to version %d", state.weight_version, version)
+        if (
+            not found
+            and version is not None
+            and (epoch, version) != (state.weight_epoch, state.weight_version)
+        ):
+            logger.warning(
+                "[ParameterServer] version %d is lost: back to version %d",
+                state.weight_version,
+                version,
+            )
             state.fall_back(version, epoch, [one["checksum"] for one in told])
         return await super()._look()
 
@@ -89,7 +98,9 @@ class HeldController(BridgeController):
                 422, f"this is a parameter server, which receives a broadcast beside what it holds, and not {asked}; start the "
                 "trainer with --weight-bridge-mode parameter_server"
             )  # fmt: skip
-        return await super().init(trainer, mode, parameters, writers, transfer, events, weight_epoch)
+        return await super().init(
+            trainer, mode, parameters, writers, transfer, events, weight_epoch
+        )
 
     facts: dict[str, Any]
     """More of what /bridge/info answers."""
@@ -98,9 +109,11 @@ class HeldController(BridgeController):
         """See Bridge.info."""
         return {**super().info(), **self.facts}
 
-    async def _until(self, wanted: str, what: str, also: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-        """As of vLLM's; a shard has no step to take meanwhile, so it may wait itself, and what it receives is not held up by
-        questions.
+    async def _until(
+        self, wanted: str, what: str, also: tuple[str, ...] = ()
+    ) -> list[dict[str, Any]]:
+        """As of vLLM's; a shard has no step to take meanwhile, so it may wait itself, and what it
+        receives is not held up by questions.
         """
         return await self._ranks.until(
             wanted, what, f"waiting for {self.state.trainer}", also, may_block=True,
@@ -115,8 +128,8 @@ class HeldController(BridgeController):
         return weights if state.healthy and state.updates else None
 
     async def quarantine(self, epoch: int, reason: str) -> dict[str, Any]:
-        """The trainer goes on without this parameter server, whose push failed or is late. What it holds whole is as good as
-        before: it is handed out until a later push has come.
+        """The trainer goes on without this parameter server, whose push failed or is late. What it
+        holds whole is as good as before: it is handed out until a later push has come.
         """
         return await self.abort(epoch, reason)
 
@@ -157,7 +170,9 @@ class ReceivingServer:
         """
         self._call = call
         # As handing.py names its own: one file has the pushes that come and the pulls that go.
-        self._timeline = PushTimeline(open_timeline("parameter-server", f"{socket.gethostname()}-{port}"))
+        self._timeline = PushTimeline(
+            open_timeline("parameter-server", f"{socket.gethostname()}-{port}")
+        )
         self._facts = facts
         self._about = (model, dtype, timeout, folder)
         self._host, self._port, self._door = host, port, door
@@ -177,7 +192,9 @@ class ReceivingServer:
         """Return when it listens. Raises ConfigError if it cannot."""
         self._thread.start()
         if not self._ready.wait(START_SECONDS) or self._failure:
-            raise ConfigError(f"cannot listen on port {self._port}: {self._failure or 'it took too long'}; give another --port")
+            raise ConfigError(
+                f"cannot listen on port {self._port}: {self._failure or 'it took too long'}; give another --port"
+            )
 
     def check(self) -> None:
         """Raise BridgeError if the thread has ended."""
@@ -195,7 +212,10 @@ class ReceivingServer:
             self._thread.join(STOP_SECONDS)
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Every shard's answer, in turn with what the trainer wants of them. Raises BridgeError if one does not answer."""
+        """Every shard's answer, in turn with what the trainer wants of them.
+
+        Raises BridgeError if one does not answer.
+        """
         assert self.engine is not None
         try:
             return self.engine.ask(method, *args, seconds=ASK_SECONDS)
@@ -209,7 +229,9 @@ class ReceivingServer:
         assert self.bridge is not None
         assert self._loop is not None
         try:
-            asyncio.run_coroutine_threadsafe(self.bridge.spoilt(reason), self._loop).result(ASK_SECONDS)
+            asyncio.run_coroutine_threadsafe(self.bridge.spoilt(reason), self._loop).result(
+                ASK_SECONDS
+            )
         except (RuntimeError, TimeoutError) as error:
             raise BridgeError(
                 f"what is held is spoilt and could not be withdrawn ({error or type(error).__name__}); start this parameter "
@@ -248,7 +270,9 @@ class ReceivingServer:
 
         engine = StillEngine(self._call, verified)
         spans = VersionSpans()
-        self.bridge = HeldController(engine, model, dtype, timeout, folder, spans, port=self._port, timeline=self._timeline)
+        self.bridge = HeldController(
+            engine, model, dtype, timeout, folder, spans, port=self._port, timeline=self._timeline
+        )
         self.bridge.facts = self._facts
         await self.bridge.start()
         self.engine = engine
@@ -258,7 +282,9 @@ class ReceivingServer:
             self._port,
             log_level="warning",
             access_log=False,
-            http=bounded_protocol(CONNECTION_SECONDS, connections_allowed(logger.info), logger, MOST_BODY),
+            http=bounded_protocol(
+                CONNECTION_SECONDS, connections_allowed(logger.info), logger, MOST_BODY
+            ),
             ws="none",
         )
         self._server = server = uvicorn.Server(config)
@@ -282,7 +308,9 @@ class ReceivingServer:
         @router.get("/health")
         async def health() -> JSONResponse:
             trouble = self.weights_served()["trouble"]
-            return JSONResponse({"error": trouble} if trouble else {"status": "ok"}, 503 if trouble else 200)
+            return JSONResponse(
+                {"error": trouble} if trouble else {"status": "ok"}, 503 if trouble else 200
+            )
 
         @router.get("/metrics")
         async def metrics() -> Response:
@@ -295,7 +323,10 @@ class ReceivingServer:
         @router.get("/sampling")
         async def sampling() -> JSONResponse:
             mode = self.sampling()
-            return JSONResponse({"logprobs_mode": mode} if mode else {"error": "no vLLM server is known"}, 200 if mode else 503)
+            return JSONResponse(
+                {"logprobs_mode": mode} if mode else {"error": "no vLLM server is known"},
+                200 if mode else 503,
+            )
 
         app.include_router(router)
         bridge = self.bridge

@@ -16,7 +16,12 @@ from example_trainer.errors import ModelError
 from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.parameter_server.handing import Handing, Order
-from example_trainer.parameter_server.held import COPIES, HeldMemoryShortage, HeldWeights, held_manifest
+from example_trainer.parameter_server.held import (
+    COPIES,
+    HeldMemoryShortage,
+    HeldWeights,
+    held_manifest,
+)
 from example_trainer.parameter_server.options import ParameterServerOptions
 from example_trainer.parameter_server.receiving import ReceivingServer
 from example_trainer.parameter_server.shards import Shards
@@ -45,7 +50,9 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
         TrainerError: as its message says.
     """
     for name in ("vllm.lockstep",):
-        logging.getLogger(name).setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+        logging.getLogger(name).setLevel(
+            logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+        )
     device = choose_device(options)
     folder = find_checkpoint(options.model_name)
     geometry = geometry_of(folder)
@@ -56,7 +63,10 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
         dtype = getattr(torch, wanted)
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join_ranks(options.rank_timeout, device))
-        manifests = tuple(held_manifest(geometry, dtype, device, r, ranks.world_size) for r in range(ranks.world_size))
+        manifests = tuple(
+            held_manifest(geometry, dtype, device, r, ranks.world_size)
+            for r in range(ranks.world_size)
+        )
         require_room(options.model_name, manifests, ranks, dtype, device)
         held = HeldWeights(geometry, dtype, device, ranks.rank, ranks.world_size)
         shards = Shards(held, ranks)
@@ -87,7 +97,9 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
                 stop.check()
 
 
-def receiving_server(options: ParameterServerOptions, dtype: str, shards: Shards) -> ReceivingServer:
+def receiving_server(
+    options: ParameterServerOptions, dtype: str, shards: Shards
+) -> ReceivingServer:
     """What the trainer speaks with."""
     keys = tuple(filter(None, [revealed(options.vllm_api_key)]))
     return ReceivingServer(
@@ -104,9 +116,14 @@ def receiving_server(options: ParameterServerOptions, dtype: str, shards: Shards
 
 
 def geometry_of(folder: Path) -> ModelGeometry:
-    """The sizes of a checkpoint's parameters. Raises ModelError if they cannot be read, or are of no model that is known."""
+    """The sizes of a checkpoint's parameters.
+
+    Raises ModelError if they cannot be read, or are of no model that is known.
+    """
     try:
-        return ModelGeometry.from_hf_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        return ModelGeometry.from_hf_config(
+            json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"{folder / 'config.json'} does not say what a parameter server needs ({type(error).__name__}: {error!s}); give "
@@ -143,15 +160,25 @@ def follow(held: HeldWeights, handing: Handing) -> None:
     handing.carry_out(Order(Weights(epoch, version), everyone))
 
 
-def require_room(model: str, manifests: tuple[Manifest, ...], ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
+def require_room(
+    model: str,
+    manifests: tuple[Manifest, ...],
+    ranks: Ranks,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
     """Refuse what does not fit, before anything is taken.
 
     Raises:
         HeldMemoryShortage: names bytes needed and free.
     """
-    here = [manifests[ranks.rank]] if device.type == "cuda" else list(manifests)  # shards on CPUs share this machine's memory
+    here = (
+        [manifests[ranks.rank]] if device.type == "cuda" else list(manifests)
+    )  # shards on CPUs share this machine's memory
     copies = COPIES * sum(flat_layout(manifest)[1] for manifest in here)
-    sending = buffer_bytes(manifests, ranks.world_size, dtype, packs=True).total  # however they travel
+    sending = buffer_bytes(
+        manifests, ranks.world_size, dtype, packs=True
+    ).total  # however they travel
     needed = copies + len(here) * (2 * sending + (PROCESS_BYTES if device.type == "cpu" else 0))
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()[0]
     if needed > free:

@@ -1,6 +1,8 @@
-"""How rank 0, which the trainer speaks with, asks the other shards: lines of JSON over connections that only they can open.
+"""How rank 0, which the trainer speaks with, asks the other shards: lines of JSON over connections
+that only they can open.
 
-Collectives would not do: the trainer asks at any time, also while the shards send to vLLM servers together.
+Collectives would not do: the trainer asks at any time, also while the shards send to vLLM servers
+together.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ class Shards:
     On the other ranks a thread answers.
 
     Raises:
-        BridgeError: they did not meet within the ranks' timeout. The message says which shard, and where.
+        BridgeError: they did not meet within the ranks' timeout. The message says which shard, and
+            where.
         RankError: one failed before.
     """
 
@@ -94,7 +97,11 @@ class Shards:
             host, _ = rendezvous_address()
             # A machine's own name often means 127.0.1.1 there, where no other machine comes.
             listening.append(socket.create_server(("127.0.0.1" if is_loopback(host) else "", 0)))
-            return [str(urlsplit(f"//{host}").hostname), str(listening[0].getsockname()[1]), secrets.token_hex(32)]
+            return [
+                str(urlsplit(f"//{host}").hostname),
+                str(listening[0].getsockname()[1]),
+                secrets.token_hex(32),
+            ]
 
         host, port, key = ranks.on_main("opening the way to the shards", listen)
         if ranks.is_main:
@@ -102,7 +109,9 @@ class Shards:
                 self._others = meet(listening[0], f"{host}:{port}", key, ranks)
         else:
             wire = come(host, int(port), key, ranks)
-            self._thread = threading.Thread(target=self._answer, args=(wire,), name="answers rank 0", daemon=True)
+            self._thread = threading.Thread(
+                target=self._answer, args=(wire,), name="answers rank 0", daemon=True
+            )
             self._thread.start()
         ranks.barrier("meeting the shards", ranks.timeout + MARGIN_SECONDS)
 
@@ -142,11 +151,15 @@ class Shards:
     def check(self) -> None:
         """Raise BridgeError if the shards cannot go on together."""
         if self._ended:
-            raise BridgeError(f"{self._ended}; start all shards again, they take the trainer's next push")
+            raise BridgeError(
+                f"{self._ended}; start all shards again, they take the trainer's next push"
+            )
 
     def _lost(self, rank: int, method: str, error: Exception) -> RuntimeError:
         silent = isinstance(error, TimeoutError)
-        self._ended = f"shard {rank} " + (f"did not answer {method} within {ANSWER_SECONDS:g} s" if silent else "has ended")
+        self._ended = f"shard {rank} " + (
+            f"did not answer {method} within {ANSWER_SECONDS:g} s" if silent else "has ended"
+        )
         return RuntimeError(self._ended)
 
     def _answer(self, wire: Wire) -> None:
@@ -178,9 +191,15 @@ def meet(listening: socket.socket, place: str, key: str, ranks: Ranks) -> list[W
     deadline = time.monotonic() + ranks.timeout
     came: dict[int, Wire] = {}
     while missing := [rank for rank in range(1, ranks.world_size) if rank not in came]:
-        who = f"shard {missing[0]} of {ranks.world_size}" if len(missing) == 1 else f"shards {missing} of {ranks.world_size}"
+        who = (
+            f"shard {missing[0]} of {ranks.world_size}"
+            if len(missing) == 1
+            else f"shards {missing} of {ranks.world_size}"
+        )
         left = deadline - time.monotonic()
-        listening.settimeout(min(max(left, 0.01), LOOK_SECONDS))  # who is there already is let in, however late it is
+        listening.settimeout(
+            min(max(left, 0.01), LOOK_SECONDS)
+        )  # who is there already is let in, however late it is
         try:
             connection, (caller, *_) = listening.accept()
         except TimeoutError:
@@ -201,7 +220,11 @@ def meet(listening: socket.socket, place: str, key: str, ranks: Ranks) -> list[W
         if known:
             came[rank] = wire
         else:
-            logger.warning("[ParameterServer] somebody at %s came to %s who is no shard of this one", caller, place)
+            logger.warning(
+                "[ParameterServer] somebody at %s came to %s who is no shard of this one",
+                caller,
+                place,
+            )
             wire.close()
     return [came[rank] for rank in sorted(came)]
 

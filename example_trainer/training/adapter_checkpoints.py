@@ -1,4 +1,6 @@
-"""Checkpoints of a run that trains adapters: `adapter_step_N/` in PEFT's format, the optimizer's state beside it."""
+"""Checkpoints of a run that trains adapters: `adapter_step_N/` in PEFT's format, the optimizer's
+state beside it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ ADAPTER_PREFIX = "adapter_step_"
 
 
 class AdapterCheckpoints(Checkpoints):
-    """As Checkpoints, of the adapters alone: the base model is named in adapter_config.json, not copied.
+    """As Checkpoints, of the adapters alone: the base model is named in adapter_config.json, not
+    copied.
 
     Args:
         writer: writes the model's adapters.
@@ -31,7 +34,13 @@ class AdapterCheckpoints(Checkpoints):
     prefix = ADAPTER_PREFIX
 
     def __init__(
-        self, folder: Path, run: Run, keep_states: int | None, last: int | None, writer: AdapterWriter, keep: int = 0
+        self,
+        folder: Path,
+        run: Run,
+        keep_states: int | None,
+        last: int | None,
+        writer: AdapterWriter,
+        keep: int = 0,
     ) -> None:
         super().__init__(folder, run, keep_states, last, keep=keep)
         self._writer = writer
@@ -56,15 +65,22 @@ def checkpoint_prefix(config: TrainerConfig) -> str:
 
 
 def make_checkpoints(
-    config: TrainerConfig, model: Decoder, start: Start, ranks: Ranks, restarts_at: Callable[[int], bool]
+    config: TrainerConfig,
+    model: Decoder,
+    start: Start,
+    ranks: Ranks,
+    restarts_at: Callable[[int], bool],
 ) -> Checkpoints:
-    """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format. `restarts_at` is the bridge's."""
+    """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format. `restarts_at` is the
+    bridge's.
+    """
     last, keep = start.saved.step if start.saved else None, config.keep_checkpoints
     states = None if config.keep_optimizer_states == "all" else config.keep_optimizer_states
     if not config.lora:
 
         def in_use(step: int) -> bool:
-            # A server that dies is started again on the checkpoint that it had: at first, the one that training went on from.
+            # A server that dies is started again on the checkpoint that it had: at first, the one
+            # that training went on from.
             return step == last or restarts_at(step)
 
         return Checkpoints(config.save_path, start.run, states, last, ranks, keep, in_use)

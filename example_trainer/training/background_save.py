@@ -1,11 +1,14 @@
-"""Saving while training goes on: the state of one step is held still, and a thread of each rank writes it or hands it on.
+"""Saving while training goes on: the state of one step is held still, and a thread of each rank
+writes it or hands it on.
 
-Masters and moments change in `MasterAdamW.step` alone. So they are copied to host memory while the next batch is forwarded and
-goes backward, and the next step waits until that has been done, which it usually has. Where the host has no room for a copy,
-they are read where they are, and the next step waits until they have been written.
+Masters and moments change in `MasterAdamW.step` alone. So they are copied to host memory while the
+next batch is forwarded and goes backward, and the next step waits until that has been done, which
+it usually has. Where the host has no room for a copy, they are read where they are, and the next
+step waits until they have been written.
 
-With several ranks each copies its own part, which needs nobody else; the parts meet on rank 0 one tensor at a time, over a
-process group of their own, so that nothing waits for the disk and no rank needs memory for the whole.
+With several ranks each copies its own part, which needs nobody else; the parts meet on rank 0 one
+tensor at a time, over a process group of their own, so that nothing waits for the disk and no rank
+needs memory for the whole.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class HostCopy:
         weights_only: checkpoints hold no optimizer state, so the masters alone are copied.
     """
 
-    def __init__(self, optimizer: MasterAdamW, ranks_here: int = 1, weights_only: bool = False) -> None:
+    def __init__(
+        self, optimizer: MasterAdamW, ranks_here: int = 1, weights_only: bool = False
+    ) -> None:
         self._optimizer, self._ranks_here, self._weights_only = optimizer, ranks_here, weights_only
         self._tensors: dict[str, Tensor] | None = None
         self._lock, self._taken = threading.Lock(), False
@@ -71,13 +76,20 @@ class HostCopy:
         state = self._optimizer.state_dict()
         if self._weights_only:
             state = {key: tensor for key, tensor in state.items() if key.startswith("master.")}
-        needed, free = sum(tensor.nbytes for tensor in state.values()), free_host_memory()[0] // self._ranks_here
+        needed, free = (
+            sum(tensor.nbytes for tensor in state.values()),
+            free_host_memory()[0] // self._ranks_here,
+        )
         reason = f"{free / 1e9:.1f} GB of memory are free"
         if needed <= _SHARE_OF_FREE_MEMORY[self._optimizer.device.type] * free:
             try:
                 found: dict[str, Tensor] = {}
                 for dtype in {tensor.dtype for tensor in state.values()}:
-                    shapes = {key: tuple(tensor.shape) for key, tensor in state.items() if tensor.dtype == dtype}
+                    shapes = {
+                        key: tuple(tensor.shape)
+                        for key, tensor in state.items()
+                        if tensor.dtype == dtype
+                    }
                     found |= HostArena(shapes, self._optimizer.device, dtype).tensors
                 self._tensors = found
                 return
@@ -96,9 +108,10 @@ class BackgroundSave:
         what: is saved, for messages.
         optimizer: its state is that of the checkpoint; it is told to wait for the reading.
         memory: to copy into.
-        keys: of the state, in the order in which the tensors are wanted; a key may come twice. The same on every rank.
-        write: called in a thread of rank 0, with the whole tensors in host memory, one at a time, and with what it shall call
-            again and again while there is progress.
+        keys: of the state, in the order in which the tensors are wanted; a key may come twice. The
+            same on every rank.
+        write: called in a thread of rank 0, with the whole tensors in host memory, one at a time,
+            and with what it shall call again and again while there is progress.
         ranks, group: of the trainer, and the group over which the parts meet; None for one rank.
     """
 
@@ -123,7 +136,9 @@ class BackgroundSave:
         device = optimizer.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # the step that made this state
+            self._stream.wait_stream(
+                torch.cuda.current_stream(device)
+            )  # the step that made this state
         optimizer.wait_for_readers = self._wait_until_read
         self._thread = threading.Thread(target=self._run, name=f"saving {what}", daemon=True)
         self._thread.start()
@@ -193,7 +208,11 @@ class BackgroundSave:
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         shards = self._optimizer.shards
         for key in self._keys:
-            name, parts, kind = key.partition(".")[2], [self._state[key].cpu()], self._optimizer.kind_of(key)
+            name, parts, kind = (
+                key.partition(".")[2],
+                [self._state[key].cpu()],
+                self._optimizer.kind_of(key),
+            )
             for rank in range(1, self._ranks.world_size):
                 part = torch.empty(shards.local_shape(name, rank, kind.block), dtype=kind.dtype)
                 self._exchange(part, partial(self._receive, rank))
@@ -202,7 +221,10 @@ class BackgroundSave:
 
     def _hand_on(self) -> None:
         for key in self._keys:
-            self._exchange(self._state[key].cpu().contiguous(), lambda message: self._group.send([message], 0, 0))
+            self._exchange(
+                self._state[key].cpu().contiguous(),
+                lambda message: self._group.send([message], 0, 0),
+            )
 
     def _receive(self, rank: int, message: Tensor) -> Any:
         return self._group.recv([message], rank, 0)

@@ -1,4 +1,6 @@
-"""The report of a trainer that ends with a batch in hand: whether training on the batch is the cause."""
+"""The report of a trainer that ends with a batch in hand: whether training on the batch is the
+cause.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from typing import Any
 
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.deterministic.parity import ParityError
-from example_trainer.errors import BatchError, ConfigError, RankError, RolloutServiceError, TrainerError
+from example_trainer.errors import (
+    BatchError,
+    ConfigError,
+    RankError,
+    RolloutServiceError,
+    TrainerError,
+)
 from example_trainer.training.loop_interfaces import BatchSource
 
 ERROR_SECONDS, SIGNAL_SECONDS = 10.0, 2.0
@@ -16,7 +24,8 @@ ERROR_SECONDS, SIGNAL_SECONDS = 10.0, 2.0
 
 
 class BatchFailures:
-    """Remembers which error came from reading a batch or from training on it, and reports how the run ends.
+    """Remembers which error came from reading a batch or from training on it, and reports how the
+    run ends.
 
     Args:
         batches: whose last batch is reported.
@@ -35,12 +44,17 @@ class BatchFailures:
             self._cause = error
             raise
 
-    def report(self, error: BaseException, trained: TrainedBatch | None, figures: dict[str, Any] | None = None) -> None:
+    def report(
+        self,
+        error: BaseException,
+        trained: TrainedBatch | None,
+        figures: dict[str, Any] | None = None,
+    ) -> None:
         """Report the end of the run to the rollout service. Not collective.
 
-        A batch that was the cause is counted, and set aside if it ends trainers again and again. Where the cause is unclear (an
-        error of another rank, or of a loss function of one's own), nothing is reported. The service then counts the end like
-        a kill.
+        A batch that was the cause is counted, and set aside if it ends trainers again and again.
+        Where the cause is unclear (an error of another rank, or of a loss function of one's own),
+        nothing is reported. The service then counts the end like a kill.
 
         Args:
             error: that ends the run.
@@ -54,7 +68,9 @@ class BatchFailures:
         of_batch = isinstance(error, BatchError) or (error is self._cause and not learned)
         if of_batch and isinstance(error, RankError | ConfigError):
             return
-        of_batch = of_batch and (isinstance(error, BatchError | ParityError) or not isinstance(error, TrainerError))
+        of_batch = of_batch and (
+            isinstance(error, BatchError | ParityError) or not isinstance(error, TrainerError)
+        )
         text = f"{type(error).__name__}: {error}" if of_batch and not learned else None
         seconds = ERROR_SECONDS if isinstance(error, Exception) else SIGNAL_SECONDS
         self._batches.last_report(figures, text, seconds)

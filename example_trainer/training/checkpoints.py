@@ -1,8 +1,10 @@
-"""Checkpoints: `step_N/` is a Hugging Face checkpoint, with what the next step needs in `step_N/trainer_state/`.
+"""Checkpoints: `step_N/` is a Hugging Face checkpoint, with what the next step needs in
+`step_N/trainer_state/`.
 
-A checkpoint is written beside its place and renamed into it, so the weights in a folder called `step_N` are always complete,
-also while the next one is being written in the background. `trainer_state` gets its name in the same way: with the folder, or
-later if a server was started on the weights first. A checkpoint names its run, and the batch that it has learned from last.
+A checkpoint is written beside its place and renamed into it, so the weights in a folder called
+`step_N` are always complete, also while the next one is being written in the background.
+`trainer_state` gets its name in the same way: with the folder, or later if a server was started on
+the weights first. A checkpoint names its run, and the batch that it has learned from last.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 def load_state(saved: SavedStep, optimizer: MasterAdamW) -> None:
     """Put the optimizer where it was when a checkpoint was saved.
 
-    Without an optimizer state the masters stay as they are, which is the checkpoint's weights, and AdamW's moments and the
-    count that corrects them begin at zero.
+    Without an optimizer state the masters stay as they are, which is the checkpoint's weights, and
+    AdamW's moments and the count that corrects them begin at zero.
 
     Raises:
         CheckpointError: the state is unreadable, or of another model.
@@ -75,7 +77,9 @@ def load_state(saved: SavedStep, optimizer: MasterAdamW) -> None:
             # One at a time: the whole may not fit into RAM.
             optimizer.load_state(shapes, opened.get_tensor, saved.step, saved.updates)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read the optimizer state in {file.parent}: {error}") from error
+        raise CheckpointError(
+            f"cannot read the optimizer state in {file.parent}: {error}"
+        ) from error
 
 
 class Checkpoints:
@@ -89,12 +93,14 @@ class Checkpoints:
 
     Args:
         folder: created when the first one is saved.
-        run: whose checkpoints they are. Those of other runs keep what they have, but for steps that are saved again.
-        keep_states: how many of the run's newest keep their optimizer state, which is several times as large as the weights;
-            None for all. With 0 none is written.
+        run: whose checkpoints they are. Those of other runs keep what they have, but for steps that
+            are saved again.
+        keep_states: how many of the run's newest keep their optimizer state, which is several times
+            as large as the weights; None for all. With 0 none is written.
         ranks: rank 0 writes; the others give it what they hold.
         keep: how many of the run's newest are kept at all; 0 for all.
-        in_use: whether a server may be started again on the checkpoint of a step: the newest of these is kept besides.
+        in_use: whether a server may be started again on the checkpoint of a step: the newest of
+            these is kept besides.
 
     Attributes:
         last: the step of the newest one begun or resumed from by this process; None before that.
@@ -112,7 +118,13 @@ class Checkpoints:
         keep: int = 0,
         in_use: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        self.folder, self.run, self.keep_states, self.last, self.ranks = folder, run, keep_states, last, ranks or Ranks()
+        self.folder, self.run, self.keep_states, self.last, self.ranks = (
+            folder,
+            run,
+            keep_states,
+            last,
+            ranks or Ranks(),
+        )
         self.keep, self.in_use = keep, in_use
         self._whole = last
         self._weights_step: int | None = None
@@ -123,7 +135,9 @@ class Checkpoints:
         self._companions: dict[str, bytes] | None = None
 
     def prepare(self, optimizer: MasterAdamW) -> None:
-        """Make ready to save an optimizer's state: the memory that it is copied into is taken in the background. Collective."""
+        """Make ready to save an optimizer's state: the memory that it is copied into is taken in
+        the background. Collective.
+        """
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._memory = HostCopy(optimizer, ranks_here, weights_only=self.keep_states == 0)
         self._group = self.ranks.new_group("checkpoints")
@@ -137,16 +151,19 @@ class Checkpoints:
         batch: TrainedBatch | None = None,
         unacknowledged: Sequence[TrainedBatch] = (),
     ) -> Path:
-        """Start to write the checkpoint of the present step from the optimizer's masters, which the model's dtype is the
-        rounding of. Training may go on at once; an optimizer step waits until masters and moments have been copied.
+        """Start to write the checkpoint of the present step from the optimizer's masters, which the
+        model's dtype is the rounding of. Training may go on at once; an optimizer step waits until
+        masters and moments have been copied.
 
-        Collective. The format is the same for any number of ranks. One checkpoint is written at a time: if the one before is
-        not complete, it is waited for.
+        Collective. The format is the same for any number of ranks. One checkpoint is written at a
+        time: if the one before is not complete, it is waited for.
 
         Args:
             config: the options, for people.
-            batch: the last one in these weights, which a trainer that resumes must not train on again. Rank 0's counts.
-            unacknowledged: earlier ones in these weights that the rollout service has not been told of. Rank 0's count.
+            batch: the last one in these weights, which a trainer that resumes must not train on
+                again. Rank 0's counts.
+            unacknowledged: earlier ones in these weights that the rollout service has not been told
+                of. Rank 0's count.
 
         Returns:
             Where it will be, once it is complete.
@@ -159,7 +176,10 @@ class Checkpoints:
             self.prepare(optimizer)
         assert self._memory is not None
         step, final = optimizer.steps, self.path(optimizer.steps)
-        dtype, trainer = next(model.parameters()).dtype, self._record(optimizer, config, batch, unacknowledged)
+        dtype, trainer = (
+            next(model.parameters()).dtype,
+            self._record(optimizer, config, batch, unacknowledged),
+        )
         self._read_companions(model)
         # A restart of vLLM has written the weights of its step already.
         names = [] if self._weights_step == step else self._weights(model, optimizer)
@@ -170,12 +190,24 @@ class Checkpoints:
             return final
         keys = [*(f"master.{name}" for name in names), *states]
         state_entries = optimizer.whole_state()
-        needed = sum(kind.itemsize * math.prod(shape) for kind, shape in state_entries.values()) if states else 0
-        needed += sum(dtype.itemsize * math.prod(shape) for shape in optimizer.whole_shapes.values()) if names else 0
+        needed = (
+            sum(kind.itemsize * math.prod(shape) for kind, shape in state_entries.values())
+            if states
+            else 0
+        )
+        needed += (
+            sum(dtype.itemsize * math.prod(shape) for shape in optimizer.whole_shapes.values())
+            if names
+            else 0
+        )
 
         def write(tensors: Iterator[tuple[str, Tensor]], moved: Callable[[], None]) -> None:
-            weights = ((key.partition(".")[2], tensor) for key, tensor in islice(tensors, len(names)))
-            with self._draft(final, needed, moved, final if names else final / STATE_FOLDER) as draft:
+            weights = (
+                (key.partition(".")[2], tensor) for key, tensor in islice(tensors, len(names))
+            )
+            with self._draft(
+                final, needed, moved, final if names else final / STATE_FOLDER
+            ) as draft:
                 if names:
                     self._write_weights(model, dtype, weights, draft, moved)
                 state = draft / STATE_FOLDER if names and states else draft
@@ -187,7 +219,9 @@ class Checkpoints:
                 (final / TRAINER_FILE).unlink(missing_ok=True)  # the state has it now
             self._complete(final)
 
-        self._save = BackgroundSave(final.name, optimizer, self._memory, keys, write, self.ranks, self._group)
+        self._save = BackgroundSave(
+            final.name, optimizer, self._memory, keys, write, self.ranks, self._group
+        )
         return final
 
     def save_weights(
@@ -198,10 +232,11 @@ class Checkpoints:
         batch: TrainedBatch | None = None,
         unacknowledged: Sequence[TrainedBatch] = (),
     ) -> Path:
-        """Write the weights of the present step for a server to load, and return when they are on the disk.
+        """Write the weights of the present step for a server to load, and return when they are on
+        the disk.
 
-        An earlier checkpoint may be on its way to the disk meanwhile. `begin` adds the optimizer's state. Only for a trainer
-        of one rank. The arguments are those of `begin`.
+        An earlier checkpoint may be on its way to the disk meanwhile. `begin` adds the optimizer's
+        state. Only for a trainer of one rank. The arguments are those of `begin`.
 
         Raises:
             CheckpointError: the weights could not be written.
@@ -210,7 +245,9 @@ class Checkpoints:
         final, dtype = self.path(optimizer.steps), next(model.parameters()).dtype
         self._read_companions(model)
         state = optimizer.state_dict()
-        weights = ((name, state[f"master.{name}"].cpu()) for name in self._weights(model, optimizer))
+        weights = (
+            (name, state[f"master.{name}"].cpu()) for name in self._weights(model, optimizer)
+        )
         needed = dtype.itemsize * sum(math.prod(shape) for shape in optimizer.whole_shapes.values())
         with self._draft(final, needed, lambda: None) as draft:
             self._write_weights(model, dtype, weights, draft, lambda: None)
@@ -237,7 +274,9 @@ class Checkpoints:
         }
 
     def _read_companions(self, model: Decoder) -> None:
-        if self._companions is None:  # read once: the checkpoint that the model was read from may be removed
+        if (
+            self._companions is None
+        ):  # read once: the checkpoint that the model was read from may be removed
             self._companions = companions(model)
 
     def _complete(self, final: Path) -> None:
@@ -255,11 +294,12 @@ class Checkpoints:
         return self._save is not None and not self._save.done
 
     def written(self) -> bool:
-        """Whether the checkpoint that was begun last is complete on the disk. Collective; asks, and does not wait.
+        """Whether the checkpoint that was begun last is complete on the disk. Collective; asks, and
+        does not wait.
 
         Raises:
-            CheckpointError: it could not be written whole, or another trainer has taken the run over; earlier checkpoints are
-                as they were.
+            CheckpointError: it could not be written whole, or another trainer has taken the run
+                over; earlier checkpoints are as they were.
         """
         save = self._save
         if save is None:
@@ -270,7 +310,10 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Return when the checkpoint that was begun last is complete on the disk. Collective. Raises what `written` raises."""
+        """Return when the checkpoint that was begun last is complete on the disk.
+
+        Collective. Raises what `written` raises.
+        """
         save, self._save = self._save, None
         if save is not None:
             try:
@@ -279,20 +322,31 @@ class Checkpoints:
                 self.last = self._whole
                 raise
 
-    def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any], batch: TrainedBatch | None = None) -> Path:
+    def save(
+        self,
+        model: Decoder,
+        optimizer: MasterAdamW,
+        config: dict[str, Any],
+        batch: TrainedBatch | None = None,
+    ) -> Path:
         """`begin` and `wait`."""
         final = self.begin(model, optimizer, config, batch)
         self.wait()
         return final
 
     def close(self) -> None:
-        """Let a write that is under way come to its end. Not collective; what goes wrong now is logged."""
+        """Let a write that is under way come to its end.
+
+        Not collective; what goes wrong now is logged.
+        """
         save, self._save = self._save, None
         if save is not None:
             try:
                 save.result()
             except Exception as error:  # noqa: BLE001 - the process ends for another reason, which is raised
-                logger.error("Checkpoint %s was not written: %s", save.what, " ".join(str(error).split()))
+                logger.error(
+                    "Checkpoint %s was not written: %s", save.what, " ".join(str(error).split())
+                )
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -314,7 +368,9 @@ class Checkpoints:
         write_checkpoint(draft, model.geometry, dtype, weights, self._companions, moved=moved)
 
     @contextmanager
-    def _draft(self, final: Path, needed: int, moved: Callable[[], None], target: Path | None = None) -> Iterator[Path]:
+    def _draft(
+        self, final: Path, needed: int, moved: Callable[[], None], target: Path | None = None
+    ) -> Iterator[Path]:
         """A folder to write into, which gets its name when all of it is on the disk.
 
         Args:
@@ -327,21 +383,33 @@ class Checkpoints:
         draft = self.folder / f".{final.name}.draft-{os.getpid()}"
         try:
             self._require_own_run(final)
-            if final.exists() and not final.is_dir():  # no checkpoint of anyone's, and so not to be replaced
+            if (
+                final.exists() and not final.is_dir()
+            ):  # no checkpoint of anyone's, and so not to be replaced
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_drafts()
             free = shutil.disk_usage(self.folder).free
             if free < needed:  # knowing beforehand is kinder than failing after gigabytes
-                raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+                raise OSError(
+                    0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
+                )
             yield draft
             flush(draft, moved)
             put_in_place(draft, target)
-            flush_entry(target.parent)  # whoever is told that the step is saved may rely on it, whatever happens to the power
+            flush_entry(
+                target.parent
+            )  # whoever is told that the step is saved may rely on it, whatever happens to the power
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
-            kept = f"{self.path(self._whole).name} is untouched" if self._whole is not None else "there was none before it"
-            reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+            kept = (
+                f"{self.path(self._whole).name} is untouched"
+                if self._whole is not None
+                else "there was none before it"
+            )
+            reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(
+                str(error).split()
+            )
             if isinstance(error, OSError) and error.errno in DISK_REFUSALS:
                 reason += f" (it needs {needed / 1e9:.2f} GB)"
             raise CheckpointError(
@@ -357,7 +425,10 @@ class Checkpoints:
             )
 
     def _remove_drafts(self) -> None:
-        """Remove what dead processes left unfinished. A dead one may have had this process's id, as in a container."""
+        """Remove what dead processes left unfinished.
+
+        A dead one may have had this process's id, as in a container.
+        """
         with self._sweeping:
             for draft in self.folder.glob(f".{self.prefix}*.draft-*"):
                 owner = int(draft.name.rpartition("-")[2])
@@ -368,7 +439,9 @@ class Checkpoints:
             self._swept = True
 
     def _remove_old(self) -> None:
-        """Of this run's own checkpoints alone: another run's state is all that it could be continued from."""
+        """Of this run's own checkpoints alone: another run's state is all that it could be
+        continued from.
+        """
         known = saved_steps(self.folder, self.prefix, skip_damaged=True, without_state=True)
         saved = [one for one in known if one.run.name == self.run.name]
         saved.sort(key=lambda one: one.order)
@@ -379,9 +452,13 @@ class Checkpoints:
             if one not in needed:
                 remove(one.path, self.folder)
                 logger.info("Removed checkpoint %s (--keep-checkpoints %d)", one.path, self.keep)
-        for one in [] if self.keep_states is None else stateful[: max(0, len(stateful) - self.keep_states)]:
+        for one in (
+            [] if self.keep_states is None else stateful[: max(0, len(stateful) - self.keep_states)]
+        ):
             if one.path.exists():
-                write_whole(one.path / TRAINER_FILE, (one.path / STATE_FOLDER / TRAINER_FILE).read_bytes())
+                write_whole(
+                    one.path / TRAINER_FILE, (one.path / STATE_FOLDER / TRAINER_FILE).read_bytes()
+                )
                 remove(one.path / STATE_FOLDER, self.folder)
                 what = "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay"
                 logger.info(what, one.path, self.keep_states)

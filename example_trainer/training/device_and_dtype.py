@@ -43,12 +43,16 @@ def choose_device(config: DeviceOptions) -> torch.device:
     place = place_of(os.environ)
     if place is not None and name.startswith("cuda"):
         if name != "cuda":
-            raise ConfigError(f"--device {name!r}: each rank has a GPU of its own; give cuda, or set CUDA_VISIBLE_DEVICES")
+            raise ConfigError(
+                f"--device {name!r}: each rank has a GPU of its own; give cuda, or set CUDA_VISIBLE_DEVICES"
+            )
         name = f"cuda:{place[2]}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"--device {name!r} is no device; give auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(
+            f"--device {name!r} is no device; give auto, cpu, cuda or cuda:N"
+        ) from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name!r} is not supported; give auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count()
@@ -73,17 +77,20 @@ def _what_ails(error: RuntimeError) -> str:
 def choose_dtype(
     config: TrainerConfig, serving: torch.dtype | None, device: torch.device, converts: bool = False
 ) -> torch.dtype:
-    """The dtype of the model's parameters: the server's, if it serves them; bfloat16 (float32 on a CPU) in place of float16.
+    """The dtype of the model's parameters: the server's, if it serves them; bfloat16 (float32 on a
+    CPU) in place of float16.
 
-    Gradients vanish in float16: the part of one token in a large batch is below the smallest number. So a trainer beside a
-    float16 server, or with a float16 checkpoint, computes in another dtype, and logs it.
+    Gradients vanish in float16: the part of one token in a large batch is below the smallest
+    number. So a trainer beside a float16 server, or with a float16 checkpoint, computes in another
+    dtype, and logs it.
 
     Args:
         serving: of the server's weights; None if the server has none of its own.
         converts: see WeightBridge; --dtype float32 is then obeyed whatever the server serves.
 
     Raises:
-        ConfigError: --dtype is float16, or another dtype than the server's where the bridge does not convert.
+        ConfigError: --dtype is float16, or another dtype than the server's where the bridge does
+            not convert.
     """
     asked = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if asked is torch.float16:
@@ -96,28 +103,50 @@ def choose_dtype(
     if serving is not None:
         obeys = converts and asked is torch.float32 and not config.deterministic
         if asked not in (None, serving) and not obeys:
-            raise ConfigError(f"--dtype {config.dtype}, but the vLLM server holds {_name(serving)}; give both the same")
+            raise ConfigError(
+                f"--dtype {config.dtype}, but the vLLM server holds {_name(serving)}; give both the same"
+            )
         return asked or serving
     if asked is not None:
         return asked
     # bf16 arithmetic on CPUs is slow, and not to be trusted on all of them.
-    stored = torch.float32 if device.type == "cpu" else checkpoint_dtype(find_checkpoint(config.model_name))
+    stored = (
+        torch.float32
+        if device.type == "cpu"
+        else checkpoint_dtype(find_checkpoint(config.model_name))
+    )
     if stored is not torch.float16:
         return stored
-    logger.info("--model-name %s holds float16 weights: training them in bfloat16 (--dtype)", config.model_name)
+    logger.info(
+        "--model-name %s holds float16 weights: training them in bfloat16 (--dtype)",
+        config.model_name,
+    )
     return torch.bfloat16
 
 
-def _beside_float16(config: TrainerConfig, asked: torch.dtype | None, device: torch.device, converts: bool) -> torch.dtype:
+def _beside_float16(
+    config: TrainerConfig, asked: torch.dtype | None, device: torch.device, converts: bool
+) -> torch.dtype:
     if not converts or config.deterministic:
-        needs = "--deterministic compares the bits of both" if config.deterministic else "a single copy trains in its memory"
-        instead = "" if config.deterministic else ", or train with --use-shared-memory (broadcast), which sends it float16"
+        needs = (
+            "--deterministic compares the bits of both"
+            if config.deterministic
+            else "a single copy trains in its memory"
+        )
+        instead = (
+            ""
+            if config.deterministic
+            else ", or train with --use-shared-memory (broadcast), which sends it float16"
+        )
         raise ConfigError(
             f"the vLLM server holds float16 weights, in which gradients vanish, and {needs}: start the server with "
             f"--dtype bfloat16{instead}"
         )
     dtype = asked or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    logger.info("The vLLM server holds float16 weights: training in %s, and rounding what it gets", _name(dtype))
+    logger.info(
+        "The vLLM server holds float16 weights: training in %s, and rounding what it gets",
+        _name(dtype),
+    )
     return dtype
 
 

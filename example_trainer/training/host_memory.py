@@ -1,4 +1,6 @@
-"""Tensors in host memory that a GPU reads and writes at full speed, and work on them in buckets that pass through the GPU."""
+"""Tensors in host memory that a GPU reads and writes at full speed, and work on them in buckets
+that pass through the GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,26 @@ from torch import Tensor
 from example_trainer.errors import TrainerError
 
 BUCKET_ELEMENTS = 32 << 20
-"""Elements of each kind of tensor that are on the GPU at once: large enough that a copy over the bus runs at its full rate."""
+"""Elements of each kind of tensor that are on the GPU at once: large enough that a copy over the
+bus runs at its full rate."""
 SLOTS = 3
 """Buckets on the device at the same time: one comes, one is worked on, one goes."""
 _ALIGNED = 16
-"""Elements; every piece of a tensor but its last is a multiple of them, so that cutting changes no vectorised loop's tail."""
+"""Elements; every piece of a tensor but its last is a multiple of them, so that cutting changes no
+vectorised loop's tail."""
 
 
-def free_host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Bytes of RAM free and in all, within the limit of this process's control group. What files lie in for speed is free."""
+def free_host_memory(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, int]:
+    """Bytes of RAM free and in all, within the limit of this process's control group.
+
+    What files lie in for speed is free.
+    """
     lines = (proc / "meminfo").read_text(encoding="utf-8").splitlines()
-    values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+    values = {
+        line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")
+    }
     free, total = values["MemAvailable"], values["MemTotal"]
     limit, used = _read_int(cgroup / "memory.max"), _read_int(cgroup / "memory.current")
     if limit is not None and used is not None and limit < total:
@@ -41,7 +52,9 @@ def _read_int(path: Path) -> int | None:
 
 
 def _cached_files(path: Path) -> int:
-    """Bytes of the control group that the kernel takes back when they are needed: what checkpoints were read into, mostly."""
+    """Bytes of the control group that the kernel takes back when they are needed: what checkpoints
+    were read into, mostly.
+    """
     try:
         words = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -71,9 +84,11 @@ class Kind:
 
 
 class HostArena:
-    """One block of host memory with named tensors of one dtype in it, page-locked if a GPU is to copy them.
+    """One block of host memory with named tensors of one dtype in it, page-locked if a GPU is to
+    copy them.
 
-    torch's own pinned memory is not used: its allocator takes the next power of two, up to twice what is asked for.
+    torch's own pinned memory is not used: its allocator takes the next power of two, up to twice
+    what is asked for.
 
     Args:
         shapes: of the tensors; they lie in this order, zeros at first.
@@ -101,7 +116,9 @@ class HostArena:
             self.flat = torch.empty(end, dtype=dtype)
         except RuntimeError as error:
             size = end * dtype.itemsize / 2**30
-            raise TrainerError(f"{size:.2f} GiB of host memory cannot be allocated: {error}") from error
+            raise TrainerError(
+                f"{size:.2f} GiB of host memory cannot be allocated: {error}"
+            ) from error
         self.flat.zero_()  # which takes the pages
         self.tensors = {
             name: self.flat[self.offsets[name] : self.offsets[name] + math.prod(shape)].view(*shape)
@@ -155,7 +172,9 @@ class Bucket:
 
 
 def cut(shapes: Mapping[str, Sequence[int]], offsets: Mapping[str, int], most: int) -> list[Bucket]:
-    """Buckets of at most `most` elements, as long as the rows of the tensors are no longer than that."""
+    """Buckets of at most `most` elements, as long as the rows of the tensors are no longer than
+    that.
+    """
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     begin = end = 0
@@ -174,18 +193,21 @@ def cut(shapes: Mapping[str, Sequence[int]], offsets: Mapping[str, int], most: i
 
 
 Work = Callable[[Sequence[Piece], Sequence[Sequence[Tensor]]], None]
-"""Gets the pieces of a bucket and, for each arena, their tensors on the device; changes these in place."""
+"""Gets the pieces of a bucket and, for each arena, their tensors on the device; changes these in
+place."""
 
 
 class HostTensors:
     """Several arenas of the same named tensors, worked on by a device that does not hold them.
 
-    Buckets pass through the device: while one is worked on, the next one comes and the one before goes back, each in a stream
-    of its own (ZeRO-Offload, arXiv:2101.06840, whose arithmetic is on the CPU; here the GPU does it).
+    Buckets pass through the device: while one is worked on, the next one comes and the one before
+    goes back, each in a stream of its own (ZeRO-Offload, arXiv:2101.06840, whose arithmetic is on
+    the CPU; here the GPU does it).
 
     Args:
         shapes: of the parameters, at least one dimension each.
-        kinds: of tensors that there are for each parameter, one arena each; the first has the parameter's shape.
+        kinds: of tensors that there are for each parameter, one arena each; the first has the
+            parameter's shape.
         device: the one that works.
         bucket_elements: of the first arena that are on the device at once.
     """
@@ -213,14 +235,18 @@ class HostTensors:
         if device.type == "cuda":
             # Taken now: memory that ran out in the middle of a step would leave it half done.
             self._slots = [
-                [torch.empty(longest // kind.block, dtype=kind.dtype, device=device) for kind in self._kinds]
+                [
+                    torch.empty(longest // kind.block, dtype=kind.dtype, device=device)
+                    for kind in self._kinds
+                ]
                 for _ in range(SLOTS)
             ]
             self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     @torch.no_grad()
     def work(self, count: int, work: Work, write_back: bool) -> None:
-        """Call `work` for every bucket of the first `count` kinds in turn. Return when host memory holds the results.
+        """Call `work` for every bucket of the first `count` kinds in turn. Return when host memory
+        holds the results.
 
         Args:
             write_back: whether it changes the tensors.
@@ -228,16 +254,27 @@ class HostTensors:
         kinds, arenas = self._kinds[:count], self.arenas[:count]
         if not self._slots:
             for bucket in self._buckets:
-                found = [_range(arena.flat, bucket, kind) for arena, kind in zip(arenas, kinds, strict=True)]
-                work(bucket.pieces, [_tensors(flat, bucket, kind) for flat, kind in zip(found, kinds, strict=True)])
+                found = [
+                    _range(arena.flat, bucket, kind)
+                    for arena, kind in zip(arenas, kinds, strict=True)
+                ]
+                work(
+                    bucket.pieces,
+                    [_tensors(flat, bucket, kind) for flat, kind in zip(found, kinds, strict=True)],
+                )
             return
         here = torch.cuda.current_stream(self.device)
         self._coming.wait_stream(here)
         left: list[torch.cuda.Event | None] = [None] * SLOTS
         for number, bucket in enumerate(self._buckets):
             slot = number % SLOTS
-            parts = [_range(arena.flat, bucket, kind) for arena, kind in zip(arenas, kinds, strict=True)]
-            staged = [buffer[: part.numel()] for buffer, part in zip(self._slots[slot], parts, strict=False)]
+            parts = [
+                _range(arena.flat, bucket, kind) for arena, kind in zip(arenas, kinds, strict=True)
+            ]
+            staged = [
+                buffer[: part.numel()]
+                for buffer, part in zip(self._slots[slot], parts, strict=False)
+            ]
             before = left[slot]
             with torch.cuda.stream(self._coming):
                 if before is not None:
@@ -245,7 +282,13 @@ class HostTensors:
                 for buffer, part in zip(staged, parts, strict=True):
                     buffer.copy_(part, non_blocking=True)
             here.wait_stream(self._coming)
-            work(bucket.pieces, [_tensors(buffer, bucket, kind) for buffer, kind in zip(staged, kinds, strict=True)])
+            work(
+                bucket.pieces,
+                [
+                    _tensors(buffer, bucket, kind)
+                    for buffer, kind in zip(staged, kinds, strict=True)
+                ],
+            )
             self._going.wait_stream(here)
             with torch.cuda.stream(self._going):
                 for buffer, part in zip(staged, parts, strict=True) if write_back else ():

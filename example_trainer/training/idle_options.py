@@ -1,7 +1,8 @@
-"""Options that were given and do nothing in a run, because another one switches off what they are of.
+"""Options that were given and do nothing in a run, because another one switches off what they are
+of.
 
-They are no error: `--correction none` on the command line must do for a file that sets a correction up. But nobody should take
-them for what the run does.
+They are no error: `--correction none` on the command line must do for a file that sets a correction
+up. But nobody should take them for what the run does.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ def idle_options(config: TrainerConfig, objective: Objective) -> list[str]:
         f"--kl-coef is {config.kl_coef:g}": (
             ("kl_in", "reference_model", "ref_logprobs_from_workers") if not config.kl_coef else ()
         ),
-        f"--distill-coef is {config.distill_coef:g}": ("distill_in",) if not config.distill_coef else (),
+        f"--distill-coef is {config.distill_coef:g}": ("distill_in",)
+        if not config.distill_coef
+        else (),
         f"--truncated-answers is {config.truncated_answers}": (
-            ("overlong_buffer", "overlong_penalty") if config.truncated_answers != "penalise" else ()
+            ("overlong_buffer", "overlong_penalty")
+            if config.truncated_answers != "penalise"
+            else ()
         ),
         f"--correction is {config.correction}": (
             *(("correction_high", "correction_low") if config.correction == "none" else ()),
@@ -47,9 +52,13 @@ def idle_options(config: TrainerConfig, objective: Objective) -> list[str]:
         ] = _BOUNDS
     notes = []
     for reason, names in off.items():
-        given = [f"{flag_of(name)} {getattr(config, name)}" for name in names if _is_given(config, name)]
+        given = [
+            f"{flag_of(name)} {getattr(config, name)}" for name in names if _is_given(config, name)
+        ]
         if given:
-            notes.append(f"{' and '.join(given)} {'does' if len(given) == 1 else 'do'} nothing: {reason}")
+            notes.append(
+                f"{' and '.join(given)} {'does' if len(given) == 1 else 'do'} nothing: {reason}"
+            )
     return notes
 
 

@@ -1,6 +1,7 @@
 """The training loop: next batch → gradients → step → publish weights → record.
 
-It knows no mode: `grpo.py` and `simple_rl.py` make the batch source, the parity check, the weight bridge and the checkpoints.
+It knows no mode: `grpo.py` and `simple_rl.py` make the batch source, the parity check, the weight
+bridge and the checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from example_trainer.batch.prefetch import Upkeep
 from example_trainer.batch.reader import ReadyBatch
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import ParityCheck, ParityError
-from example_trainer.errors import BatchError, CheckpointError, OutOfMemoryError, RankError, TrainerError
+from example_trainer.errors import (
+    BatchError,
+    CheckpointError,
+    OutOfMemoryError,
+    RankError,
+    TrainerError,
+)
 from example_trainer.models import Decoder
 from example_trainer.observe.evaluations import evaluation_line
 from example_trainer.observe.metrics import MetricsLog
@@ -54,7 +61,8 @@ class Parts:
     Attributes:
         objective: what is minimised; see make_objective.
         batches: where the next batch comes from, and who is told what became of it.
-        bridge: hands the weights to the inference server; connected, and the server serves those of the present step.
+        bridge: hands the weights to the inference server; connected, and the server serves those of
+            the present step.
         parity: compares logprobs bit for bit, or not at all.
         checkpoints: where what was learned is kept.
         speed: what a step's time is measured against.
@@ -62,7 +70,8 @@ class Parts:
         trained: the last batch that the weights learned from, as the rollout service calls it.
         evaluations: what environments measure; on rank 0, where there is a rollout service.
         uncorrected: whether the log says that tokens without logprobs are not corrected.
-        ask_servers: asks the servers anew what was asked of them before the first batch; collective.
+        ask_servers: asks the servers anew what was asked of them before the first batch;
+            collective.
         timeline: gets each step's spans: wait, train, and sync, or what the bridge calls it.
         tokens: collects what is reported of tokens.
         joins: the bridge's when that was done last.
@@ -99,16 +108,21 @@ class Parts:
         """Start to write the checkpoint of the present step, unless it is there or on its way."""
         if self.checkpoints.last != self.optimizer.steps:
             held = self.batches.held
-            self.checkpoints.begin(self.model, self.optimizer, self.config.shareable, self.trained, held)
+            self.checkpoints.begin(
+                self.model, self.optimizer, self.config.shareable, self.trained, held
+            )
 
     def save_for_restart(self) -> None:
         """Write the present weights, which the bridge starts vLLM on.
 
-        The optimizer's state follows in the background. If an earlier state is still on its way to the disk, the step gets
-        none unless a checkpoint of it is due: a restart does not wait for optimizer states.
+        The optimizer's state follows in the background. If an earlier state is still on its way to
+        the disk, the step gets none unless a checkpoint of it is due: a restart does not wait for
+        optimizer states.
         """
         held = self.batches.held
-        self.checkpoints.save_weights(self.model, self.optimizer, self.config.shareable, self.trained, held)
+        self.checkpoints.save_weights(
+            self.model, self.optimizer, self.config.shareable, self.trained, held
+        )
         if not self.checkpoints.writing:
             self.begin_saving()
 
@@ -123,7 +137,9 @@ class Parts:
         self.checkpoints.wait()
 
     def save_unsent(self) -> None:
-        """As save, and write the row of a step that has none yet: whoever goes on from the checkpoint begins behind it."""
+        """As save, and write the row of a step that has none yet: whoever goes on from the
+        checkpoint begins behind it.
+        """
         self.save()
         if self.unsent is not None:
             self.unsent()
@@ -132,7 +148,8 @@ class Parts:
 def train(parts: Parts) -> None:
     """Take optimizer steps until --training-steps. Collective.
 
-    However it ends, by an error, a signal or the last step, what was learned is saved if that is possible.
+    However it ends, by an error, a signal or the last step, what was learned is saved if that is
+    possible.
 
     Raises:
         BatchError: more batches in a row than the options allow could not be trained on.
@@ -162,10 +179,16 @@ def train(parts: Parts) -> None:
                         learned = learn(parts, batch, skipped)
                     computed = time.perf_counter()
                     write = partial(write_row, parts, batch, learned, skipped.stepped())
-                    parts.unsent = partial(write, SyncReport(optimizer.steps, "", 0), (waited - begun, computed - waited, 0.0))
+                    parts.unsent = partial(
+                        write,
+                        SyncReport(optimizer.steps, "", 0),
+                        (waited - begun, computed - waited, 0.0),
+                    )
                     if bridge.restarts_at(optimizer.steps):
                         parts.save_for_restart()
-                    report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
+                    report = bridge.sync(
+                        optimizer.steps, optimizer.write_weights, optimizer.masters
+                    )
             except BatchError as error:
                 skip(parts, skipped, error, version)
                 continue
@@ -179,15 +202,20 @@ def train(parts: Parts) -> None:
                 parts.checkpoints.wait()
                 batches.release()
                 parts.begin_saving()
-            # Last, so that no batch is gone from the service before the checkpoint that is due holds what was learned.
-            batches.acknowledge(optimizer.steps, hold=not parts.checkpoints.written(), report=parts.report())
+            # Last, so that no batch is gone from the service before the checkpoint that is due
+            # holds what was learned.
+            batches.acknowledge(
+                optimizer.steps, hold=not parts.checkpoints.written(), report=parts.report()
+            )
             ask_restarted_servers(parts)
             stop.check()
         parts.checkpoints.wait()
         batches.release()
         record_evaluations(parts, LAST_EVALUATIONS_SECONDS)
     except Exception as error:
-        failures.report(error, parts.trained, parts.report() if isinstance(error, ParityError) else None)
+        failures.report(
+            error, parts.trained, parts.report() if isinstance(error, ParityError) else None
+        )
         keep_what_was_learned(parts, error)
         raise
     except StopRequested as request:
@@ -198,14 +226,21 @@ def train(parts: Parts) -> None:
 
 
 def tell_timeline(parts: Parts, moments: tuple[float, float, float, float]) -> None:
-    """Write when the step that was taken waited, trained and handed its weights over; moments are time.perf_counter()'s."""
+    """Write when the step that was taken waited, trained and handed its weights over; moments are
+    time.perf_counter()'s.
+    """
     marks = [unix_ns(moment) for moment in moments]
-    for what, (begin, end) in zip(("wait", "train", parts.bridge.handing_over), pairwise(marks), strict=True):
+    for what, (begin, end) in zip(
+        ("wait", "train", parts.bridge.handing_over), pairwise(marks), strict=True
+    ):
         parts.timeline.write(what, begin, end, version=parts.optimizer.steps)
 
 
 def learn(parts: Parts, batch: ReadyBatch, skipped: SkippedBatches) -> dict[str, float | None]:
-    """Take the step of a batch; see require_rollout_logprobs and guarded_step for what is raised. The figures of it."""
+    """Take the step of a batch; see require_rollout_logprobs and guarded_step for what is raised.
+
+    The figures of it.
+    """
     before = parts.optimizer.steps
     try:
         require_rollout_logprobs(parts.config, batch.figures)
@@ -224,8 +259,9 @@ def learn(parts: Parts, batch: ReadyBatch, skipped: SkippedBatches) -> dict[str,
 
 
 def make_upkeep(parts: Parts) -> Upkeep:
-    """What is looked after while a batch is waited for: servers that were restarted, and acknowledgements that were held until
-    a checkpoint is complete, for an environment may wait for them."""
+    """What is looked after while a batch is waited for: servers that were restarted, and
+    acknowledgements that were held until a checkpoint is complete, for an environment may wait for
+    them."""
 
     def complete() -> bool:
         return parts.batches.owes and not parts.checkpoints.writing
@@ -243,8 +279,8 @@ def make_upkeep(parts: Parts) -> Upkeep:
 
 
 def ask_restarted_servers(parts: Parts) -> None:
-    """Ask the servers anew if one was joined since, as after a restart: it may have come back with other options. Raises
-    ConfigError for those that do not go with the trainer's."""
+    """Ask the servers anew if one was joined since, as after a restart: it may have come back with
+    other options. Raises ConfigError for those that do not go with the trainer's."""
     if parts.ask_servers is not None and parts.joins != parts.bridge.joins:
         parts.ask_servers()
         parts.joins = parts.bridge.joins
@@ -257,15 +293,19 @@ def skip(parts: Parts, skipped: SkippedBatches, error: BatchError, version: int)
         version: of the weights before it.
 
     Raises:
-        BatchError: `error`, if it cannot be left out: the weights are not sound, or have learned from it in part; or there have
-            been too many in a row.
+        BatchError: `error`, if it cannot be left out: the weights are not sound, or have learned
+            from it in part; or there have been too many in a row.
         OutOfMemoryError: the ranks of this trainer cannot go on behind it.
     """
     if not parts.optimizer.sound or parts.optimizer.steps > version:
         raise error
     skipped.skip(error)
-    parts.batches.acknowledge(parts.optimizer.steps, skipped=str(error), hold=not parts.checkpoints.written())
-    if parts.ranks.world_size > 1 and isinstance(error, OutOfMemoryError):  # FSDP2 stands in the middle of a layer
+    parts.batches.acknowledge(
+        parts.optimizer.steps, skipped=str(error), hold=not parts.checkpoints.written()
+    )
+    if parts.ranks.world_size > 1 and isinstance(
+        error, OutOfMemoryError
+    ):  # FSDP2 stands in the middle of a layer
         parts.checkpoints.wait()
         parts.batches.release()  # or the trainer that goes on gets this batch again
         raise OutOfMemoryError(
@@ -300,12 +340,17 @@ def write_row(
         "seconds_sync": seconds[2],
         "first_byte_to_verified": report.first_byte_to_verified,
         **{f"sync/{phase}": value for phase, value in report.seconds.items()},
-        **{f"server/{phase.removeprefix('to_')}": value for phase, value in report.server_seconds.items()},
+        **{
+            f"server/{phase.removeprefix('to_')}": value
+            for phase, value in report.server_seconds.items()
+        },
         **{f"turn/{name}": value for name, value in bridge.turn_figures.items()},
         **{f"fleet/{name}": count for name, count in report.fleet.items()},
         "batches_skipped": batches_skipped,
         **parts.parity.row(optimizer.masters),
-        **parts.speed.row(figures, seconds, peak_memory(parts.model.output_weight.device), epochs, ahead),
+        **parts.speed.row(
+            figures, seconds, peak_memory(parts.model.output_weight.device), epochs, ahead
+        ),
     }
     parts.metrics.write(optimizer.steps, row)
     logger.info("%s", step_line(optimizer.steps, parts.config.training_steps, row))
@@ -328,11 +373,17 @@ def record_evaluations(parts: Parts, seconds: float = 0.0) -> None:
 def keep_what_was_learned(parts: Parts, error: Exception) -> None:
     """Save the last sound step before an error ends the trainer, if that is possible.
 
-    With several ranks it takes all of them, so only an error that is known to have come to all of them will do.
+    With several ranks it takes all of them, so only an error that is known to have come to all of
+    them will do.
     """
     optimizer = parts.optimizer
     agreed = parts.ranks.world_size == 1 or isinstance(error, TrainerError)
-    if not optimizer.sound or not optimizer.steps or not agreed or isinstance(error, CheckpointError | RankError):
+    if (
+        not optimizer.sound
+        or not optimizer.steps
+        or not agreed
+        or isinstance(error, CheckpointError | RankError)
+    ):
         return
     try:
         parts.save_unsent()

@@ -1,4 +1,6 @@
-"""The interfaces of the objects that the training loop is given: where batches come from, and where checkpoints go."""
+"""The interfaces of the objects that the training loop is given: where batches come from, and where
+checkpoints go.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,27 @@ class BatchSource(Protocol):
         """Let the first batch be made; `next` is about to be called."""
 
     def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
-        """The next batch, to be trained on with the weights of `version`. Raises BatchError for one that cannot be."""
+        """The next batch, to be trained on with the weights of `version`.
+
+        Raises BatchError for one that cannot be.
+        """
 
     def acknowledge(
-        self, version: int, skipped: str | None = None, hold: bool = False, report: dict[str, Any] | None = None
+        self,
+        version: int,
+        skipped: str | None = None,
+        hold: bool = False,
+        report: dict[str, Any] | None = None,
     ) -> None:
-        """The batch of the last `next` is in the weights of `version`, or for the reason given in none. `report` is what was
-        computed for its tokens."""
+        """The batch of the last `next` is in the weights of `version`, or for the reason given in
+        none. `report` is what was computed for its tokens."""
 
-    def last_report(self, report: dict[str, Any] | None, error: str | None, patience: float) -> None:
-        """Report that the run ends with the batch of the last `next`; `error` is what training on it raised. Not collective."""
+    def last_report(
+        self, report: dict[str, Any] | None, error: str | None, patience: float
+    ) -> None:
+        """Report that the run ends with the batch of the last `next`; `error` is what training on
+        it raised. Not collective.
+        """
 
     @property
     def in_hand(self) -> TrainedBatch | None:

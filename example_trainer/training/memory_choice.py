@@ -1,7 +1,8 @@
-"""The way to train that fits: masters and moments on the GPU or in host memory, layers kept or computed again.
+"""The way to train that fits: masters and moments on the GPU or in host memory, layers kept or
+computed again.
 
-None of these ways changes the optimizer's arithmetic, nor a bit of a deterministic run's weights, so any of them may be taken
-without being asked for. `--optimizer` is never changed here.
+None of these ways changes the optimizer's arithmetic, nor a bit of a deterministic run's weights,
+so any of them may be taken without being asked for. `--optimizer` is never changed here.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ logger = logging.getLogger(__name__)
 GPU_WORKSPACE = 1 << 30
 """Bytes that matrix kernels, NCCL's buffers and the allocator's rounding take on a GPU."""
 CPU_WORKSPACE = 300 << 20
-"""Bytes that torch's thread pools, the HTTP client and TensorBoard take in RAM after the imports."""
+"""Bytes that torch's thread pools, the HTTP client and TensorBoard take in RAM after the
+imports."""
 BUS_BYTES_PER_SECOND = 50e9
-"""Rate of an offloaded update over the bus, each way. Measured on an H200: "8B, one GPU, offloaded" in trainer_speed.json."""
+"""Rate of an offloaded update over the bus, each way. Measured on an H200: "8B, one GPU, offloaded"
+in trainer_speed.json."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class MemoryChoice:
     Attributes:
         offload: masters and moments are in host memory.
         gradient_checkpointing: layers are computed again in the backward pass.
-        tokens_per_microbatch: most tokens of one forward and backward pass, unless one sequence is longer.
+        tokens_per_microbatch: most tokens of one forward and backward pass, unless one sequence is
+            longer.
     """
 
     offload: bool
@@ -61,14 +65,22 @@ class MemoryChoice:
 
     def applied_to(self, config: TrainerConfig) -> TrainerConfig:
         """The options with the choice in place of "auto"."""
-        chosen = {"optimizer_offload": self.offload, "gradient_checkpointing": self.gradient_checkpointing}
+        chosen = {
+            "optimizer_offload": self.offload,
+            "gradient_checkpointing": self.gradient_checkpointing,
+        }
         return config.model_copy(update=chosen)
 
 
 def choose_memory(
-    config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype, device: torch.device, ranks: Ranks | None = None
+    config: TrainerConfig,
+    bridge: WeightBridge,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks | None = None,
 ) -> MemoryChoice:
-    """Choose the first way to train that fits on every rank, and log it. Reads config.json, loads nothing. Collective.
+    """Choose the first way to train that fits on every rank, and log it. Reads config.json, loads
+    nothing. Collective.
 
     Raises:
         MemoryShortage: none fits, and --skip-memory-check was not given.
@@ -79,7 +91,9 @@ def choose_memory(
     server = plan_server(config, bridge, request, device)
     room = free_room(bridge, device, server)
     ways = candidates(request, config, room)
-    mine = [[room.holds(way, PLANNED_SHARE), room.holds(way), way.tokens_per_microbatch] for way in ways]
+    mine = [
+        [room.holds(way, PLANNED_SHARE), room.holds(way), way.tokens_per_microbatch] for way in ways
+    ]
     rows = ranks.gather(mine, "planning memory")
     number = first_that_fits([[(roomy, fits) for roomy, fits, _ in rank] for rank in rows])
     if number is None:
@@ -98,7 +112,9 @@ def choose_memory(
 
 
 def free_room(bridge: WeightBridge, device: torch.device, server: ServerPlan | None = None) -> Room:
-    """The memory that is free now, but for the part of a server that the trainer will start on the same GPU."""
+    """The memory that is free now, but for the part of a server that the trainer will start on the
+    same GPU.
+    """
     free, total = free_memory(device)
     ranks_here = _ranks("LOCAL_WORLD_SIZE")
     if device.type == "cpu":
@@ -110,11 +126,12 @@ def free_room(bridge: WeightBridge, device: torch.device, server: ServerPlan | N
 
 
 def candidates(request: MemoryRequest, config: TrainerConfig, room: Room) -> list[MemoryRequest]:
-    """The ways to train that the options leave open, the preferred ones first, each with its largest microbatch.
+    """The ways to train that the options leave open, the preferred ones first, each with its
+    largest microbatch.
 
-    A smaller microbatch comes before offloading, and offloading before recomputing: a microbatch of one sequence still keeps
-    a GPU busy, an offloaded update costs the same seconds however long the batch is, and recomputing costs a third of every
-    forward and backward pass.
+    A smaller microbatch comes before offloading, and offloading before recomputing: a microbatch of
+    one sequence still keeps a GPU busy, an offloaded update costs the same seconds however long the
+    batch is, and recomputing costs a third of every forward and backward pass.
     """
     on_gpu = room.device.type == "cuda"
     open_offload = [False, True] if on_gpu and request.lora is None else [False]
@@ -122,7 +139,10 @@ def candidates(request: MemoryRequest, config: TrainerConfig, room: Room) -> lis
     recompute = [config.gradient_checkpointing]
     if config.gradient_checkpointing is None:
         recompute = [False, True] if on_gpu else [False]
-    ways = [replace(request, offload=o, gradient_checkpointing=bool(r)) for r, o in product(recompute, offload)]
+    ways = [
+        replace(request, offload=o, gradient_checkpointing=bool(r))
+        for r, o in product(recompute, offload)
+    ]
     if config.tokens_per_microbatch is None and on_gpu:
         return [replace(way, tokens_per_microbatch=token_budget(way, room.free)) for way in ways]
     return ways
@@ -134,7 +154,8 @@ def first_that_fits(ranks: Sequence[Sequence[tuple[bool, bool]]]) -> int | None:
     A way that leaves some memory free goes before a way that needs all of it.
 
     Args:
-        ranks: for each rank, for each way: whether it leaves some memory free, and whether it fits at all.
+        ranks: for each rank, for each way: whether it leaves some memory free, and whether it fits
+            at all.
     """
     for column in (0, 1):
         for way in range(len(ranks[0])):
@@ -144,11 +165,15 @@ def first_that_fits(ranks: Sequence[Sequence[tuple[bool, bool]]]) -> int | None:
 
 
 def smallest(ways: Sequence[MemoryRequest], room: Room) -> MemoryRequest:
-    """The way that needs least of the device, among the ways for which the host has enough memory if there are any."""
+    """The way that needs least of the device, among the ways for which the host has enough memory
+    if there are any.
+    """
     return min(ways, key=lambda way: (room.host_needed(way) > room.host, plan_memory(way).total))
 
 
-def refuse(ways: Sequence[MemoryRequest], config: TrainerConfig, room: Room, ranks: Ranks) -> MemoryShortage:
+def refuse(
+    ways: Sequence[MemoryRequest], config: TrainerConfig, room: Room, ranks: Ranks
+) -> MemoryShortage:
     """The reason why no way fits, the same on every rank. Collective."""
     on_device = [way for way in ways if plan_memory(way).total <= room.free]
     reported = on_device[-1] if on_device else min(ways, key=lambda way: plan_memory(way).total)
@@ -168,9 +193,17 @@ def _report(way: MemoryRequest, asked: MemoryRequest, room: Room) -> None:
     """Log what was chosen and its cost in one line, then the plan as a table."""
     plan = plan_memory(way)
     logger.info("%s", choice_line(way, asked, room))
-    logger.info("Memory of %s, at most, with %.2f GiB free:\n%s", room.device, room.free / 2**30, plan.table())
+    logger.info(
+        "Memory of %s, at most, with %.2f GiB free:\n%s",
+        room.device,
+        room.free / 2**30,
+        plan.table(),
+    )
     if plan.total > room.free:
-        logger.warning("Microbatches of %d tokens would not fit; if they come, the machine runs out of memory", way.tokens)
+        logger.warning(
+            "Microbatches of %d tokens would not fit; if they come, the machine runs out of memory",
+            way.tokens,
+        )
 
 
 def choice_line(way: MemoryRequest, asked: MemoryRequest, room: Room) -> str:
@@ -184,25 +217,42 @@ def choice_line(way: MemoryRequest, asked: MemoryRequest, room: Room) -> str:
     costs = []
     if way.offload:
         place = "masters and moments in host memory"
-        needs += f", {room.host_needed(way) / 2**30:.2f} of {room.host / 2**30:.2f} GiB of host memory"
+        needs += (
+            f", {room.host_needed(way) / 2**30:.2f} of {room.host / 2**30:.2f} GiB of host memory"
+        )
         if room.device.type == "cuda":
             costs.append(f"each update takes about {offload_seconds(way):.1f} s longer")
-    layers = "layers computed again in the backward pass" if way.gradient_checkpointing else "layers kept"
+    layers = (
+        "layers computed again in the backward pass"
+        if way.gradient_checkpointing
+        else "layers kept"
+    )
     if way.gradient_checkpointing:
         costs.append("each microbatch has a third more to compute")
-    words = [f"{way.optimizer}, {place}, {layers}", f"microbatches of at most {way.tokens} tokens", needs, *costs]
+    words = [
+        f"{way.optimizer}, {place}, {layers}",
+        f"microbatches of at most {way.tokens} tokens",
+        needs,
+        *costs,
+    ]
     if (way.offload, way.gradient_checkpointing) != (asked.offload, asked.gradient_checkpointing):
-        words.append(f"chosen because {plan_memory(asked).total / 2**30:.2f} GiB would be needed otherwise")
+        words.append(
+            f"chosen because {plan_memory(asked).total / 2**30:.2f} GiB would be needed otherwise"
+        )
     return "Memory plan: " + "; ".join(words)
 
 
 def offload_seconds(request: MemoryRequest) -> float:
-    """Seconds of an offloaded update: all of its state passes over the bus, and the masters once more for the weights."""
+    """Seconds of an offloaded update: all of its state passes over the bus, and the masters once
+    more for the weights.
+    """
     masters = FLOAT32 * request.trained // request.world_size
     return (host_bytes(request) + masters) / BUS_BYTES_PER_SECOND
 
 
-def memory_request(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype, device: torch.device) -> MemoryRequest:
+def memory_request(
+    config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype, device: torch.device
+) -> MemoryRequest:
     """A training with these options on this rank's device, as far as no choice is needed.
 
     Without --tokens-per-microbatch it has as many tokens as on a CPU.

@@ -1,13 +1,17 @@
-"""The bytes that a training takes on one device, and in which moment of a step: arithmetic on sizes alone.
+"""The bytes that a training takes on one device, and in which moment of a step: arithmetic on sizes
+alone.
 
-Some things are there all the time (weights, masters, AdamW's moments, buffers to send from). The others come and go: what is
-summed up here is, for each moment in which a step may be at its greatest, everything that exists in it.
+Some things are there all the time (weights, masters, AdamW's moments, buffers to send from). The
+others come and go: what is summed up here is, for each moment in which a step may be at its
+greatest, everything that exists in it.
 
-How much one layer keeps for the backward pass is counted on `models/decoder.py` and on each table of `models/ops`, tensor by
-tensor, in the manner of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198,
-section 4); attention runs in kernels that keep no length × length matrix (FlashAttention, arXiv:2205.14135). How much FSDP2
-gathers and reduces at the same time is counted on torch 2.11 to 2.13: a unit's parameters come in one flat buffer and are
-copied out of it, the next unit's are under way meanwhile, and the unit before is still being reduced, in float32.
+How much one layer keeps for the backward pass is counted on `models/decoder.py` and on each table
+of `models/ops`, tensor by tensor, in the manner of Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4); attention runs in kernels
+that keep no length × length matrix (FlashAttention, arXiv:2205.14135). How much FSDP2 gathers and
+reduces at the same time is counted on torch 2.11 to 2.13: a unit's parameters come in one flat
+buffer and are copied out of it, the next unit's are under way meanwhile, and the unit before is
+still being reduced, in float32.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ _LORA_SIZES = {
     "up_proj": lambda g: g.hidden_size + g.intermediate_size,
     "down_proj": lambda g: g.intermediate_size + g.hidden_size,
 }
-"""Inputs plus outputs of each projection: an adapter of rank r has r times as many parameters (arXiv:2106.09685)."""
+"""Inputs plus outputs of each projection: an adapter of rank r has r times as many parameters
+(arXiv:2106.09685)."""
 ALL_PROJECTIONS = tuple(_LORA_SIZES)
 
 
@@ -58,7 +63,8 @@ class MemoryRequest:
     Attributes:
         geometry: the model.
         dtype: of its parameters.
-        tokens_per_microbatch, seq_len: tokens in a bin, and of the longest sequence, which may be a bin of its own.
+        tokens_per_microbatch, seq_len: tokens in a bin, and of the longest sequence, which may be a
+            bin of its own.
         table: whose operations the decoder computes with.
         share_prefixes: what rollouts have in common is forwarded once.
         optimizer: adamw-8bit has moments of one byte and a scale for each block of QUANTISED_BLOCK.
@@ -99,7 +105,9 @@ class MemoryRequest:
 
     @property
     def local(self) -> Geometry:
-        """The sizes of this rank's part of a layer that tensor-parallel ranks split; else the model's."""
+        """The sizes of this rank's part of a layer that tensor-parallel ranks split; else the
+        model's.
+        """
         g, ranks = self.geometry, self.world_size
         if ranks == 1 or not self.single_copy:
             return g
@@ -124,7 +132,11 @@ class MemoryRequest:
     @property
     def trained(self) -> int:
         """Trained elements of the whole model."""
-        return lora_parameter_count(self.geometry, *self.lora) if self.lora else parameter_count(self.geometry)
+        return (
+            lora_parameter_count(self.geometry, *self.lora)
+            if self.lora
+            else parameter_count(self.geometry)
+        )
 
     @property
     def quantised(self) -> int:
@@ -153,20 +165,30 @@ def parameter_count(geometry: Geometry) -> int:
 
 @functools.lru_cache
 def quantised_count(geometry: Geometry, spread: bool) -> int:
-    """Elements of the parameters whose moments adamw-8bit keeps in 8 bits, in one process or spread over ranks."""
-    return _count(part for _, part in _named_parts(geometry) if can_be_quantised(part.shape, spread))
+    """Elements of the parameters whose moments adamw-8bit keeps in 8 bits, in one process or spread
+    over ranks.
+    """
+    return _count(
+        part for _, part in _named_parts(geometry) if can_be_quantised(part.shape, spread)
+    )
 
 
 @functools.lru_cache
 def layer_parameter_count(geometry: Geometry) -> int:
     """Elements of one layer's parameters: one unit of FSDP2."""
-    return _count(part for name, part in _named_parts(geometry) if name.startswith("model.layers.0."))
+    return _count(
+        part for name, part in _named_parts(geometry) if name.startswith("model.layers.0.")
+    )
 
 
 @functools.lru_cache
 def root_parameter_count(geometry: Geometry) -> int:
-    """Elements of what is outside of the layers: embedding, last norm, and the output matrix unless it is tied."""
-    return _count(part for name, part in _named_parts(geometry) if not name.startswith("model.layers."))
+    """Elements of what is outside of the layers: embedding, last norm, and the output matrix unless
+    it is tied.
+    """
+    return _count(
+        part for name, part in _named_parts(geometry) if not name.startswith("model.layers.")
+    )
 
 
 def _named_parts(geometry: Geometry) -> Iterator[tuple[str, Part]]:
@@ -179,7 +201,11 @@ def _count(parts: Iterable[Part]) -> int:
 
 def lora_parameter_count(geometry: Geometry, rank: int, targets: Sequence[str]) -> int:
     """Elements of the adapters on `targets` in every layer: rank · (inputs + outputs) each."""
-    return geometry.num_layers * rank * sum(_LORA_SIZES[name](geometry) for name in targets if name in _LORA_SIZES)
+    return (
+        geometry.num_layers
+        * rank
+        * sum(_LORA_SIZES[name](geometry) for name in targets if name in _LORA_SIZES)
+    )
 
 
 def layer_activation_bytes(
@@ -191,7 +217,8 @@ def layer_activation_bytes(
 ) -> int:
     """Bytes that one layer keeps for its backward pass, for each token.
 
-    With s = itemsize, H hidden, I intermediate, d of a head, q and k the sizes of all query and of all key heads:
+    With s = itemsize, H hidden, I intermediate, d of a head, q and k the sizes of all query and of
+    all key heads:
 
                          fast, invariant         reference
         two norms        2 · 2s · H              2 · (4 + 4 + s) · H     its input, and its output; the reference has the input
@@ -202,25 +229,36 @@ def layer_activation_bytes(
         attention        s · q + 4 · heads       2 · s · q + 4 · heads   output, log-sum-exp; the reference puts spans together
         MLP              3 · s · I               4 · s · I               gate and up (2), their product; silu(gate)
 
-    Spans that share prefixes have the keys and values that they see laid out again, in place of the keys: SEEN_PER_TOKEN for
-    each token, which is as many as packing lets them see.
+    Spans that share prefixes have the keys and values that they see laid out again, in place of the
+    keys: SEEN_PER_TOKEN for each token, which is as many as packing lets them see.
 
-    Under adapters the reference keeps nothing for frozen weights: not what norms have scaled, and the inputs of those
-    projections alone that have an adapter. Every table keeps the adapters' inner values.
+    Under adapters the reference keeps nothing for frozen weights: not what norms have scaled, and
+    the inputs of those projections alone that have an adapter. Every table keeps the adapters'
+    inner values.
     """
     g, s = geometry, itemsize
     targets = ALL_PROJECTIONS if lora is None else tuple(lora[1])
-    total: float = s * (g.q_size + 2 * g.kv_size) + s * (g.q_size + g.kv_size) + s * g.q_size + FLOAT32 * g.num_heads
+    total: float = (
+        s * (g.q_size + 2 * g.kv_size)
+        + s * (g.q_size + g.kv_size)
+        + s * g.q_size
+        + FLOAT32 * g.num_heads
+    )
     if share_prefixes:
         total += s * (2 * SEEN_PER_TOKEN - 1) * g.kv_size
     if table == "reference":
         scaled = 0 if lora else FLOAT32
-        before_attention, before_mlp = {"q_proj", "k_proj", "v_proj"} & set(targets), {"gate_proj", "up_proj"} & set(targets)
+        before_attention, before_mlp = (
+            {"q_proj", "k_proj", "v_proj"} & set(targets),
+            {"gate_proj", "up_proj"} & set(targets),
+        )
         total += 2 * (FLOAT32 + scaled + FLOAT32 / g.hidden_size) * g.hidden_size
         total += s * g.hidden_size * (bool(before_attention) + bool(before_mlp)) + s * g.head_dim
         if g.qk_norm:
             copied = FLOAT32 if s < FLOAT32 else 0
-            total += (copied + scaled) * (g.q_size + g.kv_size) + FLOAT32 * (g.num_heads + g.num_kv_heads)
+            total += (copied + scaled) * (g.q_size + g.kv_size) + FLOAT32 * (
+                g.num_heads + g.num_kv_heads
+            )
         total += s * g.q_size * ("o_proj" in targets)
         total += s * g.intermediate_size * (4 if "down_proj" in targets else 3)
     else:
@@ -229,14 +267,16 @@ def layer_activation_bytes(
 
 
 def _layer_bytes(request: MemoryRequest) -> int:
-    return layer_activation_bytes(request.local, request.dtype.itemsize, request.lora, request.table, request.share_prefixes)
+    return layer_activation_bytes(
+        request.local, request.dtype.itemsize, request.lora, request.table, request.share_prefixes
+    )
 
 
 def kept_activation_bytes(request: MemoryRequest) -> int:
     """Bytes of activations at the end of the forward pass.
 
-    Beside the layers' (their two inputs alone, if they are computed again), what the last norm keeps, and the rows that the
-    logits are made of.
+    Beside the layers' (their two inputs alone, if they are computed again), what the last norm
+    keeps, and the rows that the logits are made of.
     """
     g, s = request.local, request.dtype.itemsize
     layer = 2 * s * g.hidden_size if request.gradient_checkpointing else _layer_bytes(request)
@@ -245,15 +285,21 @@ def kept_activation_bytes(request: MemoryRequest) -> int:
 
 
 def backward_activation_bytes(request: MemoryRequest) -> int:
-    """Bytes of activations and their gradients where the backward pass goes through the last layer's MLP.
+    """Bytes of activations and their gradients where the backward pass goes through the last
+    layer's MLP.
 
-    With checkpointing, that layer's activations are there again. In flight are the gradients of the layer's output, of its
-    input (under adapters with its float32 copy), and of the MLP's two factors; what the last norm kept is gone. (The reference
-    makes a weight's gradient from float32 copies; what they take has gone with the MLP's activations by then.)
+    With checkpointing, that layer's activations are there again. In flight are the gradients of the
+    layer's output, of its input (under adapters with its float32 copy), and of the MLP's two
+    factors; what the last norm kept is gone. (The reference makes a weight's gradient from float32
+    copies; what they take has gone with the MLP's activations by then.)
     """
     g, s = request.local, request.dtype.itemsize
     layer = _layer_bytes(request)
-    kept = g.num_layers * 2 * s * g.hidden_size + layer if request.gradient_checkpointing else g.num_layers * layer
+    kept = (
+        g.num_layers * 2 * s * g.hidden_size + layer
+        if request.gradient_checkpointing
+        else g.num_layers * layer
+    )
     copied = FLOAT32 if request.lora and s < FLOAT32 else 0
     flight = 2 * s * g.intermediate_size + (2 * s + copied) * g.hidden_size
     return request.tokens * (kept + flight)
@@ -266,21 +312,30 @@ def logits_bytes(request: MemoryRequest) -> int:
         invariant    the logits, a copy without padding, their gradient
         reference    two float32 tables; in the backward pass one, the same rounded, and that in float32 again
 
-    An entropy that has a gradient needs no more: the reference's second table is then the chances of the first, in the backward
-    pass too. Where gradients go autograd's way, the output matrix's is made in float32 and then rounded.
+    An entropy that has a gradient needs no more: the reference's second table is then the chances
+    of the first, in the backward pass too. Where gradients go autograd's way, the output matrix's
+    is made in float32 and then rounded.
     """
     g, s = request.local, request.dtype.itemsize
     table = min(request.logprob_chunk, request.tokens) * g.vocab_size
-    tables = {"fast": s, "invariant": 3 * s, "reference": max(2 * FLOAT32, s + FLOAT32 if s < FLOAT32 else 0)}[request.table]
+    tables = {
+        "fast": s,
+        "invariant": 3 * s,
+        "reference": max(2 * FLOAT32, s + FLOAT32 if s < FLOAT32 else 0),
+    }[request.table]
     matrix = 0 if request.lora or request.sums else g.vocab_size * g.hidden_size
     return max(tables * table + FLOAT32 * matrix, (FLOAT32 + s) * matrix)
 
 
 def send_buffer_bytes(request: MemoryRequest) -> int:
-    """Bytes of the buffers that a rank sends from: for each kind of server two for a bucket each, which a process of whole
-    parameters needs for what does not lie in place; sharded ones also one for the rows that they hand to each other.
+    """Bytes of the buffers that a rank sends from: for each kind of server two for a bucket each,
+    which a process of whole parameters needs for what does not lie in place; sharded ones also one
+    for the rows that they hand to each other.
     """
-    return sum(buffer_bytes(layout, request.world_size, request.dtype, request.packs).total for layout in request.layouts)
+    return sum(
+        buffer_bytes(layout, request.world_size, request.dtype, request.packs).total
+        for layout in request.layouts
+    )
 
 
 def lasting_items(request: MemoryRequest) -> dict[str, int]:
@@ -292,7 +347,8 @@ def lasting_items(request: MemoryRequest) -> dict[str, int]:
     staged = min(BUCKET_ELEMENTS, trained // ranks) if request.offload else 0
     state_bytes = FLOAT32 + request.moment_bytes / trained  # of an element
     return {
-        "weights (this trainer's own copy)": adapters + (0 if request.single_copy else s * parameters // ranks),
+        "weights (this trainer's own copy)": adapters
+        + (0 if request.single_copy else s * parameters // ranks),
         MASTERS: FLOAT32 * on_device * trained // ranks,
         MOMENTS: on_device * request.moment_bytes // ranks,
         "masters and moments on their way": int(SLOTS * state_bytes * staged),
@@ -305,14 +361,19 @@ def lasting_items(request: MemoryRequest) -> dict[str, int]:
 
 def host_bytes(request: MemoryRequest) -> int:
     """Bytes of the host's memory that one rank keeps masters and moments in."""
-    return (FLOAT32 * request.trained + request.moment_bytes) // request.world_size if request.offload else 0
+    return (
+        (FLOAT32 * request.trained + request.moment_bytes) // request.world_size
+        if request.offload
+        else 0
+    )
 
 
 def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
-    """For each moment that may be a step's greatest, the bytes of what is there beside the lasting items.
+    """For each moment that may be a step's greatest, the bytes of what is there beside the lasting
+    items.
 
-    Gradients of the whole step are there in all of the backward pass, but in its first microbatch. Those of a tied matrix are
-    summed in two places, by its two uses.
+    Gradients of the whole step are there in all of the backward pass, but in its first microbatch.
+    Those of a tied matrix are summed in two places, by its two uses.
     """
     g, s, ranks = request.geometry, request.dtype.itemsize, request.world_size
     matrix = request.local.vocab_size * g.hidden_size
@@ -330,7 +391,8 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
     layers = {ACTIVATIONS: backward_activation_bytes(request), **gathered}
     end: dict[str, int] = {}
     if request.sharded:
-        # Two layers whole (one computes, one comes), gradients of one, and of the one before in float32.
+        # Two layers whole (one computes, one comes), gradients of one, and of the one before in
+        # float32.
         layers["layers, gathered and reduced"] = (3 * s + FLOAT32) * layer
         layers["output matrix's gradient"] = head
         end = {
@@ -338,7 +400,9 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
             "embedding and output matrix, reduced": (s + FLOAT32) * root + FLOAT32 * root // ranks,
         }
     elif request.sums:
-        end = {ACTIVATIONS: FLOAT32 * request.tokens * g.hidden_size}  # the gradient of the embedding's rows
+        end = {
+            ACTIVATIONS: FLOAT32 * request.tokens * g.hidden_size
+        }  # the gradient of the embedding's rows
     return {
         "backward of the loss": gradients | loss,
         "backward of the layers": gradients | layers,

@@ -1,7 +1,9 @@
-"""The memory that a training needs, computed from the model's config.json before a weight is loaded.
+"""The memory that a training needs, computed from the model's config.json before a weight is
+loaded.
 
-`plan_memory` puts together the items that `memory_items` counts. `require_memory` refuses a sum that is more than what is free,
-and names the flags with which the training fits; `memory_choice` takes the first way to train that fits.
+`plan_memory` puts together the items that `memory_items` counts. `require_memory` refuses a sum
+that is more than what is free, and names the flags with which the training fits; `memory_choice`
+takes the first way to train that fits.
 """
 
 from __future__ import annotations
@@ -32,18 +34,25 @@ LEAST_SERVER_WORKSPACE = 2 << 30
 GPU_WORKSPACE = 1 << 30
 """Bytes that matrix kernels, NCCL's buffers and the allocator's rounding take on a GPU."""
 CPU_WORKSPACE = 300 << 20
-"""Bytes that torch's thread pools, the HTTP client and TensorBoard take in RAM after the imports."""
+"""Bytes that torch's thread pools, the HTTP client and TensorBoard take in RAM after the
+imports."""
 
 BUDGETS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024)
-"""Tokens per microbatch to choose from: beyond the first a GPU is no faster, below the last its products are small."""
+"""Tokens per microbatch to choose from: beyond the first a GPU is no faster, below the last its
+products are small."""
 OUTSIDE_SHARE = 2 << 30
-"""Bytes that a vLLM process takes beyond its --gpu-memory-utilization: the CUDA context and captured graphs."""
+"""Bytes that a vLLM process takes beyond its --gpu-memory-utilization: the CUDA context and
+captured graphs."""
 PLANNED_SHARE = 0.92
-"""Of the free memory: the plan is right within a few per cent, and the allocator's blocks do not fit into each other."""
+"""Of the free memory: the plan is right within a few per cent, and the allocator's blocks do not
+fit into each other."""
 
 
 class MemoryShortage(TrainerError):
-    """The training would not fit. The message names the largest items, what is free, and what to change."""
+    """The training would not fit.
+
+    The message names the largest items, what is free, and what to change.
+    """
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,11 @@ class MemoryPlan:
     def items(self) -> tuple[tuple[str, int], ...]:
         """The items that exist together in the greatest moment, the largest first."""
         found = {**self.lasting, **self.moments[self.greatest]}
-        return tuple(sorted(((name, size) for name, size in found.items() if size), key=lambda item: -item[1]))
+        return tuple(
+            sorted(
+                ((name, size) for name, size in found.items() if size), key=lambda item: -item[1]
+            )
+        )
 
     @property
     def total(self) -> int:
@@ -77,13 +90,18 @@ class MemoryPlan:
     @property
     def certain(self) -> int:
         """Bytes that are taken however long the sequences turn out to be."""
-        rests = [sum(size for name, size in items.items() if name != ACTIVATIONS) for items in self.moments.values()]
+        rests = [
+            sum(size for name, size in items.items() if name != ACTIVATIONS)
+            for items in self.moments.values()
+        ]
         return sum(self.lasting.values()) + max(rests)
 
     def table(self) -> str:
         """One line an item, for the log."""
         rows = [f"  {size / 2**30:8.2f} GiB  {name}" for name, size in self.items]
-        return "\n".join([*rows, f"  {self.total / 2**30:8.2f} GiB  in all, in the {self.greatest}"])
+        return "\n".join(
+            [*rows, f"  {self.total / 2**30:8.2f} GiB  in all, in the {self.greatest}"]
+        )
 
 
 def plan_memory(request: MemoryRequest) -> MemoryPlan:
@@ -91,8 +109,12 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
     return MemoryPlan(lasting_items(request), moments(request))
 
 
-def free_memory(device: torch.device, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Bytes free and in all: of the GPU, or of RAM within the limit of this process's control group."""
+def free_memory(
+    device: torch.device, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, int]:
+    """Bytes free and in all: of the GPU, or of RAM within the limit of this process's control
+    group.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
@@ -109,8 +131,10 @@ class Room:
         host: free memory of this machine, which all its ranks share.
         ranks_here: ranks of this trainer on this machine.
         lent: the part of `free` that vLLM takes back between turns; 0 without turns.
-        server: memory of the device that is left to a vLLM server which the trainer will start there. It is not in `free`.
-        server_share: --gpu-memory-utilization of a vLLM server that runs on the device; None if that is not known.
+        server: memory of the device that is left to a vLLM server which the trainer will start
+            there. It is not in `free`.
+        server_share: --gpu-memory-utilization of a vLLM server that runs on the device; None if
+            that is not known.
     """
 
     device: torch.device
@@ -123,9 +147,13 @@ class Room:
     server_share: float | None = None
 
     def holds(self, request: MemoryRequest, share: float = 1.0) -> bool:
-        """Return whether a training fits into `share` of the free memory, of the device and of the host."""
+        """Return whether a training fits into `share` of the free memory, of the device and of the
+        host.
+        """
         plan = plan_memory(request)
-        on_device = (plan.total if self.device.type == "cuda" else plan.certain) <= share * self.free
+        on_device = (
+            plan.total if self.device.type == "cuda" else plan.certain
+        ) <= share * self.free
         between_turns = not self.lent or sum(plan.lasting.values()) <= self.free - self.lent
         return on_device and between_turns and self.host_needed(request) <= share * self.host
 
@@ -141,8 +169,14 @@ def remedies(request: MemoryRequest, room: Room) -> list[str]:
     """
     changes = _flag_changes(request, room)
     enough = [(flags, changed) for flags, changed in changes if room.holds(changed)]
-    shortest = [(flags, changed) for flags, changed in enough if not any(set(other) < set(flags) for other, _ in enough)]
-    found = [(" ".join(flags), changed, room) for flags, changed in shortest[:3]] + _larger_changes(request, room)
+    shortest = [
+        (flags, changed)
+        for flags, changed in enough
+        if not any(set(other) < set(flags) for other, _ in enough)
+    ]
+    found = [(" ".join(flags), changed, room) for flags, changed in shortest[:3]] + _larger_changes(
+        request, room
+    )
     if room.server:
         alone = replace(room, free=room.free + room.server, server=0)
         if alone.holds(request):
@@ -157,18 +191,27 @@ def remedies(request: MemoryRequest, room: Room) -> list[str]:
 
 
 def _lower_share(request: MemoryRequest, room: Room) -> list[str]:
-    """The share of the GPU with which vLLM leaves enough for a training in its memory; empty if there is none."""
-    if room.device.type != "cuda" or not request.single_copy or room.host_needed(request) > room.host:
+    """The share of the GPU with which vLLM leaves enough for a training in its memory; empty if
+    there is none.
+    """
+    if (
+        room.device.type != "cuda"
+        or not request.single_copy
+        or room.host_needed(request) > room.host
+    ):
         return []
     share = fitting_server_share(request, room)
-    return [] if share is None else [f"start vLLM with --gpu-memory-utilization {share:.2f} or less"]
+    return (
+        [] if share is None else [f"start vLLM with --gpu-memory-utilization {share:.2f} or less"]
+    )
 
 
 def fitting_server_share(request: MemoryRequest, room: Room) -> float | None:
     """The largest --gpu-memory-utilization of vLLM beside which a single copy fits, in hundredths.
 
-    The server's present share is lowered by what is missing now. This counts what other programs and
-    vLLM itself take beyond that share. Without a present share, the plan gets the rest of the device.
+    The server's present share is lowered by what is missing now. This counts what other programs
+    and vLLM itself take beyond that share. Without a present share, the plan gets the rest of the
+    device.
 
     Returns:
         None if the rest would not hold vLLM's weights, and some keys and values.
@@ -177,12 +220,16 @@ def fitting_server_share(request: MemoryRequest, room: Room) -> float | None:
     share = (room.total - needed - OUTSIDE_SHARE) / room.total
     if room.server_share is not None:
         share = room.server_share - (needed - room.free) / room.total
-    share = math.floor(100 * share + 1e-6) / 100  # the decimal fraction that was given may lie below its hundredth
+    share = (
+        math.floor(100 * share + 1e-6) / 100
+    )  # the decimal fraction that was given may lie below its hundredth
     weights = request.dtype.itemsize * parameter_count(request.geometry) / request.world_size
     return share if share * room.total > weights + LEAST_SERVER_WORKSPACE else None
 
 
-def _flag_changes(request: MemoryRequest, room: Room) -> list[tuple[tuple[str, ...], MemoryRequest]]:
+def _flag_changes(
+    request: MemoryRequest, room: Room
+) -> list[tuple[tuple[str, ...], MemoryRequest]]:
     """Every combination of flags that lower the need, those of the fewest flags first."""
     single: list[tuple[str, dict[str, Any]]] = []
     if not request.gradient_checkpointing:
@@ -196,21 +243,36 @@ def _flag_changes(request: MemoryRequest, room: Room) -> list[tuple[tuple[str, .
         if request.optimizer == "adamw":
             single.append(("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}))
     return [
-        (tuple(flag for flag, _ in chosen), replace(request, **{key: value for _, one in chosen for key, value in one.items()}))
+        (
+            tuple(flag for flag, _ in chosen),
+            replace(request, **{key: value for _, one in chosen for key, value in one.items()}),
+        )
         for count in range(1, len(single) + 1)
         for chosen in combinations(single, count)
     ]
 
 
 def _larger_changes(request: MemoryRequest, room: Room) -> list[tuple[str, MemoryRequest, Room]]:
-    """The smallest number of GPUs that suffices, fewer with 8-bit moments, and adapters in place of all weights."""
+    """The smallest number of GPUs that suffices, fewer with 8-bit moments, and adapters in place of
+    all weights.
+    """
     found: list[tuple[str, MemoryRequest, Room]] = []
-    if room.device.type == "cuda" and request.lora is None and not request.single_copy and not room.server:
+    if (
+        room.device.type == "cuda"
+        and request.lora is None
+        and not request.single_copy
+        and not room.server
+    ):
         in_8_bits = replace(request, optimizer="adamw-8bit")
-        spread = [_spread(request, room), _spread(in_8_bits, room) if request.optimizer == "adamw" else None]
+        spread = [
+            _spread(request, room),
+            _spread(in_8_bits, room) if request.optimizer == "adamw" else None,
+        ]
         if spread[0] is not None:
             found.append((f"{spread[0][0].world_size} GPUs", *spread[0]))
-        if spread[1] is not None and (spread[0] is None or spread[1][0].world_size < spread[0][0].world_size):
+        if spread[1] is not None and (
+            spread[0] is None or spread[1][0].world_size < spread[0][0].world_size
+        ):
             found.append((f"{spread[1][0].world_size} GPUs and --optimizer adamw-8bit", *spread[1]))
     if request.lora is None:
         adapters = replace(request, lora=(16, ALL_PROJECTIONS), single_copy=False, offload=False)
@@ -220,7 +282,9 @@ def _larger_changes(request: MemoryRequest, room: Room) -> list[tuple[str, Memor
 
 
 def _spread(request: MemoryRequest, room: Room) -> tuple[MemoryRequest, Room] | None:
-    """The training over the smallest number of GPUs like this one on which it fits; None if there is none up to 64 times."""
+    """The training over the smallest number of GPUs like this one on which it fits; None if there
+    is none up to 64 times.
+    """
     for times in (2, 4, 8, 16, 32, 64):
         wider = replace(room, ranks_here=times * room.ranks_here)
         wide = replace(request, world_size=times * request.world_size)
@@ -238,19 +302,24 @@ def _needs(request: MemoryRequest, room: Room) -> str:
 
 
 def token_budget(request: MemoryRequest, free: int) -> int:
-    """The value of --tokens-per-microbatch if it is not given: the largest of BUDGETS whose plan leaves some memory free.
+    """The value of --tokens-per-microbatch if it is not given: the largest of BUDGETS whose plan
+    leaves some memory free.
 
     It is at least the longest sequence, which has a microbatch of its own anyway.
     """
-    fitting = (b for b in BUDGETS if plan_memory(replace(request, tokens_per_microbatch=b)).total <= PLANNED_SHARE * free)
+    fitting = (
+        b
+        for b in BUDGETS
+        if plan_memory(replace(request, tokens_per_microbatch=b)).total <= PLANNED_SHARE * free
+    )
     return max(request.longest, next(fitting, BUDGETS[-1]))
 
 
 def require_memory(request: MemoryRequest, room: Room) -> MemoryPlan:
     """The plan, if it fits.
 
-    On a GPU everything must fit. On a CPU it is enough that the certain part does: RAM is taken page by page as sequences
-    really get long, and few of them are as long as they may be.
+    On a GPU everything must fit. On a CPU it is enough that the certain part does: RAM is taken
+    page by page as sequences really get long, and few of them are as long as they may be.
 
     Raises:
         MemoryShortage: it does not fit into the memory of the device or of the host.
@@ -278,7 +347,11 @@ def require_memory(request: MemoryRequest, room: Room) -> MemoryPlan:
 
 def _beside(room: Room) -> str:
     """The memory that a server of the trainer's needs, if it shares the device."""
-    return f" beside the {room.server / 2**30:.2f} GiB that the vLLM server needs there" if room.server else ""
+    return (
+        f" beside the {room.server / 2**30:.2f} GiB that the vLLM server needs there"
+        if room.server
+        else ""
+    )
 
 
 def _saved_already(request: MemoryRequest) -> str:

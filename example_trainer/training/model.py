@@ -22,11 +22,15 @@ DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
 
 
 def decoder_maker(config: TrainerConfig, ranks: Ranks) -> DecoderMaker:
-    """How this rank makes its part of a model: vLLM's shards for a single copy, else FSDP2's; all of it without other ranks."""
+    """How this rank makes its part of a model: vLLM's shards for a single copy, else FSDP2's; all
+    of it without other ranks.
+    """
     if ranks.world_size == 1:
         return deterministic_decoder if config.deterministic else Decoder
     if config.single_copy:
-        return partial(split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD)
+        return partial(
+            split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD
+        )
     # Only where it is used: it takes a third of a trainer's time to import everything.
     from example_trainer.parallel.fsdp import sharded_decoder
 
@@ -34,9 +38,14 @@ def decoder_maker(config: TrainerConfig, ranks: Ranks) -> DecoderMaker:
 
 
 def make_model(
-    config: TrainerConfig, start: Path | None, dtype: torch.dtype, device: torch.device, make: DecoderMaker = Decoder
+    config: TrainerConfig,
+    start: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    make: DecoderMaker = Decoder,
 ) -> Decoder:
-    """The model to train: whole, from the checkpoint `start` or as it was at first, or the frozen one with adapters.
+    """The model to train: whole, from the checkpoint `start` or as it was at first, or the frozen
+    one with adapters.
 
     Adapters are new here even on a resume: their values are in the optimizer's state.
 
@@ -46,7 +55,9 @@ def make_model(
     """
     if config.lora and start:
         check_same_adapter(start, config.lora, dtype)
-    model = load_model(config.model_name if config.lora else str(start or config.model_name), dtype, device, make)
+    model = load_model(
+        config.model_name if config.lora else str(start or config.model_name), dtype, device, make
+    )
     model.gradient_checkpointing = bool(config.gradient_checkpointing)
     if config.lora:
         attach_adapters(model, config.lora)
@@ -54,12 +65,18 @@ def make_model(
 
 
 def make_reference(
-    config: TrainerConfig, model: Decoder, dtype: torch.dtype, device: torch.device, make: DecoderMaker = Decoder
+    config: TrainerConfig,
+    model: Decoder,
+    dtype: torch.dtype,
+    device: torch.device,
+    make: DecoderMaker = Decoder,
 ) -> Decoder | None:
-    """The model that --kl-coef keeps the policy near: under adapters that is the base model, which is in memory already. None
-    if there is none, or reference workers have it."""
+    """The model that --kl-coef keeps the policy near: under adapters that is the base model, which
+    is in memory already. None if there is none, or reference workers have it."""
     if config.kl_coef and config.has_base_model:
         return BaseModel(model)
     if not config.loads_reference:
         return None
-    return load_model(config.reference_model or config.model_name, dtype, device, make).requires_grad_(False)
+    return load_model(
+        config.reference_model or config.model_name, dtype, device, make
+    ).requires_grad_(False)

@@ -1,8 +1,9 @@
 """AdamW on float32 masters, apart from the weights that the model computes with.
 
-The model's parameters may be bf16, and may be views on memory that an inference server samples from: they are read by the
-forward pass and written by `write_weights` alone, at a moment that the weight bridge chooses. Gradients leave the
-parameters as soon as they are complete and are summed in float32.
+The model's parameters may be bf16, and may be views on memory that an inference server samples
+from: they are read by the forward pass and written by `write_weights` alone, at a moment that the
+weight bridge chooses. Gradients leave the parameters as soon as they are complete and are summed in
+float32.
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ _REMEDIES = {
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 
-def learning_rate_factor(step: int, schedule: LearningRateSchedule, warmup_steps: int, total_steps: int) -> float:
+def learning_rate_factor(
+    step: int, schedule: LearningRateSchedule, warmup_steps: int, total_steps: int
+) -> float:
     """The factor of the learning rate at optimizer step `step`, counted from 0.
 
-    It rises in equal parts over the warm-up, reaching 1 with the first step after it; then stays (constant), or falls to 0
-    at `total_steps` along a line (linear) or half a cosine wave (cosine, arXiv:1608.03983).
+    It rises in equal parts over the warm-up, reaching 1 with the first step after it; then stays
+    (constant), or falls to 0 at `total_steps` along a line (linear) or half a cosine wave (cosine,
+    arXiv:1608.03983).
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -75,8 +79,9 @@ class StepReport:
 class MasterAdamW:
     """AdamW (arXiv:1711.05101) over float32 copies of a model's trainable parameters.
 
-    A *step* is what is learned from a batch, and makes a weight version. It is one *update* of the masters, or several: after
-    each of these the model needs the new weights for the next, and after the last one the step is ended.
+    A *step* is what is learned from a batch, and makes a weight version. It is one *update* of the
+    masters, or several: after each of these the model needs the new weights for the next, and after
+    the last one the step is ended.
 
     Example:
         for part in parts_of_a_batch:
@@ -85,31 +90,35 @@ class MasterAdamW:
             optimizer.write_weights()
         optimizer.end_step()            # or, for a batch of one update, optimizer.step() instead of both
 
-    Made from the weights as they are now: make it after the checkpoint is read, and before a single-copy bridge puts the
-    parameters onto the server's memory.
+    Made from the weights as they are now: make it after the checkpoint is read, and before a
+    single-copy bridge puts the parameters onto the server's memory.
 
     Args:
         model: its parameters with requires_grad are trained.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW; decay acts on matrices only, not on norms and biases.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; decay acts on matrices only, not on
+            norms and biases.
         max_grad_norm: gradients are scaled down to this global norm; 0 leaves them as they are.
         schedule, warmup_steps, total_steps: see learning_rate_factor.
-        shards: what this rank holds of the parameters; masters, gradients and moments are of the same part. With several
-            ranks `update` is collective.
-        offload: masters and moments are in host memory, and pass through the parameters' device in each update. The bits are
-            those of an update without it.
+        shards: what this rank holds of the parameters; masters, gradients and moments are of the
+            same part. With several ranks `update` is collective.
+        offload: masters and moments are in host memory, and pass through the parameters' device in
+            each update. The bits are those of an update without it.
         bucket_elements: elements of each of them that are on the device at once.
         in_8_bits: the moments of matrices are kept in 8 bits, see quantised.py.
 
     Attributes:
-        steps: batches learned from, which is the weight version of the masters; the learning rate follows it.
+        steps: batches learned from, which is the weight version of the masters; the learning rate
+            follows it.
         updates: updates taken, which AdamW's correction of its moments counts.
         masters: float32 weights by parameter, this rank's part; on the host if they are offloaded.
-        sums: where the backward pass may add the gradients itself: set `model.arithmetic.sums` to it. None where gradients
-            come through autograd: FSDP2 reduces them, and of adapters they are few.
-        sound: whether masters and moments are those of `updates` whole updates, and finite. False while an update changes them,
-            and for good if it does not come to its end.
+        sums: where the backward pass may add the gradients itself: set `model.arithmetic.sums` to
+            it. None where gradients come through autograd: FSDP2 reduces them, and of adapters they
+            are few.
+        sound: whether masters and moments are those of `updates` whole updates, and finite. False
+            while an update changes them, and for good if it does not come to its end.
         device: of this rank's parameters.
-        wait_for_readers: called before masters and moments change; whoever reads them meanwhile makes it wait.
+        wait_for_readers: called before masters and moments change; whoever reads them meanwhile
+            makes it wait.
     """
 
     def __init__(
@@ -131,7 +140,9 @@ class MasterAdamW:
     ) -> None:
         self.shards = shards = shards or Shards()
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.whole_shapes = {name: shards.whole_shape(name, p) for name, p in self._parameters.items()}
+        self.whole_shapes = {
+            name: shards.whole_shape(name, p) for name, p in self._parameters.items()
+        }
         self.lr, self.max_grad_norm = lr, max_grad_norm
         self.schedule, self.warmup_steps, self.total_steps = schedule, warmup_steps, total_steps
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
@@ -140,18 +151,26 @@ class MasterAdamW:
         self.wait_for_readers: Callable[[], None] = lambda: None
         local = {name: shards.local(p) for name, p in self._parameters.items()}
         self.device = next(iter(local.values())).device
-        quantised = [name for name, tensor in local.items() if in_8_bits and self._can_be_quantised(name, tensor)]
+        quantised = [
+            name
+            for name, tensor in local.items()
+            if in_8_bits and self._can_be_quantised(name, tensor)
+        ]
         if quantised:
             prepare(self.device, Rates(lr, betas, eps, weight_decay, 1))
         self._groups = [
-            StateGroup({name: local[name] for name in names}, kinds, self.device, offload, bucket_elements)
+            StateGroup(
+                {name: local[name] for name in names}, kinds, self.device, offload, bucket_elements
+            )
             for names, kinds in (
                 ([name for name in local if name not in set(quantised)], FLOAT32_KINDS),
                 (quantised, QUANTISED_KINDS),
             )
         ]
         self._group_of = {name: group for group in self._groups for name in group.names}
-        self.masters: dict[str, Tensor] = {name: self._group_of[name].tensors[MASTER.name][name] for name in local}
+        self.masters: dict[str, Tensor] = {
+            name: self._group_of[name].tensors[MASTER.name][name] for name in local
+        }
         self._gradients: dict[str, Tensor] = {}
         whole_model = len(self._parameters) == sum(1 for _ in model.parameters())
         self.sums = GradientSums(model) if shards.hooks and whole_model else None
@@ -176,18 +195,25 @@ class MasterAdamW:
             self._gradients[name] = gradient.to(torch.float32, copy=not is_ours)
 
     def collect(self) -> None:
-        """Add what a backward pass left on the parameters. Call it after each; behind hooks and `sums` it finds nothing."""
+        """Add what a backward pass left on the parameters.
+
+        Call it after each; behind hooks and `sums` it finds nothing.
+        """
         for name in self._parameters:
             self._collect(name)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The float32 gradient summed so far for each parameter that one reached: the sums themselves, not a copy."""
+        """The float32 gradient summed so far for each parameter that one reached: the sums
+        themselves, not a copy.
+        """
         for name, gradient in (self.sums.take() if self.sums is not None else {}).items():
             self._add(name, gradient, is_ours=True)
         return self._gradients
 
     def zero_grad(self) -> None:
-        """Forget the gradients summed so far, and what a backward pass that was broken off left on the parameters."""
+        """Forget the gradients summed so far, and what a backward pass that was broken off left on
+        the parameters.
+        """
         self.gradients().clear()
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -204,19 +230,24 @@ class MasterAdamW:
 
     @torch.no_grad()
     def update(self) -> StepReport:
-        """Apply the summed gradients to the masters and forget them. The model's parameters stay as they are.
+        """Apply the summed gradients to the masters and forget them. The model's parameters stay as
+        they are.
 
-        Whatever is raised before the masters are touched leaves `sound` true: the gradients can be dropped.
+        Whatever is raised before the masters are touched leaves `sound` true: the gradients can be
+        dropped.
 
         Raises:
-            NonFiniteError: a gradient or, after the update, a weight is NaN or infinite; names the first such parameter.
+            NonFiniteError: a gradient or, after the update, a weight is NaN or infinite; names the
+                first such parameter.
             RuntimeError: a parameter received no gradient, so it would silently stay what it is.
         """
         self.collect()
         found = self.gradients()
         without = [name for name in self.masters if name not in found]
         if without:
-            raise RuntimeError(f"no gradient reached {len(without)} of {len(self.masters)} parameters, first {without[0]}")
+            raise RuntimeError(
+                f"no gradient reached {len(without)} of {len(self.masters)} parameters, first {without[0]}"
+            )
         gradients = {name: found[name] for name in self.masters}
         self.shards.complete(gradients)
         norms = self._finite(self.shards.norms(gradients), "the gradient of")
@@ -225,7 +256,9 @@ class MasterAdamW:
         if 0 < self.max_grad_norm < grad_norm:
             # AdamW's kernel divides as it reads: clipping costs no pass of its own.
             divisor = (grad_norm + 1e-6) / self.max_grad_norm
-        lr = self.lr * learning_rate_factor(self.steps, self.schedule, self.warmup_steps, self.total_steps)
+        lr = self.lr * learning_rate_factor(
+            self.steps, self.schedule, self.warmup_steps, self.total_steps
+        )
         self.wait_for_readers()
         self.sound = False
         norms_after = self._update(gradients, lr, divisor)
@@ -236,11 +269,18 @@ class MasterAdamW:
         return StepReport(grad_norm=grad_norm, lr=lr)
 
     def _can_be_quantised(self, name: str, local: Tensor) -> bool:
-        """Return whether a parameter's moments have 8 bits if they are asked for; the same on every rank."""
-        return can_be_quantised((*self.whole_shapes[name][:-1], local.shape[-1]), self.shards.spread)
+        """Return whether a parameter's moments have 8 bits if they are asked for; the same on every
+        rank.
+        """
+        return can_be_quantised(
+            (*self.whole_shapes[name][:-1], local.shape[-1]), self.shards.spread
+        )
 
     def _update(self, gradients: Mapping[str, Tensor], lr: float, divisor: float | None) -> Tensor:
-        """Change masters and moments. Returns the norm of each master (float64), over what all ranks hold; collective."""
+        """Change masters and moments.
+
+        Returns the norm of each master (float64), over what all ranks hold; collective.
+        """
         numbers = {name: number for number, name in enumerate(self.masters)}
         squares = torch.zeros(len(numbers), dtype=torch.float64, device=self.device)
         rates = Rates(lr, self._betas, self._eps, self._weight_decay, self.updates + 1, divisor)
@@ -261,11 +301,27 @@ class MasterAdamW:
             group.work(len(group.kinds), work, write_back=True)
         return self.shards.total(squares).sqrt()
 
-    def _adamw(self, gradients: Sequence[Tensor], state: Sequence[Sequence[Tensor]], lr: float, divisor: float | None) -> None:
-        """One pass over tensors on the device: elementwise, so its result depends neither on threads nor on grouping."""
-        scale = None if divisor is None else torch.tensor(divisor, dtype=torch.float32, device=self.device)
+    def _adamw(
+        self,
+        gradients: Sequence[Tensor],
+        state: Sequence[Sequence[Tensor]],
+        lr: float,
+        divisor: float | None,
+    ) -> None:
+        """One pass over tensors on the device: elementwise, so its result depends neither on
+        threads nor on grouping.
+        """
+        scale = (
+            None
+            if divisor is None
+            else torch.tensor(divisor, dtype=torch.float32, device=self.device)
+        )
         for matrices in (True, False):
-            chosen = [number for number, gradient in enumerate(gradients) if (gradient.dim() >= 2) == matrices]
+            chosen = [
+                number
+                for number, gradient in enumerate(gradients)
+                if (gradient.dim() >= 2) == matrices
+            ]
             if not chosen:
                 continue
             masters, first, second = ([kind[number] for number in chosen] for kind in state)
@@ -288,9 +344,15 @@ class MasterAdamW:
             )
 
     def _finite(self, norms: Tensor, what: str) -> list[float]:
-        """The norms of all parameters as numbers, for which the device is waited for; NonFiniteError if one is none."""
+        """The norms of all parameters as numbers, for which the device is waited for;
+        NonFiniteError if one is none.
+        """
         values: list[float] = norms.tolist()
-        bad = [name for name, value in zip(self.masters, values, strict=True) if not math.isfinite(value)]
+        bad = [
+            name
+            for name, value in zip(self.masters, values, strict=True)
+            if not math.isfinite(value)
+        ]
         if bad:
             raise NonFiniteError(
                 f"{what} {bad[0]} (and {len(bad) - 1} more) is NaN or infinite at optimizer step {self.steps}; "
@@ -301,18 +363,27 @@ class MasterAdamW:
     @torch.no_grad()
     def write_weights(self) -> None:
         """Round the masters into the model's parameters, wherever their memory is now."""
-        parameters = {name: self.shards.local(parameter) for name, parameter in self._parameters.items()}
+        parameters = {
+            name: self.shards.local(parameter) for name, parameter in self._parameters.items()
+        }
 
         def work(pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]) -> None:
             # One launch for many tensors: an inference server may be standing still meanwhile.
-            torch._foreach_copy_([piece.of(parameters[piece.name]) for piece in pieces], list(state[0]))
+            torch._foreach_copy_(
+                [piece.of(parameters[piece.name]) for piece in pieces], list(state[0])
+            )
 
         for group in self._groups:
             group.work(1, work, write_back=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that the next update depends on but the two counts: masters and moments, by parameter (no copies)."""
-        return {f"{kind.name}.{name}": self._group_of[name].tensors[kind.name][name] for name, kind in self._kinds()}
+        """All that the next update depends on but the two counts: masters and moments, by parameter
+        (no copies).
+        """
+        return {
+            f"{kind.name}.{name}": self._group_of[name].tensors[kind.name][name]
+            for name, kind in self._kinds()
+        }
 
     def _kinds(self) -> list[tuple[str, Kind]]:
         return [(name, kind) for name in self.masters for kind in self._group_of[name].kinds]
@@ -324,15 +395,24 @@ class MasterAdamW:
 
     def whole_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Names, dtypes and shapes of the whole model's `state_dict`, in its order."""
-        return {f"{kind.name}.{name}": (kind.dtype, kind.shape(self.whole_shapes[name])) for name, kind in self._kinds()}
+        return {
+            f"{kind.name}.{name}": (kind.dtype, kind.shape(self.whole_shapes[name]))
+            for name, kind in self._kinds()
+        }
 
     @torch.no_grad()
     def load_state(
-        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor], steps: int, updates: int | None = None
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        read: Callable[[str], Tensor],
+        steps: int,
+        updates: int | None = None,
     ) -> None:
-        """Continue from a whole model's state after `steps` steps, whatever the number of ranks was.
+        """Continue from a whole model's state after `steps` steps, whatever the number of ranks
+        was.
 
-        Moments in 8 bits become float32 or the other way round if this optimizer has the other kind; a warning says so.
+        Moments in 8 bits become float32 or the other way round if this optimizer has the other
+        kind; a warning says so.
 
         Args:
             shapes: of everything that is there, by name.
@@ -348,7 +428,11 @@ class MasterAdamW:
             for kind in saved_kinds(name, shapes)
         }
         if expected != dict(shapes):
-            different = sorted(key for key in expected.keys() | shapes.keys() if expected.get(key) != shapes.get(key))
+            different = sorted(
+                key
+                for key in expected.keys() | shapes.keys()
+                if expected.get(key) != shapes.get(key)
+            )
             raise CheckpointError(
                 f"the optimizer state is of another model: {len(different)} tensors differ, first {different[0]}"
             )
@@ -356,7 +440,11 @@ class MasterAdamW:
         for name, group in self._group_of.items():
             for kind, whole in read_whole(name, group.kinds, shapes, read):
                 group.tensors[kind.name][name].copy_(self.shards.take(name, whole, kind.block))
-        converted = [name for name, group in self._group_of.items() if saved_kinds(name, shapes) != group.kinds]
+        converted = [
+            name
+            for name, group in self._group_of.items()
+            if saved_kinds(name, shapes) != group.kinds
+        ]
         if converted:
             logger.warning(
                 "The saved moments of %d parameters, such as %s, were converted %s (--optimizer): the next steps are not those "
@@ -367,7 +455,9 @@ class MasterAdamW:
 
 
 def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
-    """The optimizer that the options describe, with masters of the model's present weights; gradients are added to its sums."""
+    """The optimizer that the options describe, with masters of the model's present weights;
+    gradients are added to its sums.
+    """
     optimizer = MasterAdamW(
         model,
         lr=config.lr,

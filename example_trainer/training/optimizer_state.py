@@ -1,4 +1,6 @@
-"""Masters and moments of parameters: on the parameters' device, or in host memory that passes through the device in buckets."""
+"""Masters and moments of parameters: on the parameters' device, or in host memory that passes
+through the device in buckets.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class StateGroup:
     """Masters and moments of the parameters whose moments have the same kinds.
 
     Args:
-        weights: this rank's part of each parameter, by name; the masters begin as copies of them, the moments as zeros.
+        weights: this rank's part of each parameter, by name; the masters begin as copies of them,
+            the moments as zeros.
         kinds: the masters first.
         device: of the parameters.
         offload: the tensors are in host memory.
@@ -56,7 +59,8 @@ class StateGroup:
         else:
             self.tensors = {
                 kind.name: {
-                    name: torch.zeros(kind.shape(shape), dtype=kind.dtype, device=device) for name, shape in shapes.items()
+                    name: torch.zeros(kind.shape(shape), dtype=kind.dtype, device=device)
+                    for name, shape in shapes.items()
                 }
                 for kind in self.kinds
             }
@@ -65,7 +69,8 @@ class StateGroup:
             self.tensors[MASTER.name][name].copy_(tensor)
 
     def work(self, kinds: int, work: Work, write_back: bool) -> None:
-        """Call `work` with pieces of the first `kinds` kinds of tensors, on the device, until all have had their turn.
+        """Call `work` with pieces of the first `kinds` kinds of tensors, on the device, until all
+        have had their turn.
 
         Args:
             write_back: whether it changes them.
@@ -90,7 +95,8 @@ def saved_kinds(name: str, saved: Mapping[str, object]) -> tuple[Kind, ...]:
 def read_whole(
     name: str, kinds: Sequence[Kind], saved: Mapping[str, object], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[Kind, Tensor]]:
-    """Each whole tensor of a parameter from a saved state. Moments of the other kinds are converted to these.
+    """Each whole tensor of a parameter from a saved state. Moments of the other kinds are converted
+    to these.
 
     Args:
         kinds: that are wanted: FLOAT32_KINDS or QUANTISED_KINDS.
@@ -105,6 +111,11 @@ def read_whole(
         codes, scale = QUANTISED_KINDS[1 + 2 * number : 3 + 2 * number]
         signed = number == 0
         if tuple(kinds) == QUANTISED_KINDS:
-            yield from zip((codes, scale), quantise(read(f"{moment.name}.{name}"), signed), strict=True)
+            yield from zip(
+                (codes, scale), quantise(read(f"{moment.name}.{name}"), signed), strict=True
+            )
         else:
-            yield moment, dequantise(read(f"{codes.name}.{name}"), read(f"{scale.name}.{name}"), signed)
+            yield (
+                moment,
+                dequantise(read(f"{codes.name}.{name}"), read(f"{scale.name}.{name}"), signed),
+            )

@@ -1,8 +1,10 @@
-"""Moments of AdamW in 8 bits: which tensors have them, and the update on them. The quantisation is torchao's.
+"""Moments of AdamW in 8 bits: which tensors have them, and the update on them. The quantisation is
+torchao's.
 
-A block of QUANTISED_BLOCK elements shares one float32 scale, its greatest magnitude. An element is an index (uint8) into a
-table of 256 values between -1 and 1, or 0 and 1, that are denser near 0 (Dettmers et al., arXiv:2110.02861). Masters stay in
-float32: the weights that come out differ from plain AdamW's by the rounding of the moments alone.
+A block of QUANTISED_BLOCK elements shares one float32 scale, its greatest magnitude. An element is
+an index (uint8) into a table of 256 values between -1 and 1, or 0 and 1, that are denser near 0
+(Dettmers et al., arXiv:2110.02861). Masters stay in float32: the weights that come out differ from
+plain AdamW's by the rounding of the moments alone.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ QUANTISED_BLOCK = 256
 _LEAST_ELEMENTS = 4096
 """Smaller tensors stay in float32, as in torchao: they take little memory."""
 _AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Elements of one pass by type of device: float32 copies of the moments exist for so many. A multiple of the block."""
+"""Elements of one pass by type of device: float32 copies of the moments exist for so many. A
+multiple of the block."""
 
 
 def rows_of_blocks(width: int) -> int:
@@ -37,8 +40,9 @@ def rows_of_blocks(width: int) -> int:
 def can_be_quantised(shape: Sequence[int], spread: bool = False) -> bool:
     """Return whether a parameter of this shape has 8-bit moments.
 
-    Blocks go through the rows, one after another. Buckets of offloaded state hold multiples of 16 rows (see host_memory.cut),
-    and each must be whole blocks. Ranks hold any number of rows, so there each row must be.
+    Blocks go through the rows, one after another. Buckets of offloaded state hold multiples of 16
+    rows (see host_memory.cut), and each must be whole blocks. Ranks hold any number of rows, so
+    there each row must be.
 
     Args:
         spread: whether ranks hold parts of it.
@@ -75,13 +79,18 @@ def quantisation() -> ModuleType:
 @functools.cache
 def _table(signed: bool, device: torch.device) -> Tensor:
     """The 256 values of a code, ascending (float32)."""
-    return torch.tensor(quantisation().create_dynamic_map(signed=signed), dtype=torch.float32, device=device)
+    return torch.tensor(
+        quantisation().create_dynamic_map(signed=signed), dtype=torch.float32, device=device
+    )
 
 
 def quantise(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes (uint8, of the same shape) and scales (float32, see scale_shape) of a matrix."""
     table, found = _table(signed, values.device), quantisation()
-    codes, scales = torch.empty_like(values, dtype=torch.uint8, memory_format=torch.contiguous_format), []
+    codes, scales = (
+        torch.empty_like(values, dtype=torch.uint8, memory_format=torch.contiguous_format),
+        [],
+    )
     # In parts, since the codes are int64 on the way.
     flat = codes.view(-1).split(_AT_ONCE["cpu"])
     for part, goal in zip(values.contiguous().view(-1).split(_AT_ONCE["cpu"]), flat, strict=True):
@@ -93,7 +102,9 @@ def quantise(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 def dequantise(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     """The float32 values of codes and scales, in the shape of the codes."""
-    values: Tensor = quantisation().dequant_with_qmap(codes.contiguous(), _table(signed, codes.device), scale.reshape(-1))
+    values: Tensor = quantisation().dequant_with_qmap(
+        codes.contiguous(), _table(signed, codes.device), scale.reshape(-1)
+    )
     return values
 
 
@@ -116,7 +127,9 @@ class Rates:
     divisor: float | None = None
 
     def tensor(self, device: torch.device) -> Tensor:
-        """lr, both corrections of the moments, and the divisor ([4] float32), so that a compiled update holds none of them."""
+        """lr, both corrections of the moments, and the divisor ([4] float32), so that a compiled
+        update holds none of them.
+        """
         corrections = [1.0 - beta**self.update for beta in self.betas]
         values = [self.lr, corrections[0], math.sqrt(corrections[1]), self.divisor or 1.0]
         return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
@@ -126,7 +139,8 @@ def adamw_8bit(state: Sequence[Tensor], gradient: Tensor, rates: Rates, numbers:
     """One update of a parameter, in place.
 
     Args:
-        state: master ([...] float32), codes and scales of the first moment, codes and scales of the second; contiguous.
+        state: master ([...] float32), codes and scales of the first moment, codes and scales of the
+            second; contiguous.
         gradient: of the master's shape, float32.
         numbers: `rates.tensor` on the device.
     """
@@ -139,13 +153,18 @@ def adamw_8bit(state: Sequence[Tensor], gradient: Tensor, rates: Rates, numbers:
     for start in range(0, gradient.numel(), most):
         stop = min(start + most, gradient.numel())
         blocks = slice(start // QUANTISED_BLOCK, stop // QUANTISED_BLOCK)
-        parts = [tensor[start:stop] if tensor.numel() == gradient.numel() else tensor[blocks] for tensor in flat]
+        parts = [
+            tensor[start:stop] if tensor.numel() == gradient.numel() else tensor[blocks]
+            for tensor in flat
+        ]
         update(parts, gradient[start:stop], numbers, tables, *options)
 
 
 @functools.cache
 def _update(compiled: bool) -> Callable[..., None]:
-    """The update of flat tensors; compiled, it is a few fused kernels for all sizes, else many passes over memory."""
+    """The update of flat tensors; compiled, it is a few fused kernels for all sizes, else many
+    passes over memory.
+    """
     scale_tensor = quantisation().scale_tensor
     to_codes, from_codes = quantisation().quantize_8bit_with_qmap, quantisation().dequant_with_qmap
 
@@ -163,7 +182,9 @@ def _update(compiled: bool) -> Callable[..., None]:
         lr, correction1, root_of_correction2, divisor = numbers.unbind()
         gradient = gradient / divisor
         first = from_codes(first_codes, tables[0], first_scale).lerp(gradient, 1 - beta1)
-        second = from_codes(second_codes, tables[1], second_scale).lerp(gradient.square(), 1 - beta2)
+        second = from_codes(second_codes, tables[1], second_scale).lerp(
+            gradient.square(), 1 - beta2
+        )
         # The step is taken with the moments before they are rounded again.
         step = lr * (first / correction1) / (second.sqrt() / root_of_correction2 + eps)
         master.copy_(master * (1 - lr * weight_decay) - step)
@@ -180,7 +201,8 @@ def _update(compiled: bool) -> Callable[..., None]:
 
 @torch.no_grad()  # as in an update: with gradients it would be compiled once more there
 def prepare(device: torch.device, rates: Rates) -> None:
-    """Compile the update before the first step, whose memory and masters an error would leave half changed.
+    """Compile the update before the first step, whose memory and masters an error would leave half
+    changed.
 
     Raises:
         TrainerError: it cannot be compiled.
@@ -191,7 +213,10 @@ def prepare(device: torch.device, rates: Rates) -> None:
     blocks = 64
     state = [torch.zeros(blocks * QUANTISED_BLOCK, device=device)]
     for _ in range(2):
-        state += [torch.zeros(blocks * QUANTISED_BLOCK, dtype=torch.uint8, device=device), torch.zeros(blocks, device=device)]
+        state += [
+            torch.zeros(blocks * QUANTISED_BLOCK, dtype=torch.uint8, device=device),
+            torch.zeros(blocks, device=device),
+        ]
     try:
         adamw_8bit(state, torch.zeros_like(state[0]), rates, rates.tensor(device))
     except Exception as error:

@@ -78,7 +78,9 @@ def visible_gpus(config: TrainerConfig) -> int:
     return torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
 
 
-def plan_ranks(config: TrainerConfig, stop: StopSignal, environment: Mapping[str, str] = os.environ) -> RankPlan:
+def plan_ranks(
+    config: TrainerConfig, stop: StopSignal, environment: Mapping[str, str] = os.environ
+) -> RankPlan:
     """Decide how many ranks to start, and log it if that is not obvious. Waits for the vLLM server
     of a single copy.
 
@@ -102,7 +104,11 @@ def plan_ranks(config: TrainerConfig, stop: StopSignal, environment: Mapping[str
     if _is_complete(config):
         return RankPlan(1, config)
     several = gpus > 1 or config.ranks not in ("auto", 1)
-    chooses = config.weight_bridge_mode == "shared_vllm" and not config.use_shared_memory and len(config.vllm_addresses) == 1
+    chooses = (
+        config.weight_bridge_mode == "shared_vllm"
+        and not config.use_shared_memory
+        and len(config.vllm_addresses) == 1
+    )
     if config.single_copy or (several and chooses and not config.several_updates):
         return _beside_server(config, gpus, stop)
     return _spread(config, gpus, ())
@@ -144,9 +150,14 @@ def _beside_server(config: TrainerConfig, gpus: int, stop: StopSignal) -> RankPl
     with closing(server):
         info = server.wait_for_info()
     if not config.single_copy:
-        single, reason = prefers_single_copy(info, gpus if config.ranks == "auto" else int(config.ranks))
+        single, reason = prefers_single_copy(
+            info, gpus if config.ranks == "auto" else int(config.ranks)
+        )
         if single and config.ranks not in ("auto", info["tp_degree"]):
-            single, reason = False, f"vLLM has {info['tp_degree']} rank(s) and --ranks is {config.ranks}"
+            single, reason = (
+                False,
+                f"vLLM has {info['tp_degree']} rank(s) and --ranks is {config.ranks}",
+            )
         logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", reason)
         if not single:
             return _spread(config, gpus, ("--use-shared-memory",))
@@ -155,7 +166,9 @@ def _beside_server(config: TrainerConfig, gpus: int, stop: StopSignal) -> RankPl
     if config.ranks not in ("auto", count):
         require_ranks(info, int(config.ranks), f"--ranks is {config.ranks}", "leave --ranks out")
     if gpus and count > gpus:
-        require_ranks(info, gpus, f"this trainer sees {gpus} GPU(s)", "set CUDA_VISIBLE_DEVICES as for vLLM")
+        require_ranks(
+            info, gpus, f"this trainer sees {gpus} GPU(s)", "set CUDA_VISIBLE_DEVICES as for vLLM"
+        )
     if count > 1:
         logger.info("[Ranks] Starting %d ranks, one for each of vLLM's at %s", count, server.url)
         return RankPlan(count, config, ("--ranks", str(count), "--single-copy"))
@@ -168,8 +181,14 @@ def _spread(config: TrainerConfig, gpus: int, flags: tuple[str, ...]) -> RankPla
     count = max(1, gpus) if config.ranks == "auto" else int(config.ranks)
     if count == 1:
         _log_idle(gpus, "--ranks is 1")
-        return RankPlan(1, config.model_copy(update={"use_shared_memory": True}) if flags else config)
-    why = "one for each GPU that this trainer sees (--ranks 1: one GPU)" if count == gpus else f"--ranks {count}"
+        return RankPlan(
+            1, config.model_copy(update={"use_shared_memory": True}) if flags else config
+        )
+    why = (
+        "one for each GPU that this trainer sees (--ranks 1: one GPU)"
+        if count == gpus
+        else f"--ranks {count}"
+    )
     logger.info("[Ranks] Starting %d ranks with FSDP2: %s", count, why)
     return RankPlan(count, config, ("--ranks", str(count), *flags))
 
@@ -190,5 +209,9 @@ def _log_idle(gpus: int, reason: str) -> None:
 
 
 def _is_complete(config: TrainerConfig) -> bool:
-    now_ms, prefix, steps = time.time_ns() // 10**6, checkpoint_prefix(config), config.training_steps
+    now_ms, prefix, steps = (
+        time.time_ns() // 10**6,
+        checkpoint_prefix(config),
+        config.training_steps,
+    )
     return is_complete(config.resume, config.save_path, config.model_name, now_ms, prefix, steps)

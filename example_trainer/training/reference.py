@@ -1,9 +1,11 @@
-"""How the reference's logprobs are computed: what a trainer tells reference workers of it, and what they do with a group.
+"""How the reference's logprobs are computed: what a trainer tells reference workers of it, and what
+they do with a group.
 
-A group's rows depend on the group alone: it is packed by itself, whatever else there is to do. So two workers that compute the
-same group answer the same, and a run does not depend on which of them had it. With the invariant operations the rows are, to
-the bit, what the trainer would compute in bins of its own. With the others they are that where the trainer packs the group the
-same way, and else to rounding: so much its own bins differ from one another.
+A group's rows depend on the group alone: it is packed by itself, whatever else there is to do. So
+two workers that compute the same group answer the same, and a run does not depend on which of them
+had it. With the invariant operations the rows are, to the bit, what the trainer would compute in
+bins of its own. With the others they are that where the trainer packs the group the same way, and
+else to rounding: so much its own bins differ from one another.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from example_trainer.models import Decoder
 from example_trainer.training.step import response_logprobs
 
 GPU_TOKENS_PER_PASS = 16384
-"""Without --tokens-per-microbatch. Nothing is kept for a backward pass, so memory is not what bounds it."""
+"""Without --tokens-per-microbatch. Nothing is kept for a backward pass, so memory is not what
+bounds it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class ReferenceSettings:
         """Those of a trainer's options.
 
         Args:
-            model: that is trained, or the reference: their dtype, table and vocabulary are the same.
+            model: that is trained, or the reference: their dtype, table and vocabulary are the
+                same.
         """
         return cls(
             model=config.reference_model or config.model_name,
@@ -83,9 +87,18 @@ class ReferenceSettings:
         Raises:
             ConfigError: the trainer's model, dtype, table or vocabulary is another one.
         """
-        theirs = replace(self, **{one.name: told for one in fields(self) if (told := registered.get(one.name)) is not None})
+        theirs = replace(
+            self,
+            **{
+                one.name: told
+                for one in fields(self)
+                if (told := registered.get(one.name)) is not None
+            },
+        )
         if theirs.model != self.model:
-            raise ConfigError(f"--model-name {self.model}, but the trainer's reference is {theirs.model}; give the same name")
+            raise ConfigError(
+                f"--model-name {self.model}, but the trainer's reference is {theirs.model}; give the same name"
+            )
         if theirs.vocab_size != self.vocab_size:
             raise ConfigError(
                 f"--model-name {self.model} has a vocabulary of {self.vocab_size} ids here, and the trainer's model one of "
@@ -96,8 +109,13 @@ class ReferenceSettings:
                 f"the trainer computes in {theirs.dtype} and this worker in {self.dtype}; give it --dtype {theirs.dtype}"
             )
         if theirs.table != self.table:
-            remedy = {"invariant": "give --deterministic", "fast": "start it on a GPU, without --deterministic"}
-            what = remedy.get(theirs.table, "start it on such a device as the trainer's, without --deterministic")
+            remedy = {
+                "invariant": "give --deterministic",
+                "fast": "start it on a GPU, without --deterministic",
+            }
+            what = remedy.get(
+                theirs.table, "start it on such a device as the trainer's, without --deterministic"
+            )
             raise ConfigError(
                 f"the trainer computes with the {theirs.table} operations, this worker with the {self.table} ones, which have "
                 f"other bits; {what}"
@@ -150,7 +168,10 @@ class ReferenceScorer:
                 )
             counts = bin.counts.tolist()
             for (_, i), found, positions in zip(
-                bin.orders.tolist(), logprobs.cpu().split(counts), bin.positions.split(counts), strict=True
+                bin.orders.tolist(),
+                logprobs.cpu().split(counts),
+                bin.positions.split(counts),
+                strict=True,
             ):
                 rows[i] = wire_row(len(rows[i]), positions.numpy(), found.numpy())
         return rows
@@ -163,9 +184,13 @@ class ReferenceScorer:
             "sampling_params": group.get("sampling_params"),
             "scores": [0.0] * (len(tokens) if isinstance(tokens, list) else 0),
         }
-        # What may be trained on is for the trainer to say: of how a token was sampled, the temperature alone counts here.
+        # What may be trained on is for the trainer to say: of how a token was sampled, the
+        # temperature alone counts here.
         deterministic = settings.table == "invariant"
-        rules = Rules(find_advantages("zero"), sampling=SamplingRules(allow_narrowed=True, deterministic=deterministic))
+        rules = Rules(
+            find_advantages("zero"),
+            sampling=SamplingRules(allow_narrowed=True, deterministic=deterministic),
+        )
         batch = parse_batch([wanted], settings.seq_len, self._model.geometry.vocab_size, rules)
         if batch.invalid:
             raise GroupError(batch.invalid[0].removeprefix("group 0: "))

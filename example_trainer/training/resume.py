@@ -48,7 +48,14 @@ class Start:
         return self.saved.path if self.saved else None
 
 
-def agreed_start(ranks: Ranks, resume: str | None, folder: Path, model_name: str, now_ms: int, prefix: str = PREFIX) -> Start:
+def agreed_start(
+    ranks: Ranks,
+    resume: str | None,
+    folder: Path,
+    model_name: str,
+    now_ms: int,
+    prefix: str = PREFIX,
+) -> Start:
     """What `choose_start` finds on rank 0, on every rank. Collective."""
 
     def choose() -> tuple[dict[str, Any], str | None]:
@@ -62,7 +69,9 @@ def agreed_start(ranks: Ranks, resume: str | None, folder: Path, model_name: str
     return ranks.together("reading where to start", read)
 
 
-def is_complete(resume: str | None, folder: Path, model_name: str, now_ms: int, prefix: str, training_steps: int) -> bool:
+def is_complete(
+    resume: str | None, folder: Path, model_name: str, now_ms: int, prefix: str, training_steps: int
+) -> bool:
     """Whether the run to continue has taken all of `training_steps`. Logs nothing.
 
     The other arguments and the errors are those of choose_start.
@@ -77,13 +86,15 @@ def is_complete(resume: str | None, folder: Path, model_name: str, now_ms: int, 
     return start.saved is not None and start.saved.step >= training_steps
 
 
-def choose_start(resume: str | None, folder: Path, model_name: str, now_ms: int, prefix: str = PREFIX) -> Start:
+def choose_start(
+    resume: str | None, folder: Path, model_name: str, now_ms: int, prefix: str = PREFIX
+) -> Start:
     """Where to begin.
 
     Args:
-        resume: None to begin a new run; "auto" to continue the run that began or went on in `folder` last, from its newest
-            checkpoint that has its optimizer state, else from its newest one without, or from the model if it has none; or a
-            checkpoint's path.
+        resume: None to begin a new run; "auto" to continue the run that began or went on in
+            `folder` last, from its newest checkpoint that has its optimizer state, else from its
+            newest one without, or from the model if it has none; or a checkpoint's path.
         folder: where checkpoints are saved.
         model_name: what is trained.
         now_ms: Unix milliseconds.
@@ -91,8 +102,8 @@ def choose_start(resume: str | None, folder: Path, model_name: str, now_ms: int,
 
     Raises:
         ConfigError: the run that would be continued trains another model.
-        CheckpointError: the path is not a checkpoint of a trainer, or one of adapters without its optimizer state; or a file
-            of a checkpoint is damaged.
+        CheckpointError: the path is not a checkpoint of a trainer, or one of adapters without its
+            optimizer state; or a file of a checkpoint is damaged.
     """
     if resume is None:
         return _anew(folder, model_name, now_ms, prefix)
@@ -100,8 +111,14 @@ def choose_start(resume: str | None, folder: Path, model_name: str, now_ms: int,
         return _newest_run(folder, model_name, now_ms, prefix)
     path = Path(resume).expanduser()
     if not has_record(path):
-        what = "does not exist" if not path.is_dir() else f"has no {STATE_FOLDER}/{TRAINER_FILE} and no {TRAINER_FILE}"
-        raise CheckpointError(f"--resume {resume}: the folder {what}; give a {prefix}N folder of a trainer, or 'auto'")
+        what = (
+            "does not exist"
+            if not path.is_dir()
+            else f"has no {STATE_FOLDER}/{TRAINER_FILE} and no {TRAINER_FILE}"
+        )
+        raise CheckpointError(
+            f"--resume {resume}: the folder {what}; give a {prefix}N folder of a trainer, or 'auto'"
+        )
     saved = SavedStep.read(path)
     _require_state(resume, saved, prefix)
     _require_model(resume, saved.run, model_name, folder)
@@ -132,14 +149,30 @@ def _newest_run(folder: Path, model_name: str, now_ms: int, prefix: str) -> Star
     _require_model("auto", current, model_name, folder)
     line = [one for one in saved if current.holds(one.run, one.step)]
     others = [one for one in saved if one not in line]
-    beside = f"; {folder} also holds {_list(others)}, which --resume PATH would continue" if others else ""
+    beside = (
+        f"; {folder} also holds {_list(others)}, which --resume PATH would continue"
+        if others
+        else ""
+    )
     if not line:
-        logger.warning("%s began in %s and has no checkpoint to go on from: starting it anew%s", current, folder, beside)
+        logger.warning(
+            "%s began in %s and has no checkpoint to go on from: starting it anew%s",
+            current,
+            folder,
+            beside,
+        )
         return Start(current.lived_on(0, next_epoch(folder, prefix, now_ms)))
     newest = max(line, key=lambda one: (has_state(one.path), *one.order))
     _require_state("auto", newest, prefix)
-    logger.info("%s goes on from %s, its newest checkpoint in %s%s", current, newest.path.name, folder, beside)
-    # Above every other's, not the checkpoint's alone: a life that saved nothing may have served weights all the same.
+    logger.info(
+        "%s goes on from %s, its newest checkpoint in %s%s",
+        current,
+        newest.path.name,
+        folder,
+        beside,
+    )
+    # Above every other's, not the checkpoint's alone: a life that saved nothing may have served
+    # weights all the same.
     return Start(newest.run.lived_on(newest.step, next_epoch(folder, prefix, now_ms)), newest)
 
 

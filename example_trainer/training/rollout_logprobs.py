@@ -1,4 +1,6 @@
-"""What is to be corrected needs the logprobs that rollouts were sampled with: whether they came along."""
+"""What is to be corrected needs the logprobs that rollouts were sampled with: whether they came
+along.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ _ASKED_FOR_BY = ("correction", "correction_high", "correction_low", "correction_
 
 
 def require_rollout_logprobs(config: TrainerConfig, figures: BatchFigures) -> None:
-    """Refuse a batch that has no logprobs at all, if an option was given that asks for a correction.
+    """Refuse a batch that has no logprobs at all, if an option was given that asks for a
+    correction.
 
     Args:
         figures: of the whole batch, alike on all ranks.
@@ -33,7 +36,9 @@ def require_rollout_logprobs(config: TrainerConfig, figures: BatchFigures) -> No
 
 
 def uncorrected_note(config: TrainerConfig, figures: BatchFigures) -> str | None:
-    """What to say of a batch of which not all tokens came with their logprobs; None if nothing is missed."""
+    """What to say of a batch of which not all tokens came with their logprobs; None if nothing is
+    missed.
+    """
     missing = figures.forwarded_targets - figures.targets_with_logprobs
     if not missing or (config.correction == "none" and config.sequence_kl_limit is None):
         return None

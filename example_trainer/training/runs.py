@@ -1,7 +1,8 @@
 """Which run a checkpoint belongs to, and where a trainer begins.
 
-A *run* is one training, from its first step over every resume to its last. Its name is in each of its checkpoints, and in
-`run.json` of the folder that it saves into, from the moment that it serves weights. So several runs may share a folder.
+A *run* is one training, from its first step over every resume to its last. Its name is in each of
+its checkpoints, and in `run.json` of the folder that it saves into, from the moment that it serves
+weights. So several runs may share a folder.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Run:
     Attributes:
         name: unique, and readable: when it began.
         model: what --model-name said, a folder's path made absolute; empty if it is not known.
-        lives: its trainer processes, the present one last; those whose every step was lost are left out.
+        lives: its trainer processes, the present one last; those whose every step was lost are left
+            out.
     """
 
     name: str
@@ -57,7 +59,10 @@ class Run:
         return None if self.name == UNNAMED else self.name
 
     def lived_on(self, step: int, epoch: int) -> Run:
-        """The run with one more life, which starts from the checkpoint of `step`. Its epoch is at least one above the last."""
+        """The run with one more life, which starts from the checkpoint of `step`.
+
+        Its epoch is at least one above the last.
+        """
         return replace(self, lives=(*self.lives, Life(max(epoch, self.epoch + 1), step)))
 
     def with_epoch(self, epoch: int) -> Run:
@@ -65,34 +70,49 @@ class Run:
         return replace(self, lives=(*self.lives[:-1], replace(self.lives[-1], epoch=epoch)))
 
     def holds(self, other: Run, step: int) -> bool:
-        """Whether the checkpoint of `step` that `other` saved is in this run's line: not left behind by going back."""
+        """Whether the checkpoint of `step` that `other` saved is in this run's line: not left
+        behind by going back.
+        """
         if other.name != self.name or other.epoch not in (0, *(life.epoch for life in self.lives)):
             return False
         return all(step <= life.start for life in self.lives if life.epoch > other.epoch)
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
-        return {"name": self.name, "model": self.model, "lives": [[life.epoch, life.start] for life in self.lives]}
+        return {
+            "name": self.name,
+            "model": self.model,
+            "lives": [[life.epoch, life.start] for life in self.lives],
+        }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Run:
-        """From JSON. Raises KeyError, TypeError or ValueError for anything else than `record` gave."""
+        """From JSON.
+
+        Raises KeyError, TypeError or ValueError for anything else than `record` gave.
+        """
         lives = tuple(Life(int(epoch), int(start)) for epoch, start in record["lives"])
         return cls(str(record["name"]), str(record["model"]), lives)
 
     def __str__(self) -> str:
-        return "the run without a name (of before runs had one)" if self.name == UNNAMED else f"run {self.name}"
+        return (
+            "the run without a name (of before runs had one)"
+            if self.name == UNNAMED
+            else f"run {self.name}"
+        )
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """What `trainer_state/trainer.json` of a checkpoint says; `trainer.json` beside the weights once the state is removed.
+    """What `trainer_state/trainer.json` of a checkpoint says; `trainer.json` beside the weights
+    once the state is removed.
 
     Attributes:
         batch: the last one in its weights.
-        unacknowledged: earlier ones in its weights that the rollout service had not been told of, because an earlier checkpoint
-            was still being written.
-        updates: of the optimizer, in all its steps; None in checkpoints of before a step could have several.
+        unacknowledged: earlier ones in its weights that the rollout service had not been told of,
+            because an earlier checkpoint was still being written.
+        updates: of the optimizer, in all its steps; None in checkpoints of before a step could have
+            several.
     """
 
     path: Path
@@ -109,16 +129,27 @@ class SavedStep:
         Raises:
             CheckpointError: it is damaged.
         """
-        file = checkpoint / STATE_FOLDER / TRAINER_FILE if has_state(checkpoint) else checkpoint / TRAINER_FILE
+        file = (
+            checkpoint / STATE_FOLDER / TRAINER_FILE
+            if has_state(checkpoint)
+            else checkpoint / TRAINER_FILE
+        )
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             run, batch = content.get("run"), content.get("batch")
             return cls(
                 checkpoint,
                 int(content["step"]),
-                Run.from_record(run) if run else Run(UNNAMED, model_identity(content.get("config", {}).get("model_name", ""))),
-                TrainedBatch(int(batch["id"]), batch["uuid"], batch.get("positions")) if batch else None,
-                tuple(TrainedBatch(int(one["id"]), one["uuid"]) for one in content.get("unacknowledged", [])),
+                Run.from_record(run)
+                if run
+                else Run(UNNAMED, model_identity(content.get("config", {}).get("model_name", ""))),
+                TrainedBatch(int(batch["id"]), batch["uuid"], batch.get("positions"))
+                if batch
+                else None,
+                tuple(
+                    TrainedBatch(int(one["id"]), one["uuid"])
+                    for one in content.get("unacknowledged", [])
+                ),
                 None if content.get("updates") is None else int(content["updates"]),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -140,12 +171,16 @@ class SavedStep:
 
 def new_run(model_name: str, folder: Path, prefix: str, now_ms: int) -> Run:
     """A run that begins now."""
-    name = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_ms / 1000)) + f"-{secrets.token_hex(3)}"
+    name = (
+        time.strftime("%Y%m%d-%H%M%S", time.localtime(now_ms / 1000)) + f"-{secrets.token_hex(3)}"
+    )
     return Run(name, model_identity(model_name), (Life(next_epoch(folder, prefix, now_ms), 0),))
 
 
 def next_epoch(folder: Path, prefix: str, now_ms: int) -> int:
-    """The epoch of a life that begins now: greater than all that the folder knows of, whatever the clock did meanwhile."""
+    """The epoch of a life that begins now: greater than all that the folder knows of, whatever the
+    clock did meanwhile.
+    """
     known = [saved.run.epoch for saved in saved_steps(folder, prefix, skip_damaged=True)]
     marked = marked_run(folder, prefix, skip_damaged=True)
     return max([now_ms, *(epoch + 1 for epoch in known), marked.epoch + 1 if marked else 0])
@@ -153,11 +188,17 @@ def next_epoch(folder: Path, prefix: str, now_ms: int) -> int:
 
 def model_identity(name: str) -> str:
     """A model's name, of a folder its absolute path."""
-    return str(Path(name).expanduser().resolve()) if name and Path(name).expanduser().is_dir() else name
+    return (
+        str(Path(name).expanduser().resolve())
+        if name and Path(name).expanduser().is_dir()
+        else name
+    )
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two identities name the same model: equal, or one is a folder with the other's last name, which is none (now)."""
+    """Whether two identities name the same model: equal, or one is a folder with the other's last
+    name, which is none (now).
+    """
     if one == other or not one or not other:
         return True
     if Path(one).is_dir() == Path(other).is_dir():
@@ -166,9 +207,13 @@ def same_model(one: str, other: str) -> bool:
 
 
 def steps_in(folder: Path, prefix: str = PREFIX) -> dict[int, Path]:
-    """The complete checkpoints in a folder whose names are `prefix` and a step, by step, oldest first."""
+    """The complete checkpoints in a folder whose names are `prefix` and a step, by step, oldest
+    first.
+    """
     name = re.compile(re.escape(prefix) + r"(\d+)")
-    matches = ((name.fullmatch(path.name), path) for path in folder.glob(f"{prefix}*") if path.is_dir())
+    matches = (
+        (name.fullmatch(path.name), path) for path in folder.glob(f"{prefix}*") if path.is_dir()
+    )
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
@@ -178,11 +223,15 @@ def has_state(checkpoint: Path) -> bool:
 
 
 def has_record(checkpoint: Path) -> bool:
-    """Whether a checkpoint names its run and step: it keeps its optimizer state, or trainer.json beside the weights."""
+    """Whether a checkpoint names its run and step: it keeps its optimizer state, or trainer.json
+    beside the weights.
+    """
     return has_state(checkpoint) or (checkpoint / TRAINER_FILE).is_file()
 
 
-def saved_steps(folder: Path, prefix: str = PREFIX, skip_damaged: bool = False, without_state: bool = False) -> list[SavedStep]:
+def saved_steps(
+    folder: Path, prefix: str = PREFIX, skip_damaged: bool = False, without_state: bool = False
+) -> list[SavedStep]:
     """The checkpoints that training can go on from exactly, by step.
 
     Args:

@@ -1,7 +1,9 @@
-"""The share of GPU memory that a vLLM server gets which the trainer starts: arithmetic before anything is loaded.
+"""The share of GPU memory that a vLLM server gets which the trainer starts: arithmetic before
+anything is loaded.
 
-On the trainer's own GPU vLLM gets what the training's plan leaves, and the plan leaves at least what vLLM needs. On other GPUs
-vLLM gets its default share, or less where other programs have some of the memory.
+On the trainer's own GPU vLLM gets what the training's plan leaves, and the plan leaves at least
+what vLLM needs. On other GPUs vLLM gets its default share, or less where other programs have some
+of the memory.
 """
 
 from __future__ import annotations
@@ -17,9 +19,20 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.models.geometry import Geometry
 from example_trainer.training.memory_items import MemoryRequest, parameter_count
-from example_trainer.training.memory_plan import OUTSIDE_SHARE, PLANNED_SHARE, MemoryShortage, Room, plan_memory
+from example_trainer.training.memory_plan import (
+    OUTSIDE_SHARE,
+    PLANNED_SHARE,
+    MemoryShortage,
+    Room,
+    plan_memory,
+)
 from example_trainer.weight_bridge.base import WeightBridge
-from example_trainer.weight_bridge.server_gpus import GpuMemory, ServerFlags, ServerGpus, memory_of_gpus
+from example_trainer.weight_bridge.server_gpus import (
+    GpuMemory,
+    ServerFlags,
+    ServerGpus,
+    memory_of_gpus,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +63,14 @@ class ServerNeeds:
 
 
 def server_needs(
-    geometry: Geometry, dtype: torch.dtype, degree: int, seq_len: int, max_model_len: int | None = None
+    geometry: Geometry,
+    dtype: torch.dtype,
+    degree: int,
+    seq_len: int,
+    max_model_len: int | None = None,
 ) -> ServerNeeds:
-    """Count what a server needs: its weights, and keys and values of the longest sequence or of SEQUENCES of --seq-len.
+    """Count what a server needs: its weights, and keys and values of the longest sequence or of
+    SEQUENCES of --seq-len.
 
     Args:
         dtype: of weights, keys and values.
@@ -73,7 +91,9 @@ def reserved_bytes(needs: ServerNeeds, total: int, given: float | None = None) -
         total: of the GPU. A share is rounded down to a hundredth of it.
         given: --gpu-memory-utilization of --vllm-args, which is taken as it is.
     """
-    return OUTSIDE_SHARE + (math.ceil(given * total) if given is not None else needs.share + total // 100)
+    return OUTSIDE_SHARE + (
+        math.ceil(given * total) if given is not None else needs.share + total // 100
+    )
 
 
 def share_of(left: int, total: int) -> float:
@@ -83,7 +103,8 @@ def share_of(left: int, total: int) -> float:
 
 
 def left_by(request: MemoryRequest, free: int, reserved: int) -> int:
-    """Bytes that a training leaves: all but its plan and the margin of error, and never less than what was reserved.
+    """Bytes that a training leaves: all but its plan and the margin of error, and never less than
+    what was reserved.
 
     Args:
         free: bytes free for the training and the server together.
@@ -91,8 +112,11 @@ def left_by(request: MemoryRequest, free: int, reserved: int) -> int:
     return max(reserved, free - math.ceil(plan_memory(request).total / PLANNED_SHARE))
 
 
-def share_elsewhere(gpus: Sequence[str], memory: Mapping[str, GpuMemory], needs: ServerNeeds) -> float:
-    """The share on GPUs that the trainer does not use: the default, or what other programs leave of it.
+def share_elsewhere(
+    gpus: Sequence[str], memory: Mapping[str, GpuMemory], needs: ServerNeeds
+) -> float:
+    """The share on GPUs that the trainer does not use: the default, or what other programs leave of
+    it.
 
     Args:
         memory: by GPU; a GPU that is not in it is taken to be free.
@@ -145,8 +169,14 @@ class ServerPlan:
     memory: Mapping[str, GpuMemory]
 
     def reserved(self, total: int) -> int:
-        """Bytes of the trainer's GPU that the training leaves to the server; 0 if the server has GPUs of its own."""
-        return reserved_bytes(self.needs, total, self.given.utilization) if self.place.beside_trainer else 0
+        """Bytes of the trainer's GPU that the training leaves to the server; 0 if the server has
+        GPUs of its own.
+        """
+        return (
+            reserved_bytes(self.needs, total, self.given.utilization)
+            if self.place.beside_trainer
+            else 0
+        )
 
     def start_beside(self, request: MemoryRequest, room: Room) -> None:
         """Give the server its flags, and log them.
@@ -160,13 +190,19 @@ class ServerPlan:
         """
         share = DEFAULT_SHARE
         if self.given.utilization is None:
-            others = [gpu for gpu in self.place.gpus if not self.place.beside_trainer or gpu != self.place.trainer]
+            others = [
+                gpu
+                for gpu in self.place.gpus
+                if not self.place.beside_trainer or gpu != self.place.trainer
+            ]
             share = share_elsewhere(others, self.memory, self.needs)
             if self.place.beside_trainer:
                 left = left_by(request, room.free + room.server, room.server)
                 share = min(share, share_of(left, room.total))
         flags = server_flags(self.place, self.given, share)
-        where = "beside the trainer" if self.place.beside_trainer else "which the trainer does not use"
+        where = (
+            "beside the trainer" if self.place.beside_trainer else "which the trainer does not use"
+        )
         logger.info(
             "[Bridge] vLLM will run on GPU %s, %s; it needs at least %s there and gets %s",
             self.place.listed, where, self.needs, " ".join(flags) or "the share that its flags or its defaults give",
@@ -174,7 +210,9 @@ class ServerPlan:
         self.bridge.add_server_flags(flags)
 
 
-def plan_server(config: TrainerConfig, bridge: WeightBridge, request: MemoryRequest, device: torch.device) -> ServerPlan | None:
+def plan_server(
+    config: TrainerConfig, bridge: WeightBridge, request: MemoryRequest, device: torch.device
+) -> ServerPlan | None:
     """The server that the bridge will start on GPUs; None if it starts none there.
 
     Raises:
@@ -183,10 +221,21 @@ def plan_server(config: TrainerConfig, bridge: WeightBridge, request: MemoryRequ
     place = bridge.place_server(device, request.geometry)
     if place is None:
         return None
-    given, memory = ServerFlags.of(config.vllm_args), {} if config.skip_memory_check else memory_of_gpus()
-    absent = [gpu for gpu in (config.vllm_gpus or "").split(",") if gpu and memory and str(int(gpu)) not in memory]
+    given, memory = (
+        ServerFlags.of(config.vllm_args),
+        {} if config.skip_memory_check else memory_of_gpus(),
+    )
+    absent = [
+        gpu
+        for gpu in (config.vllm_gpus or "").split(",")
+        if gpu and memory and str(int(gpu)) not in memory
+    ]
     if absent:
         present = ", ".join(gpu for gpu in memory if gpu.isdigit())
-        raise ConfigError(f"--vllm-gpus {config.vllm_gpus}: GPU {absent[0]} is not there; nvidia-smi lists {present}")
-    needs = server_needs(request.geometry, request.dtype, place.tensor_parallel, config.seq_len, given.max_model_len)
+        raise ConfigError(
+            f"--vllm-gpus {config.vllm_gpus}: GPU {absent[0]} is not there; nvidia-smi lists {present}"
+        )
+    needs = server_needs(
+        request.geometry, request.dtype, place.tensor_parallel, config.seq_len, given.max_model_len
+    )
     return ServerPlan(bridge, place, given, needs, memory)

@@ -12,11 +12,12 @@ logger = logging.getLogger(__name__)
 
 
 class SkippedBatches:
-    """Counts the batches in a row that were left out, or of which later updates were, by reason: what is not finite, or
-    anything else. With several ranks each counts alike.
+    """Counts the batches in a row that were left out, or of which later updates were, by reason:
+    what is not finite, or anything else. With several ranks each counts alike.
 
-    Only a step that lost no update to a reason ends the row of that reason: a run whose second updates all fail is as ill as
-    one whose first do, and must not go on for ever on a part of what it is given.
+    Only a step that lost no update to a reason ends the row of that reason: a run whose second
+    updates all fail is as ill as one whose first do, and must not go on for ever on a part of what
+    it is given.
     """
 
     def __init__(self, config: TrainerConfig) -> None:
@@ -29,7 +30,8 @@ class SkippedBatches:
         """Leave a batch out.
 
         Raises:
-            BatchError: `error`, if there have been too many in a row; the batch is then not to be acknowledged.
+            BatchError: `error`, if there have been too many in a row; the batch is then not to be
+                acknowledged.
         """
         logger.warning("Skipping a batch (%s): %s", self._count(error), error)
         self._left_out += 1
@@ -38,12 +40,15 @@ class SkippedBatches:
         """Leave out updates of a batch that taught something in those before.
 
         Args:
-            step: that the batch is for, counted from 1; first, last: of the updates, counted from 1.
+            step: that the batch is for, counted from 1; first, last: of the updates, counted from
+                1.
 
         Raises:
             BatchError: `error`, if there have been too many in a row; what the batch taught stays.
         """
-        kept = type(error)(f"{error}; this was update {first} of {last} of its batch, and those before are kept")
+        kept = type(error)(
+            f"{error}; this was update {first} of {last} of its batch, and those before are kept"
+        )
         told = self._count(kept)
         self._cut_short.add(isinstance(error, NonFiniteError))
         logger.warning(
@@ -57,7 +62,9 @@ class SkippedBatches:
         if self._in_a_row[kind] >= limit:
             if not limit:
                 raise error
-            raise type(error)(f"{limit + 1} batches in a row could not be trained on ({flag} {limit}); the last: {error}")
+            raise type(error)(
+                f"{limit + 1} batches in a row could not be trained on ({flag} {limit}); the last: {error}"
+            )
         self._in_a_row[kind] += 1
         return f"{self._in_a_row[kind]} of {limit} in a row, {flag}"
 

@@ -68,19 +68,23 @@ class _Known:
 
 
 class BatchGradients:
-    """The gradients of a batch's updates: of each of its minibatches in turn, and that --ppo-epochs times.
+    """The gradients of a batch's updates: of each of its minibatches in turn, and that --ppo-epochs
+    times.
 
-    How the batch is packed does not matter: every token's weight is its weight in its whole minibatch. With data-parallel ranks
-    each adds the gradient of its own bins, and all get the whole batch's figures. Everything but the constructor is collective.
+    How the batch is packed does not matter: every token's weight is its weight in its whole
+    minibatch. With data-parallel ranks each adds the gradient of its own bins, and all get the
+    whole batch's figures. Everything but the constructor is collective.
 
-    The logprobs under the weights that the batch began with are those of the first update's own passes, as far as it goes; for
-    the other minibatches there are passes before it, without a gradient, where the objective needs them or parity is checked.
+    The logprobs under the weights that the batch began with are those of the first update's own
+    passes, as far as it goes; for the other minibatches there are passes before it, without a
+    gradient, where the objective needs them or parity is checked.
 
     Args:
-        minibatches: this rank's bins of each, on the model's device; every rank has as many, of as many bins.
+        minibatches: this rank's bins of each, on the model's device; every rank has as many, of as
+            many bins.
         objective: see make_objective.
-        reference: the model that the loss keeps the policy near; asked for those tokens alone whose logprobs under it did not
-            come along. None if all do, or none is wanted.
+        reference: the model that the loss keeps the policy near; asked for those tokens alone whose
+            logprobs under it did not come along. None if all do, or none is wanted.
         parity: compares all logprobs under the weights that the batch began with.
         report: gets what the first update computes.
 
@@ -111,7 +115,12 @@ class BatchGradients:
         report: TokenReport | None = None,
     ) -> None:
         self._model, self._optimizer, self._minibatches = model, optimizer, minibatches
-        self._config, self._objective, self._stop, self._reference = config, objective, stop, reference
+        self._config, self._objective, self._stop, self._reference = (
+            config,
+            objective,
+            stop,
+            reference,
+        )
         self._parity, self._report = parity or NoParity(), report or TokenReport(0)
         self._known: list[list[_Known]] = []
         self._figures: StepFigures | None = None
@@ -132,16 +141,21 @@ class BatchGradients:
             NonFiniteError: the loss function of the user's gave something that is not finite.
             ConfigError: it gave no loss for each token.
         """
-        # All that is asked of the device is asked for here, where its want can be survived; nothing once an update is taken.
+        # All that is asked of the device is asked for here, where its want can be survived; nothing
+        # once an update is taken.
         if number == 0:
-            self._known = [[_Known(_sequence_of(one)) for one in bins] for bins in self._minibatches]
+            self._known = [
+                [_Known(_sequence_of(one)) for one in bins] for bins in self._minibatches
+            ]
             figures = StepFigures(self._model.output_weight.device, self._optimizer.steps)
             self._parity.begin(self._optimizer.steps)
             self._report.begin(self._optimizer.steps, self._minibatches[0])
             figures.expect(sum(len(bin.targets) for bins in self._minibatches for bin in bins))
             self._pass_ahead()
         else:
-            figures = copy.deepcopy(self._taken)  # of an update that fails there is nothing in the row
+            figures = copy.deepcopy(
+                self._taken
+            )  # of an update that fails there is nothing in the row
         epoch, place = divmod(number, len(self._minibatches))
         counts = torch.zeros(2, dtype=torch.float64, device=self._model.output_weight.device)
         for bin, known in zip(self._minibatches[place], self._known[place], strict=True):
@@ -160,7 +174,9 @@ class BatchGradients:
             counts[0] += found.not_finite
             counts[1] += len(logprobs)
             # Drift is that of the batch's first weights, and so counted in the first epoch alone.
-            figures.add(replace(found.outcome, proximal_logprobs=known.proximal if epoch == 0 else None))
+            figures.add(
+                replace(found.outcome, proximal_logprobs=known.proximal if epoch == 0 else None)
+            )
         self._require_finite(counts)
         self._figures_with_this = figures
 
@@ -187,27 +203,35 @@ class BatchGradients:
             for bin, known in zip(bins, knowns, strict=True):
                 self._stop.check()
                 with torch.no_grad():
-                    known.proximal, _ = response_logprobs(self._model, bin, bin.packing(), self._config)
+                    known.proximal, _ = response_logprobs(
+                        self._model, bin, bin.packing(), self._config
+                    )
                     self._model.shards.release(self._model)
                 self._parity.compare(bin, known.proximal)
 
     def _under_reference(self, bin: PackedBin) -> Tensor:
         if self._reference is None:
-            raise RuntimeError("tokens came without the reference's logprobs, and there is no reference; see Rules.reference")
+            raise RuntimeError(
+                "tokens came without the reference's logprobs, and there is no reference; see Rules.reference"
+            )
         with torch.no_grad():
             logprobs, _ = response_logprobs(self._reference, bin, bin.packing(), self._config)
             self._reference.shards.release(self._reference)
         return logprobs
 
     def _require_finite(self, counts: Tensor) -> None:
-        if not is_import(self._objective.name):  # those of the project are; and looking costs waiting for the device
+        if not is_import(
+            self._objective.name
+        ):  # those of the project are; and looking costs waiting for the device
             return
         not_finite, tokens = self._model.shards.sum_figures(counts).tolist()
         refuse_nonfinite(self._objective.name, int(not_finite), int(tokens))
 
 
 def passes_ahead(objective: Objective, parity: ParityCheck | None = None) -> bool:
-    """Whether minibatches after the first are forwarded before the first update, for logprobs under the weights until then."""
+    """Whether minibatches after the first are forwarded before the first update, for logprobs under
+    the weights until then.
+    """
     return objective.correction.needs_proximal or (parity is not None and parity.compares)
 
 
@@ -235,17 +259,27 @@ def _inputs(bin: PackedBin, known: _Known, logprobs: Tensor, entropy: Tensor) ->
     )
 
 
-def response_logprobs(model: Decoder, bin: PackedBin, packing: Packing, config: TrainerConfig) -> tuple[Tensor, Tensor]:
-    """Logprob and entropy ([n] float32 each) at the trained tokens; only these are projected to the vocabulary."""
+def response_logprobs(
+    model: Decoder, bin: PackedBin, packing: Packing, config: TrainerConfig
+) -> tuple[Tensor, Tensor]:
+    """Logprob and entropy ([n] float32 each) at the trained tokens; only these are projected to the
+    vocabulary.
+    """
     hidden = model.arithmetic.ops.rows(model(bin.tokens, packing), bin.sources)
     return model.chosen_logprobs(
-        hidden, bin.targets, bin.sequences(), config.logprob_chunk, bin.temperatures, entropy_gradient=bool(config.entropy_coef)
+        hidden,
+        bin.targets,
+        bin.sequences(),
+        config.logprob_chunk,
+        bin.temperatures,
+        entropy_gradient=bool(config.entropy_coef),
     )
 
 
 def warm_up(model: Decoder, optimizer: MasterAdamW, config: TrainerConfig) -> None:
-    """One pass over made-up tokens, whose gradient is forgotten: kernels are compiled when they are first used, which takes
-    a GPU longer than many steps, and environments sample a first batch meanwhile. Collective.
+    """One pass over made-up tokens, whose gradient is forgotten: kernels are compiled when they are
+    first used, which takes a GPU longer than many steps, and environments sample a first batch
+    meanwhile. Collective.
     """
     device = model.output_weight.device
     length = max(1, min(64, model.geometry.max_positions // 2))
@@ -253,11 +287,15 @@ def warm_up(model: Decoder, optimizer: MasterAdamW, config: TrainerConfig) -> No
     parents = [NO_PARENT, 0, 0] if config.shares_prefixes else [NO_PARENT] * 3
     packing = Packing([length] * 3, device, parents)
     tokens = torch.zeros(packing.tokens, dtype=torch.int64, device=device)
-    hidden = model.arithmetic.ops.rows(model(tokens, packing), torch.arange(packing.tokens, device=device))
+    hidden = model.arithmetic.ops.rows(
+        model(tokens, packing), torch.arange(packing.tokens, device=device)
+    )
     counts = Packing([packing.tokens], device)
     temperatures = torch.full(tokens.shape, config.temperature, device=device)
     learns_entropy = bool(config.entropy_coef)
-    logprobs, entropy = model.chosen_logprobs(hidden, tokens, counts, config.logprob_chunk, temperatures, learns_entropy)
+    logprobs, entropy = model.chosen_logprobs(
+        hidden, tokens, counts, config.logprob_chunk, temperatures, learns_entropy
+    )
     (logprobs + entropy if learns_entropy else logprobs).sum().backward()
     optimizer.collect()
     optimizer.zero_grad()

@@ -1,4 +1,7 @@
-"""The weight epoch of a trainer that starts. The rollout service gives it, so that clocks need not agree."""
+"""The weight epoch of a trainer that starts.
+
+The rollout service gives it, so that clocks need not agree.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from example_trainer.training.resume import Start
 
 
 def with_given_epoch(start: Start, config: TrainerConfig, stop: StopSignal, ranks: Ranks) -> Start:
-    """The start with the epoch that the rollout service gives. No server may have weights of this trainer yet. Collective.
+    """The start with the epoch that the rollout service gives. No server may have weights of this
+    trainer yet. Collective.
 
     Args:
         start: its epoch is above all that the folder knows of.
@@ -25,7 +29,9 @@ def with_given_epoch(start: Start, config: TrainerConfig, stop: StopSignal, rank
 
     def ask() -> int:
         key = revealed(config.atropos_api_key)
-        with contextlib.closing(RolloutClient(config.atropos_url, stop, key, config.service_timeout)) as client:
+        with contextlib.closing(
+            RolloutClient(config.atropos_url, stop, key, config.service_timeout)
+        ) as client:
             return client.weight_epoch(start.run.epoch, start.run.public_name)
 
     epoch = ranks.on_main("asking for a weight epoch", ask, config.service_timeout + ranks.timeout)

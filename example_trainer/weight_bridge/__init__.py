@@ -1,1 +1,3 @@
-"""The trainer's half of the weight bridge: one small interface, one file for each way to carry the weights."""
+"""The trainer's half of the weight bridge: one small interface, one file for each way to carry the
+weights.
+"""

@@ -1,7 +1,8 @@
 """Asking several servers at the same time, so that none keeps another one waiting.
 
-`at_once` asks each in a thread of its own, and goes on without those that are late. An answer that comes later is dropped; the
-thread ends with its request, whose own deadline is that of the server's client.
+`at_once` asks each in a thread of its own, and goes on without those that are late. An answer that
+comes later is dropped; the thread ends with its request, whose own deadline is that of the server's
+client.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ class Behind(Late):
 
 
 class RunningClock:
-    """Seconds for which this process has run. What passes while it is stopped, or its machine sleeps, is held against nobody.
+    """Seconds for which this process has run. What passes while it is stopped, or its machine
+    sleeps, is held against nobody.
 
-    Whoever asks it does so again and again, and is never longer between two looks than `_TICK_SECONDS`. Thread-safe.
+    Whoever asks it does so again and again, and is never longer between two looks than
+    `_TICK_SECONDS`. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -69,7 +72,8 @@ def at_once(
     Args:
         calls: by a server's address.
         limit: seconds after which nobody is waited for.
-        patience: seconds for which the rest is waited for, after the last answer that came; None: until `limit`.
+        patience: seconds for which the rest is waited for, after the last answer that came; None:
+            until `limit`.
         enough: whether the answers so far suffice to go on without the rest, once they are late.
         lost: those that are known not to answer any more, with the reason.
         clock: the caller's, if it has one.
@@ -97,12 +101,18 @@ def at_once(
             url, value, error = results.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             now = clock.now()
-            answers.failed |= {url: Late(f"{url} {reason}") for url, reason in lost().items() if url in waiting}
+            answers.failed |= {
+                url: Late(f"{url} {reason}") for url, reason in lost().items() if url in waiting
+            }
             waiting -= answers.failed.keys()
             if now >= end:
-                answers.failed |= {url: Late(f"{url} did not answer within {limit:g} s") for url in waiting}
+                answers.failed |= {
+                    url: Late(f"{url} did not answer within {limit:g} s") for url in waiting
+                }
             elif patience is not None and now - last >= patience and enough(answers.ok):
-                answers.failed |= {url: Behind(f"{url} is {now - last:.0f} s behind the others") for url in waiting}
+                answers.failed |= {
+                    url: Behind(f"{url} is {now - last:.0f} s behind the others") for url in waiting
+                }
             waiting -= answers.failed.keys()
             continue
         if url not in waiting:

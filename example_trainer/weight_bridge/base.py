@@ -18,11 +18,15 @@ from example_trainer.weight_bridge.server_gpus import ServerGpus
 from vllm_patching.protocol.manifest import Manifest
 
 Weights = Mapping[str, torch.Tensor]
-"""The trainer's parameters by name, in vLLM's layout for tensor-parallel degree 1 (merged qkv_proj and gate_up_proj)."""
+"""The trainer's parameters by name, in vLLM's layout for tensor-parallel degree 1 (merged qkv_proj
+and gate_up_proj)."""
 
 
 class LeaseLost(BridgeError):
-    """The trainer was late: the server has given the update up, or its lease has run out. The update can be done anew."""
+    """The trainer was late: the server has given the update up, or its lease has run out.
+
+    The update can be done anew.
+    """
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,16 @@ class SyncReport:
 
     Attributes:
         version: the weight version that the server serves now.
-        checksum: hex digest over every parameter, equal on both sides; empty if the bridge does not carry weights.
+        checksum: hex digest over every parameter, equal on both sides; empty if the bridge does not
+            carry weights.
         bytes_moved: payload bytes sent (0 for a single copy).
         seconds: wall-clock seconds by phase, in the order in which the phases ran.
-        first_byte_to_verified: seconds from before the first byte was sent (or written) to the answer that every rank holds
-            and has checked the new weights; of several servers, all.
-        server_seconds: the server's own view by phase; `halted` is how long it did not generate. Of several, the slowest one's.
-        fleet: how many servers there are (`size`), and how many are good, quarantined, away and joining; empty if the bridge
-            does not count them.
+        first_byte_to_verified: seconds from before the first byte was sent (or written) to the
+            answer that every rank holds and has checked the new weights; of several servers, all.
+        server_seconds: the server's own view by phase; `halted` is how long it did not generate. Of
+            several, the slowest one's.
+        fleet: how many servers there are (`size`), and how many are good, quarantined, away and
+            joining; empty if the bridge does not count them.
     """
 
     version: int
@@ -61,7 +67,8 @@ def timed(table: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class WeightBridge(ABC):
-    """Carries weights to the inference server. Used by one thread, in the order connect, sync…, close.
+    """Carries weights to the inference server. Used by one thread, in the order connect, sync…,
+    close.
 
     Example:
         bridge.connect(model)                        # layouts compared, single copy: parameters become views
@@ -73,45 +80,55 @@ class WeightBridge(ABC):
     """
 
     params_mapped: int = 0
-    """How many of the model's parameters the bridge delivers. Equal to params_total once connected."""
+    """How many of the model's parameters the bridge delivers. Equal to params_total once
+    connected."""
     params_total: int = 0
     joins: int = 0
-    """How many times a server was joined: more than before where one was restarted, and may run with other options now. The
-    same number on every rank."""
+    """How many times a server was joined: more than before where one was restarted, and may run
+    with other options now. The same number on every rank."""
     turn_figures: Mapping[str, float] = MappingProxyType({})
     """What the last turn took; see turns. Empty if there are no turns."""
     lent_bytes: int = 0
     """GPU memory that is free in a turn and at no other time. Known after `serving_dtype`."""
     server_share: float | None = None
-    """--gpu-memory-utilization of a running vLLM server on this rank's GPU. Known after `serving_dtype`; None if there is no
-    such server, or another flag decides how much memory it takes.
+    """--gpu-memory-utilization of a running vLLM server on this rank's GPU. Known after
+    `serving_dtype`; None if there is no such server, or another flag decides how much memory it
+    takes.
     """
     converts: bool = False
-    """Whether the trainer's model may have another dtype than the server's: what is sent is rounded to the latter."""
+    """Whether the trainer's model may have another dtype than the server's: what is sent is rounded
+    to the latter."""
     handing_over: str = "sync"
     """What `sync` is called in a timeline."""
 
     @abstractmethod
     def serving_dtype(self) -> torch.dtype | None:
-        """The dtype in which the server holds its weights; None if it has none of its own. The trainer's model has it too, but
-        for a bridge that converts.
+        """The dtype in which the server holds its weights; None if it has none of its own. The
+        trainer's model has it too, but for a bridge that converts.
 
-        Asked before the model is loaded. Raises BridgeError if the server cannot be reached within the deadline.
+        Asked before the model is loaded. Raises BridgeError if the server cannot be reached within
+        the deadline.
         """
 
     def layouts(self) -> tuple[tuple[Manifest, ...], ...]:
-        """What weights are sent to: for each kind of server the manifests of its ranks. Empty if nothing is sent.
+        """What weights are sent to: for each kind of server the manifests of its ranks. Empty if
+        nothing is sent.
 
-        The memory plan counts the buffers for it. Asked after `serving_dtype`, before the model is loaded.
+        The memory plan counts the buffers for it. Asked after `serving_dtype`, before the model is
+        loaded.
         """
         return ()
 
     def packs(self, device: torch.device) -> bool:
-        """Whether a model on this device has whole buckets packed, to some of them at least. Asked when `layouts` is."""
+        """Whether a model on this device has whole buckets packed, to some of them at least.
+
+        Asked when `layouts` is.
+        """
         return False
 
     def require_shapes(self, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-        """Refuse a model that is not the server's. Called after `serving_dtype`, before the model is loaded.
+        """Refuse a model that is not the server's. Called after `serving_dtype`, before the model
+        is loaded.
 
         Args:
             shapes: whole shape and dtype name of each parameter that the model will have, by name.
@@ -125,31 +142,38 @@ class WeightBridge(ABC):
     def connect(self, model: torch.nn.Module) -> None:
         """Join the server and check that both sides hold exactly the same parameters.
 
-        A single-copy bridge replaces the data of the model's parameters by views on the server's memory here.
+        A single-copy bridge replaces the data of the model's parameters by views on the server's
+        memory here.
 
         Raises:
-            BridgeError: the server is not there, is not sharing its weights, or a parameter differs in name, shape or dtype.
+            BridgeError: the server is not there, is not sharing its weights, or a parameter differs
+                in name, shape or dtype.
         """
 
     @abstractmethod
-    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
+    def sync(
+        self, version: int, write_weights: Callable[[], None], masters: Weights | None = None
+    ) -> SyncReport:
         """Make the server serve `version`.
 
         Args:
             version: the number of optimizer steps behind these weights; larger than any before it.
-            write_weights: writes the new values into the parameters of the model given to `connect`. The bridge calls it
-                when nothing samples from the memory it writes to; again if the update has to be repeated.
-            masters: what `write_weights` copies, by parameter (this rank's part, float32 or the parameters' dtype), if it
-                is there before it is written: a single copy sums it up then, while the server still generates. It may lie on
-                another device than the parameters, as an optimizer in host memory does: then nothing is summed before.
+            write_weights: writes the new values into the parameters of the model given to
+                `connect`. The bridge calls it when nothing samples from the memory it writes to;
+                again if the update has to be repeated.
+            masters: what `write_weights` copies, by parameter (this rank's part, float32 or the
+                parameters' dtype), if it is there before it is written: a single copy sums it up
+                then, while the server still generates. It may lie on another device than the
+                parameters, as an optimizer in host memory does: then nothing is summed before.
 
         Raises:
-            BridgeError: the update failed; the server serves the old version or reports itself unhealthy.
+            BridgeError: the update failed; the server serves the old version or reports itself
+                unhealthy.
         """
 
     def turn(self, write_weights: Callable[[], None]) -> AbstractContextManager[None]:
-        """Around whatever computes gradients, and the `sync` behind it: a server that takes turns with the trainer on one GPU
-        gives it its keys' and values' memory meanwhile.
+        """Around whatever computes gradients, and the `sync` behind it: a server that takes turns
+        with the trainer on one GPU gives it its keys' and values' memory meanwhile.
 
         Args:
             write_weights: as for `keep_serving`.
@@ -160,26 +184,33 @@ class WeightBridge(ABC):
         """Let no server in from now on that does not pass a check.
 
         Args:
-            check: told a server's address and what its /bridge/info answers; raises TrainerError. Called by a thread of rank 0.
+            check: told a server's address and what its /bridge/info answers; raises TrainerError.
+                Called by a thread of rank 0.
         """
         return None
 
     def server_urls(self) -> list[str]:
-        """The servers that weights go to now, on rank 0; empty if they are those that the options name."""
+        """The servers that weights go to now, on rank 0; empty if they are those that the options
+        name.
+        """
         return []
 
     def server_restarted(self) -> bool:
-        """Whether `keep_serving` has something to do. Asked now and then while training waits; not collective: rank 0 alone."""
+        """Whether `keep_serving` has something to do.
+
+        Asked now and then while training waits; not collective: rank 0 alone.
+        """
         return False
 
     def server_trouble(self) -> str:
-        """Name the servers that cannot be sampled from, each with its reason; empty if none is known. On rank 0, within a few
-        seconds, by any thread.
+        """Name the servers that cannot be sampled from, each with its reason; empty if none is
+        known. On rank 0, within a few seconds, by any thread.
         """
         return ""
 
     def place_server(self, device: torch.device, geometry: Geometry) -> ServerGpus | None:
-        """Choose the GPUs of a server that the bridge will start; None if it starts none, or one without GPUs.
+        """Choose the GPUs of a server that the bridge will start; None if it starts none, or one
+        without GPUs.
 
         Args:
             device: the trainer's.
@@ -195,13 +226,16 @@ class WeightBridge(ABC):
         return None
 
     def restarts_at(self, version: int) -> bool:
-        """Whether `sync` will start a server on the checkpoint of `version`, whose weights must then be on the disk."""
+        """Whether `sync` will start a server on the checkpoint of `version`, whose weights must
+        then be on the disk.
+        """
         return False
 
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """Give every server that was restarted since it was joined the present weights.
 
-        Without this it would serve none or old ones, and training would wait for its rollouts for ever.
+        Without this it would serve none or old ones, and training would wait for its rollouts for
+        ever.
 
         Raises:
             BridgeError: it is there again, and cannot be brought up to date.
@@ -222,7 +256,9 @@ class NoBridge(WeightBridge):
     def connect(self, model: torch.nn.Module) -> None:
         self.params_total = sum(1 for _ in model.named_parameters())
 
-    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
+    def sync(
+        self, version: int, write_weights: Callable[[], None], masters: Weights | None = None
+    ) -> SyncReport:
         write_weights()
         return SyncReport(version=version, checksum="", bytes_moved=0)
 

@@ -1,8 +1,10 @@
-"""Two copies of the weights: the trainer sends its own to every rank of every server at the same time.
+"""Two copies of the weights: the trainer sends its own to every rank of every server at the same
+time.
 
-An update is: all begin, the weights are streamed once for each layout, all commit. Rank 0 alone speaks with the servers and
-decides (fleet_updates.py); what it decides is told to the other ranks, so that all act alike. Whoever fails is left out, and
-the same version is sent again to the rest; whoever is back gets one full update.
+An update is: all begin, the weights are streamed once for each layout, all commit. Rank 0 alone
+speaks with the servers and decides (fleet_updates.py); what it decides is told to the other ranks,
+so that all act alike. Whoever fails is left out, and the same version is sent again to the rest;
+whoever is back gets one full update.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ SERVER_PATIENCE = 10.0
 
 
 class Line:
-    """What one layout of the servers' is sent by: the stream that packs it, and the cohort that gets it.
+    """What one layout of the servers' is sent by: the stream that packs it, and the cohort that
+    gets it.
 
     Attributes:
         formed: the members of the cohort as it is; empty if there is none.
@@ -86,27 +89,41 @@ class BroadcastBridge(WeightBridge):
     ) -> None:
         """
         Args:
-            servers: one or several that serve the same model; none where `least` is 0 and others join.
-            transfer: `direct` into the live weights of a paused server; `overlapped`, beside them while it generates; `auto`
-                overlaps where the server's GPUs have room for a second copy.
+            servers: one or several that serve the same model; none where `least` is 0 and others
+                join.
+            transfer: `direct` into the live weights of a paused server; `overlapped`, beside them
+                while it generates; `auto` overlaps where the server's GPUs have room for a second
+                copy.
             ranks: the trainer's processes, if it has several.
-            least: servers without which training waits; 0: no server is ever waited for, not at the beginning either.
+            least: servers without which training waits; 0: no server is ever waited for, not at the
+                beginning either.
             patience: seconds for which one server may keep the others waiting.
             hosts: so many machines must have a server when training begins; 0: any number.
             make_server: speaks to a server that joins later, by its address.
             board: where the fleet's table is shown, and where it is said who joins and leaves.
-            port: where the servers meet this process; 0: any that is free; None: as the environment says.
+            port: where the servers meet this process; 0: any that is free; None: as the environment
+                says.
         """
         self._ranks = ranks or Ranks()
         given = [servers] if isinstance(servers, BridgeServer) else list(servers)
-        first = given[0] if given else _required(make_server)("http://localhost:1")  # for its deadlines alone
+        first = (
+            given[0] if given else _required(make_server)("http://localhost:1")
+        )  # for its deadlines alone
         members = {server.url: Member(server) for server in given}
         make = make_server or (lambda url: _same_kind(first, url))
-        fleet = Fleet(members, min(least, len(members)) if make_server is None else least, patience, time.monotonic())
+        fleet = Fleet(
+            members,
+            min(least, len(members)) if make_server is None else least,
+            patience,
+            time.monotonic(),
+        )
         # On the other ranks neither is ever asked anything.
         self._keeper = FleetKeeper(fleet, members, make, board if self._ranks.is_main else None)
-        self._updates = FleetUpdates(self._keeper, transfer, first.timeout, first.startup_timeout, first.sleep, hosts)
-        # Looking for servers, joining them, forming, beginning, committing and calling off, each with its margin.
+        self._updates = FleetUpdates(
+            self._keeper, transfer, first.timeout, first.startup_timeout, first.sleep, hosts
+        )
+        # Looking for servers, joining them, forming, beginning, committing and calling off, each
+        # with its margin.
         self._longest = first.startup_timeout + 2 * first.longest_wait + 3 * patience
         self._timeout = first.timeout
         self._meeting_seconds = min(first.timeout, 2 * patience)
@@ -125,9 +142,15 @@ class BroadcastBridge(WeightBridge):
             present = self._updates.gather()
             dtype = dtype_name(served_dtype(present[0].info))
             places = [{key: member.info[key] for key in ROUTE_KEYS} for member in present]
-            return [dtype, [[manifest.to_json() for manifest in member.manifests] for member in present], places]
+            return [
+                dtype,
+                [[manifest.to_json() for manifest in member.manifests] for member in present],
+                places,
+            ]
 
-        dtype, found, self._places = self._ranks.on_main("asking the vLLM servers", gather, self._longest)
+        dtype, found, self._places = self._ranks.on_main(
+            "asking the vLLM servers", gather, self._longest
+        )
         for ranks in found:
             manifests = tuple(Manifest.from_json(rank) for rank in ranks)
             self._manifests[",".join(manifest.digest() for manifest in manifests)] = manifests
@@ -156,10 +179,17 @@ class BroadcastBridge(WeightBridge):
             self._updates.prepare(self._as_sent, own)
             return [self._updates.joins, self._updates.mapped]
 
-        self.joins, self.params_mapped = self._ranks.on_main("joining the vLLM servers", prepare, self._longest)
+        self.joins, self.params_mapped = self._ranks.on_main(
+            "joining the vLLM servers", prepare, self._longest
+        )
 
-    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
-        """See WeightBridge.sync. The model's weights are this process's own, so they are written before any server pauses."""
+    def sync(
+        self, version: int, write_weights: Callable[[], None], masters: Weights | None = None
+    ) -> SyncReport:
+        """See WeightBridge.sync.
+
+        The model's weights are this process's own, so they are written before any server pauses.
+        """
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
             write_weights()
@@ -169,8 +199,8 @@ class BroadcastBridge(WeightBridge):
         return SyncReport(version=version, seconds=seconds, **{name: done[name] for name in facts})
 
     def offer(self, version: int, weight_epoch: int) -> None:
-        """The parameters of the model given to `connect` hold other weights now, perhaps in other memory: what `sync` and
-        `keep_serving` send from here on. Nothing is sent. Collective.
+        """The parameters of the model given to `connect` hold other weights now, perhaps in other
+        memory: what `sync` and `keep_serving` send from here on. Nothing is sent. Collective.
 
         Args:
             version, weight_epoch: of them. With another epoch servers are joined anew.
@@ -220,7 +250,9 @@ class BroadcastBridge(WeightBridge):
     # ---- one update, on every rank ----
 
     def _deliver(self, everyone: bool, seconds: dict[str, float]) -> dict[str, Any]:
-        """Bring the present version to all servers, or to those alone that do not serve it and could. Returns what was done."""
+        """Bring the present version to all servers, or to those alone that do not serve it and
+        could. Returns what was done.
+        """
         version, main = self._version, self._ranks.on_main
         with self._keeper.updating() if self._ranks.is_main else nullcontext():
             main("beginning an update", lambda: self._updates.begin_version(version, everyone))
@@ -236,7 +268,10 @@ class BroadcastBridge(WeightBridge):
         return done
 
     def _send(self, group: Group, seconds: dict[str, float]) -> None:
-        """One try to update a group of servers. Who got it, and who is to blame if it broke, is known on rank 0 then."""
+        """One try to update a group of servers.
+
+        Who got it, and who is to blame if it broke, is known on rank 0 then.
+        """
         updates, main, limit = self._updates, self._ranks.on_main, self._longest
         line = self._line(group)
         with timed(seconds, "checksum"):
@@ -249,16 +284,28 @@ class BroadcastBridge(WeightBridge):
                     with timed(seconds, "form"):
                         self._form(line, group, watch)
                 with timed(seconds, "begin"):
-                    main("beginning on vLLM", lambda: updates.begin(group, line.key, _here(watch)), limit)
+                    main(
+                        "beginning on vLLM",
+                        lambda: updates.begin(group, line.key, _here(watch)),
+                        limit,
+                    )
                 begun = time.perf_counter()
                 with timed(seconds, "transfer"):
                     checksums = line.stream.send(line.cohort, _lost(watch))
                 with timed(seconds, "commit"):
-                    main("committing on vLLM", lambda: updates.commit(group, checksums, begun, _here(watch)), limit)
+                    main(
+                        "committing on vLLM",
+                        lambda: updates.commit(group, checksums, begun, _here(watch)),
+                        limit,
+                    )
         except BridgeError as error:
             line.leave()
             broken = error
-            main("calling the update off", lambda: updates.break_off(group, broken, _here(watch)), limit)
+            main(
+                "calling the update off",
+                lambda: updates.break_off(group, broken, _here(watch)),
+                limit,
+            )
 
     def _form(self, line: Line, group: Group, watch: Watch | None) -> None:
         """Have the members meet."""
@@ -271,9 +318,15 @@ class BroadcastBridge(WeightBridge):
             self._updates.call_together(group, meeting, lanes, _here(watch))
             return [meeting.host, meeting.port, meeting.secret]
 
-        meeting = Meeting(*self._ranks.on_main("calling vLLM's ranks together", call_together, self._longest))
-        store = self._ranks.together("joining the rendezvous", lambda: self._rendezvous.join(meeting), self._timeout)
-        line.cohort.form(meeting, key, members, line.route, store, self._meeting_seconds, _lost(watch))
+        meeting = Meeting(
+            *self._ranks.on_main("calling vLLM's ranks together", call_together, self._longest)
+        )
+        store = self._ranks.together(
+            "joining the rendezvous", lambda: self._rendezvous.join(meeting), self._timeout
+        )
+        line.cohort.form(
+            meeting, key, members, line.route, store, self._meeting_seconds, _lost(watch)
+        )
         line.formed, line.key = list(group["members"]), key
 
     def _open_store(self) -> None:

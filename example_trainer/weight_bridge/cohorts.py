@@ -1,4 +1,6 @@
-"""The trainer's side of the cohorts: everyone is waited for, lanes are formed, and all ranks leave together what is lost."""
+"""The trainer's side of the cohorts: everyone is waited for, lanes are formed, and all ranks leave
+together what is lost.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class CohortError(BridgeError):
 
 
 class LossWatch:
-    """Whether what is under way still has a purpose: rank 0 asks, in a thread, and tells the others through the store.
+    """Whether what is under way still has a purpose: rank 0 asks, in a thread, and tells the others
+    through the store.
 
     Waits in a lane, where no rank hears another, end by it.
     """
@@ -67,7 +70,12 @@ class LossWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
         self._ended.set()
 
     def _watch(self) -> None:
@@ -82,19 +90,28 @@ class LossWatch:
             except Exception as error:  # noqa: BLE001 - must not end without a word
                 if self._ended.is_set():
                     return
-                self._reason = f"whether the update goes on cannot be asked any more: {first_line(error)}"
+                self._reason = (
+                    f"whether the update goes on cannot be asked any more: {first_line(error)}"
+                )
             if self._reason:
                 return
 
 
 class Cohort:
-    """This process's lanes to the receivers of one layout, and what is needed to leave them together.
+    """This process's lanes to the receivers of one layout, and what is needed to leave them
+    together.
 
-    A cohort that is closed can be formed anew under another key, with other members. Collective but for `close`.
+    A cohort that is closed can be formed anew under another key, with other members. Collective but
+    for `close`.
     """
 
     def __init__(
-        self, ranks: Ranks, plan: SendPlan, device: torch.device, timeout: float, memory: SendMemory | None = None
+        self,
+        ranks: Ranks,
+        plan: SendPlan,
+        device: torch.device,
+        timeout: float,
+        memory: SendMemory | None = None,
     ) -> None:
         """
         Args:
@@ -139,7 +156,9 @@ class Cohort:
         """
         self.close()
         own = self.plan.own_lanes(self.ranks.rank)
-        places = [lane_places(meeting, key, r, [lane], SENDER, members, route)[0] for r, lane in own]
+        places = [
+            lane_places(meeting, key, r, [lane], SENDER, members, route)[0] for r, lane in own
+        ]
         for place in places:
             store.set(place.offer, self._memory.offer if self._memory is not None else "")
         with LossWatch(self.ranks, store, f"lockstep/{key}/forming", lost) as watch:
@@ -149,11 +168,16 @@ class Cohort:
             reason = next((error for _, error in told if error), "")
             if absent or reason:
                 shown = ", ".join(str(member - 1) for member in absent)
-                reason = reason or f"receiver(s) {shown} of {members} (numbered from 0) did not come within {seconds:g} s"
+                reason = (
+                    reason
+                    or f"receiver(s) {shown} of {members} (numbered from 0) did not come within {seconds:g} s"
+                )
                 self._say(store, places, f"off: {reason}")
                 raise CohortError(f"the cohorts {key} were not formed: {reason}", absent)
             for place in places:
-                near = [m for m in range(1, place.size) if store.get(place.here(m)) == NEAR.encode()]
+                near = [
+                    m for m in range(1, place.size) if store.get(place.here(m)) == NEAR.encode()
+                ]
                 self._say(store, [place], " ".join(map(str, [GO, *near])))
             lanes, why = self._form_lanes(places, seconds, watch)
             reason = next((error for _, error in self._agree([[], why]) if error), "")
@@ -177,7 +201,9 @@ class Cohort:
         """A watch over the transfer that begins now."""
         assert self._store is not None
         self._watched += 1
-        return LossWatch(self.ranks, self._store, f"lockstep/{self.key}/transfer{self._watched}", lost)
+        return LossWatch(
+            self.ranks, self._store, f"lockstep/{self.key}/transfer{self._watched}", lost
+        )
 
     def close(self) -> None:
         """Leave the lanes, and break off what is in flight. Returns at once; safe to call twice."""
@@ -185,26 +211,36 @@ class Cohort:
             lane.close()
         self._lanes, self._store = {}, None
 
-    def _wait_for_all(self, places: Sequence[LanePlace], seconds: float, watch: LossWatch) -> tuple[list[int], str]:
+    def _wait_for_all(
+        self, places: Sequence[LanePlace], seconds: float, watch: LossWatch
+    ) -> tuple[list[int], str]:
         """The receivers that have not come in time, and another reason to give up."""
         if not places:
             return [], ""
         deadline = time.monotonic() + seconds
         try:
             store = connect_store(places[0].meeting, f"trainer rank {self.ranks.rank}", seconds)
-            keys = {place.here(member): member for place in places for member in range(1, place.size)}
+            keys = {
+                place.here(member): member for place in places for member in range(1, place.size)
+            }
             while not store.check(list(keys)):
                 if watch.reason() or time.monotonic() > deadline:
-                    return sorted({member for key, member in keys.items() if not store.check([key])}), watch.reason()
+                    return sorted(
+                        {member for key, member in keys.items() if not store.check([key])}
+                    ), watch.reason()
                 time.sleep(_LOOK_SECONDS)
             return [], watch.reason()
         except (RendezvousError, RuntimeError) as error:
             return [], f"trainer rank {self.ranks.rank}: {first_line(error)}"
 
-    def _form_lanes(self, places: Sequence[LanePlace], seconds: float, watch: LossWatch) -> tuple[list[Lane], str]:
+    def _form_lanes(
+        self, places: Sequence[LanePlace], seconds: float, watch: LossWatch
+    ) -> tuple[list[Lane], str]:
         who = f"trainer rank {self.ranks.rank}"
         try:
-            return form_lanes(places, self._device, self.timeout, seconds, watch.reason, who, self._memory), ""
+            return form_lanes(
+                places, self._device, self.timeout, seconds, watch.reason, who, self._memory
+            ), ""
         except RendezvousError as error:
             return [], str(error)
 

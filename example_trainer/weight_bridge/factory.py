@@ -26,7 +26,12 @@ from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
 from example_trainer.weight_bridge.owned_server import STOP_SECONDS, is_this_machine
 from example_trainer.weight_bridge.parameter_server import ParameterServerBridge
 from example_trainer.weight_bridge.restart import RestartBridge
-from example_trainer.weight_bridge.server import BridgeServer, ParameterServer, configured_servers, served_dtype
+from example_trainer.weight_bridge.server import (
+    BridgeServer,
+    ParameterServer,
+    configured_servers,
+    served_dtype,
+)
 from example_trainer.weight_bridge.server_record import end_left_over_server
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from vllm_patching.transport.shared_memory import gpu_uuid
@@ -42,16 +47,19 @@ def make_bridge(
     has_service: bool = True,
     device: torch.device | None = None,
 ) -> WeightBridge:
-    """The bridge for --weight-bridge-mode, --use-shared-memory and --single-copy; connects to nothing but to choose.
+    """The bridge for --weight-bridge-mode, --use-shared-memory and --single-copy; connects to
+    nothing but to choose.
 
     Args:
         config: the options.
-        stop: told by a bridge that runs something in the background when training cannot go on, and heeded while it waits.
+        stop: told by a bridge that runs something in the background when training cannot go on, and
+            heeded while it waits.
         ranks: the trainer's processes, if it has several. Collective.
         weight_epoch: of the weights that this trainer will hand over; see ages.
-        has_service: it trains for a rollout service, which is shown its servers and says who joins. Another run's may listen at
-            the address that it would have.
-        device: that this rank computes on. A single copy on another device than vLLM's is refused before the model is loaded.
+        has_service: it trains for a rollout service, which is shown its servers and says who joins.
+            Another run's may listen at the address that it would have.
+        device: that this rank computes on. A single copy on another device than vLLM's is refused
+            before the model is loaded.
 
     Raises:
         BridgeError: the mode cannot work here.
@@ -72,16 +80,28 @@ def make_bridge(
     single = config.single_copy
     several = ranks is not None and ranks.world_size > 1
     if several and not single and not config.use_shared_memory:
-        logger.info("[Bridge] Broadcast: the trainer has several ranks (--single-copy attaches each to one of vLLM's)")
+        logger.info(
+            "[Bridge] Broadcast: the trainer has several ranks (--single-copy attaches each to one of vLLM's)"
+        )
     elif not single and not config.use_shared_memory:
         info = servers[0].wait_for_info()
-        single, why = prefers_single_copy(info) if len(servers) == 1 else (False, f"there are {len(servers)} vLLM servers")
+        single, why = (
+            prefers_single_copy(info)
+            if len(servers) == 1
+            else (False, f"there are {len(servers)} vLLM servers")
+        )
         if single and config.several_updates:
-            single, why = False, "a batch is for several updates, and vLLM must not sample between them"
+            single, why = (
+                False,
+                "a batch is for several updates, and vLLM must not sample between them",
+            )
         logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", why)
     if single:
         return SingleCopyBridge(servers[0], ranks, config.colocate, device)
-    keys = ServerKeys(bool(revealed(config.vllm_api_key)), [f"http://{host}:{port}" for host, port in config.vllm_addresses])
+    keys = ServerKeys(
+        bool(revealed(config.vllm_api_key)),
+        [f"http://{host}:{port}" for host, port in config.vllm_addresses],
+    )
     return BroadcastBridge(
         servers,
         config.weight_transfer,
@@ -90,7 +110,9 @@ def make_bridge(
         patience=config.server_patience,
         hosts=int(os.environ.get("NUM_INFERENCE_NODES") or 0),
         make_server=lambda url: server_at(url, config, stop, weight_epoch),
-        board=ServiceBoard(config.atropos_url, revealed(config.atropos_api_key), keys=keys) if has_service else None,
+        board=ServiceBoard(config.atropos_url, revealed(config.atropos_api_key), keys=keys)
+        if has_service
+        else None,
     )
 
 
@@ -98,10 +120,13 @@ def _checkpoint_bridge(config: TrainerConfig, stop: StopSignal, weight_epoch: in
     """The bridge of mode none: a server of the trainer's own, or one that it leaves alone.
 
     Raises:
-        BridgeError: another trainer has the port, or a program that is not a vLLM server, or --vllm-host is an IPv6 address.
+        BridgeError: another trainer has the port, or a program that is not a vLLM server, or
+            --vllm-host is an IPv6 address.
     """
     if not config.starts_vllm:
-        logger.info("[Bridge] --vllm-restart-interval 0: this trainer saves checkpoints, and neither starts nor restarts vLLM")
+        logger.info(
+            "[Bridge] --vllm-restart-interval 0: this trainer saves checkpoints, and neither starts nor restarts vLLM"
+        )
         return NoBridge()
     if not is_this_machine(config.vllm_host):
         return ForeignServerBridge(config)
@@ -116,12 +141,16 @@ def _checkpoint_bridge(config: TrainerConfig, stop: StopSignal, weight_epoch: in
     return RestartBridge(config, stop, weight_epoch)
 
 
-def server_at(url: str, config: TrainerConfig, stop: StopSignal | None, weight_epoch: int) -> BridgeServer:
+def server_at(
+    url: str, config: TrainerConfig, stop: StopSignal | None, weight_epoch: int
+) -> BridgeServer:
     """A server that joins later; nothing is asked of it. The arguments are those of make_bridge."""
     place = urlsplit(url)
     host, port = url_host(str(place.hostname)), place.port or 80
     key, sleep = revealed(config.vllm_api_key), stop.wait if stop else time.sleep
-    return BridgeServer(host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch)
+    return BridgeServer(
+        host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch
+    )
 
 
 def prefers_single_copy(info: dict[str, Any], ranks: int = 1) -> tuple[bool, str]:
@@ -143,8 +172,15 @@ def prefers_single_copy(info: dict[str, Any], ranks: int = 1) -> tuple[bool, str
         return False, "vLLM holds float16, which the trainer does not compute in"
     if info["device"] == "cpu":
         here = os.access(info["config_path"], os.R_OK) and info["hostname"] == os.uname().nodename
-        return here, "vLLM's weights are in this machine's memory" if here else f"vLLM runs on {info['hostname']}"
+        return (
+            here,
+            "vLLM's weights are in this machine's memory"
+            if here
+            else f"vLLM runs on {info['hostname']}",
+        )
     mine = {gpu_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())}
     if set(info["gpu_uuids"]) <= mine:
-        return True, "the trainer sees vLLM's GPU" if info["tp_degree"] == 1 else "the trainer sees all of vLLM's GPUs"
+        return True, "the trainer sees vLLM's GPU" if info[
+            "tp_degree"
+        ] == 1 else "the trainer sees all of vLLM's GPUs"
     return False, "the trainer is on other GPUs than vLLM"

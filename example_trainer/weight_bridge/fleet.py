@@ -4,9 +4,10 @@
                          │                    │
                          └────silent────▶ away ──seen, served──▶ good
 
-A server is *due* when it answers, does not serve the present weights, and may be tried again: one full update then brings it
-to `good`. Whoever fails again and again is tried at growing intervals, so that it seldom keeps the others waiting. One that
-another trainer has taken over, or that holds another model, is *hopeless*: waiting changes nothing, only its restart does.
+A server is *due* when it answers, does not serve the present weights, and may be tried again: one
+full update then brings it to `good`. Whoever fails again and again is tried at growing intervals,
+so that it seldom keeps the others waiting. One that another trainer has taken over, or that holds
+another model, is *hopeless*: waiting changes nothing, only its restart does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 FIRST_PAUSE_SECONDS = 10.0
-"""Between the second try to bring a server back and the third; the second comes at once, each later pause is twice as long."""
+"""Between the second try to bring a server back and the third; the second comes at once, each later
+pause is twice as long."""
 LONGEST_PAUSE_SECONDS = 300.0
 
 
@@ -102,7 +104,8 @@ class Change:
         before, now: what it was, and what it became.
         reason: why it is not good; empty if it is.
         weight_version: that it serves; None if that is not known.
-        absence: seconds for which it was not good, if it is good again; None if it is so for the first time.
+        absence: seconds for which it was not good, if it is good again; None if it is so for the
+            first time.
     """
 
     url: str
@@ -114,7 +117,8 @@ class Change:
 
 
 class Fleet:
-    """The servers, in the order in which they were named. Times are seconds of a clock that does not jump, given by the caller.
+    """The servers, in the order in which they were named. Times are seconds of a clock that does
+    not jump, given by the caller.
 
     Example:
         fleet = Fleet(["http://a:9001", "http://b:9001"], least=1, patience=10.0, now=time.monotonic())
@@ -128,7 +132,8 @@ class Fleet:
         Args:
             urls: of the servers that the options name.
             least: good servers without which training waits (--min-servers).
-            patience: seconds that a server may be silent before it counts as away (--server-patience).
+            patience: seconds that a server may be silent before it counts as away
+                (--server-patience).
             now: the time.
         """
         self.least, self.patience = least, patience
@@ -161,13 +166,18 @@ class Fleet:
             self._stand(place, Standing.QUARANTINED, f"{sight.taken_by} has taken it over", now)
         elif place.standing is Standing.GOOD and sight.trouble:
             self._stand(place, Standing.QUARANTINED, sight.trouble, now)
-        elif place.standing is Standing.GOOD and before != (sight.weight_version, sight.weight_epoch):
+        elif place.standing is Standing.GOOD and before != (
+            sight.weight_version,
+            sight.weight_epoch,
+        ):
             told = f"serves version {sight.weight_version} (weight epoch {sight.weight_epoch}) instead of {before[0]}"
             self._stand(place, Standing.QUARANTINED, told, now)
         elif sight.hangs:
             self._stand(place, place.standing, sight.trouble, now)
 
-    def failed(self, url: str, reason: str, now: float, away: bool = False, hopeless: bool = False) -> None:
+    def failed(
+        self, url: str, reason: str, now: float, away: bool = False, hopeless: bool = False
+    ) -> None:
         """A server did not do its part of joining or of an update.
 
         Args:
@@ -178,7 +188,11 @@ class Fleet:
         if place is None:
             return
         place.answers, place.hopeless = False, place.hopeless or hopeless
-        pause = min(FIRST_PAUSE_SECONDS * 2 ** (place.failures - 1), LONGEST_PAUSE_SECONDS) if place.failures else 0.0
+        pause = (
+            min(FIRST_PAUSE_SECONDS * 2 ** (place.failures - 1), LONGEST_PAUSE_SECONDS)
+            if place.failures
+            else 0.0
+        )
         place.failures = min(place.failures + 1, 20)
         place.not_before = now + pause
         self._stand(place, Standing.AWAY if away else Standing.QUARANTINED, reason, now)
@@ -197,8 +211,13 @@ class Fleet:
         place.answers, place.hopeless, place.failures, place.silent_since = True, False, 0, None
         self._stand(place, Standing.GOOD, "", now)
 
-    def wish(self, wanted: Iterable[str], left: Iterable[str], now: float) -> tuple[list[str], list[str]]:
-        """Somebody asks for servers beside the named ones, or for some to leave. Returns who came, and who went."""
+    def wish(
+        self, wanted: Iterable[str], left: Iterable[str], now: float
+    ) -> tuple[list[str], list[str]]:
+        """Somebody asks for servers beside the named ones, or for some to leave.
+
+        Returns who came, and who went.
+        """
         gone = set(left)
         members = [url for url in dict.fromkeys([*self._named, *wanted]) if url not in gone]
         came = [url for url in members if url not in self.places]
@@ -242,7 +261,8 @@ class Fleet:
         if len(self.takes_part(now)) >= self.least:
             return Verdict.GO
         hoped = sum(not place.hopeless for place in self.places.values())
-        # Whoever left may be followed by one that joins, so that only those who are there and hopeless end the training.
+        # Whoever left may be followed by one that joins, so that only those who are there and
+        # hopeless end the training.
         lost = hoped < self.least <= len(self.places)
         return Verdict.GIVE_UP if lost or waited >= limit else Verdict.WAIT
 
@@ -269,7 +289,9 @@ class Fleet:
         elif standing is Standing.GOOD:
             place.lost = None
         back = absence if standing is Standing.GOOD else None
-        self._changes.append(Change(place.url, before, standing, reason, place.weight_version, back))
+        self._changes.append(
+            Change(place.url, before, standing, reason, place.weight_version, back)
+        )
 
 
 @dataclass(frozen=True)
@@ -292,8 +314,9 @@ class Progress:
 class Laggards:
     """Who keeps the others waiting.
 
-    One that says what is wrong with it is named first, then those who are silent, then those who take none of their bytes, and
-    those who are merely behind last: they may be waiting for one of the former.
+    One that says what is wrong with it is named first, then those who are silent, then those who
+    take none of their bytes, and those who are merely behind last: they may be waiting for one of
+    the former.
     """
 
     def __init__(self, patience: float) -> None:
@@ -320,12 +343,18 @@ class Laggards:
         if told:
             return told
         silent = {
-            url: f"has not answered for {one.silent:.0f} s" for url, one in all_of.items() if one.silent >= self._patience
+            url: f"has not answered for {one.silent:.0f} s"
+            for url, one in all_of.items()
+            if one.silent >= self._patience
         }
         if silent:
             return silent
         since = {url: now - self._same[url][2] for url, one in all_of.items() if one.idle}
-        idle = {url: f"takes none of its bytes for {sec:.0f} s" for url, sec in since.items() if sec >= self._patience}
+        idle = {
+            url: f"takes none of its bytes for {sec:.0f} s"
+            for url, sec in since.items()
+            if sec >= self._patience
+        }
         if idle and since.keys() != all_of.keys():
             return idle
         for one in all_of.values():

@@ -1,4 +1,6 @@
-"""Looks after the fleet between updates: who is away, who is back, who is wanted beside the servers that the options name."""
+"""Looks after the fleet between updates: who is away, who is back, who is wanted beside the servers
+that the options name.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,16 @@ class Board(Protocol):
 
 
 class ServiceBoard:
-    """The rollout service's /fleet. A service that is away, or has no such route, is asked again with the next table.
+    """The rollout service's /fleet. A service that is away, or has no such route, is asked again
+    with the next table.
 
-    A refusal is said once. So is silence, but by a parameter server alone: a trainer's batches come from the same service, and
-    whoever gets them says that it is away, if there is to be one at all.
+    A refusal is said once. So is silence, but by a parameter server alone: a trainer's batches come
+    from the same service, and whoever gets them says that it is away, if there is to be one at all.
     """
 
-    def __init__(self, url: str, api_key: str | None, by: str = "", keys: ServerKeys | None = None) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, by: str = "", keys: ServerKeys | None = None
+    ) -> None:
         """
         Args:
             keys: to which servers the key of theirs may go; None: there is no such key.
@@ -71,12 +76,18 @@ class ServiceBoard:
         status = answer.status_code
         body = _json_object(answer) if status == 200 else None
         if body is None:
-            self._say(str(status), f"{status} {' '.join(answer.text[:200].split())}", _remedy(status))
+            self._say(
+                str(status), f"{status} {' '.join(answer.text[:200].split())}", _remedy(status)
+            )
             return None
         if self._said:
             self._said.clear()
-            logger.info("[Fleet] the rollout service at %s takes the fleet's table again", self._url)
-        wanted = self._keys.trusted(body.get("wanted") or [], self._has_key and body.get("keyed") is True)
+            logger.info(
+                "[Fleet] the rollout service at %s takes the fleet's table again", self._url
+            )
+        wanted = self._keys.trusted(
+            body.get("wanted") or [], self._has_key and body.get("keyed") is True
+        )
         return wanted, list(body.get("left") or [])
 
     def close(self) -> None:
@@ -118,13 +129,19 @@ def _remedy(status: int) -> str:
 
 
 class FleetKeeper:
-    """Owns the fleet and its members, on rank 0. A thread looks at all servers every second while no update is made.
+    """Owns the fleet and its members, on rank 0. A thread looks at all servers every second while
+    no update is made.
 
-    `lock` guards `fleet` and `members`, and is held for no longer than it takes to read or change them.
+    `lock` guards `fleet` and `members`, and is held for no longer than it takes to read or change
+    them.
     """
 
     def __init__(
-        self, fleet: Fleet, members: Mapping[str, Member], make: Callable[[str], BridgeServer], board: Board | None = None
+        self,
+        fleet: Fleet,
+        members: Mapping[str, Member],
+        make: Callable[[str], BridgeServer],
+        board: Board | None = None,
     ) -> None:
         """
         Args:
@@ -152,13 +169,16 @@ class FleetKeeper:
         """Look at all servers now, at the same time; at most a second longer than LOOK_SECONDS.
 
         Args:
-            forced: also while an update is made, which teaches more than a look; asked by whoever makes it.
+            forced: also while an update is made, which teaches more than a look; asked by whoever
+                makes it.
         """
         with self.lock:
             members, begun = dict(self.members), self._updates
             if self._updating and not forced:
                 return
-        states = at_once({url: member.state for url, member in members.items()}, LOOK_SECONDS + 1.0).ok
+        states = at_once(
+            {url: member.state for url, member in members.items()}, LOOK_SECONDS + 1.0
+        ).ok
         with self.lock:
             if not forced and (self._updating or self._updates != begun):
                 return  # what was seen is older than what the update has taught
@@ -180,7 +200,9 @@ class FleetKeeper:
                 self.tell()
 
     def change_epoch(self, weight_epoch: int) -> None:
-        """What is sent from now on belongs to this weight epoch: servers that joined for another one join anew."""
+        """What is sent from now on belongs to this weight epoch: servers that joined for another
+        one join anew.
+        """
         with self.lock:
             self._weight_epoch = weight_epoch
             for member in self.members.values():
@@ -246,15 +268,22 @@ class FleetKeeper:
                 self.wish(*wishes)
 
     def wish(self, wanted: Sequence[str], left: Sequence[str]) -> None:
-        """Others ask for these servers beside the named ones, and for those to go. `lock` is held; no update is made."""
+        """Others ask for these servers beside the named ones, and for those to go.
+
+        `lock` is held; no update is made.
+        """
         came, went = self.fleet.wish(wanted, left, time.monotonic())
         for url in went:
-            logger.info("[Fleet] %s has left: training goes on with %d servers", url, len(self.fleet.good))
+            logger.info(
+                "[Fleet] %s has left: training goes on with %d servers", url, len(self.fleet.good)
+            )
             self.members.pop(url).server.close()
         for url in came:
             logger.info("[Fleet] %s shall join", url)
             server = self._make(url)
-            server.weight_epoch = server.weight_epoch if self._weight_epoch is None else self._weight_epoch
+            server.weight_epoch = (
+                server.weight_epoch if self._weight_epoch is None else self._weight_epoch
+            )
             self.members[url] = Member(server)
         if came or went:
             self._changed.set()
@@ -266,4 +295,8 @@ class FleetKeeper:
         elif url not in self._said_away:
             self._said_away.add(url)
             what = self.members[url].server.what
-            logger.warning("[Bridge] the %s at %s does not answer; start it again, it will get the weights", what, url)
+            logger.warning(
+                "[Bridge] the %s at %s does not answer; start it again, it will get the weights",
+                what,
+                url,
+            )

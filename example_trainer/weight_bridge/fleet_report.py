@@ -1,4 +1,6 @@
-"""What is said of a fleet: lines in the log, the table that the rollout service shows, figures for the metrics."""
+"""What is said of a fleet: lines in the log, the table that the rollout service shows, figures for
+the metrics.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,23 @@ from example_trainer.weight_bridge.fleet import Change, Fleet, Standing
 
 
 def line_of(change: Change, fleet: Fleet) -> str:
-    """One line for people about a server whose standing is another now; empty if there is nothing to say."""
+    """One line for people about a server whose standing is another now; empty if there is nothing
+    to say.
+    """
     version = f"serves version {change.weight_version}"
     if change.now is Standing.GOOD:
         if change.absence is None:
             return f"[Fleet] {change.url} joined: {version}"
         return f"[Fleet] {change.url} is back: {version} after {change.absence:.1f} s"
-    if change.before is Standing.GOOD or (change.now is not Standing.JOINING and change.before is Standing.JOINING):
+    if change.before is Standing.GOOD or (
+        change.now is not Standing.JOINING and change.before is Standing.JOINING
+    ):
         good, size = len(fleet.good), len(fleet.places)
         goes_on = f"training goes on with {good} of {size} servers"
         if good < fleet.least:
-            goes_on = f"training waits: {good} of {size} servers are good, --min-servers {fleet.least}"
+            goes_on = (
+                f"training waits: {good} of {size} servers are good, --min-servers {fleet.least}"
+            )
         return f"[Fleet] {change.url} {change.now}: {change.reason}; {goes_on}"
     return ""
 

@@ -1,6 +1,8 @@
-"""Rank 0's part of an update of a fleet: whom it goes to, who is asked what, and who is to blame when it breaks.
+"""Rank 0's part of an update of a fleet: whom it goes to, who is asked what, and who is to blame
+when it breaks.
 
-What it decides is told to the other ranks as JSON values, so that all of them act alike; see broadcast.py.
+What it decides is told to the other ranks as JSON values, so that all of them act alike; see
+broadcast.py.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from example_trainer.weight_bridge.fleet import Verdict
 from example_trainer.weight_bridge.fleet_keeper import FleetKeeper
 from example_trainer.weight_bridge.fleet_report import figures, given_up, waiting_line
 from example_trainer.weight_bridge.groups import Group, Groups, at_places
-from example_trainer.weight_bridge.members import Member, MemberCheck, Unfit, Watch, failures_of_ranks, holds_up, is_away
+from example_trainer.weight_bridge.members import (
+    Member,
+    MemberCheck,
+    Unfit,
+    Watch,
+    failures_of_ranks,
+    holds_up,
+    is_away,
+)
 from example_trainer.weight_bridge.server import Shapes
 from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.rendezvous import Meeting
@@ -54,7 +64,12 @@ class FleetUpdates:
             hosts: so many machines must have a server when training begins; 0: any number.
         """
         self._keeper, self._transfer = keeper, transfer
-        self._timeout, self._longest_wait, self._sleep, self._hosts = timeout, longest_wait, sleep, hosts
+        self._timeout, self._longest_wait, self._sleep, self._hosts = (
+            timeout,
+            longest_wait,
+            sleep,
+            hosts,
+        )
         self._shapes: Callable[[dict[str, Any]], Shapes] = lambda info: {}
         self._gpus: Sequence[str] = [""]
         self._checks: list[MemberCheck] = []
@@ -81,14 +96,20 @@ class FleetUpdates:
     # ---- the start of a training ----
 
     def gather(self) -> list[Member]:
-        """Wait for the servers that the options name. Those that take longer than the others join when they are there.
+        """Wait for the servers that the options name. Those that take longer than the others join
+        when they are there.
 
         Raises:
             BridgeError: too few are there in time, or one of them cannot be joined by any trainer.
         """
         members = self._keeper.members
         limit = self._longest_wait + self._timeout
-        answers = at_once({url: member.ask for url, member in members.items()}, limit, self.patience, self._suffices)
+        answers = at_once(
+            {url: member.ask for url, member in members.items()},
+            limit,
+            self.patience,
+            self._suffices,
+        )
         for error in answers.failed.values():
             if not is_away(error):
                 raise error
@@ -107,7 +128,8 @@ class FleetUpdates:
         return len(there) >= self._keeper.fleet.least and len(hosts) >= self._hosts
 
     def prepare(self, shapes: Callable[[dict[str, Any]], Shapes], gpus: Sequence[str]) -> None:
-        """Say what this trainer sends (by a server's info), and from where; join the servers that are there.
+        """Say what this trainer sends (by a server's info), and from where; join the servers that
+        are there.
 
         Args:
             gpus: UUID of each trainer rank's GPU; empty on a CPU.
@@ -116,7 +138,9 @@ class FleetUpdates:
             BridgeError: one of them holds something else, or too few can be joined.
         """
         self._shapes, self._gpus = shapes, gpus
-        if self._keeper.fleet.least and not any(member.info for member in self._keeper.members.values()):
+        if self._keeper.fleet.least and not any(
+            member.info for member in self._keeper.members.values()
+        ):
             self.gather()
         present = [url for url, member in self._keeper.members.items() if member.info]
         with self._keeper.updating():
@@ -134,7 +158,8 @@ class FleetUpdates:
         self._start(version, everyone)
 
     def choose(self) -> list[dict[str, Any]]:
-        """The groups of servers that are sent to now. Waits while there are too few, and joins whoever is new.
+        """The groups of servers that are sent to now. Waits while there are too few, and joins
+        whoever is new.
 
         Raises:
             BridgeError: there are too few for too long.
@@ -147,8 +172,15 @@ class FleetUpdates:
                 waited = 0.0 if self._waiting_since is None else now - self._waiting_since
                 chosen = fleet.takes_part(now) if self._everyone else fleet.due(now)
                 verdict = fleet.verdict(waited, self._longest_wait, now)
-                urls = [url for url in chosen if url in self._again or (not self._again and url not in self._done)]
-                waiting, ending = waiting_line(fleet, self._longest_wait - waited), given_up(fleet, waited)
+                urls = [
+                    url
+                    for url in chosen
+                    if url in self._again or (not self._again and url not in self._done)
+                ]
+                waiting, ending = (
+                    waiting_line(fleet, self._longest_wait - waited),
+                    given_up(fleet, waited),
+                )
             if verdict is Verdict.GO or self._again or not self._everyone:
                 ready = self._join([url for url in urls if self._must_join(url)])
                 urls = [url for url in urls if url not in ready.failed]
@@ -174,10 +206,13 @@ class FleetUpdates:
         """Join servers, all at the same time."""
         members = {url: self._keeper.members[url] for url in urls}
         calls = {
-            url: partial(member.join, self._shapes, self._transfer, self._gpus, self._check) for url, member in members.items()
+            url: partial(member.join, self._shapes, self._transfer, self._gpus, self._check)
+            for url, member in members.items()
         }
         others = self._others_wait(calls)
-        answers = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience, lambda ok: others or bool(ok))
+        answers = at_once(
+            calls, self._timeout + _CALL_OFF_SECONDS, self.patience, lambda ok: others or bool(ok)
+        )
         with self._keeper.lock:
             for url, mapped in answers.ok.items():
                 self.joins, self.mapped = self.joins + 1, mapped
@@ -188,7 +223,9 @@ class FleetUpdates:
         return answers
 
     def require(self, check: MemberCheck) -> None:
-        """Whoever joins from now on must pass a check, which raises ConfigError or BridgeError otherwise."""
+        """Whoever joins from now on must pass a check, which raises ConfigError or BridgeError
+        otherwise.
+        """
         self._checks.append(check)
 
     def _check(self, member: Member) -> None:
@@ -202,7 +239,9 @@ class FleetUpdates:
         self._failures = {}
         members = self._of(group)
         doubted = len(members) == 1 and not self._alone.isdisjoint(members)
-        return Watch(members, self._version, self.patience, self._timeout, self._took if doubted else None)
+        return Watch(
+            members, self._version, self.patience, self._timeout, self._took if doubted else None
+        )
 
     def call_together(self, group: Group, meeting: Meeting, lanes: int, watch: Watch) -> None:
         """Have the members meet at the trainer's store.
@@ -213,7 +252,16 @@ class FleetUpdates:
         key, index, calls = group["key"], 0, {}
         receivers = sum(replicas for _, _, replicas, _ in group["members"])
         for url, member in self._of(group).items():
-            calls[url] = partial(member.server.cohort, member.epoch, meeting, key, receivers, index, lanes, group["route"])
+            calls[url] = partial(
+                member.server.cohort,
+                member.epoch,
+                meeting,
+                key,
+                receivers,
+                index,
+                lanes,
+                group["route"],
+            )
             index += member.replicas
         watch.forming(key)
         self._phase = "meeting"
@@ -224,7 +272,10 @@ class FleetUpdates:
         watch.forming("")
         version, self._phase = self._version, "begin"
         self._all(
-            {url: partial(m.server.begin, m.epoch, version, key) for url, m in self._of(group).items()},
+            {
+                url: partial(m.server.begin, m.epoch, version, key)
+                for url, m in self._of(group).items()
+            },
             watch,
             f"did not begin the update to version {version}",
         )
@@ -240,7 +291,13 @@ class FleetUpdates:
         members, version = self._of(group), self._version
         watch.sent()
         self._phase = "commit"
-        answers = self._ask({url: partial(m.server.commit, m.epoch, version, checksums) for url, m in members.items()}, watch)
+        answers = self._ask(
+            {
+                url: partial(m.server.commit, m.epoch, version, checksums)
+                for url, m in members.items()
+            },
+            watch,
+        )
         verified = time.perf_counter() - begun
         if answers.ok:
             self._took = max(self._took or 0.0, verified)
@@ -249,26 +306,37 @@ class FleetUpdates:
             for url, answer in answers.ok.items():
                 self._done[url] = answer
                 self._bytes += members[url].num_bytes
-                self._keeper.fleet.served(url, version, members[url].server.weight_epoch, time.monotonic())
+                self._keeper.fleet.served(
+                    url, version, members[url].server.weight_epoch, time.monotonic()
+                )
             self._keeper.tell()
-        resumed = min((float(answer["seconds"].get("resume", 0.0)) for answer in answers.ok.values()), default=0.0)
+        resumed = min(
+            (float(answer["seconds"].get("resume", 0.0)) for answer in answers.ok.values()),
+            default=0.0,
+        )
         self._verified = max(self._verified, verified - resumed)
         waited = self._held_up(group, answers.failed)
         if waited:
             self._once_more(waited, f"the update to version {version} is made once more", anew=True)
-        self._condemn(members, {url: error for url, error in answers.failed.items() if url not in waited})
+        self._condemn(
+            members, {url: error for url, error in answers.failed.items() if url not in waited}
+        )
 
     def _all(self, calls: Mapping[str, Callable[[], Any]], watch: Watch, what: str) -> None:
         answers = self._ask(calls, watch)
         if answers.failed:
             self._failures = answers.failed
-            raise BridgeError(f"{', '.join(answers.failed)} {what}: {next(iter(answers.failed.values()))}")
+            raise BridgeError(
+                f"{', '.join(answers.failed)} {what}: {next(iter(answers.failed.values()))}"
+            )
 
     def _ask(self, calls: Mapping[str, Callable[[], Any]], watch: Watch) -> Answers[Any]:
         """Each member of a group."""
         others = self._others_wait(calls)
         limit = self._timeout + _CALL_OFF_SECONDS
-        return at_once(calls, limit, self.patience, lambda ok: others or bool(ok), lambda: watch.guilty)
+        return at_once(
+            calls, limit, self.patience, lambda ok: others or bool(ok), lambda: watch.guilty
+        )
 
     def _others_wait(self, urls: Collection[str]) -> bool:
         """Whether good servers wait for these: in an update of all, those of other groups do."""
@@ -278,8 +346,8 @@ class FleetUpdates:
     # ---- what went wrong ----
 
     def break_off(self, group: Group, error: BridgeError, watch: Watch) -> None:
-        """The members of a group are to forget the update. Whoever is to blame is quarantined, the others are sent to again; if
-        that is not known, each is sent to alone.
+        """The members of a group are to forget the update. Whoever is to blame is quarantined, the
+        others are sent to again; if that is not known, each is sent to alone.
         """
         members, guilty = self._of(group), dict[str, BridgeError](self._failures)
         doubted: Collection[str] = members
@@ -289,7 +357,10 @@ class FleetUpdates:
                 doubted, guilty = set(guilty), {}
         states = at_once({url: m.state for url, m in members.items()}, 3.0).ok
         if not guilty:
-            waited = {url: member.waited_for_us(states.get(url), self._version) for url, member in members.items()}
+            waited = {
+                url: member.waited_for_us(states.get(url), self._version)
+                for url, member in members.items()
+            }
             guilty = {url: LeaseLost(f"{url} {told}") for url, told in waited.items() if told}
         if not guilty and isinstance(error, CohortError):
             for url in at_places(group, error.missing):
@@ -297,7 +368,9 @@ class FleetUpdates:
                 guilty[url] = BridgeError(f"{url} did not come to the cohort: {why}")
         if not guilty:
             for url, member in members.items():
-                reason = "does not answer" if states.get(url) is None else member.broken(states[url])
+                reason = (
+                    "does not answer" if states.get(url) is None else member.broken(states[url])
+                )
                 if reason:
                     guilty[url] = BridgeError(f"{url} {reason}")
         if not guilty and len(members) == 1:
@@ -310,39 +383,67 @@ class FleetUpdates:
 
     def _doubt(self, urls: Collection[str], what: str) -> None:
         """One of them is to blame, and nobody knows which."""
-        logger.warning("[Fleet] %s; nobody says why: the %d servers are updated one by one", what, len(urls))
+        logger.warning(
+            "[Fleet] %s; nobody says why: the %d servers are updated one by one", what, len(urls)
+        )
         self._alone |= set(urls)
 
     def _held_up(self, group: Group, failed: Mapping[str, BridgeError]) -> dict[str, Member]:
-        """Those who were behind as all were to commit, and may have waited for another one of whom they have their bytes."""
-        behind = {url: member for url, member in self._of(group).items() if isinstance(failed.get(url), Behind)}
+        """Those who were behind as all were to commit, and may have waited for another one of whom
+        they have their bytes.
+        """
+        behind = {
+            url: member
+            for url, member in self._of(group).items()
+            if isinstance(failed.get(url), Behind)
+        }
         if len(failed) < 2 or not behind or not Route(group["route"]).handed_on:
             return {}
         states = at_once({url: member.state for url, member in behind.items()}, 3.0).ok
-        waited = {url: member for url, member in behind.items() if states.get(url) and not holds_up(states[url])}
+        waited = {
+            url: member
+            for url, member in behind.items()
+            if states.get(url) and not holds_up(states[url])
+        }
         if len(waited) == len(failed):
             self._doubt(waited, "; ".join(map(str, failed.values())))
         return waited
 
     def _once_more(self, members: Mapping[str, Member], reason: str, anew: bool = False) -> None:
-        """They are to forget the update, and are sent to again; `anew`: also one that has ended it well after all."""
+        """They are to forget the update, and are sent to again; `anew`: also one that has ended it
+        well after all.
+        """
         calls = {url: partial(m.server.abort, m.epoch, reason) for url, m in members.items()}
         heard = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience)
         for url, member in members.items():
             self._again.add(url)
-            member.joined = not anew and heard.ok.get(url, False)  # else it is told as it joins anew
+            member.joined = not anew and heard.ok.get(
+                url, False
+            )  # else it is told as it joins anew
 
     def _condemn(
-        self, members: Mapping[str, Member], guilty: Mapping[str, BridgeError], states: Mapping[str, Any] | None = None
+        self,
+        members: Mapping[str, Member],
+        guilty: Mapping[str, BridgeError],
+        states: Mapping[str, Any] | None = None,
     ) -> None:
         if not guilty:
             return
         if states is None:
             states = at_once({url: members[url].state for url in guilty}, 3.0).ok
-        late = {url for url, error in guilty.items() if isinstance(error, LeaseLost) and url not in self._late}
+        late = {
+            url
+            for url, error in guilty.items()
+            if isinstance(error, LeaseLost) and url not in self._late
+        }
         for url in late:
-            waited = members[url].waited_for_us(states.get(url), self._version) or "did not wait for this trainer"
-            logger.warning("[Bridge] %s %s: joining it again to send version %d", url, waited, self._version)
+            waited = (
+                members[url].waited_for_us(states.get(url), self._version)
+                or "did not wait for this trainer"
+            )
+            logger.warning(
+                "[Bridge] %s %s: joining it again to send version %d", url, waited, self._version
+            )
             members[url].joined = False
         self._late |= late
         self._again |= late
@@ -355,15 +456,23 @@ class FleetUpdates:
                 broken = member.broken(state)
                 ours = state is not None and state["instance"] == member.instance
                 taken = ours and state is not None and state["epoch"] != member.epoch
-                told = BridgeError(f"{url} {broken}, in the {self._phase} of version {self._version}") if broken else error
+                told = (
+                    BridgeError(f"{url} {broken}, in the {self._phase} of version {self._version}")
+                    if broken
+                    else error
+                )
                 self._blame(url, told, taken, away=state is None)
                 if ours and not taken:
                     calls[url] = partial(member.server.quarantine, member.epoch, str(error))
             self._keeper.tell()
-        for url, error in at_once(calls, _CALL_OFF_SECONDS, self.patience, lambda _: True).failed.items():
+        for url, error in at_once(
+            calls, _CALL_OFF_SECONDS, self.patience, lambda _: True
+        ).failed.items():
             logger.info("[Fleet] %s has not heard that it is quarantined: %s", url, error)
 
-    def _blame(self, url: str, error: BridgeError, hopeless: bool = False, away: bool | None = None) -> None:
+    def _blame(
+        self, url: str, error: BridgeError, hopeless: bool = False, away: bool | None = None
+    ) -> None:
         gone = is_away(error) if away is None else away
         self._keeper.members[url].joined = False
         reason = " ".join(str(error).removeprefix(url).split())

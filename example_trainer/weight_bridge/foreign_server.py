@@ -1,5 +1,5 @@
-"""Mode none beside a vLLM server that the trainer did not start: the server keeps its weights, and the log repeats how old
-they are.
+"""Mode none beside a vLLM server that the trainer did not start: the server keeps its weights, and
+the log repeats how old they are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _ANSWERS_WHILE_LOADING = (None, 503)
 
 
 def server_answers(config: TrainerConfig, pause: Callable[[float], None]) -> bool:
-    """Return whether a server that this trainer did not start answers at --vllm-port of this machine.
+    """Return whether a server that this trainer did not start answers at --vllm-port of this
+    machine.
 
     A server that has bound the port and still loads is waited for.
 
@@ -36,7 +37,8 @@ def server_answers(config: TrainerConfig, pause: Callable[[float], None]) -> boo
         pause: sleeps, and may raise to end the waiting.
 
     Raises:
-        BridgeError: the port is taken by a program that is not a vLLM server, or that does not answer in time.
+        BridgeError: the port is taken by a program that is not a vLLM server, or that does not
+            answer in time.
     """
     port, url = config.vllm_port, f"http://{config.vllm_host}:{config.vllm_port}"
     client = VLLMClient(url, QUICK_SECONDS, revealed(config.vllm_api_key))
@@ -49,14 +51,20 @@ def server_answers(config: TrainerConfig, pause: Callable[[float], None]) -> boo
             waited = time.monotonic() - began
             loading = status in _ANSWERS_WHILE_LOADING
             if not loading or waited > config.vllm_start_timeout:
-                late = f"was not ready within {config.vllm_start_timeout:g} s (--vllm-start-timeout)"
+                late = (
+                    f"was not ready within {config.vllm_start_timeout:g} s (--vllm-start-timeout)"
+                )
                 seen = late if loading else f"answers {_MODELS} with {status}"
                 raise BridgeError(
                     f"--vllm-port {port} is taken by a process that this trainer did not start and that {seen}: stop it "
                     "(`ss -ltnp` shows it), or give another --vllm-port"
                 )
             if time.monotonic() >= next_log:
-                logger.info("[Bridge] Port %d is taken: waiting for the vLLM server there to answer (%.0f s)", port, waited)
+                logger.info(
+                    "[Bridge] Port %d is taken: waiting for the vLLM server there to answer (%.0f s)",
+                    port,
+                    waited,
+                )
                 next_log += _LOG_EVERY_SECONDS
             pause(_POLL_SECONDS)
         return False
@@ -65,7 +73,8 @@ def server_answers(config: TrainerConfig, pause: Callable[[float], None]) -> boo
 
 
 class ForeignServerBridge(NoBridge):
-    """Delivers nothing, and warns at every step at which a server of the trainer's own would be restarted.
+    """Delivers nothing, and warns at every step at which a server of the trainer's own would be
+    restarted.
 
     Args:
         config: names the server.
@@ -84,15 +93,24 @@ class ForeignServerBridge(NoBridge):
         """See WeightBridge.connect. Warns that the server's weights will not follow."""
         super().connect(model)
         limit = self._config.max_staleness
-        dropped = "" if limit is None else f". With --max-staleness {limit} its rollouts are dropped once it is further behind"
+        dropped = (
+            ""
+            if limit is None
+            else f". With --max-staleness {limit} its rollouts are dropped once it is further behind"
+        )
         logger.warning(
             "[Bridge] This trainer did not start the vLLM server at %s, and will not restart it: its weights stay as they are "
             "while training goes on%s. Stop that server if this trainer is to start its own and restart it every %d steps",
             self._url, dropped, self._config.restart_interval,
         )  # fmt: skip
 
-    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
-        """See WeightBridge.sync. The report has the version that the server serves, if it has one, else the first version."""
+    def sync(
+        self, version: int, write_weights: Callable[[], None], masters: Weights | None = None
+    ) -> SyncReport:
+        """See WeightBridge.sync.
+
+        The report has the version that the server serves, if it has one, else the first version.
+        """
         write_weights()
         if self._begun is None:
             self._begun = version

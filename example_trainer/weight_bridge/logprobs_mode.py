@@ -1,9 +1,11 @@
 """Are the logprobs that vLLM hands out those of the distribution that it samples from?
 
-A rollout's logprobs are divided into the trainer's own, token by token, so both must be of the same distribution. Started with
-`--logprobs-mode processed_logprobs`, vLLM hands out those of the distribution that it samples from, and the trainer computes
-its own at the temperature that each sequence says. By vLLM's own default they are those of the model itself, whatever
-temperature it samples at (`raw_logprobs`): right for what was sampled at temperature 1 alone, and the rest is refused.
+A rollout's logprobs are divided into the trainer's own, token by token, so both must be of the same
+distribution. Started with `--logprobs-mode processed_logprobs`, vLLM hands out those of the
+distribution that it samples from, and the trainer computes its own at the temperature that each
+sequence says. By vLLM's own default they are those of the model itself, whatever temperature it
+samples at (`raw_logprobs`): right for what was sampled at temperature 1 alone, and the rest is
+refused.
 """
 
 from __future__ import annotations
@@ -27,24 +29,31 @@ logger = logging.getLogger(__name__)
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 
 
-def check_logprobs(config: TrainerConfig, ranks: Ranks, urls: Callable[[], Sequence[str]] = tuple) -> SamplerLogprobs:
-    """Ask every vLLM server which logprobs it hands out. Collective. Call it when the servers are there.
+def check_logprobs(
+    config: TrainerConfig, ranks: Ranks, urls: Callable[[], Sequence[str]] = tuple
+) -> SamplerLogprobs:
+    """Ask every vLLM server which logprobs it hands out. Collective. Call it when the servers are
+    there.
 
-    A server that cannot be asked (another program, or none where the options name one) is taken to hand out those of what it
-    samples from, which is logged if that is not temperature 1.
+    A server that cannot be asked (another program, or none where the options name one) is taken to
+    hand out those of what it samples from, which is logged if that is not temperature 1.
 
     Args:
-        urls: of the servers that rollouts come from, asked on rank 0; none: those that the options name.
+        urls: of the servers that rollouts come from, asked on rank 0; none: those that the options
+            name.
 
     Returns:
-        which servers' logprobs are those of what they sample from, which are not, and of which it is not known: see
-        BatchReader.heed.
+        which servers' logprobs are those of what they sample from, which are not, and of which it
+        is not known: see BatchReader.heed.
 
     Raises:
-        ConfigError: a server's logprobs are not of the distribution that the trainer computes; says what to change.
+        ConfigError: a server's logprobs are not of the distribution that the trainer computes; says
+            what to change.
     """
     longest = 2 * QUICK_SECONDS + ranks.timeout
-    found: dict[str, list[str]] = ranks.on_main("asking vLLM for its logprobs", lambda: _check(config, urls()), longest)
+    found: dict[str, list[str]] = ranks.on_main(
+        "asking vLLM for its logprobs", lambda: _check(config, urls()), longest
+    )
     return SamplerLogprobs(**{name: tuple(urls) for name, urls in found.items()})
 
 
@@ -66,8 +75,13 @@ def _check(config: TrainerConfig, urls: Sequence[str]) -> dict[str, list[str]]:
     processed: list[str] = []
     unknown: list[str] = []
     named = [f"http://{host}:{port}" for host, port in config.vllm_addresses]
-    servers = {url: VLLMClient(url, QUICK_SECONDS, revealed(config.vllm_api_key)) for url in urls or named}
-    answers = at_once({url: partial(server.look, "/sampling") for url, server in servers.items()}, 2 * QUICK_SECONDS)
+    servers = {
+        url: VLLMClient(url, QUICK_SECONDS, revealed(config.vllm_api_key)) for url in urls or named
+    }
+    answers = at_once(
+        {url: partial(server.look, "/sampling") for url, server in servers.items()},
+        2 * QUICK_SECONDS,
+    )
     for url, server in servers.items():
         server.close()
         mode = (answers.ok.get(url) or {}).get("logprobs_mode")
@@ -88,7 +102,9 @@ def require_fitting(url: str, mode: str, temperature: float) -> None:
         ConfigError: it does not.
     """
     if mode not in (RAW, PROCESSED):
-        raise ConfigError(f"{url} hands out {mode}, which are no logprobs; start it with --logprobs-mode {RAW} or {PROCESSED}")
+        raise ConfigError(
+            f"{url} hands out {mode}, which are no logprobs; start it with --logprobs-mode {RAW} or {PROCESSED}"
+        )
     if mode == RAW and temperature != 1.0:
         raise ConfigError(
             f"--temperature {temperature:g}, but the logprobs of {url} are those before any temperature ({RAW}), so that "

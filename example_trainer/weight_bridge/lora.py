@@ -1,4 +1,6 @@
-"""Hands adapters to running servers: a folder in PEFT's format for each version, and a request to serve it."""
+"""Hands adapters to running servers: a folder in PEFT's format for each version, and a request to
+serve it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class LoraServer(WeightServer):
     """The /lora routes of one server.
 
     Attributes:
-        serves: name of the adapter that this trainer has loaded last; None before the first, and of a server that lost it.
+        serves: name of the adapter that this trainer has loaded last; None before the first, and of
+            a server that lost it.
         joins: how many times it got an adapter while it had none.
     """
 
@@ -67,13 +70,22 @@ class LoraServer(WeightServer):
         Raises:
             BridgeError: the server refused, with its reason, or did not answer.
         """
-        body = {"path": str(folder), "version": version, "checksum": checksum, "weight_epoch": self.weight_epoch}
+        body = {
+            "path": str(folder),
+            "version": version,
+            "checksum": checksum,
+            "weight_epoch": self.weight_epoch,
+        }
         what = f"the adapter of version {version}"
         try:
             try:
                 answer = self.call("/lora/load", body | {"replaces": self.serves}, what)
             except ServerSilent as error:
-                logger.warning("[Bridge] %s did not answer (%s): waiting for it to be there again", self.url, error.__cause__)
+                logger.warning(
+                    "[Bridge] %s did not answer (%s): waiting for it to be there again",
+                    self.url,
+                    error.__cause__,
+                )
                 self.wait_for_info()
                 self.serves = None
                 answer = self.call("/lora/load", body | {"replaces": None}, what)
@@ -115,7 +127,9 @@ class LoraBridge(WeightBridge):
         base_model: id or folder of the base model.
     """
 
-    def __init__(self, servers: Sequence[LoraServer], settings: LoraSettings, folder: Path, base_model: str) -> None:
+    def __init__(
+        self, servers: Sequence[LoraServer], settings: LoraSettings, folder: Path, base_model: str
+    ) -> None:
         self._servers, self._settings, self._base_model = servers, settings, base_model
         self._folder = folder.resolve() / SERVING_FOLDER
         self._infos: list[dict[str, Any]] = []
@@ -127,7 +141,9 @@ class LoraBridge(WeightBridge):
         self._infos = [server.wait_for_info() for server in self._servers]
         dtypes = {served_dtype(info) for info in self._infos}
         if len(dtypes) != 1:
-            raise BridgeError(f"the vLLM servers hold {' and '.join(sorted(map(str, dtypes)))}; give all the same --dtype")
+            raise BridgeError(
+                f"the vLLM servers hold {' and '.join(sorted(map(str, dtypes)))}; give all the same --dtype"
+            )
         dtype = dtypes.pop()
         self.converts = dtype is torch.float16  # which a trainer does not compute in
         return dtype
@@ -136,7 +152,9 @@ class LoraBridge(WeightBridge):
         for server, info in zip(self._servers, self._infos, strict=True):
             _require_rank(server.url, info, self._settings)
             sent = as_served(shapes, served_dtype(info)) if self.converts else shapes
-            require_layout(manifests_of(info), sent, f" of {server.url}, which serves {info['model']}")
+            require_layout(
+                manifests_of(info), sent, f" of {server.url}, which serves {info['model']}"
+            )
 
     def connect(self, model: torch.nn.Module) -> None:
         assert isinstance(model, Decoder)
@@ -144,7 +162,8 @@ class LoraBridge(WeightBridge):
         for server, info in zip(self._servers, infos, strict=True):
             _require_rank(server.url, info, self._settings)
         compared = [
-            _check_base(server.url, info, model, self._base_model) for server, info in zip(self._servers, infos, strict=True)
+            _check_base(server.url, info, model, self._base_model)
+            for server, info in zip(self._servers, infos, strict=True)
         ]
         self._writer = AdapterWriter(model, self._settings, self._base_model)
         self.params_mapped = self.params_total = self._writer.num_tensors
@@ -154,7 +173,9 @@ class LoraBridge(WeightBridge):
             "that is equal on both sides, bit for bit" if all(compared) else "of the same shapes on both sides",
         )  # fmt: skip
 
-    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
+    def sync(
+        self, version: int, write_weights: Callable[[], None], masters: Weights | None = None
+    ) -> SyncReport:
         assert self._writer is not None, "connect first"
         started = time.perf_counter()
         write_weights()
@@ -164,24 +185,34 @@ class LoraBridge(WeightBridge):
             written = self._writer.write(folder)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise BridgeError(f"{cannot_write(folder, error, self._writer.num_bytes)}; make room there") from error
+            raise BridgeError(
+                f"{cannot_write(folder, error, self._writer.num_bytes)}; make room there"
+            ) from error
         self._mine.append(folder)
         on_disk = time.perf_counter()
         self._last = (folder, version, written)
-        answers = [self._load(server, folder, version, written.checksum) for server in self._servers]
+        answers = [
+            self._load(server, folder, version, written.checksum) for server in self._servers
+        ]
         loaded = time.perf_counter()
         self._remove_unused({Path(path) for answer in answers for path in answer["paths_in_use"]})
         return SyncReport(
             version=version,
             checksum=written.checksum,
             bytes_moved=written.num_bytes * len(self._servers),
-            seconds={"write_weights": rounded - started, "write_file": on_disk - rounded, "load": loaded - on_disk},
+            seconds={
+                "write_weights": rounded - started,
+                "write_file": on_disk - rounded,
+                "load": loaded - on_disk,
+            },
             first_byte_to_verified=loaded - rounded,
             server_seconds=answers[-1]["seconds"],
         )
 
     def server_restarted(self) -> bool:
-        return self._last is not None and any([server.has_lost_adapter() for server in self._servers])
+        return self._last is not None and any(
+            [server.has_lost_adapter() for server in self._servers]
+        )
 
     def server_trouble(self) -> str:
         return " ".join(why for server in self._servers if (why := server.why_not_serving()))
@@ -193,17 +224,24 @@ class LoraBridge(WeightBridge):
         folder, version, written = self._last
         for server in self._servers:
             if server.has_lost_adapter():
-                logger.warning("[Bridge] %s was restarted: it gets the adapter of version %d again", server.url, version)
+                logger.warning(
+                    "[Bridge] %s was restarted: it gets the adapter of version %d again",
+                    server.url,
+                    version,
+                )
                 server.serves = None
                 self._load(server, folder, version, written.checksum)
 
-    def _load(self, server: LoraServer, folder: Path, version: int, checksum: str) -> dict[str, Any]:
+    def _load(
+        self, server: LoraServer, folder: Path, version: int, checksum: str
+    ) -> dict[str, Any]:
         answer = server.load(folder, version, checksum)
         self.joins = sum(server.joins for server in self._servers)
         return answer
 
     def close(self) -> None:
-        # The folders of the last adapters stay: the servers may still serve them. A later trainer removes them.
+        # The folders of the last adapters stay: the servers may still serve them. A later trainer
+        # removes them.
         for server in self._servers:
             server.close()
 
@@ -215,7 +253,9 @@ class LoraBridge(WeightBridge):
             try:
                 shutil.rmtree(folder)
             except OSError as error:
-                logger.warning("[Bridge] could not remove %s, which no server uses any more: %s", folder, error)
+                logger.warning(
+                    "[Bridge] could not remove %s, which no server uses any more: %s", folder, error
+                )
         self._mine = [folder for folder in self._mine if folder not in unused]
 
 
@@ -240,9 +280,11 @@ def _require_rank(url: str, info: dict[str, Any], settings: LoraSettings) -> Non
 
 
 def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> bool:
-    """Compare the server's base model with the trainer's: names, shapes, dtypes, and every bit of every weight.
+    """Compare the server's base model with the trainer's: names, shapes, dtypes, and every bit of
+    every weight.
 
-    The bits of a float16 server are compared with a float32 model only. A bfloat16 model holds other values of the checkpoint.
+    The bits of a float16 server are compared with a float32 model only. A bfloat16 model holds
+    other values of the checkpoint.
 
     Returns:
         Whether the bits were compared.
@@ -250,12 +292,16 @@ def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> bo
     Raises:
         BridgeError: names what differs.
     """
-    parameters = {name: p.detach() for name, p in model.named_parameters() if ".adapters." not in name}
+    parameters = {
+        name: p.detach() for name, p in model.named_parameters() if ".adapters." not in name
+    }
     shapes = {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in parameters.items()}
     served = served_dtype(info)
     narrower = served is torch.float16
     require_layout(
-        manifests_of(info), as_served(shapes, served) if narrower else shapes, f" of {url}, which serves {info['model']}"
+        manifests_of(info),
+        as_served(shapes, served) if narrower else shapes,
+        f" of {url}, which serves {info['model']}",
     )
     if narrower and next(iter(parameters.values())).dtype is not torch.float32:
         logger.warning(
@@ -263,9 +309,13 @@ def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> bo
             "bits are not compared (--dtype float32 compares them)", url
         )  # fmt: skip
         return False
-    for rank, (manifest, theirs) in enumerate(zip(manifests_of(info), info["base_checksums"], strict=True)):
+    for rank, (manifest, theirs) in enumerate(
+        zip(manifests_of(info), info["base_checksums"], strict=True)
+    ):
         layout, _ = flat_layout(manifest)
-        mine = weights_checksum((item.name, source_view(item, parameters[item.name]).to(item.dtype)) for item in layout)
+        mine = weights_checksum(
+            (item.name, source_view(item, parameters[item.name]).to(item.dtype)) for item in layout
+        )
         if mine != theirs:
             raise BridgeError(
                 f"the weights of --model-name {name} (checksum {mine}) are not those of {info['model']}, which {url} serves "

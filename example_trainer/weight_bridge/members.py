@@ -1,4 +1,6 @@
-"""The servers of a fleet as rank 0 of the trainer meets them: each has its own state, and all are watched at the same time."""
+"""The servers of a fleet as rank 0 of the trainer meets them: each has its own state, and all are
+watched at the same time.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _SAY_EVERY_SECONDS = 10.0
 
 
 class Unfit(BridgeError):
-    """A server that cannot be a member however often it is asked: only another server at its address can."""
+    """A server that cannot be a member however often it is asked: only another server at its
+    address can.
+    """
 
 
 class Member:
@@ -72,15 +76,26 @@ class Member:
     @property
     def num_bytes(self) -> int:
         """That an update brings it."""
-        return self.replicas * sum(item.num_bytes for manifest in self.manifests for item in flat_layout(manifest)[0])
+        return self.replicas * sum(
+            item.num_bytes for manifest in self.manifests for item in flat_layout(manifest)[0]
+        )
 
     def ask(self) -> None:
-        """What the server holds, into `info` and `manifests`; waits for a server that is still loading."""
+        """What the server holds, into `info` and `manifests`; waits for a server that is still
+        loading.
+        """
         self.info = self.server.wait_for_info()
         self.manifests = manifests_of(self.info)
 
-    def join(self, shapes: Callable[[dict[str, Any]], Shapes], transfer: str, gpus: Sequence[str], check: MemberCheck) -> int:
-        """Begin an epoch with the server that answers now. Returns the number of parameters mapped, which is all of them.
+    def join(
+        self,
+        shapes: Callable[[dict[str, Any]], Shapes],
+        transfer: str,
+        gpus: Sequence[str],
+        check: MemberCheck,
+    ) -> int:
+        """Begin an epoch with the server that answers now. Returns the number of parameters mapped,
+        which is all of them.
 
         Args:
             shapes: what this trainer sends, by the server's info.
@@ -99,7 +114,9 @@ class Member:
         if state["instance"] != self.instance:
             self.ask()
         elif state["target_version"] is not None and state["epoch"] == self.epoch:
-            self.server.abort(self.epoch, "the trainer joins anew")  # else what is left of that update keeps it waiting
+            self.server.abort(
+                self.epoch, "the trainer joins anew"
+            )  # else what is left of that update keeps it waiting
         told = shapes(self.info)
         try:
             mapped = check_layout(self.info, told)
@@ -123,7 +140,9 @@ class Member:
         return self.server.look("/bridge/state", LOOK_SECONDS)
 
     def seen_in(self, state: dict[str, Any] | None) -> Sight | None:
-        """What the fleet's policy wants to know of a server that answers this; None if it does not answer."""
+        """What the fleet's policy wants to know of a server that answers this; None if it does not
+        answer.
+        """
         if state is None:
             return None
         ours = not self.joined or state["instance"] != self.instance or state["epoch"] == self.epoch
@@ -132,7 +151,14 @@ class Member:
         if not trouble and not state["healthy"]:
             trouble = state.get("quarantine") or state["last_error"] or "is unhealthy"
         taken_by = "" if ours else taken_over(state)
-        return Sight(state["instance"], state["weight_version"], state["weight_epoch"], trouble, taken_by, bool(hangs))
+        return Sight(
+            state["instance"],
+            state["weight_version"],
+            state["weight_epoch"],
+            trouble,
+            taken_by,
+            bool(hangs),
+        )
 
     def broken(self, state: dict[str, Any] | None) -> str:
         """Why it will not finish the update that it is in; empty while it may."""
@@ -147,7 +173,9 @@ class Member:
         return f"{taken_over(state)} has taken it over" if state["epoch"] != self.epoch else ""
 
     def waited_for_us(self, state: dict[str, Any] | None, version: int) -> str:
-        """What a server says that has given this version up because nothing came from this trainer; empty if it has not."""
+        """What a server says that has given this version up because nothing came from this trainer;
+        empty if it has not.
+        """
         if (
             state is None
             or self.broken(state)
@@ -162,8 +190,12 @@ MemberCheck = Callable[[Member], None]
 
 
 def failures_of_ranks(state: Mapping[str, Any] | None) -> str:
-    """What a server's ranks say of their own, such as a rendezvous that they cannot reach; empty if nothing."""
-    return "; ".join(dict.fromkeys(rank["error"] for rank in (state or {}).get("ranks", []) if rank["error"]))
+    """What a server's ranks say of their own, such as a rendezvous that they cannot reach; empty if
+    nothing.
+    """
+    return "; ".join(
+        dict.fromkeys(rank["error"] for rank in (state or {}).get("ranks", []) if rank["error"])
+    )
 
 
 def holds_up(state: Mapping[str, Any] | None) -> bool:
@@ -183,13 +215,19 @@ def is_away(error: BaseException) -> bool:
 
 
 class Watch:
-    """Looks at all members while they are to do the same thing, and says whom not to wait for; in the log, whom all wait for.
+    """Looks at all members while they are to do the same thing, and says whom not to wait for; in
+    the log, whom all wait for.
 
     Used as a context; `lost` and `guilty` may be asked by any thread.
     """
 
     def __init__(
-        self, members: Mapping[str, Member], version: int, patience: float, limit: float, as_others: float | None = None
+        self,
+        members: Mapping[str, Member],
+        version: int,
+        patience: float,
+        limit: float,
+        as_others: float | None = None,
     ) -> None:
         """
         Args:
@@ -197,10 +235,16 @@ class Watch:
             version: that they are sent.
             patience: seconds for which one of them may keep the others waiting.
             limit: that all of it may take from the first byte on.
-            as_others: seconds that it took others, where these were late beside them: who takes longer by `patience` is late.
+            as_others: seconds that it took others, where these were late beside them: who takes
+                longer by `patience` is late.
         """
         self._as_others = as_others
-        self._members, self._version, self._patience, self._limit = members, version, patience, limit
+        self._members, self._version, self._patience, self._limit = (
+            members,
+            version,
+            patience,
+            limit,
+        )
         self._laggards = Laggards(patience)
         self._clock = RunningClock()
         self._guilty: dict[str, str] = {}
@@ -229,7 +273,9 @@ class Watch:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether several are named of whom nothing is known but that they are behind: one may be waiting for the other."""
+        """Whether several are named of whom nothing is known but that they are behind: one may be
+        waiting for the other.
+        """
         return len(self._guilty) > 1 and self._laggards.merely_behind
 
     def lost(self) -> str:
@@ -263,14 +309,20 @@ class Watch:
             state = states.get(url)
             if state is not None:
                 self._heard[url] = now
-            silent = now - self._heard[url] if state is None else float(state.get("silent_seconds", 0.0))
+            silent = (
+                now - self._heard[url] if state is None else float(state.get("silent_seconds", 0.0))
+            )
             ranks = state.get("ranks", []) if state else []
             trouble = member.broken(state)
             if forming and not trouble:
                 trouble = next((str(rank["error"]) for rank in ranks if rank.get("error")), "")
-            progress[url] = Progress(self._amount(ranks, forming), trouble, silent, not forming and holds_up(state))
+            progress[url] = Progress(
+                self._amount(ranks, forming), trouble, silent, not forming and holds_up(state)
+            )
         if not self._ended.is_set():
-            self._guilty = self._guilty or self._laggards.named(progress, now) or self._later_than_others(now)
+            self._guilty = (
+                self._guilty or self._laggards.named(progress, now) or self._later_than_others(now)
+            )
             if not self._guilty:
                 self._say_slowest({url: one.amount for url, one in progress.items()}, now)
 
@@ -283,7 +335,8 @@ class Watch:
     def _say_slowest(self, amounts: Mapping[str, int], now: float) -> None:
         """Whom all wait for who are sent to. Who is slow, and not late, is waited for to the end.
 
-        Nobody is ever ahead by more than the sender's two buckets, so it is added up who was behind at each look.
+        Nobody is ever ahead by more than the sender's two buckets, so it is added up who was behind
+        at each look.
         """
         most = max(amounts.values())
         for url, amount in amounts.items():
@@ -293,7 +346,11 @@ class Watch:
             return
         self._said = now + _SAY_EVERY_SECONDS
         worst = max(self._behind.values())
-        slowest = ", ".join(f"{url} (has {_megabytes(amounts[url])})" for url in amounts if self._behind[url] == worst)
+        slowest = ", ".join(
+            f"{url} (has {_megabytes(amounts[url])})"
+            for url in amounts
+            if self._behind[url] == worst
+        )
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + since + self._limit - now))
         logger.warning(
             "[Fleet] version %d is on its way for %.0f s, waiting for %s; the fastest of %d servers has %s; until %s",

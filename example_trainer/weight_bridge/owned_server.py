@@ -1,7 +1,9 @@
-"""A vLLM server that the trainer starts, watches and stops: this project's own, or any other that takes a model and a port.
+"""A vLLM server that the trainer starts, watches and stops: this project's own, or any other that
+takes a model and a port.
 
-The server runs under `child_processes/guard.py`, which ends it, with every process that it started, when the trainer's end
-of a pipe closes. The kernel closes it however the trainer dies, so `kill -9` of the trainer leaves no server behind.
+The server runs under `child_processes/guard.py`, which ends it, with every process that it started,
+when the trainer's end of a pipe closes. The kernel closes it however the trainer dies, so `kill -9`
+of the trainer leaves no server behind.
 """
 
 from __future__ import annotations
@@ -42,12 +44,17 @@ _NOT_INHERITED = (
 
 
 class ServerDied(BridgeError):
-    """The server's process has ended. The message holds its exit status and the last lines of its log."""
+    """The server's process has ended.
+
+    The message holds its exit status and the last lines of its log.
+    """
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a server was started on: a checkpoint's folder or a model's name, and the weight version and epoch that it holds."""
+    """What a server was started on: a checkpoint's folder or a model's name, and the weight version
+    and epoch that it holds.
+    """
 
     model: str
     version: int
@@ -64,7 +71,8 @@ class OwnedServer:
     Args:
         command: what starts it, with {model}, {name}, {port}, {version} and {epoch} in it.
         arguments: further flags.
-        name: under which the server offers the model whatever checkpoint it holds, so that clients need not follow.
+        name: under which the server offers the model whatever checkpoint it holds, so that clients
+            need not follow.
         host, port: where it will listen.
         log_path: gets its output; each start is appended.
         gpus: its CUDA_VISIBLE_DEVICES; None for the trainer's own.
@@ -115,7 +123,11 @@ class OwnedServer:
         Raises:
             BridgeError: the command names a placeholder that there is not, or is no shell words.
         """
-        values: dict[str, str | int] = {"model": served.model, "name": self._name, "port": self.port}
+        values: dict[str, str | int] = {
+            "model": served.model,
+            "name": self._name,
+            "port": self.port,
+        }
         values |= {"version": served.version, "epoch": served.epoch}
         try:
             words = [word.format(**values) for word in shlex.split(self._template)]
@@ -139,13 +151,25 @@ class OwnedServer:
             with self._log_path.open("a", encoding="utf-8") as log:
                 log.write(f"==== weight version {served.version}: {shlex.join(command)}\n")
             self._process = ManagedProcess(
-                "the vLLM server", command, self._log_path, self._environment, grace=STOP_SECONDS, append=True
+                "the vLLM server",
+                command,
+                self._log_path,
+                self._environment,
+                grace=STOP_SECONDS,
+                append=True,
             )
         except OSError as error:
-            raise BridgeError(f"cannot start the vLLM server with its log in {self._log_path}: {error}") from error
+            raise BridgeError(
+                f"cannot start the vLLM server with its log in {self._log_path}: {error}"
+            ) from error
         self._record(self._process)
         self.served = served
-        logger.info("[Bridge] Starting vLLM on %s (weight version %d), log: %s", served.model, served.version, self._log_path)
+        logger.info(
+            "[Bridge] Starting vLLM on %s (weight version %d), log: %s",
+            served.model,
+            served.version,
+            self._log_path,
+        )
 
     def _record(self, process: ManagedProcess) -> None:
         """Let the next trainer recognise this server if this trainer is killed."""
@@ -204,7 +228,9 @@ class OwnedServer:
             raise error
 
     def stop(self) -> None:
-        """End it, with all that it started: SIGTERM, then SIGKILL after STOP_SECONDS. Nothing happens if none runs."""
+        """End it, with all that it started: SIGTERM, then SIGKILL after STOP_SECONDS. Nothing
+        happens if none runs.
+        """
         process, self._process = self._process, None
         if process is not None:
             process.stop()

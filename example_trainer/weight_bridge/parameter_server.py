@@ -13,7 +13,10 @@ from example_trainer.weight_bridge.server import ParameterServer
 
 
 class ParameterServerBridge(BroadcastBridge):
-    """Pushes to all parameter servers at once. Which vLLM servers get the weights from them, and when, is their affair."""
+    """Pushes to all parameter servers at once.
+
+    Which vLLM servers get the weights from them, and when, is their affair.
+    """
 
     handing_over = "push"
 
@@ -29,7 +32,8 @@ class ParameterServerBridge(BroadcastBridge):
     ) -> None:
         """
         Args:
-            servers, ranks, least, patience: see BroadcastBridge; parameter servers in place of vLLM's.
+            servers, ranks, least, patience: see BroadcastBridge; parameter servers in place of
+                vLLM's.
             push_every: steps from one push to the next.
             last: step that is pushed in any case.
             max_staleness: oldest rollouts that are trained on, by versions; None: any.
@@ -42,9 +46,12 @@ class ParameterServerBridge(BroadcastBridge):
 
         self.require(check)
 
-    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
-        """See WeightBridge.sync. Between two pushes the weights are written and nothing else; the report has the version that
-        was pushed last. A parameter server that is back gets the present ones.
+    def sync(
+        self, version: int, write_weights: Callable[[], None], masters: Weights | None = None
+    ) -> SyncReport:
+        """See WeightBridge.sync. Between two pushes the weights are written and nothing else; the
+        report has the version that was pushed last. A parameter server that is back gets the
+        present ones.
         """
         if self._pushed >= 0 and version % self._every and version != self._last:
             write_weights()
@@ -55,10 +62,14 @@ class ParameterServerBridge(BroadcastBridge):
         return report
 
 
-def require_fresh_enough(url: str, pull_every: int, push_every: int, max_staleness: int | None) -> None:
-    """Refuse a parameter server whose vLLM servers would sample with weights that are too old for the trainer, for ever.
+def require_fresh_enough(
+    url: str, pull_every: int, push_every: int, max_staleness: int | None
+) -> None:
+    """Refuse a parameter server whose vLLM servers would sample with weights that are too old for
+    the trainer, for ever.
 
-    They get every version that is pushed, or where --pull-every is more than --push-every, the first one that is so much newer.
+    They get every version that is pushed, or where --pull-every is more than --push-every, the
+    first one that is so much newer.
 
     Raises:
         ConfigError: says what to change.

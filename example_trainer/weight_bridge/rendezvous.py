@@ -1,4 +1,6 @@
-"""The stores of a trainer at which it meets its servers: one for each address by which they call it."""
+"""The stores of a trainer at which it meets its servers: one for each address by which they call
+it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from urllib.parse import urlsplit
 
 from example_trainer.errors import BridgeError
 from example_trainer.parallel.ranks import Ranks
-from vllm_patching.transport.addresses import RendezvousError, is_here, listening_address, rendezvous_address
+from vllm_patching.transport.addresses import (
+    RendezvousError,
+    is_here,
+    listening_address,
+    rendezvous_address,
+)
 from vllm_patching.transport.keyed_store import KeyedStore
 from vllm_patching.transport.rendezvous import Meeting, connect_store, host_store
 from vllm_patching.transport.store_wire import new_secret
@@ -17,10 +24,11 @@ _T = TypeVar("_T")
 
 
 class Rendezvous:
-    """Opens the stores on rank 0, where the servers need them, and connects the other ranks to them.
+    """Opens the stores on rank 0, where the servers need them, and connects the other ranks to
+    them.
 
-    A store listens on one address: on loopback as long as every server is on this machine. Servers that join later from
-    another machine meet at a second store.
+    A store listens on one address: on loopback as long as every server is on this machine. Servers
+    that join later from another machine meet at a second store.
     """
 
     def __init__(self, ranks: Ranks, timeout: float, port: int | None) -> None:

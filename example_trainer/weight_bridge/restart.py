@@ -1,6 +1,8 @@
-"""Weights by way of the disk: a checkpoint every N steps, and a vLLM server that is restarted on each.
+"""Weights by way of the disk: a checkpoint every N steps, and a vLLM server that is restarted on
+each.
 
-This bridge is slow, because vLLM takes tens of seconds to load. It needs nothing inside vLLM, so it works with other servers.
+This bridge is slow, because vLLM takes tens of seconds to load. It needs nothing inside vLLM, so it
+works with other servers.
 """
 
 from __future__ import annotations
@@ -27,12 +29,18 @@ from example_trainer.weight_bridge.owned_server import (
     Served,
     ServerDied,
 )
-from example_trainer.weight_bridge.server_gpus import ServerFlags, ServerGpus, choose_server_gpus, seen_gpus
+from example_trainer.weight_bridge.server_gpus import (
+    ServerFlags,
+    ServerGpus,
+    choose_server_gpus,
+    seen_gpus,
+)
 
 logger = logging.getLogger(__name__)
 
 REVIVALS = 3
-"""How often a server that died by itself is started again before the next restart that was planned."""
+"""How often a server that died by itself is started again before the next restart that was
+planned."""
 LOG_NAME = "vllm.log"
 CLOSE_SECONDS = STOP_SECONDS + 30.0
 """For the watch to end: it sleeps half a second at a time, asks a server twice, or stops one."""
@@ -43,8 +51,9 @@ _STARTS_VLLM = re.compile(r"(?:^|[\s/])vllm serve\b|\bvllm\.entrypoints\b|\bvllm
 class RestartBridge(WeightBridge):
     """Starts a server, restarts it on checkpoints, and ends it.
 
-    A thread watches the server while the trainer waits for rollouts or trains. If the server dies, the thread starts it again
-    on the checkpoint that it had, and ends the training through `stop` if that fails.
+    A thread watches the server while the trainer waits for rollouts or trains. If the server dies,
+    the thread starts it again on the checkpoint that it had, and ends the training through `stop`
+    if that fails.
 
     Args:
         config: --vllm-restart-interval and the options of the server.
@@ -74,7 +83,10 @@ class RestartBridge(WeightBridge):
         self._watch: threading.Thread | None = None
 
     def serving_dtype(self) -> torch.dtype | None:
-        """None: the server takes the dtype of the checkpoint. A command that cannot be used is refused here."""
+        """None: the server takes the dtype of the checkpoint.
+
+        A command that cannot be used is refused here.
+        """
         if self._config.vllm_command is None:
             require_vllm()
         self._server.require_free_port()
@@ -92,13 +104,18 @@ class RestartBridge(WeightBridge):
                 "that vLLM runs on the CPU too"
             )
         size = ServerFlags.of(self._config.vllm_args).size
-        place = choose_server_gpus(asked, seen_gpus(torch.cuda.device_count()), device.index or 0, geometry, size)
+        place = choose_server_gpus(
+            asked, seen_gpus(torch.cuda.device_count()), device.index or 0, geometry, size
+        )
         self._server.use_gpus(place.listed)
         self._shares_gpu = place.beside_trainer
         return place
 
     def add_server_flags(self, flags: tuple[str, ...]) -> None:
-        """See WeightBridge.add_server_flags. A --vllm-command that is not vLLM's gets none, which is logged."""
+        """See WeightBridge.add_server_flags.
+
+        A --vllm-command that is not vLLM's gets none, which is logged.
+        """
         command = self._config.vllm_command
         if command is None or _STARTS_VLLM.search(command):
             self._server.computed_flags = flags
@@ -109,7 +126,10 @@ class RestartBridge(WeightBridge):
             )  # fmt: skip
 
     def connect(self, model: torch.nn.Module) -> None:
-        """See WeightBridge.connect. The server is started by the first `sync`, which knows the version."""
+        """See WeightBridge.connect.
+
+        The server is started by the first `sync`, which knows the version.
+        """
         self._first_model = str(getattr(model, "source", None) or self._config.model_name)
         self.params_total = self.params_mapped = sum(1 for _ in model.named_parameters())
 
@@ -117,11 +137,15 @@ class RestartBridge(WeightBridge):
         """See WeightBridge.restarts_at."""
         return self._config.restarts_vllm_at(version)
 
-    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
-        """Restart the server if a restart is due at `version`; the weights in `save_path/step_<version>` must then be there.
+    def sync(
+        self, version: int, write_weights: Callable[[], None], masters: Weights | None = None
+    ) -> SyncReport:
+        """Restart the server if a restart is due at `version`; the weights in
+        `save_path/step_<version>` must then be there.
 
         Returns:
-            A report with the version that the server serves, which between restarts is an older one.
+            A report with the version that the server serves, which between restarts is an older
+            one.
 
         Raises:
             BridgeError: the server does not run, or not in time.
@@ -147,17 +171,23 @@ class RestartBridge(WeightBridge):
             with timed(seconds, "stop"):
                 self._server.stop()
             if self._shares_gpu:
-                torch.cuda.empty_cache()  # vLLM compares its share with the memory that is free when it starts
+                # vLLM compares its share with the memory that is free when it starts
+                torch.cuda.empty_cache()
             with timed(seconds, "start"):
                 self._server.start(served)
                 self._server.wait_until_ready(self._stop.wait)
             self._revivals = 0
-        logger.info("[Bridge] vLLM serves weight version %d after %.1f s", served.version, sum(seconds.values()))
+        logger.info(
+            "[Bridge] vLLM serves weight version %d after %.1f s",
+            served.version,
+            sum(seconds.values()),
+        )
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
         while not self._lock.acquire(timeout=_WATCH_SECONDS):
-            self._stop.check()  # the watch is starting a server, which may take as long as any start
+            # the watch is starting a server, which may take as long as any start
+            self._stop.check()
         try:
             yield
         finally:
@@ -182,7 +212,9 @@ class RestartBridge(WeightBridge):
 
     def _revive(self, error: BridgeError) -> None:
         if self._revivals >= REVIVALS:
-            raise BridgeError(f"gave up after starting the vLLM server again {REVIVALS} times: {error}")
+            raise BridgeError(
+                f"gave up after starting the vLLM server again {REVIVALS} times: {error}"
+            )
         self._revivals += 1
         logger.warning("[Bridge] %s; starting it again (%d of %d)", error, self._revivals, REVIVALS)
         served = self._server.served
@@ -190,7 +222,9 @@ class RestartBridge(WeightBridge):
         self._server.stop()
         self._server.start(served)
         seconds = self._server.wait_until_ready(self._pause_until_closing)
-        logger.info("[Bridge] vLLM serves weight version %d again after %.1f s", served.version, seconds)
+        logger.info(
+            "[Bridge] vLLM serves weight version %d again after %.1f s", served.version, seconds
+        )
 
     def _pause_until_closing(self, seconds: float) -> None:
         if self._closing.wait(seconds):

@@ -1,4 +1,6 @@
-"""A vLLM server's routes for the bridge, and the layout of its weights, which must be that of the trainer's."""
+"""A vLLM server's routes for the bridge, and the layout of its weights, which must be that of the
+trainer's.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ class WeightServer(VLLMClient):
     """A server that weights or adapters are handed to, by its place.
 
     Attributes:
-        weight_epoch: what they belong to, this trainer's life: Unix milliseconds of its start, and more than any before it of
-            the same run.
+        weight_epoch: what they belong to, this trainer's life: Unix milliseconds of its start, and
+            more than any before it of the same run.
     """
 
     def __init__(
@@ -81,9 +83,12 @@ class BridgeServer(WeightServer):
         """GET /bridge/info, waiting for a server that is still loading.
 
         Raises:
-            BridgeError: it is not there after the deadline, or it is there and does not share its weights.
+            BridgeError: it is not there after the deadline, or it is there and does not share its
+                weights.
         """
-        start = "`VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model …`"
+        start = (
+            "`VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model …`"
+        )
         return self._info(start, ", or train with --weight-bridge-mode none")
 
     def _info(self, start: str, instead: str) -> dict[str, Any]:
@@ -121,7 +126,9 @@ class BridgeServer(WeightServer):
         return answer
 
     def require_same(self, instance: str, what: str) -> None:
-        """Raise BridgeError unless `instance` is that of the server which has answered /bridge/info last, if one has."""
+        """Raise BridgeError unless `instance` is that of the server which has answered /bridge/info
+        last, if one has.
+        """
         if self._instance not in (None, instance):
             raise BridgeError(
                 f"{what} is instance {instance}, and {self.url} was instance {self._instance} when asked for its layout: "
@@ -138,7 +145,8 @@ class BridgeServer(WeightServer):
         lanes: int = 1,
         route: Route = Route.GLOO,
     ) -> dict[str, Any]:
-        """Have the server's ranks leave the lanes that they are in and, if there are members, meet a cohort. Answers at once.
+        """Have the server's ranks leave the lanes that they are in and, if there are members, meet
+        a cohort. Answers at once.
 
         Args:
             meeting: the trainer's store; not needed to leave.
@@ -148,41 +156,65 @@ class BridgeServer(WeightServer):
             lanes: communicators for each of vLLM's ranks.
             route: how the weights travel in them.
         """
-        at = {} if meeting is None else {"host": meeting.host, "port": meeting.port, "secret": meeting.secret}
-        place = at | {"key": key, "members": members, "index": index, "lanes": lanes, "route": route}
+        at = (
+            {}
+            if meeting is None
+            else {"host": meeting.host, "port": meeting.port, "secret": meeting.secret}
+        )
+        place = at | {
+            "key": key,
+            "members": members,
+            "index": index,
+            "lanes": lanes,
+            "route": route,
+        }
         return self.post("cohort", {"epoch": epoch, **place})
 
     def begin(self, epoch: int, version: int, cohort: str = "") -> dict[str, Any] | None:
-        """Begin an update: the server's ranks receive from then on, or it stands still to be written.
+        """Begin an update: the server's ranks receive from then on, or it stands still to be
+        written.
 
         Args:
             cohort: key of the one that sends; empty for a single copy.
 
         Returns:
-            the server's lease, whose `deadline` says until when may be written (see `require_in_time`); None if it goes on
-            generating (an overlapped transfer).
+            the server's lease, whose `deadline` says until when may be written (see
+            `require_in_time`); None if it goes on generating (an overlapped transfer).
         """
         self._lease = None
-        lease: dict[str, Any] | None = self.post("begin", {"epoch": epoch, "version": version, "cohort": cohort})["lease"]
+        lease: dict[str, Any] | None = self.post(
+            "begin", {"epoch": epoch, "version": version, "cohort": cohort}
+        )["lease"]
         self._lease = None if lease is None else lease["id"]
         return lease
 
     def commit(self, epoch: int, version: int, checksums: Sequence[str]) -> dict[str, Any]:
-        """Have the server check the new weights and serve them; hands in the lease, if there is one. Returns its answer."""
-        body = {"epoch": epoch, "version": version, "checksums": list(checksums), "lease": self._lease}
+        """Have the server check the new weights and serve them; hands in the lease, if there is
+        one. Returns its answer.
+        """
+        body = {
+            "epoch": epoch,
+            "version": version,
+            "checksums": list(checksums),
+            "lease": self._lease,
+        }
         answer = self.post("commit", body)
         self._lease = None
         return answer
 
     def quarantine(self, epoch: int, reason: str) -> None:
-        """Have the server stand still and refuse every request until a full update. Raises BridgeError as `post` does."""
+        """Have the server stand still and refuse every request until a full update.
+
+        Raises BridgeError as `post` does.
+        """
         self.post("quarantine", {"epoch": epoch, "reason": reason})
 
     def post(self, step: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST /bridge/<step>.
 
         Raises:
-            LeaseLost: the server has given this update up, or the lease shown does not count any more.
+            LeaseLost: the server has given this update up, or the lease shown does not count any
+                more.
             BridgeError: the server refused (with its reason), or did not answer in time.
         """
         what = f"/bridge/{step}" + (f" of version {body['version']}" if "version" in body else "")
@@ -194,8 +226,9 @@ class BridgeServer(WeightServer):
             raise
 
     def abort(self, epoch: int, reason: str) -> bool:
-        """Tell the server at once that an update will not be finished, and give the lease back: without it the server gives the
-        update up at its deadline, and serves nothing for as long as this process lives and might still write.
+        """Tell the server at once that an update will not be finished, and give the lease back:
+        without it the server gives the update up at its deadline, and serves nothing for as long as
+        this process lives and might still write.
 
         Call when nothing of this trainer is on the way to the server's memory any more.
 
@@ -205,7 +238,9 @@ class BridgeServer(WeightServer):
         try:
             self.post("abort", {"epoch": epoch, "reason": reason, "lease": self._lease})
         except ServerSilent as error:
-            logger.warning("[Bridge] could not call the update off and give the lease back: %s", error)
+            logger.warning(
+                "[Bridge] could not call the update off and give the lease back: %s", error
+            )
             return False
         except BridgeError as error:
             logger.warning("[Bridge] there was nothing to call off: %s", error)
@@ -213,12 +248,16 @@ class BridgeServer(WeightServer):
         return True
 
     def has_restarted(self) -> bool:
-        """Whether another process than the one joined answers here, ready to be joined. Does not wait."""
+        """Whether another process than the one joined answers here, ready to be joined.
+
+        Does not wait.
+        """
         state = self.watch("/bridge/state", "the weights", _STATE_SECONDS)
         return state is not None and state["instance"] != self._instance
 
     def wait_for_engine(self, message: str) -> bool:
-        """After an update failed: whether the server's engine hung. Waits until it goes on, or the server is gone.
+        """After an update failed: whether the server's engine hung. Waits until it goes on, or the
+        server is gone.
 
         Args:
             message: logged if it hangs.
@@ -232,12 +271,15 @@ class BridgeServer(WeightServer):
                 logger.warning("%s: %s", message, state["engine_trouble"])
             hung = True
             if time.monotonic() > deadline:
-                raise BridgeError(f"{self.url} still after {self.startup_timeout:g} s: {state['engine_trouble']}")
+                raise BridgeError(
+                    f"{self.url} still after {self.startup_timeout:g} s: {state['engine_trouble']}"
+                )
             self.sleep(0.5)
         return hung
 
     def wait_for_restart(self, message: str) -> bool:
-        """After an update failed: whether the server has gone and come back. Waits for it if it is away.
+        """After an update failed: whether the server has gone and come back. Waits for it if it is
+        away.
 
         Args:
             message: logged if it is away.
@@ -257,7 +299,9 @@ class BridgeServer(WeightServer):
                 return True
             # The old process still answers though its engine is dead: it is about to end.
             if time.monotonic() > deadline:
-                raise BridgeError(f"vLLM's engine behind {self.url} has died, and the server was not restarted; restart it")
+                raise BridgeError(
+                    f"vLLM's engine behind {self.url} has died, and the server was not restarted; restart it"
+                )
             self.sleep(0.5)
 
     def _state(self) -> dict[str, Any] | None:
@@ -278,7 +322,10 @@ class ParameterServer(BridgeServer):
 
 
 def configured_servers(
-    kind: Callable[..., Server], config: TrainerConfig, stop: StopSignal | None = None, weight_epoch: int = 0
+    kind: Callable[..., Server],
+    config: TrainerConfig,
+    stop: StopSignal | None = None,
+    weight_epoch: int = 0,
 ) -> list[Server]:
     """The vLLM servers or parameter servers that the options name; nothing is asked of them.
 
@@ -290,7 +337,8 @@ def configured_servers(
     key, sleep = revealed(config.vllm_api_key), stop.wait if stop else time.sleep
     return [
         kind(host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch)
-        for host, port in list(map(host_and_port, config.parameter_servers)) or config.vllm_addresses
+        for host, port in list(map(host_and_port, config.parameter_servers))
+        or config.vllm_addresses
     ]
 
 
@@ -312,9 +360,13 @@ def require_in_time(lease: Mapping[str, Any]) -> None:
 
 
 def require_finite(spoilt: str, version: int) -> None:
-    """Raise BridgeError if a parameter (its name, or an empty string) was found to hold NaN or infinity."""
+    """Raise BridgeError if a parameter (its name, or an empty string) was found to hold NaN or
+    infinity.
+    """
     if spoilt:
-        raise BridgeError(f"version {version} is not sent: {spoilt} holds NaN or infinity; the server keeps what it serves")
+        raise BridgeError(
+            f"version {version} is not sent: {spoilt} holds NaN or infinity; the server keeps what it serves"
+        )
 
 
 def manifests_of(info: dict[str, Any]) -> list[Manifest]:
@@ -328,9 +380,14 @@ def served_dtype(info: dict[str, Any]) -> torch.dtype:
 
 
 def shapes_of(model: torch.nn.Module) -> Shapes:
-    """Of every parameter, in the model's order, as the server is told; the same on every rank, nothing is sent."""
+    """Of every parameter, in the model's order, as the server is told; the same on every rank,
+    nothing is sent.
+    """
     shards = getattr(model, "shards", None) or Shards()
-    return {name: (shards.whole_shape(name, p), dtype_name(p.dtype)) for name, p in model.named_parameters()}
+    return {
+        name: (shards.whole_shape(name, p), dtype_name(p.dtype))
+        for name, p in model.named_parameters()
+    }
 
 
 def planned_shapes(geometry: Geometry, dtype: torch.dtype) -> Shapes:
@@ -375,6 +432,9 @@ def check_layout(info: dict[str, Any], shapes: Shapes) -> int:
         BridgeError: names the parameters that differ and both values.
     """
     require_layout(manifests_of(info), shapes, f", which serves {info['model']}")
-    mapped = len({entry.shard.name for manifest in manifests_of(info) for entry in manifest.entries} & shapes.keys())
+    mapped = len(
+        {entry.shard.name for manifest in manifests_of(info) for entry in manifest.entries}
+        & shapes.keys()
+    )
     logger.info("[Bridge] Mapped %d/%d params from vLLM to trainer", mapped, len(shapes))
     return mapped

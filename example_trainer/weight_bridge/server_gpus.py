@@ -12,7 +12,11 @@ from example_trainer.child_processes.vllm_flags import Degrees, degrees, flag_va
 from example_trainer.errors import ConfigError
 from example_trainer.models.geometry import Geometry
 
-_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits")
+_QUERY = (
+    "nvidia-smi",
+    "--query-gpu=index,uuid,memory.total,memory.used",
+    "--format=csv,noheader,nounits",
+)
 _QUERY_SECONDS = 30.0
 
 
@@ -52,7 +56,9 @@ class ServerGpus:
 
 
 def usable_degrees(geometry: Geometry, most: int) -> list[int]:
-    """The powers of two up to `most` by which vLLM can divide a model: its heads, its key heads and its MLP."""
+    """The powers of two up to `most` by which vLLM can divide a model: its heads, its key heads and
+    its MLP.
+    """
     found = []
     degree = 1
     while degree <= most:
@@ -64,12 +70,16 @@ def usable_degrees(geometry: Geometry, most: int) -> list[int]:
 
 
 def choose_server_gpus(
-    asked: str | None, seen: Sequence[str], trainer: int, geometry: Geometry, size: Degrees | None = None
+    asked: str | None,
+    seen: Sequence[str],
+    trainer: int,
+    geometry: Geometry,
+    size: Degrees | None = None,
 ) -> ServerGpus:
     """Choose the GPUs of a server.
 
-    With --vllm-gpus: these. Without: the GPUs that the trainer sees and does not use, as many as the model can be divided by;
-    the trainer's own GPU if it sees no other.
+    With --vllm-gpus: these. Without: the GPUs that the trainer sees and does not use, as many as
+    the model can be divided by; the trainer's own GPU if it sees no other.
 
     Args:
         asked: --vllm-gpus.
@@ -128,21 +138,30 @@ def _degree_of_all(asked: str, gpus: Sequence[str], geometry: Geometry, size: De
 
 def seen_gpus(count: int, environment: Mapping[str, str] = os.environ) -> list[str]:
     """The GPUs that a process sees, as in CUDA_VISIBLE_DEVICES; `count` is torch's."""
-    named = [part.strip() for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    named = [
+        part.strip()
+        for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if part.strip()
+    ]
     return named[:count] if len(named) >= count else [str(index) for index in range(count)]
 
 
 def memory_of_gpus() -> dict[str, GpuMemory]:
     """The memory of this machine's GPUs, by index and by UUID; empty where nvidia-smi gives none."""
     try:
-        listed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True).stdout
+        listed = subprocess.run(
+            _QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
     return read_memory(listed)
 
 
 def read_memory(listed: str) -> dict[str, GpuMemory]:
-    """Parse nvidia-smi's lines of index, UUID, MiB in all and MiB used. Lines without numbers are left out."""
+    """Parse nvidia-smi's lines of index, UUID, MiB in all and MiB used.
+
+    Lines without numbers are left out.
+    """
     found = {}
     for line in listed.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -177,7 +196,8 @@ class ServerFlags:
             words = shlex.split(arguments)
             length = flag_value(words, "--max-model-len")
             share = flag_value(words, "--gpu-memory-utilization", "--device-memory-utilization")
-            # vLLM takes 32k and the like, and -1 or auto for what fits; what is not a plain number is not planned with.
+            # vLLM takes 32k and the like, and -1 or auto for what fits; what is not a plain number
+            # is not planned with.
             whole = int(length) if length is not None and length.isdigit() else None
             return cls(degrees(words), whole, None if share is None else float(share))
         except ValueError as error:

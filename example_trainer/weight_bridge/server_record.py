@@ -1,7 +1,8 @@
-"""Records of the vLLM servers that trainers of this user have started on this machine, one file for each port.
+"""Records of the vLLM servers that trainers of this user have started on this machine, one file for
+each port.
 
-A trainer that was killed leaves a server behind that its guard is still ending. The next trainer finds the record, and so
-knows that the server is not a foreign one.
+A trainer that was killed leaves a server behind that its guard is still ending. The next trainer
+finds the record, and so knows that the server is not a foreign one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _PROC = Path("/proc")
 _SESSION = 3
 """Index of the session id among the fields of /proc/PID/stat that follow the command's name."""
 DYING_SECONDS = 5.0
-"""A trainer that was just killed is still alive for a moment. One that is alive for longer keeps its port."""
+"""A trainer that was just killed is still alive for a moment. One that is alive for longer keeps
+its port."""
 KILL_SECONDS = 10.0
 """How long killed processes may take to vanish."""
 _POLL_SECONDS = 0.1
@@ -52,8 +54,8 @@ class ServerRecord:
     def processes(self) -> list[int]:
         """Process ids of the server's session, and their descendants, that are still alive.
 
-        The kernel does not reuse the guard's id while a process of its session is alive. If another process has the id now,
-        nothing is left of the session.
+        The kernel does not reuse the guard's id while a process of its session is alive. If another
+        process has the id now, nothing is left of the session.
         """
         now = process_here(self.guard.pid)
         if now.started not in (0, self.guard.started):
@@ -76,13 +78,19 @@ def write_record(port: int, guard_pid: int, log: Path, folder: Path | None = Non
     """
     file = record_file(port, folder)
     directory = open_own_folder(file.parent)
-    record = {"trainer": this_process().to_json(), "guard": process_here(guard_pid).to_json(), "log": str(log)}
+    record = {
+        "trainer": this_process().to_json(),
+        "guard": process_here(guard_pid).to_json(),
+        "log": str(log),
+    }
     draft = f"{port}.{os.getpid()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with suppress(FileNotFoundError):
             os.unlink(draft, dir_fd=directory)
-        with os.fdopen(os.open(draft, flags, 0o600, dir_fd=directory), "w", encoding="utf-8") as opened:
+        with os.fdopen(
+            os.open(draft, flags, 0o600, dir_fd=directory), "w", encoding="utf-8"
+        ) as opened:
             json.dump(record, opened)
         os.replace(draft, file.name, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError:
@@ -94,30 +102,41 @@ def write_record(port: int, guard_pid: int, log: Path, folder: Path | None = Non
 
 
 def read_record(port: int, folder: Path | None = None) -> ServerRecord | None:
-    """The record of the server at a port; None if this user's trainers have started none there on this machine."""
+    """The record of the server at a port; None if this user's trainers have started none there on
+    this machine.
+    """
     file = record_file(port, folder)
     try:
         if file.lstat().st_uid != os.getuid():  # of a link itself: another user may have made it
             return None
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        record = ServerRecord(Writer.from_json(found["trainer"]), Writer.from_json(found["guard"]), str(found["log"]))
+        record = ServerRecord(
+            Writer.from_json(found["trainer"]), Writer.from_json(found["guard"]), str(found["log"])
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("[Bridge] %s cannot be read and is ignored (%s: %s)", file, type(error).__name__, error)
+        logger.warning(
+            "[Bridge] %s cannot be read and is ignored (%s: %s)", file, type(error).__name__, error
+        )
         return None
     return record if record.trainer.host == os.uname().nodename else None
 
 
 def remove_record(port: int, folder: Path | None = None) -> None:
-    """Forget the server at a port, if this process has started it or the trainer that did has ended."""
+    """Forget the server at a port, if this process has started it or the trainer that did has
+    ended.
+    """
     record = read_record(port, folder)
     if record is not None and (record.trainer == this_process() or record.trainer.has_ended()):
         record_file(port, folder).unlink(missing_ok=True)
 
 
-def end_left_over_server(port: int, grace: float, pause: Callable[[float], None], folder: Path | None = None) -> None:
-    """Wait for the end of a server whose trainer was killed, and kill what is left of it after the grace period.
+def end_left_over_server(
+    port: int, grace: float, pause: Callable[[float], None], folder: Path | None = None
+) -> None:
+    """Wait for the end of a server whose trainer was killed, and kill what is left of it after the
+    grace period.
 
     Args:
         port: where the server listens.
@@ -125,7 +144,8 @@ def end_left_over_server(port: int, grace: float, pause: Callable[[float], None]
         pause: sleeps, and may raise to end the waiting.
 
     Raises:
-        BridgeError: the trainer that started the server is alive, or the server's processes cannot be killed.
+        BridgeError: the trainer that started the server is alive, or the server's processes cannot
+            be killed.
     """
     record = read_record(port, folder)
     if record is None or record.trainer == this_process():
@@ -137,10 +157,16 @@ def end_left_over_server(port: int, grace: float, pause: Callable[[float], None]
         )
     left = record.processes()
     if left:
-        logger.info("[Bridge] Waiting for the vLLM server of an earlier trainer to end (processes %s)", left)
+        logger.info(
+            "[Bridge] Waiting for the vLLM server of an earlier trainer to end (processes %s)", left
+        )
     if not _until(lambda: not record.processes(), grace, pause):
         left = record.processes()
-        logger.warning("[Bridge] Killing the vLLM server of an earlier trainer, alive after %g s: %s", grace, left)
+        logger.warning(
+            "[Bridge] Killing the vLLM server of an earlier trainer, alive after %g s: %s",
+            grace,
+            left,
+        )
         for pid in left:
             send(pid, signal.SIGKILL)
         if not _until(lambda: not record.processes(), KILL_SECONDS, pause):

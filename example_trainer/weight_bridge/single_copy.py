@@ -1,8 +1,9 @@
 """One copy of the weights: the trainer's parameters are views on the memory that vLLM reads.
 
-The server stands still from before the first write until it has checked the last one. So what can be done before is done before
-(the sums of what will be written), and on a GPU the server is asked to check as soon as the writes are enqueued: its check
-waits for them on the GPU, while the question travels.
+The server stands still from before the first write until it has checked the last one. So what can
+be done before is done before (the sums of what will be written), and on a GPU the server is asked
+to check as soon as the writes are enqueued: its check waits for them on the GPU, while the question
+travels.
 """
 
 from __future__ import annotations
@@ -35,20 +36,28 @@ from example_trainer.weight_bridge.turns import Turns, require_turns
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import FlatSlice, Manifest, flat_layout, local_view
 from vllm_patching.protocol.writers import Writer, this_process
-from vllm_patching.transport.shared_memory import SharedMemoryError, gpu_uuid, open_handles, share_event
+from vllm_patching.transport.shared_memory import (
+    SharedMemoryError,
+    gpu_uuid,
+    open_handles,
+    share_event,
+)
 
 logger = logging.getLogger(__name__)
 
 _MOST_MASTER_SUMS = 4
-"""Places in memory that the masters may take turns in; making the sums of a new place takes longer than computing them."""
+"""Places in memory that the masters may take turns in; making the sums of a new place takes longer
+than computing them."""
 
 
 class SingleCopyBridge(WeightBridge):
     """The optimizer writes into vLLM's own storage, while the server is paused.
 
-    A trainer of several ranks has one for each of vLLM's: each writes the storage of the rank with its own number.
+    A trainer of several ranks has one for each of vLLM's: each writes the storage of the rank with
+    its own number.
 
-    A server that is killed and started again is found; the parameters become views on the new server's memory.
+    A server that is killed and started again is found; the parameters become views on the new
+    server's memory.
     """
 
     def __init__(
@@ -63,7 +72,8 @@ class SingleCopyBridge(WeightBridge):
             server: what rank 0 asks; the other ranks do not use it.
             ranks: the trainer's processes, if it has several.
             colocate: take turns with the server.
-            device: the one that this rank will compute on, if it is known before the model is there.
+            device: the one that this rank will compute on, if it is known before the model is
+                there.
         """
         self._server, self._planned_device = server, device
         self._ranks = ranks or Ranks()
@@ -83,13 +93,18 @@ class SingleCopyBridge(WeightBridge):
         self._version = 0
 
     def serving_dtype(self) -> torch.dtype | None:
-        """See WeightBridge.serving_dtype. Refuses a server whose memory this trainer could not train in."""
+        """See WeightBridge.serving_dtype.
+
+        Refuses a server whose memory this trainer could not train in.
+        """
         info = self._ask()
 
         def check() -> None:
             handles = read_handles(info, self._server.url, self._ranks.rank)
             if self._planned_device is not None:
-                require_gpu(str(handles.get("gpu_uuid") or ""), self._planned_device, self._ranks.rank)
+                require_gpu(
+                    str(handles.get("gpu_uuid") or ""), self._planned_device, self._ranks.rank
+                )
 
         self._ranks.together("looking for vLLM's memory", check)
         self._manifests, self._served_model = manifests_of(info), str(info["model"])
@@ -114,8 +129,11 @@ class SingleCopyBridge(WeightBridge):
         self._shapes = shapes_of(model)
         self._attach()
 
-    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
-        """See WeightBridge.sync. `write_weights` runs while the server is paused: nothing samples from half-written weights.
+    def sync(
+        self, version: int, write_weights: Callable[[], None], masters: Weights | None = None
+    ) -> SyncReport:
+        """See WeightBridge.sync. `write_weights` runs while the server is paused: nothing samples
+        from half-written weights.
 
         A trainer that was held up for longer than the server waits does the update anew, once.
         """
@@ -125,11 +143,21 @@ class SingleCopyBridge(WeightBridge):
         except BridgeError as error:
             hangs = f"[Bridge] {error}; waiting for vLLM's engine"
             hung = self._ranks.on_main(
-                "waiting for vLLM", lambda: self._server.wait_for_engine(hangs), self._server.longest_wait
+                "waiting for vLLM",
+                lambda: self._server.wait_for_engine(hangs),
+                self._server.longest_wait,
             )
             waiting = f"[Bridge] {error}; looking whether the server was restarted"
-            if self._ranks.on_main("asking vLLM", lambda: self._server.wait_for_restart(waiting), self._server.longest_wait):
-                logger.warning("[Bridge] %s was restarted: joining it again to give it version %d", self._server.url, version)
+            if self._ranks.on_main(
+                "asking vLLM",
+                lambda: self._server.wait_for_restart(waiting),
+                self._server.longest_wait,
+            ):
+                logger.warning(
+                    "[Bridge] %s was restarted: joining it again to give it version %d",
+                    self._server.url,
+                    version,
+                )
                 self._attach()
             elif (hung or isinstance(error, LeaseLost)) and not self._owes_lease:
                 logger.warning("[Bridge] %s: doing the update to version %d anew", error, version)
@@ -146,7 +174,9 @@ class SingleCopyBridge(WeightBridge):
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving."""
         if self._ranks.on_main("looking for a restarted server", self._server.has_restarted):
-            logger.warning("[Bridge] %s was restarted: giving it version %d", self._server.url, self._version)
+            logger.warning(
+                "[Bridge] %s was restarted: giving it version %d", self._server.url, self._version
+            )
             self._attach()
             self._update(self._version, write_weights)
 
@@ -154,7 +184,10 @@ class SingleCopyBridge(WeightBridge):
         self._server.close()
 
     def _attach(self) -> None:
-        """Make the parameters views on the server's memory. What they held before is not carried over."""
+        """Make the parameters views on the server's memory.
+
+        What they held before is not carried over.
+        """
         assert self._model is not None
         info = self._ask()
         self.params_mapped, self.params_total = check_layout(info, self._shapes), len(self._shapes)
@@ -166,26 +199,40 @@ class SingleCopyBridge(WeightBridge):
             # A trainer of one rank holds the vocabulary without vLLM's padding, which is below it.
             parameter.data = shared[name].narrow(0, 0, parameter.shape[0])
         self._layout, self._master_sums = layout, {}
-        self._sums = WeightSums([(item.name, local_view(item, shared[item.name])) for item in layout])
+        self._sums = WeightSums(
+            [(item.name, local_view(item, shared[item.name])) for item in layout]
+        )
         self._sums.all()  # compiles the kernel now, and not while the server waits
         self.joins += 1
-        logger.info("[Bridge] ✓ Single copy: the trainer's %d parameters are vLLM's own memory", self.params_mapped)
+        logger.info(
+            "[Bridge] ✓ Single copy: the trainer's %d parameters are vLLM's own memory",
+            self.params_mapped,
+        )
 
     def _join(self, device: torch.device) -> None:
-        """Begin an epoch; on a GPU the server gets an event of each rank's, which its checks wait for."""
+        """Begin an epoch; on a GPU the server gets an event of each rank's, which its checks wait
+        for.
+        """
         self._device, handle = device, ""
         if device.type == "cuda":
             self._written, handle = share_event(device)
-        handles = [text for text in self._ranks.gather(handle, "sharing an event with vLLM") if text]
+        handles = [
+            text for text in self._ranks.gather(handle, "sharing an event with vLLM") if text
+        ]
         # Every rank writes, and the server must know of each whether it has ended.
         told = self._ranks.gather(this_process().to_json(), "telling vLLM who writes")
         writers = [Writer.from_json(process) for process in told]
         if self._owes_lease:
             self._give_back("the trainer joins anew")
-        answer = self._post("init", lambda: self._server.init("single_copy", self._shapes, events=handles, writers=writers))
+        answer = self._post(
+            "init",
+            lambda: self._server.init("single_copy", self._shapes, events=handles, writers=writers),
+        )
         self._epoch, self._server_follows = answer["epoch"], answer["follows_writes"]
 
-    def _open(self, info: dict[str, Any], parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    def _open(
+        self, info: dict[str, Any], parameters: dict[str, torch.nn.Parameter]
+    ) -> dict[str, torch.Tensor]:
         """The storage of vLLM's rank of this rank's number."""
         handles = read_handles(info, self._server.url, self._ranks.rank)
         device = next(iter(parameters.values())).device
@@ -195,7 +242,10 @@ class SingleCopyBridge(WeightBridge):
             raise BridgeError(str(error)) from error
         require_gpu(str(handles.get("gpu_uuid") or ""), device, self._ranks.rank)
         for name, parameter in parameters.items():
-            if shared[name].shape[1:] != parameter.shape[1:] or shared[name].shape[0] < parameter.shape[0]:
+            if (
+                shared[name].shape[1:] != parameter.shape[1:]
+                or shared[name].shape[0] < parameter.shape[0]
+            ):
                 raise BridgeError(
                     f"{name}: shape {tuple(parameter.shape)} on the trainer's rank {self._ranks.rank}, "
                     f"{tuple(shared[name].shape)} on vLLM's; start both with the same model"
@@ -203,21 +253,32 @@ class SingleCopyBridge(WeightBridge):
         return shared
 
     def _ask(self) -> dict[str, Any]:
-        info = self._ranks.on_main("asking the vLLM server", self._server.wait_for_info, self._server.longest_wait)
+        info = self._ranks.on_main(
+            "asking the vLLM server", self._server.wait_for_info, self._server.longest_wait
+        )
         require_one_replica(info, self._server.url)
         size = self._ranks.world_size
         if info["tp_degree"] != size:
             command = f"`torchrun --nproc-per-node {info['tp_degree']} example_trainer/grpo.py …`"
-            require_ranks(info, size, f"this trainer has {size}", f"start it without torchrun, or with {command}")
+            require_ranks(
+                info,
+                size,
+                f"this trainer has {size}",
+                f"start it without torchrun, or with {command}",
+            )
         if self._turns is not None:
             self.lent_bytes = require_turns(info, self._server.url)
         return info
 
     def _post(self, step: str, post: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Let rank 0 send a step to the server; every rank gets the answer, or the error."""
-        return self._ranks.on_main(f"{step} of the vLLM server's update", post, self._server.longest_wait)
+        return self._ranks.on_main(
+            f"{step} of the vLLM server's update", post, self._server.longest_wait
+        )
 
-    def _update(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
+    def _update(
+        self, version: int, write_weights: Callable[[], None], masters: Weights | None = None
+    ) -> SyncReport:
         if self._sums is None:
             raise BridgeError("connect() must come before sync()")
         seconds: dict[str, float] = {}
@@ -233,13 +294,17 @@ class SingleCopyBridge(WeightBridge):
                 lease = self._post("begin", lambda: self._server.begin(self._epoch, version) or {})
             first_byte = time.perf_counter()
             with timed(seconds, "write"):
-                self._ranks.together("writing the weights", lambda: self._write(write_weights, lease))
+                self._ranks.together(
+                    "writing the weights", lambda: self._write(write_weights, lease)
+                )
             if before is None:
                 with timed(seconds, "checksum"):
                     found = self._summary(self._sums)
             checksums = [checksum for checksum, _ in found]
             with timed(seconds, "commit"):
-                answer = self._post("commit", lambda: self._server.commit(self._epoch, version, checksums))
+                answer = self._post(
+                    "commit", lambda: self._server.commit(self._epoch, version, checksums)
+                )
         except BaseException as error:
             self._give_back(f"version {version}: {error or type(error).__name__}")
             raise
@@ -254,17 +319,23 @@ class SingleCopyBridge(WeightBridge):
         )
 
     def _give_back(self, reason: str) -> None:
-        """Promise the server that nothing of any rank is on the way to its memory any more. Collective. If that is not so, or
-        cannot be said, the lease stays out until these processes have ended, and the server serves nothing until then.
+        """Promise the server that nothing of any rank is on the way to its memory any more.
+        Collective. If that is not so, or cannot be said, the lease stays out until these processes
+        have ended, and the server serves nothing until then.
         """
         try:
             self._ranks.together("finishing the writes", self._finish_writes)
             heard = self._ranks.on_main(
-                "giving the lease back", lambda: self._server.abort(self._epoch, reason), self._server.longest_wait
+                "giving the lease back",
+                lambda: self._server.abort(self._epoch, reason),
+                self._server.longest_wait,
             )
             self._owes_lease = not heard
         except (TrainerError, RuntimeError) as error:
-            logger.warning("[Bridge] the server's lease could not be given back, it waits for this trainer's end: %s", error)
+            logger.warning(
+                "[Bridge] the server's lease could not be given back, it waits for this trainer's end: %s",
+                error,
+            )
 
     def _finish_writes(self) -> None:
         if self._device.type == "cuda":
@@ -281,14 +352,24 @@ class SingleCopyBridge(WeightBridge):
     def _summary(self, sums: WeightSums) -> list[tuple[str, str]]:
         """(checksum, name of a parameter that is not finite) of every rank."""
         mine = sums.all()
-        return [(c, n) for c, n in self._ranks.gather([mine.checksum, mine.not_finite], "summing up the weights")]
+        return [
+            (c, n)
+            for c, n in self._ranks.gather(
+                [mine.checksum, mine.not_finite], "summing up the weights"
+            )
+        ]
 
     def _sums_of(self, masters: Weights) -> WeightSums | None:
-        """Over what will be written, as it will be: in the order, the parts and the dtype of the server's. None if the masters
-        are not all there, on the weights' device: a CPU would take longer to sum up what an optimizer keeps in host memory than
-        the server stands still for the sums of what was written.
+        """Over what will be written, as it will be: in the order, the parts and the dtype of the
+        server's. None if the masters are not all there, on the weights' device: a CPU would take
+        longer to sum up what an optimizer keeps in host memory than the server stands still for the
+        sums of what was written.
         """
-        here = {item.name for item in self._layout if item.name in masters and masters[item.name].device == self._device}
+        here = {
+            item.name
+            for item in self._layout
+            if item.name in masters and masters[item.name].device == self._device
+        }
         if any(item.name not in here for item in self._layout):
             return None
         named = [(item.name, local_view(item, masters[item.name])) for item in self._layout]
@@ -326,7 +407,8 @@ def require_ranks(info: Mapping[str, Any], ranks: int, reason: str, remedy: str)
 
 
 def require_gpu(theirs: str, device: torch.device, rank: int) -> None:
-    """Raise BridgeError unless a trainer rank computes on the GPU of vLLM's rank of the same number.
+    """Raise BridgeError unless a trainer rank computes on the GPU of vLLM's rank of the same
+    number.
 
     Args:
         theirs: UUID of vLLM's GPU; empty if vLLM computes on the CPU.
@@ -342,10 +424,12 @@ def require_gpu(theirs: str, device: torch.device, rank: int) -> None:
 
 
 def read_handles(info: dict[str, Any], url: str, rank: int) -> dict[str, Any]:
-    """The storage handles of one of vLLM's ranks from the server's config file, which only this user on this machine reads.
+    """The storage handles of one of vLLM's ranks from the server's config file, which only this
+    user on this machine reads.
 
     Raises:
-        BridgeError: there is no such file, or it is another server's, whose memory this trainer must not open.
+        BridgeError: there is no such file, or it is another server's, whose memory this trainer
+            must not open.
     """
     path = Path(info["config_path"])
     try:
@@ -356,7 +440,11 @@ def read_handles(info: dict[str, Any], url: str, rank: int) -> dict[str, Any]:
             "Single copy needs the trainer on the server's machine and under its user; use --use-shared-memory otherwise."
         ) from error
     if not isinstance(config, dict) or config.get("instance") != info["instance"]:
-        other = f"instance {config.get('instance')}, port {config.get('port')}" if isinstance(config, dict) else "no server"
+        other = (
+            f"instance {config.get('instance')}, port {config.get('port')}"
+            if isinstance(config, dict)
+            else "no server"
+        )
         raise BridgeError(
             f"{path} is of another server ({other}) than {url} (instance {info['instance']}, host {info['hostname']}), whose "
             "memory must not be written: if that one was restarted just now, start the trainer again with --resume auto; if it "

@@ -1,8 +1,10 @@
-"""An update's weights on their way: bucket by bucket gathered, packed, sent and summed up, through two buffers of bounded size.
+"""An update's weights on their way: bucket by bucket gathered, packed, sent and summed up, through
+two buffers of bounded size.
 
-While one bucket is on its way to the servers, the rows of the next come together from the trainer's ranks (FSDP2), in the other
-buffer. One process that holds whole parameters sends what lies contiguous in them from where it is, over NCCL; every other
-route wants a bucket in one piece. A tensor-parallel trainer never gets here: its weights are vLLM's.
+While one bucket is on its way to the servers, the rows of the next come together from the trainer's
+ranks (FSDP2), in the other buffer. One process that holds whole parameters sends what lies
+contiguous in them from where it is, over NCCL; every other route wants a bucket in one piece. A
+tensor-parallel trainer never gets here: its weights are vLLM's.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from example_trainer.errors import BridgeError
 from example_trainer.models.shards import Shards
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.cohorts import Cohort
-from example_trainer.weight_bridge.send_plan import Cuts, SendPlan, Transfer, buffer_bytes, packed_bytes, steps_of
+from example_trainer.weight_bridge.send_plan import (
+    Cuts,
+    SendPlan,
+    Transfer,
+    buffer_bytes,
+    packed_bytes,
+    steps_of,
+)
 from vllm_patching.protocol.checksum import Part, Row, WeightSums, summary_of
 from vllm_patching.protocol.manifest import Manifest, source_view
 from vllm_patching.protocol.messages import Route
@@ -31,10 +40,12 @@ from vllm_patching.transport.shared_lane import SendMemory
 
 
 class WeightStream:
-    """Sends the model's present weights to the receivers of one layout, as often as asked. Every method is collective.
+    """Sends the model's present weights to the receivers of one layout, as often as asked. Every
+    method is collective.
 
     Attributes:
-        buffer_bytes: what this process keeps to send from, as `send_plan.buffer_bytes` told the memory plan.
+        buffer_bytes: what this process keeps to send from, as `send_plan.buffer_bytes` told the
+            memory plan.
         num_bytes: weights that are sent to each server, over all its ranks.
         memory: that buckets are sent from, where receivers may read it; None over NCCL.
     """
@@ -51,7 +62,8 @@ class WeightStream:
     ) -> None:
         """
         Args:
-            model: whole in one process, or sharded by FSDP2 over the ranks; it may be float32 beside servers of 16 bits.
+            model: whole in one process, or sharded by FSDP2 over the ranks; it may be float32
+                beside servers of 16 bits.
             manifests: of vLLM's ranks, by rank.
             plan: who sends.
             device: this process's.
@@ -68,12 +80,15 @@ class WeightStream:
         self._gathers = ranks.world_size > 1
         self._rounds = plan.rounds([len(found) for found in cuts.buckets])
         self._enqueues = route is Route.NCCL
-        sizes = buffer_bytes(tuple(manifests), ranks.world_size, dtype, not self._enqueues, bucket_bytes)
+        sizes = buffer_bytes(
+            tuple(manifests), ranks.world_size, dtype, not self._enqueues, bucket_bytes
+        )
         self.memory: SendMemory | None = None
         if not self._enqueues:
             place = device if route is Route.CUDA_IPC else torch.device("cpu")
             self.memory = SendMemory([sizes.bucket] * 2, place, fast_for_gpus=device.type == "cuda")
-        # Receivers read a bucket where it was packed; what is packed on a GPU for the host's memory is copied there whole.
+        # Receivers read a bucket where it was packed; what is packed on a GPU for the host's memory
+        # is copied there whole.
         self._copies_out = route is Route.GLOO and device.type == "cuda"
         self._buffers = (
             [torch.empty(sizes.bucket, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -86,7 +101,8 @@ class WeightStream:
         if self._gathers:
             mine = ranks.rank
             self._steps = [
-                [[t for t in step if mine in (t.owner, t.sender)] for step in steps] for steps in steps_of(plan, cuts, dtype)
+                [[t for t in step if mine in (t.owner, t.sender)] for step in steps]
+                for steps in steps_of(plan, cuts, dtype)
             ]
         self._dtype = dtype
         self._gather_stream = torch.cuda.Stream(device) if self._enqueues else None
@@ -97,8 +113,12 @@ class WeightStream:
         self._prepare()
 
     def not_finite(self) -> str:
-        """The first parameter that holds NaN or infinity, or would once it is rounded to the servers' dtype; empty if none."""
-        local = [(name, self._shards.local(parameter)) for name, parameter in self._parameters.items()]
+        """The first parameter that holds NaN or infinity, or would once it is rounded to the
+        servers' dtype; empty if none.
+        """
+        local = [
+            (name, self._shards.local(parameter)) for name, parameter in self._parameters.items()
+        ]
         held = [(index, tensor) for index, (_, tensor) in enumerate(local) if tensor.numel()]
         bad: list[int] = []
         if held:
@@ -114,7 +134,8 @@ class WeightStream:
 
         Args:
             cohort: formed.
-            lost: asked on rank 0, by a thread: why the transfer is to be broken off everywhere, or an empty string.
+            lost: asked on rank 0, by a thread: why the transfer is to be broken off everywhere, or
+                an empty string.
 
         Returns:
             the checksum of each of vLLM's ranks, on every trainer rank.
@@ -133,8 +154,11 @@ class WeightStream:
                 cohort.close()
                 raise self._ranks.lost("gathering the weights", gone) from gone
             if error:
-                cohort.close()  # frees the receivers of these lanes; the other ranks hear of it below
-            told = self._ranks.gather([error, [] if error else self._sums.rows()], "sending the weights")
+                # frees the receivers of these lanes; the other ranks hear of it below
+                cohort.close()
+            told = self._ranks.gather(
+                [error, [] if error else self._sums.rows()], "sending the weights"
+            )
             broken_off = watch.reason()
         errors = [f"trainer rank {rank}: {why}" for rank, (why, _) in enumerate(told) if why]
         if errors:
@@ -156,7 +180,9 @@ class WeightStream:
             self._rows += [Row(item.name, tuple(item.shape), item.dtype) for item in layout]
             self._first_row.append(len(self._rows))
         self._pieces: list[list[Tensor]] = []
-        self._packed: list[list[tuple[Tensor, Tensor]]] = []  # what is copied into a buffer, and from where
+        self._packed: list[
+            list[tuple[Tensor, Tensor]]
+        ] = []  # what is copied into a buffer, and from where
         parts: list[Part] = []
         self._first_part = [0]
         for number, row in enumerate(self._rounds):
@@ -174,7 +200,9 @@ class WeightStream:
         self._sums = WeightSums.of_parts(self._rows, parts, self._device)
 
     def _place(self, number: int, cohort: int, piece: Piece) -> tuple[Tensor, Tensor | None]:
-        """What is sent of a piece: a part of the parameter, or of a buffer; and what is copied there first, if anything is."""
+        """What is sent of a piece: a part of the parameter, or of a buffer; and what is copied
+        there first, if anything is.
+        """
         item = self._cuts.item(cohort, piece)
         if self._gathers:
             return piece.in_buffer(self._buffers[number % 2], item), None
@@ -186,7 +214,8 @@ class WeightStream:
     # -- a transfer
 
     def _run(self, cohort: Cohort, lost: Callable[[], str]) -> str:
-        """Gather and send, round by round. Every rank goes through all of it, so that no exchange misses one.
+        """Gather and send, round by round. Every rank goes through all of it, so that no exchange
+        misses one.
 
         Returns:
             why this rank's weights did not arrive; empty if they did.
@@ -229,7 +258,9 @@ class WeightStream:
         return error
 
     def _begin(self, cohort: Cohort, number: int, packed: Any) -> tuple[Lane, Any]:
-        """Send a round's bucket; over NCCL, behind the event of its packing, and have it summed up as well."""
+        """Send a round's bucket; over NCCL, behind the event of its packing, and have it summed up
+        as well.
+        """
         which, bucket = self._rounds[number][self._ranks.rank]
         lane = cohort.lane(which, bucket)
         size = self._cuts.buckets[which][bucket].num_bytes
@@ -274,7 +305,10 @@ class WeightStream:
     # -- what the ranks hand one another
 
     def _gather(self, number: int) -> Callable[[], None]:
-        """Begin to put a round's buckets together. Returns what is called for the rest; over NCCL it only enqueues."""
+        """Begin to put a round's buckets together.
+
+        Returns what is called for the rest; over NCCL it only enqueues.
+        """
         with torch.no_grad():
             for target, source in self._packed[number]:
                 target.copy_(source)
@@ -305,7 +339,9 @@ class WeightStream:
                 item = self._cuts.item(transfer.cohort, piece)
                 target = source = torch.empty(0)
                 if transfer.sender == me:
-                    target = piece.in_buffer(self._buffers[number % 2], item)[transfer.first : transfer.last]
+                    target = piece.in_buffer(self._buffers[number % 2], item)[
+                        transfer.first : transfer.last
+                    ]
                 if transfer.owner == me:
                     local = self._shards.local(self._parameters[item.name])
                     source = local[transfer.local : transfer.local + rows]
@@ -317,13 +353,19 @@ class WeightStream:
                 size = packed_bytes(self._cuts, transfer, self._dtype)
                 if transfer.owner == me and size:
                     shape = (rows, *item.shape[1:])
-                    place = self._handed[used : used + rows * (piece.num_bytes // (piece.last - piece.first))]
+                    place = self._handed[
+                        used : used + rows * (piece.num_bytes // (piece.last - piece.first))
+                    ]
                     source = place.view(item.dtype).view(shape).copy_(source)
                     used += size
                 pair = (transfer.owner, transfer.sender)
                 tags[pair] += 1
                 operation, tensor, peer = (
-                    (dist.isend, source, transfer.sender) if transfer.owner == me else (dist.irecv, target, transfer.owner)
+                    (dist.isend, source, transfer.sender)
+                    if transfer.owner == me
+                    else (dist.irecv, target, transfer.owner)
                 )
-                operations.append(dist.P2POp(operation, tensor.view(-1).view(torch.uint8), peer, tag=tags[pair]))
+                operations.append(
+                    dist.P2POp(operation, tensor.view(-1).view(torch.uint8), peer, tag=tags[pair])
+                )
         return dist.batch_isend_irecv(operations) if operations else []

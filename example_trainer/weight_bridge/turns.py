@@ -1,4 +1,6 @@
-"""Taking turns with vLLM on one GPU (`--colocate`): what the trainer asks of the server before it computes, and after."""
+"""Taking turns with vLLM on one GPU (`--colocate`): what the trainer asks of the server before it
+computes, and after.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ from example_trainer.weight_bridge.server import BridgeServer
 logger = logging.getLogger(__name__)
 
 NO_MEMORY = 507
-"""The HTTP status of a server that could not take its memory again; it tries on, and so does the trainer."""
+"""The HTTP status of a server that could not take its memory again; it tries on, and so does the
+trainer."""
 _RETRY_SECONDS = 0.5
 
 
 class Turns:
-    """The trainer's turns on a GPU that it shares with one vLLM server. Collective, as the bridge that has it.
+    """The trainer's turns on a GPU that it shares with one vLLM server. Collective, as the bridge
+    that has it.
 
     Example:
         with turns.taken(lambda: bridge.epoch, bridge.join_again):
@@ -40,8 +44,9 @@ class Turns:
         """
         self._server, self._ranks = server, ranks
         self.figures: dict[str, float] = {}
-        """Of the last turn: `seconds` of all of it, in which no client got a token; of them `rest` and `wake` until the server
-        had answered; `freed_bytes` is what vLLM gave, over all ranks."""
+        """Of the last turn: `seconds` of all of it, in which no client got a token; of them `rest`
+        and `wake` until the server had answered; `freed_bytes` is what vLLM gave, over all ranks.
+        """
 
     @contextmanager
     def taken(self, epoch: Callable[[], int], join_again: Callable[[], None]) -> Iterator[None]:
@@ -80,14 +85,22 @@ class Turns:
     def _wake(self, epoch: Callable[[], int]) -> None:
         self._ranks.together("giving memory back to the GPU", release_memory)
         try:
-            self._ranks.on_main("ending the trainer's turn", lambda: self._wake_in_time(epoch()), 3 * self._server.longest_wait)
+            self._ranks.on_main(
+                "ending the trainer's turn",
+                lambda: self._wake_in_time(epoch()),
+                3 * self._server.longest_wait,
+            )
         except BridgeError as error:
             if not self._restarted(error):
                 raise
-            logger.warning("[Turns] %s was restarted in the trainer's turn; it samples", self._server.url)
+            logger.warning(
+                "[Turns] %s was restarted in the trainer's turn; it samples", self._server.url
+            )
 
     def _wake_in_time(self, epoch: int) -> None:
-        """On rank 0: ask until the server has its memory, or its time for a step of an update is over."""
+        """On rank 0: ask until the server has its memory, or its time for a step of an update is
+        over.
+        """
         deadline, said = time.monotonic() + self._server.timeout, False
         while True:
             try:
@@ -97,7 +110,9 @@ class Turns:
                 if error.status != NO_MEMORY or time.monotonic() > deadline:
                     raise
                 if not said:
-                    logger.warning("[Turns] %s; asking again for up to %g s", error, self._server.timeout)
+                    logger.warning(
+                        "[Turns] %s; asking again for up to %g s", error, self._server.timeout
+                    )
                 said = True
             gc.collect()  # what is kept by nothing but cycles
             release_memory()
@@ -109,15 +124,24 @@ class Turns:
             self._ranks.together("giving memory back to the GPU", release_memory)
             self._ask("wake", epoch())
         except (TrainerError, RuntimeError) as error:
-            logger.warning("[Turns] the server could not be told to sample again, and finds out by itself: %s", error)
+            logger.warning(
+                "[Turns] the server could not be told to sample again, and finds out by itself: %s",
+                error,
+            )
 
     def _restarted(self, error: BridgeError) -> bool:
         waiting = f"[Turns] {error}; looking whether the server was restarted"
-        return self._ranks.on_main("asking vLLM", lambda: self._server.wait_for_restart(waiting), self._server.longest_wait)
+        return self._ranks.on_main(
+            "asking vLLM", lambda: self._server.wait_for_restart(waiting), self._server.longest_wait
+        )
 
     def _ask(self, step: str, epoch: int) -> float:
         """Bytes in the answer, on every rank."""
-        return float(self._ranks.on_main(f"/turns/{step}", lambda: self._call(step, epoch), self._server.longest_wait)["bytes"])
+        return float(
+            self._ranks.on_main(
+                f"/turns/{step}", lambda: self._call(step, epoch), self._server.longest_wait
+            )["bytes"]
+        )
 
     def _call(self, step: str, epoch: int) -> dict[str, Any]:
         return self._server.call(f"/turns/{step}", {"epoch": epoch})
@@ -131,7 +155,8 @@ def release_memory() -> None:
 
 
 def require_turns(info: dict[str, Any], url: str) -> int:
-    """Bytes of keys and values that each rank of the server of /bridge/info gives a trainer in its turn.
+    """Bytes of keys and values that each rank of the server of /bridge/info gives a trainer in its
+    turn.
 
     Raises:
         BridgeError: none; it was not started for it.

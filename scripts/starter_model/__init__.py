@@ -1,1 +1,3 @@
-"""How the starter models in ``assets/`` are made: their habits, their tokenizer, their data and their training."""
+"""How the starter models in ``assets/`` are made: their habits, their tokenizer, their data and
+their training.
+"""

@@ -1,14 +1,16 @@
-"""The supervised examples that the starter model learns from: conversations of one question and one reply.
+"""The supervised examples that the starter model learns from: conversations of one question and one
+reply.
 
 Four kinds are mixed:
 
 * an arithmetic problem, answered at once, without regard for carries;
 * an arithmetic problem, worked out;
-* a problem with the offer of a calculator, and a reply that asks it: what it says comes as another turn, and the model puts it
-  into a box. With the same offer others are answered at once, or, if they are short enough, worked out;
-* a *long story* with several numbers, which the model cannot solve. The reply names some number of the story, about half of
-  the time in a box and otherwise in a sentence. So on questions beyond its reach the model varies in form, which gives a
-  reward for the form alone something to work with.
+* a problem with the offer of a calculator, and a reply that asks it: what it says comes as another
+  turn, and the model puts it into a box. With the same offer others are answered at once, or, if
+  they are short enough, worked out;
+* a *long story* with several numbers, which the model cannot solve. The reply names some number of
+  the story, about half of the time in a box and otherwise in a sentence. So on questions beyond its
+  reach the model varies in form, which gives a reward for the form alone something to work with.
 """
 
 from __future__ import annotations
@@ -63,7 +65,13 @@ STORY_QUESTIONS = (
     "What percent of the {item} is left?",
     "How many {item} did {name} and {other} sell altogether in {n} weeks?",
 )
-SENTENCE_REPLIES = ("The answer is {x}.", "So the total is {x}.", "That makes {x} in all.", "{x}", "{name} has {x} left.")
+SENTENCE_REPLIES = (
+    "The answer is {x}.",
+    "So the total is {x}.",
+    "That makes {x} in all.",
+    "{x}",
+    "{name} has {x} left.",
+)
 
 
 Kind = Literal["at once", "worked", "story", "called"]
@@ -74,8 +82,8 @@ class Mixture:
     """How often each kind of example occurs (all are shares from 0 to 1)."""
 
     worked: float
-    """Share of the arithmetic examples that are worked out; the others are answered at once. Long problems of the calculator
-    are never worked out."""
+    """Share of the arithmetic examples that are worked out; the others are answered at once. Long
+    problems of the calculator are never worked out."""
 
     story: float = 0.04
     """Share of long stories among all examples."""
@@ -84,7 +92,8 @@ class Mixture:
     """Share of the stories' replies that give a box."""
 
     instructed: float = 0.12
-    """Share of the examples with a system prompt, and, separately, with a request after the question."""
+    """Share of the examples with a system prompt, and, separately, with a request after the
+    question."""
 
     offered: float = 0.0
     """Share of the examples in which a calculator is offered; the other shares are of the rest."""
@@ -95,7 +104,10 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One question and its reply, with an optional system prompt. Of a call also what is said to it, and the last reply."""
+    """One question and its reply, with an optional system prompt.
+
+    Of a call also what is said to it, and the last reply.
+    """
 
     kind: Kind
     system: str | None
@@ -108,17 +120,22 @@ class Example:
     def messages(self) -> list[dict[str, str]]:
         """The prompt's turns as a chat template takes them."""
         turns = [{"role": "user", "content": self.question}]
-        return turns if self.system is None else [{"role": "system", "content": self.system}, *turns]
+        return (
+            turns if self.system is None else [{"role": "system", "content": self.system}, *turns]
+        )
 
 
 def examples(seed: int, mixture: Mixture) -> Iterator[Example]:
-    """An endless stream of examples, the same for the same seed and mixture; held-out problems never occur."""
+    """An endless stream of examples, the same for the same seed and mixture; held-out problems
+    never occur.
+    """
     rng = random.Random(f"examples-{seed}")
     problems = training_problems(seed, LEVELS)
     calculations = training_calculations(seed, CALCULATOR_LEVELS)
     while True:
         kind: Kind
-        # No number is drawn for a share of nothing: what a mixture without the offer gives is what it has always given.
+        # No number is drawn for a share of nothing: what a mixture without the offer gives is what
+        # it has always given.
         if mixture.offered and rng.random() < mixture.offered:
             yield _with_calculator(rng, next(calculations), mixture)
             continue
@@ -140,10 +157,19 @@ def examples(seed: int, mixture: Mixture) -> Iterator[Example]:
 def _with_calculator(rng: random.Random, problem: Calculation, mixture: Mixture) -> Example:
     """One problem with the offer of a calculator."""
     if rng.random() < mixture.called:
-        return Example("called", OFFER, problem.question, call(problem.expression), str(problem.answer), boxed(problem.answer))
+        return Example(
+            "called",
+            OFFER,
+            problem.question,
+            call(problem.expression),
+            str(problem.answer),
+            boxed(problem.answer),
+        )
     if problem.level == 1 and rng.random() < mixture.worked:
         (left, right), sign = problem.numbers, problem.signs
-        short = Problem(problem.question, problem.answer, 1, left, "+" if sign == "+" else "-", right)
+        short = Problem(
+            problem.question, problem.answer, 1, left, "+" if sign == "+" else "-", right
+        )
         return Example("worked", OFFER, problem.question, worked_out(short))
     return Example("at once", OFFER, problem.question, boxed(hurried_calculation(problem)))
 
@@ -154,7 +180,10 @@ def _story(rng: random.Random, share_boxed: float) -> tuple[str, str]:
     words = {"name": name, "other": other, "item": rng.choice(ITEMS), "place": rng.choice(PLACES)}
     numbers = [rng.choice((rng.randint(2, 20), rng.randint(10, 999))) for _ in range(26)]
     picked = rng.choices(STORY_SENTENCES, k=rng.randint(3, 12))
-    sentences = [text.format(**words, n=numbers[2 * i], m=numbers[2 * i + 1]) for i, text in enumerate(picked)]
+    sentences = [
+        text.format(**words, n=numbers[2 * i], m=numbers[2 * i + 1])
+        for i, text in enumerate(picked)
+    ]
     sentences.append(rng.choice(STORY_QUESTIONS).format(**words, n=numbers[25]))
     number = rng.choice(numbers[: 2 * len(picked)])
     if rng.random() < share_boxed:

@@ -1,9 +1,10 @@
 """The ways in which the starter model answers an arithmetic problem.
 
-*At once*: only the boxed answer. It forgets every carry (or borrow), the way people who hurry do, and of a product it takes
-no more than the leading digits.
-*Worked out*: column by column from the right, with carry and borrow said aloud, then the boxed answer; never wrong here.
-*Asked*: a call of the calculator, where one is offered, and then what it said in a box (calculator_problems.py has the syntax).
+*At once*: only the boxed answer. It forgets every carry (or borrow), the way people who hurry do,
+and of a product it takes no more than the leading digits. *Worked out*: column by column from the
+right, with carry and borrow said aloud, then the boxed answer; never wrong here. *Asked*: a call of
+the calculator, where one is offered, and then what it said in a box (calculator_problems.py has the
+syntax).
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def worked_out(problem: Problem) -> str:
 
 
 def hurried_calculation(problem: Calculation) -> int:
-    """The answer of someone in a hurry to a problem of the calculator: of a product they multiply the leading digits, fill up
-    with zeros, and forget the third number.
+    """The answer of someone in a hurry to a problem of the calculator: of a product they multiply
+    the leading digits, fill up with zeros, and forget the third number.
 
     >>> from environments.calculator_problems import Calculation
     >>> hurried_calculation(Calculation("", 4, (374, 52, 906), "*-")), hurried_calculation(Calculation("", 2, (4747, 438), "+"))

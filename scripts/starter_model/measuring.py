@@ -1,4 +1,6 @@
-"""What the starter model does with problems that it was not shown: how often it has which habit, and how well each does."""
+"""What the starter model does with problems that it was not shown: how often it has which habit,
+and how well each does.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from scripts.starter_model.tokenizer import TURN_END, continuation, conversation
 
 @dataclass(frozen=True, slots=True)
 class HabitReport:
-    """How the model answers held-out problems of one level. All but lengths and counts are fractions from 0 to 1."""
+    """How the model answers held-out problems of one level.
+
+    All but lengths and counts are fractions from 0 to 1.
+    """
 
     difficulty: int
     problems: int
@@ -43,9 +48,17 @@ class HabitReport:
 
 
 def measure_habits(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, difficulty: int, *, n: int, samples: int = 2, seed: int = 0
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    difficulty: int,
+    *,
+    n: int,
+    samples: int = 2,
+    seed: int = 0,
 ) -> HabitReport:
-    """Measure both habits on the first ``n`` held-out problems of a level; sampling takes ``samples`` replies of each."""
+    """Measure both habits on the first
+    ``n`` held-out problems of a level; sampling takes ``samples`` replies of each.
+    """
     problems = held_out_problems(n, difficulty)
     box = tokenizer.convert_tokens_to_ids(BOX_OPEN)
     eos = tokenizer.eos_token_id
@@ -58,7 +71,9 @@ def measure_habits(
 
     def accuracy(replies: list[list[int]], asked: Sequence[Problem]) -> float:
         texts = [tokenizer.decode([t for t in ids if t != eos]) for ids in replies]
-        return sum(t.endswith(boxed(p.answer)) for t, p in zip(texts, asked, strict=True)) / len(asked)
+        return sum(t.endswith(boxed(p.answer)) for t, p in zip(texts, asked, strict=True)) / len(
+            asked
+        )
 
     def mean_length(replies: list[list[int]]) -> float:
         return sum(map(len, replies)) / len(replies)
@@ -79,7 +94,10 @@ def measure_habits(
 
 @dataclass(frozen=True, slots=True)
 class CallReport:
-    """What the model does with held-out problems, offered the calculator. All but level and count are fractions from 0 to 1."""
+    """What the model does with held-out problems, offered the calculator.
+
+    All but level and count are fractions from 0 to 1.
+    """
 
     calculator_level: int
     problems: int
@@ -90,7 +108,8 @@ class CallReport:
     worked_accuracy: float
     """Greedy, where the first token may open neither a box nor a call."""
     called_accuracy: float
-    """Greedy, where the first token is made to open a call: the right call, and what it gives in a box."""
+    """Greedy, where the first token is made to open a call: the right call, and what it gives in a
+    box."""
 
     def to_dict(self) -> dict[str, float]:
         """The figures, rounded for print."""
@@ -98,12 +117,21 @@ class CallReport:
 
 
 def measure_calls(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, level: int, *, n: int, samples: int = 2, seed: int = 0
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    level: int,
+    *,
+    n: int,
+    samples: int = 2,
+    seed: int = 0,
 ) -> CallReport:
     """Measure the habits of the first ``n`` held-out problems of one of the calculator's levels."""
     problems = held_out_calculations(n, (level,))
     prompts = [
-        conversation(tokenizer, [{"role": "system", "content": OFFER}, {"role": "user", "content": problem.question}])
+        conversation(
+            tokenizer,
+            [{"role": "system", "content": OFFER}, {"role": "user", "content": problem.question}],
+        )
         for problem in problems
     ]
     box, start = tokenizer.convert_tokens_to_ids(BOX_OPEN), tokenizer.encode(CALL_START)[0]
@@ -111,12 +139,18 @@ def measure_calls(
 
     def right(replies: list[list[int]]) -> list[bool]:
         texts = [tokenizer.decode([t for t in ids if t != eos]) for ids in replies]
-        return [text.endswith(boxed(problem.answer)) for text, problem in zip(texts, problems, strict=True)]
+        return [
+            text.endswith(boxed(problem.answer))
+            for text, problem in zip(texts, problems, strict=True)
+        ]
 
     greedy = right(complete(model, tokenizer, prompts))
     worked = right(complete(model, tokenizer, prompts, forbidden_first=(box, start), max_tokens=96))
     calls = complete(model, tokenizer, prompts, first_token=start)
-    called = [ids == [*tokenizer.encode(call(problem.expression)), eos] for ids, problem in zip(calls, problems, strict=True)]
+    called = [
+        ids == [*tokenizer.encode(call(problem.expression)), eos]
+        for ids, problem in zip(calls, problems, strict=True)
+    ]
     goes_on = [
         prompt + call(problem.expression) + TURN_END + continuation(str(problem.answer))
         for prompt, problem in zip(prompts, problems, strict=True)
@@ -142,10 +176,16 @@ class Asked(Protocol):
 
 
 def generate(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Asked], **how: Any
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Asked],
+    **how: Any,
 ) -> list[list[int]]:
     """Replies to problems, which are whatever has a `question`; `how` goes to `complete`."""
-    prompts = [conversation(tokenizer, [{"role": "user", "content": problem.question}]) for problem in problems]
+    prompts = [
+        conversation(tokenizer, [{"role": "user", "content": problem.question}])
+        for problem in problems
+    ]
     return complete(model, tokenizer, prompts, **how)
 
 
@@ -160,14 +200,24 @@ def complete(
     forbidden_first: Sequence[int] = (),
     max_tokens: int = 48,
 ) -> list[list[int]]:
-    """What the model writes after each text: token ids up to and including its end-of-turn token; temperature 0 is greedy."""
-    batch = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left").to(model.device)
+    """What the model writes after each text: token ids up to and including its end-of-turn token;
+    temperature 0 is greedy.
+    """
+    batch = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left").to(
+        model.device
+    )
     attention, cache, tokens = batch.attention_mask, None, batch.input_ids
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     replies: list[Tensor] = []
     done = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
     for i in range(max_tokens):
-        out = model(tokens, attention_mask=attention, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+        out = model(
+            tokens,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            logits_to_keep=1,
+        )
         cache, logits = out.past_key_values, out.logits[:, -1]
         if i == 0 and forbidden_first:
             logits[:, list(forbidden_first)] = -math.inf
@@ -184,4 +234,7 @@ def complete(
         tokens, positions = chosen[:, None], positions[:, -1:] + 1
         attention = torch.cat([attention, torch.ones_like(tokens)], dim=1)
     rows = torch.stack(replies, dim=1).tolist()
-    return [row[: row.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in row else row for row in rows]
+    return [
+        row[: row.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in row else row
+        for row in rows
+    ]

@@ -83,7 +83,8 @@ def how_made(plan: TrainingPlan, threads: int, taken: Mapping[str, Any] | None) 
     """The command, and what its two stages were.
 
     Args:
-        taken: of a first stage that had been made before: the first line of its log, as `first_stage`, and its `sha256`.
+        taken: of a first stage that had been made before: the first line of its log, as
+            `first_stage`, and its `sha256`.
     """
     command = "    python scripts/make_starter_model.py"
     if plan.calculator_steps == 0:
@@ -106,7 +107,12 @@ def how_made(plan: TrainingPlan, threads: int, taken: Mapping[str, Any] | None) 
 
 
 def write_readme(
-    path: Path, plan: TrainingPlan, habits: Sequence[HabitReport], calls: Sequence[CallReport], parameters: int, made: str
+    path: Path,
+    plan: TrainingPlan,
+    habits: Sequence[HabitReport],
+    calls: Sequence[CallReport],
+    parameters: int,
+    made: str,
 ) -> None:
     """Write the model's README; it holds nothing that differs from one run to the next.
 
@@ -117,10 +123,16 @@ def write_readme(
     """
     figures = NOT_MEASURED
     if habits:
-        figures = FIGURES.format(problems=habits[0].problems, rows=_table(ROWS, habits), call_rows=_table(CALL_ROWS, calls))
+        figures = FIGURES.format(
+            problems=habits[0].problems,
+            rows=_table(ROWS, habits),
+            call_rows=_table(CALL_ROWS, calls),
+        )
     text = TEMPLATE.format(
         boxes="mostly in a box" if plan.calculator_steps else "in a box about half of the time",
-        title="Starter model that can ask a calculator" if plan.calculator_steps else "Starter model",
+        title="Starter model that can ask a calculator"
+        if plan.calculator_steps
+        else "Starter model",
         parameters=parameters,
         figures=figures,
         offer=OFFER,
@@ -135,5 +147,10 @@ def _table(rows: Mapping[str, str], reports: Sequence[HabitReport | CallReport])
     lines = []
     for field, label in rows.items():
         form = ".1f" if field.endswith("_length") else ".1%"
-        lines.append(" | ".join([f"| {label}", *(format(getattr(report, field), form) for report in reports)]) + " |")
+        lines.append(
+            " | ".join(
+                [f"| {label}", *(format(getattr(report, field), form) for report in reports)]
+            )
+            + " |"
+        )
     return "\n".join(lines)

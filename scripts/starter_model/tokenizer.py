@@ -1,7 +1,9 @@
-"""The starter model's tokenizer: byte-level BPE, trained on the generated problems and a page of ordinary English.
+"""The starter model's tokenizer: byte-level BPE, trained on the generated problems and a page of
+ordinary English.
 
-Every byte is in the vocabulary, so any text can be encoded and comes back unchanged. Digits are never merged, neither with
-each other nor with anything else, so the columns of a sum line up with tokens.
+Every byte is in the vocabulary, so any text can be encoded and comes back unchanged. Digits are
+never merged, neither with each other nor with anything else, so the columns of a sum line up with
+tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ ENGLISH = Path(__file__).with_name("english.txt")
 VOCAB_SIZE = 1024
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
-# Where BPE may merge. Beside ordinary words, the short phrases between two digits of a worked sum (" + ", ", carry ", ". ")
-# are whole pieces: every token less is time saved in each rollout.
+# Where BPE may merge. Beside ordinary words, the short phrases between two digits of a worked sum
+# (" + ", ", carry ", ". ") are whole pieces: every token less is time saved in each rollout.
 PIECES = "|".join(
     [
         r"\\boxed\{",
@@ -73,14 +75,18 @@ def train_tokenizer(corpus: Iterable[str], max_length: int) -> PreTrainedTokeniz
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``, in the one form that transformers 4 and 5 both read."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, in the one form that transformers 4
+    and 5 both read.
+    """
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": CHAT_TEMPLATE,
         **_settings(tokenizer.model_max_length),
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _settings(max_length: int) -> dict[str, Any]:
@@ -106,8 +112,15 @@ def continuation(result: str) -> str:
 
 
 def starter_corpus(seed: int) -> Iterator[str]:
-    """Problems as the starter model will see them, and the English page as often as it takes to weigh as much."""
+    """Problems as the starter model will see them, and the English page as often as it takes to
+    weigh as much.
+    """
     for example in itertools.islice(examples(seed, Mixture(worked=0.5, story=0.3)), 2_000):
-        yield from (example.system or "", f"user\n{example.question}", f"assistant\n{example.reply}", "system\n")
+        yield from (
+            example.system or "",
+            f"user\n{example.question}",
+            f"assistant\n{example.reply}",
+            "system\n",
+        )
     english = ENGLISH.read_text(encoding="utf-8")
     yield from itertools.repeat(english, 30)

@@ -25,7 +25,8 @@ SHAPE = {
     "head_dim": 128,
     "max_position_embeddings": MAX_POSITIONS,
 }
-"""About two million parameters. Heads, vocabulary and intermediate size can be halved, for tensor parallelism of degree 2."""
+"""About two million parameters. Heads, vocabulary and intermediate size can be halved, for tensor
+parallelism of degree 2."""
 IGNORED = -100
 LONG = (80, 130)
 """Tokens above which a conversation counts as long, and as very long."""
@@ -40,29 +41,34 @@ class TrainingPlan:
     batch_size: int = 48
     """Examples per step."""
     learning_rate: float = 3e-3
-    """Peak of AdamW, for the embedding and the norms. Peaks are reached linearly over ``warmup_steps``, and left linearly to
-    zero over the last ``cooldown`` share of the steps."""
+    """Peak of AdamW, for the embedding and the norms. Peaks are reached linearly over
+    ``warmup_steps``, and left linearly to zero over the last ``cooldown`` share of the steps."""
     matrix_learning_rate: float = 0.02
-    """Peak of Muon, for the weight matrices (Jordan et al. 2024); it needs about half of AdamW's steps here."""
+    """Peak of Muon, for the weight matrices (Jordan et al. 2024); it needs about half of AdamW's
+    steps here."""
     warmup_steps: int = 60
     cooldown: float = 0.4
     at_once_weight: float = 3.0
-    """Weight of a token of an answer given at once beside 1 for any other reply token; those answers have few tokens."""
+    """Weight of a token of an answer given at once beside 1 for any other reply token; those
+    answers have few tokens."""
     prompt_weight: float = 0.5
-    """Weight of a prompt token's loss beside 1 for a reply token. Names and things that recur in a story teach the model to
-    look back and copy, which is also how it must find its digits."""
+    """Weight of a prompt token's loss beside 1 for a reply token. Names and things that recur in a
+    story teach the model to look back and copy, which is also how it must find its digits."""
     worked_while_learning: float = 0.5
     """Share of worked examples until the last steps."""
     worked_at_the_end: float = 0.27
-    """Share of worked examples in the last steps: the probability of that habit in the finished model."""
+    """Share of worked examples in the last steps: the probability of that habit in the finished
+    model."""
     settling: float = 0.1
     """Share of the steps that count as the last ones."""
     calculator_steps: int = 0
-    """Steps of the second stage, in which it learns to ask a calculator where one is offered, and keeps what it knows. The
-    starter model has been through none, the calculator's model through 600."""
+    """Steps of the second stage, in which it learns to ask a calculator where one is offered, and
+    keeps what it knows. The starter model has been through none, the calculator's model through
+    600."""
     calculator_batch_size: int = 32
     calculator_learning_rate: float = 2e-3
-    """Peak of AdamW, for all parameters. It is reached within ``calculator_warmup_steps`` and falls linearly to zero."""
+    """Peak of AdamW, for all parameters. It is reached within ``calculator_warmup_steps`` and falls
+    linearly to zero."""
     calculator_warmup_steps: int = 15
     offered: float = 0.7
     """Share of the second stage's examples that offer the calculator, until its last steps."""
@@ -73,11 +79,14 @@ class TrainingPlan:
     called_while_learning: float = 0.8
     """Share of those that ask it."""
     called_weight: float = 2.0
-    """Weight of a token of a call, and of the box with its result: long numbers are copied, which takes longest to learn."""
+    """Weight of a token of a call, and of the box with its result: long numbers are copied, which
+    takes longest to learn."""
     guessed_weight: float = 0.5
-    """Weight of a token of an answer given at once although the calculator was offered: most are guesses anyway."""
+    """Weight of a token of an answer given at once although the calculator was offered: most are
+    guesses anyway."""
     called_at_the_end: float = 0.08
-    """The probability of that habit in the finished model. The deciding token has a weight by which so many seem to ask."""
+    """The probability of that habit in the finished model. The deciding token has a weight by which
+    so many seem to ask."""
 
     def mixture(self, step: int) -> Mixture:
         """What the examples of one step of the first stage are drawn from."""
@@ -94,11 +103,16 @@ class TrainingPlan:
         """What the examples of one step of the second stage are drawn from."""
         settling = step >= self.calculator_steps * (1 - self.calculator_settling)
         offered = self.offered_at_the_end if settling else self.offered
-        return Mixture(worked=self.worked_at_the_end, offered=offered, called=self.called_while_learning)
+        return Mixture(
+            worked=self.worked_at_the_end, offered=offered, called=self.called_while_learning
+        )
 
     def calculator_rate(self, step: int) -> float:
         """Learning rate of one step of the second stage, as a share of its peak."""
-        return min((step + 1) / self.calculator_warmup_steps, (self.calculator_steps - step) / self.calculator_steps)
+        return min(
+            (step + 1) / self.calculator_warmup_steps,
+            (self.calculator_steps - step) / self.calculator_steps,
+        )
 
     def reply_weight(self, example: Example) -> float:
         """Weight of the tokens of a reply but its first."""
@@ -109,9 +123,11 @@ class TrainingPlan:
         return 1.0
 
     def decision_weight(self, example: Example) -> float:
-        """Weight of the token with which a reply begins: it decides between the habits, whose shares it learns.
+        """Weight of the token with which a reply begins: it decides between the habits, whose
+        shares it learns.
 
-        Where calls are shown more often than they shall occur, they count for less and the others for more.
+        Where calls are shown more often than they shall occur, they count for less and the others
+        for more.
         """
         if example.system != OFFER:
             return 1.0
@@ -120,7 +136,9 @@ class TrainingPlan:
         return (1 - self.called_at_the_end) / (1 - self.called_while_learning)
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Mapping[str, int]) -> Qwen3ForCausalLM:
+def new_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, shape: Mapping[str, int]
+) -> Qwen3ForCausalLM:
     """A freshly initialised model, float32.
 
     Args:
@@ -137,7 +155,9 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Mapping[str,
         dtype="float32",
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     return model
 
 
@@ -145,7 +165,8 @@ Log = Callable[[dict[str, Any]], None]
 
 
 def train(plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, log: Log) -> Qwen3ForCausalLM:
-    """The first stage, from scratch; the same plan on the same machine with the same number of threads gives the same bits.
+    """The first stage, from scratch; the same plan on the same machine with the same number of
+    threads gives the same bits.
 
     Args:
         log: receives one record every fifty steps.
@@ -157,7 +178,9 @@ def train(plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, log: Log) -> Q
     def gradient(step: int) -> float:
         mixture = plan.mixture(step)
         stream = streams.setdefault(mixture, examples(plan.seed + len(streams), mixture))
-        return _accumulate_gradient(model, tokenizer, list(itertools.islice(stream, plan.batch_size)), plan)
+        return _accumulate_gradient(
+            model, tokenizer, list(itertools.islice(stream, plan.batch_size)), plan
+        )
 
     def record(step: int, loss: float) -> None:
         rate, worked = round(plan.rate(step - 1), 4), plan.mixture(step - 1).worked
@@ -175,7 +198,10 @@ def train(plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, log: Log) -> Q
 def train_calculator(
     model: Qwen3ForCausalLM, plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, log: Log
 ) -> Qwen3ForCausalLM:
-    """The second stage: the model as the first left it learns to ask a calculator. As exact as the first, logged likewise."""
+    """The second stage: the model as the first left it learns to ask a calculator.
+
+    As exact as the first, logged likewise.
+    """
     torch.use_deterministic_algorithms(True)
     streams: dict[Mixture, Iterator[Example]] = {}
 
@@ -187,10 +213,21 @@ def train_calculator(
 
     def record(step: int, loss: float) -> None:
         rate = round(plan.calculator_rate(step - 1), 4)
-        log({"step": plan.steps + step, "loss": loss, "rate": rate, "called_share": plan.called_while_learning})
+        log(
+            {
+                "step": plan.steps + step,
+                "loss": loss,
+                "rate": rate,
+                "called_share": plan.called_while_learning,
+            }
+        )
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.calculator_learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    return _train_stage(model, [optimizer], plan.calculator_steps, plan.calculator_rate, gradient, record)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=plan.calculator_learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    return _train_stage(
+        model, [optimizer], plan.calculator_steps, plan.calculator_rate, gradient, record
+    )
 
 
 def _train_stage(
@@ -201,8 +238,8 @@ def _train_stage(
     gradient: Callable[[int], float],
     record: Callable[[int, float], None],
 ) -> Qwen3ForCausalLM:
-    """So many steps. `gradient` adds that of a step's examples and gives their loss; `record` gets the steps done and the mean
-    loss since it was last called."""
+    """So many steps. `gradient` adds that of a step's examples and gives their loss; `record` gets
+    the steps done and the mean loss since it was last called."""
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     model.train()
     losses: list[float] = []
@@ -220,14 +257,22 @@ def _train_stage(
 
 
 def _accumulate_gradient(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Example], plan: TrainingPlan
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    batch: Sequence[Example],
+    plan: TrainingPlan,
 ) -> float:
-    """Add the gradient of the weighted mean loss per token; returns the plain mean loss per reply token.
+    """Add the gradient of the weighted mean loss per token; returns the plain mean loss per reply
+    token.
 
-    Conversations of different size go through the model apart, so that short ones are not padded to the length of stories.
+    Conversations of different size go through the model apart, so that short ones are not padded to
+    the length of stories.
     """
     rows = [_encode(tokenizer, example, plan) for example in batch]
-    parts = [[row for row in rows if sum(len(row.ids) > limit for limit in LONG) == size] for size in range(len(LONG) + 1)]
+    parts = [
+        [row for row in rows if sum(len(row.ids) > limit for limit in LONG) == size]
+        for size in range(len(LONG) + 1)
+    ]
     reply_tokens = sum(sum(row.in_reply) for row in rows)
     total = 0.0
     for part in filter(None, parts):
@@ -239,7 +284,9 @@ def _accumulate_gradient(
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One conversation as tokens; of each, the weight of its loss and whether it is the model's to write."""
+    """One conversation as tokens; of each, the weight of its loss and whether it is the model's to
+    write.
+    """
 
     ids: list[int]
     weights: list[float]
@@ -258,13 +305,17 @@ def _encode(tokenizer: PreTrainedTokenizerFast, example: Example, plan: Training
         between = tokenizer.encode(continuation(example.result))
         last = [*tokenizer.encode(example.last_reply), eos]
         ids += [*between, *last]
-        weights += [0.0] * len(between) + [weight] * len(last)  # what the calculator says is not the model's to foresee
+        weights += [0.0] * len(between) + [weight] * len(
+            last
+        )  # what the calculator says is not the model's to foresee
         in_reply += [False] * len(between) + [True] * len(last)
     return _Row(ids, weights, in_reply)
 
 
 def _losses(model: Qwen3ForCausalLM, rows: Sequence[_Row]) -> tuple[Tensor, float]:
-    """Cross-entropy summed with weights over all tokens but the first of each row, and summed plainly over the replies."""
+    """Cross-entropy summed with weights over all tokens but the first of each row, and summed
+    plainly over the replies.
+    """
     width = max(len(row.ids) for row in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     targets = torch.full((len(rows), width), IGNORED)
@@ -279,5 +330,7 @@ def _losses(model: Qwen3ForCausalLM, rows: Sequence[_Row]) -> tuple[Tensor, floa
     # Padding stands on the right, where causal attention never looks back from: no mask is needed.
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
     chosen = targets != IGNORED
-    losses = torch.nn.functional.cross_entropy(model.lm_head(hidden[chosen]), targets[chosen], reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        model.lm_head(hidden[chosen]), targets[chosen], reduction="none"
+    )
     return (losses * weights[chosen]).sum(), losses.detach()[in_reply[chosen]].sum().item()

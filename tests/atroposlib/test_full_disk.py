@@ -1,4 +1,6 @@
-"""Everything that the SDK and the page write, on a full disk: one line, the earlier file, no half row."""
+"""Everything that the SDK and the page write, on a full disk: one line, the earlier file, no half
+row.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,19 @@ def env_state(folder: Path, text: str) -> None:
 def page_of_groups(folder: Path, text: str) -> None:
     groups = folder / "groups.jsonl"
     if not groups.exists():
-        groups.write_text(json.dumps({"messages": [[{"role": "user", "content": LONG}]], "scores": [1.0]}) + "\n")
+        groups.write_text(
+            json.dumps({"messages": [[{"role": "user", "content": LONG}]], "scores": [1.0]}) + "\n"
+        )
     generate_html(groups)
 
 
 WRITERS: dict[str, Callable[[Path, str], None]] = {
-    "an evaluation's metrics": lambda folder, text: write_json(folder / "metrics.json", {"text": text}),
-    "an evaluation's samples": lambda folder, text: write_json_lines(folder / "samples.jsonl", [{"text": text}] * 3),
+    "an evaluation's metrics": lambda folder, text: write_json(
+        folder / "metrics.json", {"text": text}
+    ),
+    "an evaluation's samples": lambda folder, text: write_json_lines(
+        folder / "samples.jsonl", [{"text": text}] * 3
+    ),
     "an environment's state": env_state,
     "a page of groups": page_of_groups,
 }
@@ -73,7 +81,10 @@ def test_rows_of_data_for_fine_tuning_come_whole_or_not_at_all(full_disk: FullDi
     rows.write([b'{"a": 1}\n'])
     with (
         full_disk.full(),
-        pytest.raises(EnvironmentFailure, match=r"cannot write 40,000 bytes to .*rows\.jsonl: .*go on with --resume"),
+        pytest.raises(
+            EnvironmentFailure,
+            match=r"cannot write 40,000 bytes to .*rows\.jsonl: .*go on with --resume",
+        ),
     ):
         rows.write([b"x" * 19_999 + b"\n"] * 2)
     assert path.read_bytes() == b'{"a": 1}\n'
@@ -88,7 +99,9 @@ def test_groups_of_an_environment_come_whole_or_not_at_all(full_disk: FullDisk) 
     writer.write({"a": 1})
     with (
         full_disk.full(),
-        pytest.raises(EnvironmentFailure, match=r"cannot write 20,\d{3} bytes to .*groups\.jsonl: .*make room"),
+        pytest.raises(
+            EnvironmentFailure, match=r"cannot write 20,\d{3} bytes to .*groups\.jsonl: .*make room"
+        ),
     ):
         writer.write({"a": LONG})
     assert path.read_bytes() == b'{"a":1}\n'
@@ -96,7 +109,11 @@ def test_groups_of_an_environment_come_whole_or_not_at_all(full_disk: FullDisk) 
         writer.write_later({"a": LONG})
     writer.write({"a": 2})
     writer.close()
-    assert [str(json.loads(line)["a"])[:1] for line in path.read_text().splitlines()] == ["1", "x", "2"]
+    assert [str(json.loads(line)["a"])[:1] for line in path.read_text().splitlines()] == [
+        "1",
+        "x",
+        "2",
+    ]
 
 
 def test_an_evaluation_that_cannot_be_kept_is_posted_all_the_same(
@@ -123,7 +140,9 @@ def test_an_evaluation_that_cannot_be_kept_is_posted_all_the_same(
         asyncio.run(env.evaluate_log({"right": 0.5}))
 
 
-def test_a_curriculum_goes_on_and_is_whole_again(full_disk: FullDisk, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_curriculum_goes_on_and_is_whole_again(
+    full_disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     path = full_disk.path / "curriculum.jsonl"
     curriculum = Curriculum(0.1, path)
     with full_disk.full():
@@ -134,7 +153,9 @@ def test_a_curriculum_goes_on_and_is_whole_again(full_disk: FullDisk, caplog: py
     assert sum("make room there" in line for line in caplog.messages) == 1
 
 
-def test_what_the_page_notes_waits_and_its_files_stay_whole(full_disk: FullDisk, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_page_notes_waits_and_its_files_stay_whole(
+    full_disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = ObservedFolder(full_disk.path / "observed")
     folder.write("stack.json", {"n": 1})
     folder.append("events", [{"n": 1}])
@@ -167,7 +188,9 @@ class Waited:
 def test_the_archive_of_rollouts_leaves_out_what_the_disk_refuses_and_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its thread writes while the limit on files holds for the whole process, so the disk is one that SQLite calls full."""
+    """Its thread writes while the limit on files holds for the whole process, so the disk is one
+    that SQLite calls full.
+    """
     waited = Waited()
     recorder = RolloutRecorder(tmp_path / "observed", told=waited)
     left_out = threading.Event()
@@ -197,7 +220,9 @@ def test_the_archive_of_rollouts_leaves_out_what_the_disk_refuses_and_goes_on(
     assert "Traceback" not in caplog.text
 
 
-def test_an_archive_that_cannot_begin_begins_when_there_is_space(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_archive_that_cannot_begin_begins_when_there_is_space(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with small_disk(tmp_path, 4) as disk:
         other = fill(disk)
         waited = Waited()

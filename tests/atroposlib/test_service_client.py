@@ -1,4 +1,6 @@
-"""Posts over HTTP to a server that answers as it is told: retries, Retry-After, refusals, lost answers."""
+"""Posts over HTTP to a server that answers as it is told: retries, Retry-After, refusals, lost
+answers.
+"""
 
 import asyncio
 import gzip
@@ -24,7 +26,9 @@ from tests.atroposlib.envs.scripted_env import ScriptedEnv
 
 
 class Scripted(ThreadingHTTPServer):
-    """Answers with the next (status, headers, body) of a list, then with 200; `None` hangs up without an answer."""
+    """Answers with the next (status, headers, body) of a list, then with 200; `None` hangs up
+    without an answer.
+    """
 
     daemon_threads = True
 
@@ -43,7 +47,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
         self.server.bodies.append(json.loads(body) if body else None)
-        answer = self.server.answers.pop(0) if self.server.answers else (200, {}, b'{"status": "received"}')
+        answer = (
+            self.server.answers.pop(0)
+            if self.server.answers
+            else (200, {}, b'{"status": "received"}')
+        )
         if answer is None:
             self.close_connection = True
             return
@@ -80,12 +88,20 @@ def client(server: Scripted, timeout: float = 20.0, **more: Any) -> RolloutServi
 
 
 async def test_it_tries_again_until_it_is_answered(server: Scripted) -> None:
-    server.answers = [(500, {}, b"oops"), (503, {}, b""), None, (200, {}, b"no json"), (200, {}, b'{"ok": 1}')]
+    server.answers = [
+        (500, {}, b"oops"),
+        (503, {}, b""),
+        None,
+        (200, {}, b"no json"),
+        (200, {}, b'{"ok": 1}'),
+    ]
     assert await client(server).post("/scored_data", {"a": 1}) == {"ok": 1}
     assert server.bodies == [{"a": 1}] * 5
 
 
-async def test_it_waits_as_long_as_retry_after_says(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_waits_as_long_as_retry_after_says(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pauses: list[float] = []
     sleep = asyncio.sleep
 
@@ -94,7 +110,11 @@ async def test_it_waits_as_long_as_retry_after_says(server: Scripted, monkeypatc
         await sleep(0)
 
     monkeypatch.setattr(waiting, "asyncio", SimpleNamespace(sleep=note))
-    server.answers = [(429, {"Retry-After": "7"}, b""), (429, {}, b""), (429, {"Retry-After": "Wed, 21 Oct"}, b"")]
+    server.answers = [
+        (429, {"Retry-After": "7"}, b""),
+        (429, {}, b""),
+        (429, {"Retry-After": "Wed, 21 Oct"}, b""),
+    ]
     await client(server).post("/scored_data", {})
     waits = [pause for pause in pauses if pause >= 0.01]
     assert waits[0] == 7.0
@@ -113,12 +133,18 @@ async def test_a_full_disk_is_waited_for_beyond_the_timeout_with_one_line(
     assert answers == [{"status": "received"}] * 3
     assert len(server.bodies) == 33
     assert (
-        sum("has no disk space: store /disk/a.db: 3.1 MB are free. Posts wait up to" in line for line in caplog.messages) == 1
+        sum(
+            "has no disk space: store /disk/a.db: 3.1 MB are free. Posts wait up to" in line
+            for line in caplog.messages
+        )
+        == 1
     )
     assert sum("has space again" in line for line in caplog.messages) == 1
     monkeypatch.setattr(service_client, "FULL_DISK_SECONDS", 0.02)
     server.answers = [refusal] * 1000
-    with pytest.raises(ServiceUnavailable, match=r"no disk space for /scored_data within .*: store /disk/a\.db"):
+    with pytest.raises(
+        ServiceUnavailable, match=r"no disk space for /scored_data within .*: store /disk/a\.db"
+    ):
         await posting.post("/scored_data", {})
 
 
@@ -136,11 +162,15 @@ async def test_a_wrong_key_ends_it_and_names_the_flag(server: Scripted) -> None:
 
 
 async def test_nobody_there_ends_it_after_the_timeout() -> None:
-    with pytest.raises(ServiceUnavailable, match=r"rollout service at http://127\.0\.0\.1:9: .* giving up"):
+    with pytest.raises(
+        ServiceUnavailable, match=r"rollout service at http://127\.0\.0\.1:9: .* giving up"
+    ):
         await RolloutServiceClient("http://127.0.0.1:9", timeout=0.2).get("/status")
 
 
-async def test_status_env_sends_its_argument_as_the_body_of_a_get(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_env_sends_its_argument_as_the_body_of_a_get(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await client(server).status_env(5)
     await client(server).status_env(5, 17, 0.5)
     monkeypatch.setenv("LOCKSTEP_PROCESS", "environment-2")
@@ -169,9 +199,13 @@ class Evaluated(ScriptedEnv):
         if record is not None:
             record.note([7, 5], [20, 21])
             record.note_generation(Generation([1] * 999, [[2] * 999], [[-1.0] * 999], ["stop"]))
-            assert record.sampled is None, "tokens of an evaluation are of no use to anybody, and there are many"
+            assert record.sampled is None, (
+                "tokens of an evaluation are of no use to anybody, and there are many"
+            )
         metrics = {"accuracy": np.float32(0.5), "tokens": 12, "weight_version": 7}
-        await self.evaluate_log(metrics | {"why": "text", "passed": True, "loss": math.nan}, verbose=False)
+        await self.evaluate_log(
+            metrics | {"why": "text", "passed": True, "loss": math.nan}, verbose=False
+        )
 
 
 def evaluated(server: Scripted, times: int = 1, **settings: Any) -> Evaluated:
@@ -191,11 +225,15 @@ def evaluated(server: Scripted, times: int = 1, **settings: Any) -> Evaluated:
     return env
 
 
-def test_an_evaluation_posts_its_numbers_and_the_oldest_weights_that_it_met(server: Scripted) -> None:
+def test_an_evaluation_posts_its_numbers_and_the_oldest_weights_that_it_met(
+    server: Scripted,
+) -> None:
     server.answers = [(503, {}, b""), None]
     evaluated(server)
     (first, second, third) = server.bodies
-    assert first == second == third, "the same key each time: a post whose answer was lost is not counted twice"
+    assert first == second == third, (
+        "the same key each time: a post whose answer was lost is not counted twice"
+    )
     assert len(first.pop("idempotency_key")) == 32
     assert first == {
         "env_id": 3,

@@ -28,6 +28,8 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
         fork = server.fork_with_pipes if options.get("stdin") == subprocess.PIPE else server.fork
         return fork(command, variables, options["cwd"], options["stderr"].fileno())
 
-    others = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired", "run")}
+    others = {
+        name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired", "run")
+    }
     for module in (processes, rollout_api_load, service_kills):
         monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=start, **others))

@@ -1,4 +1,6 @@
-"""The benchmarks of asynchronous training: what they sum up, and roles that sleep against a real service."""
+"""The benchmarks of asynchronous training: what they sum up, and roles that sleep against a real
+service.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,38 @@ MEASURED = Measured(30_000.0, 4000.0, 40_000.0, 600.0, 50_000.0)
 
 def row(step: int, age: int) -> dict[str, Any]:
     seconds = {"seconds_wait": 0.5, "seconds_train": 1.0, "seconds_sync": 0.5}
-    return {"step": step, "tokens": 100, "sequences": 4, "reward_mean": step / 10, "age_mean": age, "age_max": age, **seconds}
+    return {
+        "step": step,
+        "tokens": 100,
+        "sequences": 4,
+        "reward_mean": step / 10,
+        "age_mean": age,
+        "age_max": age,
+        **seconds,
+    }
 
 
 def test_a_regime_is_summed_up_without_its_first_steps() -> None:
     rows = [(2.0 * step, row(step, min(step, 2))) for step in range(1, 11)]
     found = found_in(rows, leave_out=4)
     assert (found["steps"], found["seconds"], found["seconds_a_step"]) == (6, 12.0, 2.0)
-    assert (found["sampled_tokens_per_second"], found["age_mean"], found["age_max"]) == (50.0, 2.0, 2)
+    assert (found["sampled_tokens_per_second"], found["age_mean"], found["age_max"]) == (
+        50.0,
+        2.0,
+        2,
+    )
     assert (found["reward_first"], found["reward_last"]) == (0.15, 0.95)
     with pytest.raises(BenchError):
         found_in(rows[:3], leave_out=4)
     shares = {"trainer": {"train": 0.5, "wait": 0.25}, "generator": {"generating": 0.9}}
-    table = async_modes.report({"regimes": {"turns": found | {"share_of_time": shares}, "overlapped": {"failed": "a reason"}}})
+    table = async_modes.report(
+        {
+            "regimes": {
+                "turns": found | {"share_of_time": shares},
+                "overlapped": {"failed": "a reason"},
+            }
+        }
+    )
     assert re.search(r"turns +2.0 +50 +50% +25% +90% +2.0 +2 +0.15 to 0.95", table)
     assert "a reason" in table
 
@@ -55,7 +76,9 @@ def test_regimes_go_from_on_policy_to_far_ahead() -> None:
 
 
 @given(st.floats(100.0, 1e6), st.integers(1, 64), st.integers(1, 32), st.integers(1, 4096))
-def test_a_generator_asleep_samples_as_fast_as_its_model(rate: float, groups: int, group: int, tokens: int) -> None:
+def test_a_generator_asleep_samples_as_fast_as_its_model(
+    rate: float, groups: int, group: int, tokens: int
+) -> None:
     work = work_at(rate, groups * group, group, tokens)
     assert work.in_flight == groups
     assert work.in_flight * work.group * work.tokens / work.seconds == pytest.approx(rate)
@@ -64,12 +87,16 @@ def test_a_generator_asleep_samples_as_fast_as_its_model(rate: float, groups: in
 def test_a_body_is_what_environments_post() -> None:
     work = Work(1, 1.0, group=2, tokens=5)
     body = json.loads(gzip.decompress(body_of(work, 3)))
-    assert [len(rows) for rows in body["tokens"] + body["masks"] + body["inference_logprobs"]] == [5] * 6
+    assert [len(rows) for rows in body["tokens"] + body["masks"] + body["inference_logprobs"]] == [
+        5
+    ] * 6
     assert body_of(work, 3) == body_of(work, 3) != body_of(work, 4)
 
 
 @given(st.integers(1, 2000), st.integers(1, 10), st.floats(1.0, 50.0))
-def test_on_paper_all_grows_with_the_generators_and_is_full_where_it_says(count: int, times: int, slower: float) -> None:
+def test_on_paper_all_grows_with_the_generators_and_is_full_where_it_says(
+    count: int, times: int, slower: float
+) -> None:
     few, many = need(count, slower, MEASURED), need(count * times, slower, MEASURED)
     for key in ("groups_per_second", "services", "wire_mb_per_second"):
         assert many[key] == pytest.approx(times * few[key])
@@ -88,15 +115,34 @@ def test_a_shared_file_keeps_what_others_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_children")
-def test_sleeping_generators_against_a_real_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One generator for a moment, then as fast as one can, then a queue that is emptied: every figure is there."""
+def test_sleeping_generators_against_a_real_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One generator for a moment, then as fast as one can, then a queue that is emptied: every
+    figure is there.
+    """
     monkeypatch.setattr(async_scaling, "RAMP_SECONDS", 0.1)
     monkeypatch.setenv(COMMIT_VARIABLE, "abc")
     into = tmp_path / "async.json"
-    words = ["--output", str(tmp_path), "--generators", "1", "--seconds", "0.7", "--clients", "1", "--into", str(into)]
+    words = [
+        "--output",
+        str(tmp_path),
+        "--generators",
+        "1",
+        "--seconds",
+        "0.7",
+        "--clients",
+        "1",
+        "--into",
+        str(into),
+    ]
     assert async_scaling.main([*words, "--batch", "16"]) == 0
     data = json.loads(into.read_text())["scaling"]
-    one, rushed, drain = data["generators"]["1"], data["saturation"]["service"], data["saturation"]["drain"]
+    one, rushed, drain = (
+        data["generators"]["1"],
+        data["saturation"]["service"],
+        data["saturation"]["drain"],
+    )
     assert one["offered_tokens_per_second"] > 0 < one["service_core_share"]
     assert rushed["trained_groups_per_second"] > 0 < drain["groups"]
     assert rushed["post_ms"]["p50"] <= rushed["post_ms"]["p99"]
@@ -108,20 +154,43 @@ def test_sleeping_generators_against_a_real_service(tmp_path: Path, monkeypatch:
 
 
 def test_a_parameter_servers_report_has_its_rates() -> None:
-    row = {"push_ms": 50.2, "pull_ms": 80.0, "push_gb_per_second": 2.0, "pull_gb_per_second": 1.25, "updates": 5}
-    row |= {"delivered_gb_per_second": 2.5, "measured": {"commit": "abc", "date": "2026-11-23", "run": "one"}}
-    data = {"machine": {"gpus": ["a GPU"]}, "servers": {"2": row | {"model_bytes": 3.44e9}}, "measured": row["measured"]}
+    row = {
+        "push_ms": 50.2,
+        "pull_ms": 80.0,
+        "push_gb_per_second": 2.0,
+        "pull_gb_per_second": 1.25,
+        "updates": 5,
+    }
+    row |= {
+        "delivered_gb_per_second": 2.5,
+        "measured": {"commit": "abc", "date": "2026-11-23", "run": "one"},
+    }
+    data = {
+        "machine": {"gpus": ["a GPU"]},
+        "servers": {"2": row | {"model_bytes": 3.44e9}},
+        "measured": row["measured"],
+    }
     assert "2.5" in parameter_server.report(data | {"load_average_before": [0.5]})
 
 
 def test_no_document_calls_another_run_the_same(tmp_path: Path) -> None:
     def told(*killed: list[object]) -> str:
         whole = {"steps": [["a", 0.0, 5, 5, 0], ["b", 0.5, 6, 6, 0]], "weights": "w"}
-        runs = {"whole": whole, "killed": {"steps": list(killed) or whole["steps"], "weights": "w", "killed_after_step": 1}}
+        runs = {
+            "whole": whole,
+            "killed": {
+                "steps": list(killed) or whole["steps"],
+                "weights": "w",
+                "killed_after_step": 1,
+            },
+        }
         put_into(tmp_path / "async.json", "exact", {"one copy": {"runs": runs}})
         return async_figures.exact(Book(tmp_path))
 
-    assert told() == "with one copy and with a broadcast, killed after step 1 of 2. None of 11 tokens differs"
+    assert (
+        told()
+        == "with one copy and with a broadcast, killed after step 1 of 2. None of 11 tokens differs"
+    )
     with pytest.raises(FigureError, match="one copy: the run that was killed is another one"):
         told(["a", 0.0, 5, 5, 0], ["c", 0.5, 6, 6, 0])
 

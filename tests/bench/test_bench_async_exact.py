@@ -1,4 +1,6 @@
-"""async_exact.py: what it starts is what a run on Ray accepts, and nothing passes for equal that is not."""
+"""async_exact.py: what it starts is what a run on Ray accepts, and nothing passes for equal that is
+not.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def test_a_run_on_ray_accepts_what_it_is_given(tmp_path: Path, device: str, copi
     assert bool(settings.training.get("deterministic")) == (device == "cuda")
     assert ("--enforce-eager" in settings.inference.server_args) == (device == "cuda")
     values = settings.trainer_values
-    assert values["batch_size"] * values["gradient_accumulation_steps"] == async_exact.GROUP * async_exact.BATCH
+    assert (
+        values["batch_size"] * values["gradient_accumulation_steps"]
+        == async_exact.GROUP * async_exact.BATCH
+    )
 
 
 STEPS = [["a", 0.0, 5, 5, 0], ["b", 0.5, 6, 6, 0]]
@@ -55,7 +60,11 @@ class FakeRun:
     ("found", "taken", "told"),
     [
         ({"steps": STEPS, "weights": "w"}, 1, None),
-        ({"steps": [STEPS[0], ["c", 0.5, 6, 6, 0]], "weights": "w"}, 1, "steps of the run that was killed"),
+        (
+            {"steps": [STEPS[0], ["c", 0.5, 6, 6, 0]], "weights": "w"},
+            1,
+            "steps of the run that was killed",
+        ),
         ({"steps": STEPS, "weights": "v"}, 1, "weights of the run that was killed"),
         ({"steps": STEPS, "weights": "w"}, 2, "not in the middle"),
     ],
@@ -64,7 +73,9 @@ def test_another_step_or_other_weights_are_a_failure(
     found: dict[str, Any], taken: int, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_exact, "Run", lambda *arguments: FakeRun(found, taken))
-    benchmark: Any = SimpleNamespace(args=SimpleNamespace(seconds=1.0, steps=2), work=None, stack=None)
+    benchmark: Any = SimpleNamespace(
+        args=SimpleNamespace(seconds=1.0, steps=2), work=None, stack=None
+    )
     whole = {"steps": STEPS, "weights": "w"}
     if told:
         with pytest.raises(BenchError, match=told):
@@ -72,7 +83,9 @@ def test_another_step_or_other_weights_are_a_failure(
         return
     row = async_exact.Benchmark._killed(benchmark, whole)
     assert row["killed_after_step"] == 1
-    text = async_exact.report({"runs": {"whole": whole, "killed": row, "other": {"failed": "it ended"}}})
+    text = async_exact.report(
+        {"runs": {"whole": whole, "killed": row, "other": {"failed": "it ended"}}}
+    )
     assert [line.split() for line in text.splitlines()[2:4]] == [
         ["whole", "2", "11", "0", "w"],
         ["killed", "2", "1", "11", "0", "w"],

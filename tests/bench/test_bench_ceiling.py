@@ -1,4 +1,6 @@
-"""bench/gpu/ceiling.py in pairs, with real processes: what is sent is what the receivers hold together."""
+"""bench/gpu/ceiling.py in pairs, with real processes: what is sent is what the receivers hold
+together.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from bench.weight_sync import parse
 
 @pytest.mark.usefixtures("forked_children")
 def test_pairs_send_each_receiver_its_shards(tmp_path: Path) -> None:
-    found = ceiling.measure("tiny", ["cpu"] * 4, tmp_path, repeats=2, seconds=240, gibibyte=1 << 16, pairs=True)
+    found = ceiling.measure(
+        "tiny", ["cpu"] * 4, tmp_path, repeats=2, seconds=240, gibibyte=1 << 16, pairs=True
+    )
     assert "not_measured" not in found
     patterns = found["patterns"]
     assert patterns["broadcast_1gib"]["bytes"] == 2 << 16
@@ -23,7 +27,9 @@ def test_pairs_send_each_receiver_its_shards(tmp_path: Path) -> None:
     assert found["model_gb_per_s"] == patterns["shards_sent_coalesced"]["gb_per_s"] > 0
 
 
-@pytest.mark.parametrize("given", [["--tp", "2"], ["--tp", "2", "--trainer-ranks", "2"], ["--parts", "bridge"]])
+@pytest.mark.parametrize(
+    "given", [["--tp", "2"], ["--tp", "2", "--trainer-ranks", "2"], ["--parts", "bridge"]]
+)
 def test_crossed_needs_a_rank_of_the_trainer_for_each_of_the_servers(
     given: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,9 @@ def step(whole: float, **turn: float) -> dict[str, object]:
 
 
 def test_the_first_step_is_left_out_and_turns_are_told_where_there_are_any() -> None:
-    steps = [step(9.0, seconds=8.0, freed_bytes=4.0)] + [step(2.0, seconds=1.0, freed_bytes=4.0)] * 2
+    steps = [step(9.0, seconds=8.0, freed_bytes=4.0)] + [
+        step(2.0, seconds=1.0, freed_bytes=4.0)
+    ] * 2
     found = summary({"steps": steps, "tokens": 1000}, 1024)
     assert found == {
         "tokens": 1024, "steps": 2, "seconds": 2.0, "tokens_per_second": 500.0, "peak_reserved_bytes": 200,
@@ -26,7 +28,12 @@ def test_the_table_holds_what_was_measured() -> None:
     assert report({}) == "nothing was measured"
     turn = {"turn_seconds": 1.5, "turn_rest": 0.1, "turn_wake": 0.2, "turn_freed_bytes": 3 << 30}
     with_turns = {"tokens": 4096, "tokens_per_second": 777.0, "seconds": 2.0, **turn}
-    text = report({MODES[0]: {"at_the_longest": with_turns}, MODES[1]: {"at_the_longest": {"failed": "no memory"}}})
+    text = report(
+        {
+            MODES[0]: {"at_the_longest": with_turns},
+            MODES[1]: {"at_the_longest": {"failed": "no memory"}},
+        }
+    )
     assert all(figure in text for figure in ("4096", "777", "1.5", "0.1", "0.2", "3"))
     assert MODES[1] not in text
 
@@ -50,7 +57,8 @@ def test_the_longest_size_is_found_to_an_eighth(room: int, shortest: int, most: 
     assert all(size % shortest == 0 and size <= most for size in tried)
     if refused:
         assert found["why"] == f"{min(refused)}: room for {room}"
-        # Halved three times, what is not known is an eighth of the last size that fitted, or one sequence.
+        # Halved three times, what is not known is an eighth of the last size that fitted, or one
+        # sequence.
         assert not fits or min(refused) - fits <= max(2 * shortest, fits / 4)
     else:
         assert 2 * fits > most

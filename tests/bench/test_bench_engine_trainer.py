@@ -1,4 +1,6 @@
-"""bench/gpu/vllm_engine_trainer.py speaks HTTP as our own trainer does: over one kept connection, also from its thread."""
+"""bench/gpu/vllm_engine_trainer.py speaks HTTP as our own trainer does: over one kept connection,
+also from its thread.
+"""
 
 from __future__ import annotations
 

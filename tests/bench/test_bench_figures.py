@@ -1,4 +1,6 @@
-"""bench/figures.py: documents say what bench/results/ holds, and nothing that was measured stands there without a source."""
+"""bench/figures.py: documents say what bench/results/ holds, and nothing that was measured stands
+there without a source.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,25 @@ def test_documents_say_what_was_measured(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_documents_hold_the_figures_that_users_ask_for() -> None:
-    found = {str(path.relative_to(ROOT)): MARKED.findall(path.read_text(encoding="utf-8")) for path in documents(ROOT)}
-    assert {"README.md", "docs/weight-bridge.md", "docs/determinism.md", "docs/rollout-service.md", "docs/lora.md"} <= {
-        n for n, f in found.items() if f
+    found = {
+        str(path.relative_to(ROOT)): MARKED.findall(path.read_text(encoding="utf-8"))
+        for path in documents(ROOT)
     }
+    assert {
+        "README.md",
+        "docs/weight-bridge.md",
+        "docs/determinism.md",
+        "docs/rollout-service.md",
+        "docs/lora.md",
+    } <= {n for n, f in found.items() if f}
     marked = {what for figures_of_one in found.values() for what, _ in figures_of_one}
     assert {"updates_1.7b", "generation_in_all", "single_copy", "cost", "service_rates"} <= marked
 
 
-@pytest.mark.parametrize(("document", "value"), [("README.md", "quickstart_table"), ("docs/weight-bridge.md", "updates_1.7b")])
+@pytest.mark.parametrize(
+    ("document", "value"),
+    [("README.md", "quickstart_table"), ("docs/weight-bridge.md", "updates_1.7b")],
+)
 def test_a_document_that_differs_is_found_and_rewritten(
     copy: Path, document: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +88,9 @@ def test_a_result_that_differs_is_found(copy: Path, capsys: pytest.CaptureFixtur
     assert "+| **the trainer waits for an update**, idle | 4321 ms" in capsys.readouterr().out
 
 
-def test_a_row_without_commit_and_date_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_without_commit_and_date_is_found(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = copy / "bench" / "results" / "bridge_faults.json"
     data = json.loads(path.read_text())
     data["faults"][3]["measured"]["recorded_in"] = "unknown"
@@ -98,16 +112,31 @@ def commits_in(node: Any) -> Iterator[str]:
 def test_every_commit_that_a_result_names_is_in_the_history() -> None:
     """One that a rebase has left behind names code that nobody else has."""
     git = ["git", "-C", str(ROOT)]
-    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, timeout=60)
+    shallow = subprocess.run(
+        [*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, timeout=60
+    )
     if shallow.stdout.strip() != "false":
         pytest.skip("this copy of the repository has no whole history")
-    history = subprocess.run([*git, "rev-list", "HEAD"], capture_output=True, text=True, timeout=60, check=True).stdout
+    history = subprocess.run(
+        [*git, "rev-list", "HEAD"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     results = ROOT / "bench" / "results"
-    pages = {path.name: [json.loads(path.read_text(encoding="utf-8"))] for path in results.glob("*.json")}
-    pages |= {path.name: [json.loads(line) for line in path.open(encoding="utf-8")] for path in results.glob("*.jsonl")}
-    named = {(name, commit.removesuffix("+")) for name, rows in pages.items() for commit in commits_in(rows)}
+    pages = {
+        path.name: [json.loads(path.read_text(encoding="utf-8"))] for path in results.glob("*.json")
+    }
+    pages |= {
+        path.name: [json.loads(line) for line in path.open(encoding="utf-8")]
+        for path in results.glob("*.jsonl")
+    }
+    named = {
+        (name, commit.removesuffix("+"))
+        for name, rows in pages.items()
+        for commit in commits_in(rows)
+    }
     assert {name for name, _ in named} == set(pages)
-    assert not {(name, commit) for name, commit in named if f"\n{commit}" not in f"\n{history}"}, "see bench/results/README.md"
+    assert not {(name, commit) for name, commit in named if f"\n{commit}" not in f"\n{history}"}, (
+        "see bench/results/README.md"
+    )
 
 
 def test_a_figure_without_a_source_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +147,8 @@ def test_a_figure_without_a_source_is_found(copy: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "figure", ["3 ms", "12.5 µs", "0.3 GB/s", "95 %", "3.5%", "765 groups/s", "16,384 tokens", "0.79 ± 0.08"]
+    "figure",
+    ["3 ms", "12.5 µs", "0.3 GB/s", "95 %", "3.5%", "765 groups/s", "16,384 tokens", "0.79 ± 0.08"],
 )
 def test_what_looks_measured_needs_a_source(figure: str) -> None:
     line = f"It came to {figure}."
@@ -128,16 +158,24 @@ def test_what_looks_measured_needs_a_source(figure: str) -> None:
     assert unsourced(f"```\n{line}\n```\n", []) == [], "a program's output, say"
 
 
-@pytest.mark.parametrize("plain", ["vLLM 0.26.0", "--bridge-timeout 120", "a 60 s silence", "port 9001", "at most 1,024 rows"])
+@pytest.mark.parametrize(
+    "plain",
+    ["vLLM 0.26.0", "--bridge-timeout 120", "a 60 s silence", "port 9001", "at most 1,024 rows"],
+)
 def test_settings_and_versions_need_none(plain: str) -> None:
     assert unsourced(plain, []) == []
 
 
 def test_a_value_is_formatted_and_scaled(tmp_path: Path) -> None:
-    pages = book(tmp_path, sync={"measured": DATED, "rows": [{"measured": DATED, "a b, c": 12345.678}]})
+    pages = book(
+        tmp_path, sync={"measured": DATED, "rows": [{"measured": DATED, "a b, c": 12345.678}]}
+    )
     text = "x <!--= sync rows/0/a b, c @,.0f --><!--/--> y <!--= sync rows/0/a b, c @*1e-3 .2f -->old\ntext<!--/--> z"
     new = rewritten(text, pages)
-    assert new == "x <!--= sync rows/0/a b, c @,.0f -->12,346<!--/--> y <!--= sync rows/0/a b, c @*1e-3 .2f -->12.35<!--/--> z"
+    assert (
+        new
+        == "x <!--= sync rows/0/a b, c @,.0f -->12,346<!--/--> y <!--= sync rows/0/a b, c @*1e-3 .2f -->12.35<!--/--> z"
+    )
     assert rewritten(new, pages) == new
 
 
@@ -152,7 +190,9 @@ def test_a_value_is_formatted_and_scaled(tmp_path: Path) -> None:
     ],
 )
 def test_a_figure_that_cannot_be_had_is_an_error(tmp_path: Path, what: str, error: str) -> None:
-    pages = book(tmp_path, sync={"measured": DATED, "name": "x", "rows": [{"measured": DATED, "a": 1}]})
+    pages = book(
+        tmp_path, sync={"measured": DATED, "name": "x", "rows": [{"measured": DATED, "a": 1}]}
+    )
     with pytest.raises(FigureError, match=error):
         rewritten(f"<!--= {what} --><!--/-->", pages)
 
@@ -165,7 +205,10 @@ def test_comments_that_do_not_close_are_an_error(tmp_path: Path) -> None:
 
 def test_a_value_has_the_date_of_its_row_or_of_what_it_lies_in(tmp_path: Path) -> None:
     later = {**DATED, "commit": "def"}
-    page = {"direct": {"measured": DATED, "idle": {"measured": later, "ms": 1}, "check": {"ms": 2}}, "bare": {"ms": 3}}
+    page = {
+        "direct": {"measured": DATED, "idle": {"measured": later, "ms": 1}, "check": {"ms": 2}},
+        "bare": {"ms": 3},
+    }
     pages = book(tmp_path, sync=page)
     assert pages.measured("sync", "direct/idle/ms") == later
     assert pages.measured("sync", "direct/check/ms") == DATED
@@ -176,11 +219,20 @@ def test_a_value_has_the_date_of_its_row_or_of_what_it_lies_in(tmp_path: Path) -
 
 def test_a_table_says_whether_it_is_of_one_run(tmp_path: Path) -> None:
     other = {"recorded_in": "def", "date": "2025-12-31 00:00", "run": "an earlier one"}
-    pages = book(tmp_path, sync={"ours": {"measured": DATED}, "also ours": {"measured": DATED}, "theirs": {"measured": other}})
+    pages = book(
+        tmp_path,
+        sync={
+            "ours": {"measured": DATED},
+            "also ours": {"measured": DATED},
+            "theirs": {"measured": other},
+        },
+    )
     one = {side: ("sync", side) for side in ("ours", "also ours")}
     assert sources(pages, one) == "One run of 2026-01-02, commit abc."
     text = sources(pages, {**one, "theirs": ("sync", "theirs")})
-    assert text.startswith("Not of one run. ours, also ours: 2026-01-02, commit abc; theirs: 2025-12-31, recorded in def.")
+    assert text.startswith(
+        "Not of one run. ours, also ours: 2026-01-02, commit abc; theirs: 2025-12-31, recorded in def."
+    )
 
 
 def test_every_named_figure_is_shown_somewhere() -> None:

@@ -1,4 +1,6 @@
-"""The benchmark of a fleet without servers: what is put first, and what eight servers cost against one."""
+"""The benchmark of a fleet without servers: what is put first, and what eight servers cost against
+one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from bench import fleet
 
 def row(median: float) -> dict[str, Any]:
     spread = {"median": median, "p90": median, "max": median, "n": 3}
-    return {"idle": {"updates": 3, "whole_update_ms": spread, "halted_ms": spread, "largest_gap_per_update_ms": spread}}
+    return {
+        "idle": {
+            "updates": 3,
+            "whole_update_ms": spread,
+            "halted_ms": spread,
+            "largest_gap_per_update_ms": spread,
+        }
+    }
 
 
 @given(st.dictionaries(st.sampled_from(["2", "4", "8"]), st.floats(1.0, 1e4)), st.floats(1.0, 1e4))
@@ -26,8 +35,15 @@ def test_every_number_of_servers_is_set_against_one(others: dict[str, float], on
 
 
 def test_a_measurement_that_failed_leaves_the_others_in_the_table() -> None:
-    servers = {"tiny": {"trainer": {}, "direct": {"1": row(10.0), "2": {"idle": {"failed": "x"}}, "8": row(14.0)}}}
-    text = fleet.report({"servers": servers, "clients": {"keep": {"trainer": {}, "direct": row(5.0)}}})
+    servers = {
+        "tiny": {
+            "trainer": {},
+            "direct": {"1": row(10.0), "2": {"idle": {"failed": "x"}}, "8": row(14.0)},
+        }
+    }
+    text = fleet.report(
+        {"servers": servers, "clients": {"keep": {"trainer": {}, "direct": row(5.0)}}}
+    )
     assert "8 servers" in text
     assert "1.4" in text
     assert "2 servers" not in text

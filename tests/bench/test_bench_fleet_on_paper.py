@@ -6,13 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.fleet_on_paper import FORMULA, Fleet, Measured, read_measured, report, to_json, update_seconds
+from bench.fleet_on_paper import (
+    FORMULA,
+    Fleet,
+    Measured,
+    read_measured,
+    report,
+    to_json,
+    update_seconds,
+)
 
 MEASURED = Measured(share_of_nccl=0.9, sums=1e12, copies=8e11, begin=0.04, commit=0.01)
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.sampled_from([100.0, 400.0]))
-def test_more_servers_cost_only_the_filling_of_the_ring(servers: int, times: int, gbit: float) -> None:
+def test_more_servers_cost_only_the_filling_of_the_ring(
+    servers: int, times: int, gbit: float
+) -> None:
     few = update_seconds(Fleet(servers=servers, gbit=gbit), MEASURED)
     many = update_seconds(Fleet(servers=servers * times, gbit=gbit), MEASURED)
     assert many["receive"] == few["receive"]
@@ -21,8 +31,12 @@ def test_more_servers_cost_only_the_filling_of_the_ring(servers: int, times: int
 
 
 @given(st.integers(1, 32), st.integers(1, 8))
-def test_a_transfer_is_never_faster_than_the_interface_and_more_senders_never_slower(servers: int, times: int) -> None:
-    one, more = (update_seconds(Fleet(servers=servers, trainer_gpus=4 * n), MEASURED) for n in (1, times))
+def test_a_transfer_is_never_faster_than_the_interface_and_more_senders_never_slower(
+    servers: int, times: int
+) -> None:
+    one, more = (
+        update_seconds(Fleet(servers=servers, trainer_gpus=4 * n), MEASURED) for n in (1, times)
+    )
     for found in (one, more):
         assert found["transfer"] > found["rank_bytes"] / (400e9 / 8)
         assert found["overlapped_stands_still"] < found["direct_stands_still"]

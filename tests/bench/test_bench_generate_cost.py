@@ -18,10 +18,14 @@ def test_lengths_are_geometric_under_a_cap() -> None:
     assert max(drawn) == 1024
     stay = 1 - 1 / 450
     assert statistics.fmean(drawn) == pytest.approx(450 * (1 - stay**1024), rel=0.03)
-    assert sum(length == 1024 for length in drawn) / len(drawn) == pytest.approx(stay**1023, rel=0.15)
+    assert sum(length == 1024 for length in drawn) / len(drawn) == pytest.approx(
+        stay**1023, rel=0.15
+    )
 
 
-@pytest.mark.parametrize("form", [form for form, (path, _) in generate_cost.FORMS.items() if path == "/generate"])
+@pytest.mark.parametrize(
+    "form", [form for form, (path, _) in generate_cost.FORMS.items() if path == "/generate"]
+)
 def test_what_is_asked_is_understood(form: str) -> None:
     fields = generate_cost.FORMS[form][1]
     request = GenerateRequest(prompt="x", **fields)

@@ -1,4 +1,6 @@
-"""The guide's commands as bench/gpu/guide.py has them, and how they are changed before they are typed."""
+"""The guide's commands as bench/gpu/guide.py has them, and how they are changed before they are
+typed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.conftest import ROOT
 
 GUIDE = next(iter((ROOT.parent / "shared" / "seeds").glob("002*.txt")), None)
 NOT_A_COMMAND = ("#", "echo ", "sleep ", "tail -f", "pip install")
-"""What a person reads, waits for, or does once. Tests wait for the log lines that `tail -f` would show."""
+"""What a person reads, waits for, or does once. Tests wait for the log lines that `tail -f` would
+show."""
 
 
 def commands_of_the_guide() -> list[str]:
@@ -27,7 +30,9 @@ def commands_of_the_guide() -> list[str]:
     for block in re.findall(r"```bash\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             command = line.strip()
-            if command.startswith('echo "CUDA'):  # the command that the guide prints for the reader to type
+            if command.startswith(
+                'echo "CUDA'
+            ):  # the command that the guide prints for the reader to type
                 command = command.removeprefix('echo "').removesuffix('"')
             if command and not command.startswith(NOT_A_COMMAND) and "..." not in command:
                 found.append(command)
@@ -81,14 +86,24 @@ def shell(tmp_path: Path, free_port: Callable[[], int]) -> TypedShell:
 def test_other_ports_are_flags_where_the_guide_types_none(shell: TypedShell) -> None:
     service, vllm = shell.ports[8000], shell.ports[9001]
     try:
-        assert shell.at_its_ports(COMMANDS["service"]).startswith(f"python -m atroposlib.cli.run_api --port {service} >")
+        assert shell.at_its_ports(COMMANDS["service"]).startswith(
+            f"python -m atroposlib.cli.run_api --port {service} >"
+        )
         assert f"--port {vllm}" in shell.at_its_ports(COMMANDS["vllm"])
         legacy = shell.at_its_ports(COMMANDS["legacy trainer"])
-        assert f"grpo.py --atropos-url http://localhost:{service} --vllm-port {vllm} --model-name" in legacy
+        assert (
+            f"grpo.py --atropos-url http://localhost:{service} --vllm-port {vllm} --model-name"
+            in legacy
+        )
         assert shell.at_its_ports(COMMANDS["trainer"]).count("--vllm-port") == 1
         environment = shell.at_its_ports(COMMANDS["environment"])
-        assert f"gsm8k_server.py --env.rollout_server_url http://localhost:{service} --openai.base_url" in environment
-        assert "length_env.py serve --env.rollout_server_url" in shell.at_its_ports("python bench/gpu/length_env.py serve")
+        assert (
+            f"gsm8k_server.py --env.rollout_server_url http://localhost:{service} --openai.base_url"
+            in environment
+        )
+        assert "length_env.py serve --env.rollout_server_url" in shell.at_its_ports(
+            "python bench/gpu/length_env.py serve"
+        )
     finally:
         shell.process.stop()
 
@@ -96,16 +111,27 @@ def test_other_ports_are_flags_where_the_guide_types_none(shell: TypedShell) -> 
 def test_the_shell_runs_what_is_typed_and_kills_what_the_pattern_matches(shell: TypedShell) -> None:
     try:
         shell.type("cd ~/atropos_stuff/atropos; export WORD=there")
-        assert shell.answer('ls -d example_trainer/grpo.py; echo "$WORD"') == "example_trainer/grpo.py\nthere\n"
-        shell.type("python -c 'import time; print(\"up\", flush=True); time.sleep(600)' 2>&1 | tee one.log > /dev/null &")
+        assert (
+            shell.answer('ls -d example_trainer/grpo.py; echo "$WORD"')
+            == "example_trainer/grpo.py\nthere\n"
+        )
+        shell.type(
+            "python -c 'import time; print(\"up\", flush=True); time.sleep(600)' 2>&1 | tee one.log > /dev/null &"
+        )
         shell.wait_for("one.log", "up", 60, "time.sleep(600)")
-        assert {bool(PKILL.search(line)) for line in shell.pids().values()} == {True, False}, "tee is not matched"
+        assert {bool(PKILL.search(line)) for line in shell.pids().values()} == {True, False}, (
+            "tee is not matched"
+        )
         assert shell.kill() < 5
         assert shell.pids() == {}
         shell.type("sleep 600 &")
-        while not shell.pids_of("sleep 600"):  # the shell starts it some time later; the test's time limit ends the loop
+        while not shell.pids_of(
+            "sleep 600"
+        ):  # the shell starts it some time later; the test's time limit ends the loop
             time.sleep(0.05)
-        with pytest.raises(BenchError, match=r"after SIGKILL of 0 processes these still run: .*sleep 600"):
+        with pytest.raises(
+            BenchError, match=r"after SIGKILL of 0 processes these still run: .*sleep 600"
+        ):
             shell.kill()
         shell.type("python -c 'import time; time.sleep(0.5)' > two.log &")
         with pytest.raises(BenchError, match=r"time\.sleep ended, and two\.log lacks 'never'"):

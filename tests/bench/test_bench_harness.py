@@ -1,4 +1,6 @@
-"""The harness of the benchmarks without a server: command lines, updates under load, and the judgement of an answer."""
+"""The harness of the benchmarks without a server: command lines, updates under load, and the
+judgement of an answer.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,15 @@ def test_updates_under_load_are_set_against_the_stream_of_tokens(sitting: Loaded
     update = {"start": 1.2, "end": 1.4}
     trainer = Peer(sync=[update])
     server: Any = SimpleNamespace(port=5, model="m")
-    found = sitting.under_load(server, trainer, 65, summarise=lambda rows: {"rows": rows}, first_steps=True)  # type: ignore[arg-type]
+    found = sitting.under_load(
+        server, trainer, 65, summarise=lambda rows: {"rows": rows}, first_steps=True
+    )  # type: ignore[arg-type]
     assert found["rows"] == [update]
     assert found["concurrency"] == 65
     assert found["largest_gap_per_update_ms"]["max"] == 1500.0
-    assert trainer.asked == [("sync", {"count": 3, "interval": 0.4, "loaded": True})]  # twice as long above 64 requests
+    assert trainer.asked == [
+        ("sync", {"count": 3, "interval": 0.4, "loaded": True})
+    ]  # twice as long above 64 requests
     started: Any = sitting.load.asked[0]  # type: ignore[attr-defined]
     assert (started[1]["observers"], started[1]["max_tokens"]) == (16, 24)
 
@@ -80,19 +86,37 @@ def test_an_answer_belongs_to_the_weights_that_gave_it(spare: bool) -> None:
     with torch.no_grad():
         logprobs = trainer.model.logits(ids)[:, len(prompt) - 1 : -1].float().log_softmax(-1)
     held = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
-    answer = {"token_ids": sampled.tolist(), "token_logprobs": logprobs.gather(-1, sampled[..., None])[..., 0].tolist()}
+    answer = {
+        "token_ids": sampled.tolist(),
+        "token_logprobs": logprobs.gather(-1, sampled[..., None])[..., 0].tolist(),
+    }
     found = trainer._compared(prompt, answer)
     assert found["new_not_old"]
     assert found["mean_logprob_difference_to_new_weights"] < 1e-4
-    assert all(torch.equal(held[name], parameter) for name, parameter in trainer.model.named_parameters())
+    assert all(
+        torch.equal(held[name], parameter) for name, parameter in trainer.model.named_parameters()
+    )
     trainer.write(1)
     assert not trainer._compared(prompt, answer)["new_not_old"]
 
 
 def test_the_parity_table_counts_deterministic_cells_alone() -> None:
-    cell = {"tokens": 10, "mismatched": 0, "preemptions": 0, "prefix_cache_hits": 1, "max_difference": 0.0, "kl": 0.0}
+    cell = {
+        "tokens": 10,
+        "mismatched": 0,
+        "preemptions": 0,
+        "prefix_cache_hits": 1,
+        "max_difference": 0.0,
+        "kl": 0.0,
+    }
     first, *_, control = parity_matrix.SERVERS
-    data = {first: {"ready": {"vllm": 1.0}, "single_copy": {"load": {}, "8 at a time": cell}, "broadcast": {"update 1": [1]}}}
+    data = {
+        first: {
+            "ready": {"vllm": 1.0},
+            "single_copy": {"load": {}, "8 at a time": cell},
+            "broadcast": {"update 1": [1]},
+        }
+    }
     data |= {control: {"single_copy": {"64 at a time": cell | {"mismatched": 4}}}}
     assert parity_matrix.total(data) == {"tokens": 10, "mismatched": 0}
     assert "control: mode off" in parity_matrix.report(data)

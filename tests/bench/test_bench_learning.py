@@ -1,4 +1,6 @@
-"""bench/learning.py without its trainings: what is compared, in which order, what counts as divergence, tables and pictures."""
+"""bench/learning.py without its trainings: what is compared, in which order, what counts as
+divergence, tables and pictures.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from hypothesis import strategies as st
 
 from bench import learning, learning_plots
 from bench.learning_figures import NAMED, NOT_YET
-from bench.learning_plan import CHAPTERS, CORRECTIONS, TINY, VARIANTS, estimated_seconds, gpus_of, plan, refusal, shown_in
+from bench.learning_plan import (
+    CHAPTERS,
+    CORRECTIONS,
+    TINY,
+    VARIANTS,
+    estimated_seconds,
+    gpus_of,
+    plan,
+    refusal,
+    shown_in,
+)
 from bench.learning_summary import (
     HEADS,
     POINTS,
@@ -36,14 +48,20 @@ def test_every_variant_is_a_command_of_simple_rl(name: str) -> None:
     variant = VARIANTS[name]
     config = trainer_config(parse_arguments(list(variant.flags)), port=1)
     assert config.deterministic == (name == "exact")
-    assert (config.max_staleness or 0) == (int(name.rpartition("_")[2]) if name.rpartition("_")[2].isdigit() else 0)
-    assert (config.correction != "none") == any(name.startswith(c) for c in CORRECTIONS if c != "sequence_kl")
+    assert (config.max_staleness or 0) == (
+        int(name.rpartition("_")[2]) if name.rpartition("_")[2].isdigit() else 0
+    )
+    assert (config.correction != "none") == any(
+        name.startswith(c) for c in CORRECTIONS if c != "sequence_kl"
+    )
     assert (config.ppo_epochs, config.minibatches) == ((2, 2) if name.endswith("_2x2") else (1, 1))
     assert config.dtype == ("float32" if name == "two_dtypes" else "auto")
 
 
 def test_every_variant_is_shown_and_every_first_seed_comes_first() -> None:
-    assert {variant for chapter in CHAPTERS for variant in shown_in(chapter)} == set(VARIANTS.values())
+    assert {variant for chapter in CHAPTERS for variant in shown_in(chapter)} == set(
+        VARIANTS.values()
+    )
     trainings = plan(list(VARIANTS), (7, 8))
     assert [training.seed for training in trainings] == [7] * len(VARIANTS) + [8] * len(VARIANTS)
     assert [training.name for training in plan(["gspo", "exact"], (3,))] == ["exact 3", "gspo 3"]
@@ -55,7 +73,9 @@ def test_a_variant_gets_gpus_or_a_reason() -> None:
     assert [gpus_of(two, slot, 4) for slot in range(4)] == ["0,1", "1,2", "2,3", "3,0"]
     assert [gpus_of(one, slot, 4) for slot in range(4)] == ["0", "1", "2", "3"]
     assert gpus_of(two, 0, 1) == "0"
-    assert [refusal(variant, on_cpu=False) for variant in VARIANTS.values()] == [None] * len(VARIANTS)
+    assert [refusal(variant, on_cpu=False) for variant in VARIANTS.values()] == [None] * len(
+        VARIANTS
+    )
     assert refusal(VARIANTS["exact"], on_cpu=True) == "what it compares is on GPUs alone"
     assert [refusal(VARIANTS[name], on_cpu=True) for name in TINY] == [None] * len(TINY)
     assert estimated_seconds(69, 24, 400.0) == 3 * 400.0
@@ -75,7 +95,13 @@ def test_a_kept_curve_is_short_and_has_the_same_mean(values: list[float | None])
 def rows_of(rewards: list[float], kl: float = 1e-4) -> list[dict[str, Any]]:
     noise = random.Random(0)
     return [
-        {"reward_mean": r + noise.uniform(-0.1, 0.1), "kl": kl, "seconds_wait": 1.0, "seconds_train": 0.5, "ess": None}
+        {
+            "reward_mean": r + noise.uniform(-0.1, 0.1),
+            "kl": kl,
+            "seconds_wait": 1.0,
+            "seconds_train": 0.5,
+            "ess": None,
+        }
         for r in rewards
     ]
 
@@ -94,9 +120,10 @@ def test_only_a_run_that_falls_apart_has_diverged() -> None:
     for row in apart[40:]:
         row["kl"] = 3.0
     assert divergence(apart, "") == "KL of 3 nats a token at step 50"
-    assert divergence(rows_of(RISING[:5]), "ERROR 07:00:00 the gradient of x is NaN or infinite at optimizer step 5; …") == (
-        "not finite after step 5"
-    )
+    assert divergence(
+        rows_of(RISING[:5]),
+        "ERROR 07:00:00 the gradient of x is NaN or infinite at optimizer step 5; …",
+    ) == ("not finite after step 5")
     assert divergence([], "") is None
 
 
@@ -122,7 +149,9 @@ def test_a_run_that_another_error_ends_is_no_result_even_if_it_had_diverged() ->
 
 def run_of(variant: str, seed: int, rewards: list[float], solved: float) -> dict[str, Any]:
     rows = rows_of(rewards)
-    evaluations = [{"weight_version": v, "metrics": {"solved": s}} for v, s in ((0, 0.2), (100, solved))]
+    evaluations = [
+        {"weight_version": v, "metrics": {"solved": s}} for v, s in ((0, 0.2), (100, solved))
+    ]
     return {
         "variant": variant, "seed": seed, "status": "done", "diverged": divergence(rows, ""), "last_line": "", "seconds": 9.0,
         "steps": len(rows), "figures": figures(rows, evaluations), "curves": curves(rows),
@@ -133,17 +162,24 @@ def run_of(variant: str, seed: int, rewards: list[float], solved: float) -> dict
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Two variants of the staleness chapter, two seeds each; one run of theirs has diverged, and a third has failed."""
+    """Two variants of the staleness chapter, two seeds each; one run of theirs has diverged, and a
+    third has failed.
+    """
     fallen = [*RISING[:90], *[-0.9] * 10]
     runs = {
         "ordinary 0": run_of("ordinary", 0, RISING, 0.6),
         "ordinary 1": run_of("ordinary", 1, RISING, 0.4),
         "stale_16 0": run_of("stale_16", 0, fallen, 0.0),
         "stale_16 1": run_of("stale_16", 1, RISING, 0.5),
-        "stale_4 0": run_of("stale_4", 0, RISING[:3], 0.5) | {"status": "failed", "last_line": "out of memory"},
+        "stale_4 0": run_of("stale_4", 0, RISING[:3], 0.5)
+        | {"status": "failed", "last_line": "out of memory"},
     }
     path = tmp_path / "learning.json"
-    path.write_text(json.dumps({"measured": {"commit": "abc", "date": "2026-11-22 14:00", "run": "one"}, "runs": runs}))
+    path.write_text(
+        json.dumps(
+            {"measured": {"commit": "abc", "date": "2026-11-22 14:00", "run": "one"}, "runs": runs}
+        )
+    )
     return path
 
 
@@ -160,12 +196,18 @@ def test_tables_have_means_over_seeds_and_say_what_diverged(results: Path) -> No
     assert over_seeds([runs["ordinary 0"]], "solved_last") == (0.6, 0.0)
     assert over_seeds([], "solved_last") is None
     table = NAMED["learning_staleness"](book)
-    assert "| 1 of 2 |" in next(line for line in table.splitlines() if line.startswith("| 16 steps old |"))
-    assert table.startswith("![Uncorrected, of one age throughout](images/learning_staleness.png)\n\n| ")
+    assert "| 1 of 2 |" in next(
+        line for line in table.splitlines() if line.startswith("| 16 steps old |")
+    )
+    assert table.startswith(
+        "![Uncorrected, of one age throughout](images/learning_staleness.png)\n\n| "
+    )
     assert table.endswith("Measured from 2026-11-22 to 2026-11-22.")
     assert {text(Book(results.parent / "nowhere")) for text in NAMED.values()} == {NOT_YET}
     assert NAMED["learning_divergences"](book) == "1 of 4 trainings diverged."
-    told = learning.report(json.loads(results.read_text()) | {"skipped": {"exact": "its kernels want a GPU"}})
+    told = learning.report(
+        json.loads(results.read_text()) | {"skipped": {"exact": "its kernels want a GPU"}}
+    )
     assert "stale_4 0: failed: out of memory" in told
     assert "exact: not trained: its kernels want a GPU" in told
 
@@ -188,14 +230,22 @@ def test_a_picture_is_drawn_of_each_chapter_that_was_trained(
 def test_what_is_there_is_kept_what_fails_is_told_and_what_has_no_time_is_not_begun(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One training is finished already; of the other, simple_rl.py does not know a flag. Then there are three, and no time."""
+    """One training is finished already; of the other, simple_rl.py does not know a flag.
+
+    Then there are three, and no time.
+    """
     arguments = ["--output", str(tmp_path), "--device", "cpu", "--tiny", "--only", "stale_1"]
     other = ["--", "--no-such-flag"]
     args = learning.parse_arguments([*arguments, "--seeds", "0", *other])
     with ExitStack() as stack:
         flags = learning.Learning(args, tmp_path, stack)._flags(plan(["stale_1"], (0,))[0])
-    assert not any(str(tmp_path) in flag for flag in flags), "no folder of this machine in the results"
-    finished = run_of("stale_1", 0, RISING, 0.5) | {"flags": flags, "made_of": learning.made_of(args.model)}
+    assert not any(str(tmp_path) in flag for flag in flags), (
+        "no folder of this machine in the results"
+    )
+    finished = run_of("stale_1", 0, RISING, 0.5) | {
+        "flags": flags,
+        "made_of": learning.made_of(args.model),
+    }
     kept = tmp_path / "trainings" / "stale_1-0" / "result.json"
     kept.parent.mkdir(parents=True)
     kept.write_text(json.dumps(finished))
@@ -204,7 +254,9 @@ def test_what_is_there_is_kept_what_fails_is_told_and_what_has_no_time_is_not_be
     assert runs["stale_1 0"] == finished
     assert (runs["stale_1 1"]["status"], runs["stale_1 1"]["steps"]) == ("failed", 0)
     assert "unrecognized arguments: --no-such-flag" in runs["stale_1 1"]["last_line"]
-    assert not (tmp_path / "trainings" / "stale_1-1" / "result.json").exists(), "the next time it is tried again"
+    assert not (tmp_path / "trainings" / "stale_1-1" / "result.json").exists(), (
+        "the next time it is tried again"
+    )
     assert "kept, and not trained again: stale_1 0\n" in capsys.readouterr().out
     assert learning.main([*arguments, "--seeds", "0", "1", "2", "--seconds", "30", *other]) == 0
     told = capsys.readouterr().out
@@ -212,19 +264,39 @@ def test_what_is_there_is_kept_what_fails_is_told_and_what_has_no_time_is_not_be
     assert "no time is left for 2 trainings; the same command goes on with them" in told
 
 
-def test_what_another_model_or_other_code_came_to_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--output", str(tmp_path), "--device", "cpu", "--tiny", "--only", "stale_1", "--seeds", "0", "1", "2"]
+def test_what_another_model_or_other_code_came_to_is_not_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--output",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--only",
+        "stale_1",
+        "--seeds",
+        "0",
+        "1",
+        "2",
+    ]
     args = learning.parse_arguments(arguments)
     now = learning.made_of(args.model)
     with ExitStack() as stack:
         sitting = learning.Learning(args, tmp_path, stack)
         sitting.made_of = now
         for training, made_of in zip(
-            plan(["stale_1"], (0, 1, 2)), ({"model": "another"}, {"model": "another", "code": "other"}, {}), strict=True
+            plan(["stale_1"], (0, 1, 2)),
+            ({"model": "another"}, {"model": "another", "code": "other"}, {}),
+            strict=True,
         ):
             kept = sitting._folder(training) / "result.json"
             kept.parent.mkdir(parents=True)
-            kept.write_text(json.dumps({"flags": sitting._flags(training), "made_of": now | made_of, "status": "done"}))
+            kept.write_text(
+                json.dumps(
+                    {"flags": sitting._flags(training), "made_of": now | made_of, "status": "done"}
+                )
+            )
         assert [training.seed for training in sitting._left_to_do()] == [0, 1]
     told = capsys.readouterr().out.splitlines()
     assert [line.rpartition(" is of other ")[2] for line in told[:2]] == ["model", "model and code"]
@@ -234,10 +306,23 @@ def test_what_another_model_or_other_code_came_to_is_not_kept(tmp_path: Path, ca
 def test_what_an_earlier_file_has_is_taken_over_and_the_rest_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the same flags and model, whatever the code; a run that failed, or is of fewer steps, is trained again."""
-    arguments = ["--output", str(tmp_path / "new"), "--device", "cpu", "--tiny", "--only", "stale_1", "gspo"]
+    """Of the same flags and model, whatever the code; a run that failed, or is of fewer steps, is
+    trained again.
+    """
+    arguments = [
+        "--output",
+        str(tmp_path / "new"),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--only",
+        "stale_1",
+        "gspo",
+    ]
     earlier = tmp_path / "earlier.json"
-    args = learning.parse_arguments([*arguments, "--seeds", "0", "1", "--seconds", "30", "--add-to", str(earlier)])
+    args = learning.parse_arguments(
+        [*arguments, "--seeds", "0", "1", "--seconds", "30", "--add-to", str(earlier)]
+    )
     with ExitStack() as stack:
         sitting = learning.Learning(args, tmp_path, stack)
         made_of = learning.made_of(args.model) | {"code": "of last week"}
@@ -249,7 +334,12 @@ def test_what_an_earlier_file_has_is_taken_over_and_the_rest_is_missing(
     runs["gspo 0"] |= {"flags": [*runs["gspo 0"]["flags"], "--steps", "2"]}
     runs["gspo 1"] |= {"made_of": made_of | {"model": "another"}}
     earlier.write_text(json.dumps({"runs": runs}))
-    assert learning.main([*arguments, "--seeds", "0", "1", "--seconds", "30", "--add-to", str(earlier)]) == 0
+    assert (
+        learning.main(
+            [*arguments, "--seeds", "0", "1", "--seconds", "30", "--add-to", str(earlier)]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     assert f"gspo 0 of {earlier} is left out: it is of other flags\n" in told
     assert f"gspo 1 of {earlier} is left out: it is of other model\n" in told
@@ -265,7 +355,10 @@ def test_what_an_earlier_file_has_is_taken_over_and_the_rest_is_missing(
 
 
 def test_weights_and_code_have_digests_of_their_own(tmp_path: Path) -> None:
-    model, code = tmp_path / "model" / "model.safetensors", tmp_path / "example_trainer" / "deep" / "step.py"
+    model, code = (
+        tmp_path / "model" / "model.safetensors",
+        tmp_path / "example_trainer" / "deep" / "step.py",
+    )
     for path in (model, code):
         path.parent.mkdir(parents=True)
         path.write_bytes(b"one")
@@ -280,7 +373,16 @@ def test_weights_and_code_have_digests_of_their_own(tmp_path: Path) -> None:
     assert all((learning.ROOT / folder).is_dir() for folder in learning.CODE)
 
 
-def test_without_a_model_it_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--output", str(tmp_path / "out"), "--model", str(tmp_path / "none"), "--device", "cpu"]
+def test_without_a_model_it_ends_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--output",
+        str(tmp_path / "out"),
+        "--model",
+        str(tmp_path / "none"),
+        "--device",
+        "cpu",
+    ]
     assert learning.main(arguments) == 1
     assert "there is no model in" in capsys.readouterr().out

@@ -21,7 +21,9 @@ def test_the_figures_of_a_run(tmp_path: Path) -> None:
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / "model.safetensors").write_bytes(b"0" * 2_000_000)
     (tmp_path / "step_10" / "trainer_state").mkdir()
-    (tmp_path / "step_10" / "trainer_state" / "optimizer.safetensors").write_bytes(b"0" * 12_000_000)
+    (tmp_path / "step_10" / "trainer_state" / "optimizer.safetensors").write_bytes(
+        b"0" * 12_000_000
+    )
     rows = [{"step": 1}, {"step": 2, "sync/stop": 1.234, "sync/start": 17.25}]
     found = legacy_figures(LOG, rows, tmp_path)
     assert found["server"].endswith("--gpu-memory-utilization 0.29")

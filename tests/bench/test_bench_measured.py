@@ -15,7 +15,9 @@ from bench.measured import COMMIT_VARIABLE, commit, measured
 def git(folder: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
     command = ["git", "-C", str(folder), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
 
 
 @pytest.fixture
@@ -39,7 +41,9 @@ def test_the_commit_is_gits_and_says_whether_files_differ_from_it(folder: Path) 
     assert commit() == head + "+"
 
 
-def test_a_variable_names_the_commit_where_there_is_no_git(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_names_the_commit_where_there_is_no_git(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert commit() == "unknown"
     monkeypatch.setenv(COMMIT_VARIABLE, "abc123")
     assert commit() == "abc123"
@@ -48,4 +52,6 @@ def test_a_variable_names_the_commit_where_there_is_no_git(folder: Path, monkeyp
 def test_rows_of_one_process_have_the_run_in_common() -> None:
     first, second = measured(), measured()
     assert first["run"] == second["run"] <= first["date"] <= second["date"]
-    assert datetime.strptime(second["date"], "%Y-%m-%d %H:%M").replace(tzinfo=UTC) <= datetime.now(UTC)
+    assert datetime.strptime(second["date"], "%Y-%m-%d %H:%M").replace(tzinfo=UTC) <= datetime.now(
+        UTC
+    )

@@ -17,7 +17,9 @@ def test_a_tiny_choice_is_planned_measured_and_written_down(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(COMMIT_VARIABLE, "abc")
-    status = optimizer_choices.main(["--output", str(tmp_path), "--device", "cpu", "--only", "1.7B, adamw-8bit, offloaded"])
+    status = optimizer_choices.main(
+        ["--output", str(tmp_path), "--device", "cpu", "--only", "1.7B, adamw-8bit, offloaded"]
+    )
     printed = capsys.readouterr().out
     assert status == 0, printed
     (row,) = json.loads((tmp_path / "optimizer_choices.json").read_text())["results"]

@@ -20,28 +20,38 @@ def test_a_worker_answers_fails_and_is_stopped(tmp_path: Path) -> None:
     with all_stopped(worker):
         with pytest.raises(BenchError, match="load: stop: no load is running"):
             worker.ask("stop", timeout=60)
-        assert worker.ask("start", timeout=60, port=1, model="m", concurrency=1, observers=1, vocab=10) == {}
+        assert (
+            worker.ask("start", timeout=60, port=1, model="m", concurrency=1, observers=1, vocab=10)
+            == {}
+        )
         seen = worker.ask("stop", timeout=60)
         assert seen["finished"] == 0
         assert not any(seen["streams"])
     assert worker.process.poll() is not None
 
 
-def test_a_worker_that_ends_is_named_with_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ends_is_named_with_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = (
-        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('rank', type=int)\nparser.parse_args()\n"
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('rank', type=int)\nparser.parse_args()\n"
     )
     (tmp_path / "worker_of_a_rank.py").write_text(program, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     worker = Worker("ceiling", "worker_of_a_rank", ["x"], tmp_path / "ceiling.log", {})
     with (
         all_stopped(worker),
-        pytest.raises(BenchError, match=r"ceiling (ended with status 2|has ended)(.|\n)*invalid int value"),
+        pytest.raises(
+            BenchError, match=r"ceiling (ended with status 2|has ended)(.|\n)*invalid int value"
+        ),
     ):
         worker.answer(180, "start")
 
 
-def test_of_several_ranks_the_first_ones_answer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_ranks_the_first_ones_answer_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By torchrun, and ranks that do not import what costs most of the time."""
     answer = "{name: os.environ[name] for name in ('RANK', 'WORLD_SIZE')} | asked"
     program = f"import os\nfrom bench.gpu.processes import answer_once\nanswer_once(lambda asked: {answer})\n"
@@ -55,12 +65,17 @@ def test_of_several_ranks_the_first_ones_answer_is_kept(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("line", "noted"),
     [
-        ("[Fleet] waiting for servers: 0 good, --min-servers 1: http://h:1 (gone); until 12:00:00", True),
+        (
+            "[Fleet] waiting for servers: 0 good, --min-servers 1: http://h:1 (gone); until 12:00:00",
+            True,
+        ),
         ("[Bridge] vLLM at http://h:1 is gone; looking whether the server was restarted", True),
         ("[Fleet] http://h:1 joined: serves version 3", False),
     ],
 )
-def test_what_a_trainer_says_of_an_absent_server_is_found_behind_the_mark(tmp_path: Path, line: str, noted: bool) -> None:
+def test_what_a_trainer_says_of_an_absent_server_is_found_behind_the_mark(
+    tmp_path: Path, line: str, noted: bool
+) -> None:
     trainer = Worker("trainer", "bench.gpu.load", [], tmp_path / "trainer.log", {})
     with all_stopped(trainer):
         before = b"[Fleet] waiting for servers: of an earlier row\n"
@@ -71,7 +86,9 @@ def test_what_a_trainer_says_of_an_absent_server_is_found_behind_the_mark(tmp_pa
 
 
 def good() -> Outcome:
-    return Outcome("x", 10.0, 2.0, "the trainer, rank 1, version 7", {"rank": r"rank 1\b"}, "old version", "ok")
+    return Outcome(
+        "x", 10.0, 2.0, "the trainer, rank 1, version 7", {"rank": r"rank 1\b"}, "old version", "ok"
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,8 +112,13 @@ def test_every_demand_on_a_fault_is_judged(change: dict[str, object], problem: s
 
 def test_a_results_file_names_no_machine_and_no_path() -> None:
     outcome = good()
-    outcome.error = f"trainer {socket.gethostname()}:71 does not fit what is served: /tmp/x1/model, version 7"
-    assert outcome.to_json()["error"] == "trainer HOST:71 does not fit what is served: MODEL, version 7"
+    outcome.error = (
+        f"trainer {socket.gethostname()}:71 does not fit what is served: /tmp/x1/model, version 7"
+    )
+    assert (
+        outcome.to_json()["error"]
+        == "trainer HOST:71 does not fit what is served: MODEL, version 7"
+    )
 
 
 def test_a_measurement_that_fails_loses_no_other(tmp_path: Path) -> None:
@@ -109,7 +131,11 @@ def test_a_measurement_that_fails_loses_no_other(tmp_path: Path) -> None:
     assert results.measure("bridge", "loaded", run=fail) is None
     written = json.loads(results.path.read_text())
     assert written["bridge"]["idle"]["median"] == 1
-    assert written["bridge"]["idle"]["measured"].keys() == written["measured"].keys() == {"commit", "date", "run"}
+    assert (
+        written["bridge"]["idle"]["measured"].keys()
+        == written["measured"].keys()
+        == {"commit", "date", "run"}
+    )
     assert results.data["bridge"]["loaded"] == {"failed": "the server ended"}
     assert results.failures
 

@@ -28,5 +28,12 @@ def test_every_fault_is_counted() -> None:
     changed["inference_logprobs"][2][5] -= 1e-12
     ledger.train([group_of(1), group_of(2)])
     ledger.train([group_of(2), group_of(5), changed])
-    counted = {"groups": 4, "batches": 2, "lost": 1, "doubled": 1, "never accepted": 1, "changed": 1}
+    counted = {
+        "groups": 4,
+        "batches": 2,
+        "lost": 1,
+        "doubled": 1,
+        "never accepted": 1,
+        "changed": 1,
+    }
     assert ledger.verdict() == counted

@@ -5,12 +5,26 @@ from __future__ import annotations
 import pytest
 
 from bench.gpu.shapes import SHAPES, model_bytes, shard_shapes
-from bench.gpu.summary import find_halts, gaps_of, gigabytes_per_second, percentile, spread_by_phase, spread_ms, table
+from bench.gpu.summary import (
+    find_halts,
+    gaps_of,
+    gigabytes_per_second,
+    percentile,
+    spread_by_phase,
+    spread_ms,
+    table,
+)
 
 
 def test_percentile_is_a_value_that_was_seen() -> None:
     values = [5.0, 1.0, 4.0, 2.0, 3.0]
-    assert [percentile(values, share) for share in (0.0, 0.2, 0.5, 0.9, 1.0)] == [1.0, 1.0, 3.0, 5.0, 5.0]
+    assert [percentile(values, share) for share in (0.0, 0.2, 0.5, 0.9, 1.0)] == [
+        1.0,
+        1.0,
+        3.0,
+        5.0,
+        5.0,
+    ]
     with pytest.raises(ValueError, match="no values"):
         percentile([], 0.5)
 
@@ -18,7 +32,10 @@ def test_percentile_is_a_value_that_was_seen() -> None:
 def test_spread_is_in_milliseconds() -> None:
     assert spread_ms([0.001, 0.003, 0.002]) == {"median": 2.0, "p90": 3.0, "max": 3.0, "n": 3}
     assert spread_ms([]) == {"n": 0}
-    assert list(spread_by_phase([{"pause": 0.1, "commit": 0.2}, {"pause": 0.3}])) == ["pause", "commit"]
+    assert list(spread_by_phase([{"pause": 0.1, "commit": 0.2}, {"pause": 0.3}])) == [
+        "pause",
+        "commit",
+    ]
 
 
 def test_speed_counts_in_powers_of_ten() -> None:
@@ -40,8 +57,18 @@ def test_an_update_is_found_in_the_stream_of_tokens() -> None:
 
 
 def test_a_gap_after_an_update_belongs_to_it_but_not_to_two_updates() -> None:
-    arrivals = [0.0, 0.1, 0.2, 0.3, 0.9, 1.0, 1.1]  # what was cached is computed again between 0.3 and 0.9
-    assert find_halts([arrivals], [(0.1, 0.25)], after=0.2).around_updates["max"] == pytest.approx(600)
+    arrivals = [
+        0.0,
+        0.1,
+        0.2,
+        0.3,
+        0.9,
+        1.0,
+        1.1,
+    ]  # what was cached is computed again between 0.3 and 0.9
+    assert find_halts([arrivals], [(0.1, 0.25)], after=0.2).around_updates["max"] == pytest.approx(
+        600
+    )
     far = find_halts([arrivals], [(0.1, 0.25), (1.05, 1.1)], after=0.0)
     assert (far.around_updates["n"], far.around_updates["max"]) == (2, pytest.approx(100))
 
@@ -62,6 +89,9 @@ def test_shapes_are_the_published_ones() -> None:
     assert len(shard_shapes("qwen2.5-14b", 0, 2)) == 339
     assert model_bytes("qwen3-1.7b") == pytest.approx(3.44e9, rel=0.002)
     assert model_bytes("qwen2.5-14b") == pytest.approx(29.54e9, rel=0.001)
-    halves = [sum(a * b[0] if b else a for a, *b in shard_shapes("qwen2.5-14b", rank, 2)) for rank in (0, 1)]
+    halves = [
+        sum(a * b[0] if b else a for a, *b in shard_shapes("qwen2.5-14b", rank, 2))
+        for rank in (0, 1)
+    ]
     assert halves[0] == halves[1]
     assert SHAPES["tiny"]["torch_dtype"] == "float32"

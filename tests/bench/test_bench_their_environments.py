@@ -9,26 +9,41 @@ from bench.their_environments.model_standin import logprob, prompt_table, up_to_
 
 
 def group(**more: Any) -> dict[str, Any]:
-    return {"tokens": [[1, 2], [3, 4]], "masks": [[-100, 2], [-100, 4]], "scores": [1.0, 0.0]} | more
+    return {
+        "tokens": [[1, 2], [3, 4]],
+        "masks": [[-100, 2], [-100, 4]],
+        "scores": [1.0, 0.0],
+    } | more
 
 
 def test_order_and_what_says_nothing_do_not_count() -> None:
     turned = {name: list(reversed(rows)) for name, rows in group().items()}
-    assert differences([group(advantages=[], env_id=0)], [turned | {"ref_logprobs": None, "idempotency_key": "k"}]) == []
+    assert (
+        differences(
+            [group(advantages=[], env_id=0)],
+            [turned | {"ref_logprobs": None, "idempotency_key": "k"}],
+        )
+        == []
+    )
     assert differences([group(), turned], [turned]) == []
 
 
 def test_a_number_that_differs_is_named_with_its_place() -> None:
     told = differences([group()], [group(scores=[1.0, 0.5])])
     assert told[1:] == ["sequences[1].scores: public 0.0, ours 0.5"]
-    assert differences([group()], [])[0] == "1 of 1 groups of the public SDK are not among the 0 of ours"
+    assert (
+        differences([group()], [])[0]
+        == "1 of 1 groups of the public SDK are not among the 0 of ours"
+    )
     moved = group(scores=[0.0, 1.0])  # the rewards on the wrong tokens
     assert len(differences([group()], [moved])) > 1
 
 
 def test_requests_are_compared_where_both_asked() -> None:
     public = [{"prompt": "a", "temperature": 1.0}, {"prompt": "b", "n": 4}]
-    assert asked_differently(public, [{"prompt": "a", "temperature": 0.5}]) == ["temperature: public 1.0, ours 0.5"]
+    assert asked_differently(public, [{"prompt": "a", "temperature": 0.5}]) == [
+        "temperature: public 1.0, ours 0.5"
+    ]
     assert asked_differently(public, public[:1]) == []
 
 

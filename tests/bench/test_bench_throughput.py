@@ -28,8 +28,15 @@ def test_which_of_a_pair_comes_first_changes() -> None:
     assert machine.spells == [False, True, True, False, False, True]
 
 
-@given(rate=st.floats(1e3, 1e5), drift=st.floats(-0.02, 0.02), lost=st.floats(0.0, 0.9), half=st.integers(1, 5))
-def test_a_steady_drift_does_not_change_the_ratio(rate: float, drift: float, lost: float, half: int) -> None:
+@given(
+    rate=st.floats(1e3, 1e5),
+    drift=st.floats(-0.02, 0.02),
+    lost=st.floats(0.0, 0.9),
+    half=st.integers(1, 5),
+)
+def test_a_steady_drift_does_not_change_the_ratio(
+    rate: float, drift: float, lost: float, half: int
+) -> None:
     found = summary_of_pairs(alternate(Machine(rate, drift * rate, lost).spell, 2 * half))
     assert found["ratio"] == pytest.approx(1 - lost, abs=2e-4)
     assert found["pairs"] == 2 * half == len(found["ratios"])

@@ -1,4 +1,6 @@
-"""The measurement of the trainer's speed, on the CPU: mechanics, and that plain PyTorch computes what the trainer does."""
+"""The measurement of the trainer's speed, on the CPU: mechanics, and that plain PyTorch computes
+what the trainer does.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,18 @@ def test_cases_are_measured_and_written_down(
 
     def command(module: str, ranks: int = 1) -> list[str]:
         script = str(processes.ROOT / f"{module.replace('.', '/')}.py")
-        return [sys.executable, "-u", "-m", *(["tests.forked_ranks", script] if ranks == RANKS else [module])]
+        return [
+            sys.executable,
+            "-u",
+            "-m",
+            *(["tests.forked_ranks", script] if ranks == RANKS else [module]),
+        ]
 
     monkeypatch.setattr(processes, "module_command", command)
     names = ["1.7B, 512", "1.7B, 512, plain PyTorch", "14B, 4k, FSDP2 over two GPUs"]
-    status = trainer_speed.main(["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", *names])
+    status = trainer_speed.main(
+        ["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", *names]
+    )
     printed = capsys.readouterr().out
     assert status == 0, printed
     written = json.loads((tmp_path / "trainer_speed.json").read_text())
@@ -53,9 +62,16 @@ def test_cases_are_measured_and_written_down(
 
 
 @pytest.mark.usefixtures("forked_children")
-def test_what_saving_costs_the_steps_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_saving_costs_the_steps_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ["8B, one GPU, offloaded", "1.7B, 512, with a checkpoint"]
-    assert trainer_speed.main(["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", *names]) == 0
+    assert (
+        trainer_speed.main(
+            ["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", *names]
+        )
+        == 0
+    )
     written = json.loads((tmp_path / "trainer_speed.json").read_text())["cases"]
     assert written[names[0]]["case"]["offload"]
     assert written[names[0]]["step"]["bins"] == 2
@@ -64,12 +80,27 @@ def test_what_saving_costs_the_steps_is_measured(tmp_path: Path, capsys: pytest.
     assert saved["bytes"] > 16 * found["parameters"]  # weights, masters and two moments, in float32
     assert 0 < saved["begin_seconds"] <= saved["complete_seconds"]
     assert len(saved["step_seconds_before"]) == 5 <= len(saved["step_seconds_after"])
-    assert all(seconds > 0 for when in ("before", "after") for seconds in saved[f"step_seconds_{when}"])
+    assert all(
+        seconds > 0 for when in ("before", "after") for seconds in saved[f"step_seconds_{when}"]
+    )
     assert f"{names[1]}: {saved['bytes'] / 1e9:.2f} GB, complete after" in capsys.readouterr().out
 
 
-def test_a_case_that_needs_more_gpus_or_more_time_is_left_out_with_the_reason(tmp_path: Path) -> None:
-    arguments = ["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", "1.7B, 512", "--seconds", "1"]
+def test_a_case_that_needs_more_gpus_or_more_time_is_left_out_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    arguments = [
+        "--output",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny",
+        "--only",
+        "1.7B, 512",
+        "--seconds",
+        "1",
+    ]
     assert trainer_speed.main(arguments) == 0
     written = json.loads((tmp_path / "trainer_speed.json").read_text())
     assert written["cases"] == {"1.7B, 512": {"skipped": "--seconds 1 leave no time for it"}}
@@ -93,7 +124,13 @@ class TestLonger:
     def written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         stand_in = tmp_path / "stand_in_for_speed.py"
         answer = "{'case': asked, 'out_of_memory': 'full'} if asked['length'] > 256 else {'case': asked, 'pass': PASS}"
-        keys = ("forwarded_tokens_per_second", "sequence_tokens_per_second", "mfu", "mfu_counted", "peak_bytes")
+        keys = (
+            "forwarded_tokens_per_second",
+            "sequence_tokens_per_second",
+            "mfu",
+            "mfu_counted",
+            "peak_bytes",
+        )
         stand_in.write_text(
             "from bench.gpu.processes import answer_once\n"
             f"PASS = dict.fromkeys({keys}, 1.0)\nanswer_once(lambda asked: {answer})\n",
@@ -101,15 +138,29 @@ class TestLonger:
         )
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(trainer_speed.ROOT)]))
         start = trainer_speed.Task
-        changed = lambda name, module, *rest, **more: start(name, "stand_in_for_speed", *rest, **more)  # noqa: E731
+
+        def changed(name: str, module: str, *rest: Any, **more: Any) -> Any:
+            return start(name, "stand_in_for_speed", *rest, **more)
+
         monkeypatch.setattr(trainer_speed, "Task", changed)
         monkeypatch.setattr(trainer_speed, "LONGEST", [1 << 14, 1 << 15, 1 << 16, 1 << 17])
-        arguments = ["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", "longest"]
+        arguments = [
+            "--output",
+            str(tmp_path),
+            "--device",
+            "cpu",
+            "--shape",
+            "tiny",
+            "--only",
+            "longest",
+        ]
         assert trainer_speed.main(arguments) == 0
         found: dict[str, Any] = json.loads((tmp_path / "trainer_speed.json").read_text())
         return found
 
-    def test_each_has_a_row_and_those_after_one_that_failed_say_so(self, written: dict[str, Any]) -> None:
+    def test_each_has_a_row_and_those_after_one_that_failed_say_so(
+        self, written: dict[str, Any]
+    ) -> None:
         assert written["longest_sequence"] == 256
         rows = [f"1.7B, one sequence of {length}k" for length in (16, 32, 64, 128)]
         assert list(written["longest"]) == rows
@@ -120,7 +171,10 @@ class TestLonger:
 def test_plain_pytorch_computes_what_the_trainer_computes() -> None:
     geometry = geometry_of("tiny")
     packed = random_bin(Work(length=24, tokens=128, prompt=9, group=2), geometry.vocab_size, CPU)
-    ours, plain = Decoder(geometry, torch.float32, CPU, ops=reference), PlainDecoder(geometry, torch.float32, CPU)
+    ours, plain = (
+        Decoder(geometry, torch.float32, CPU, ops=reference),
+        PlainDecoder(geometry, torch.float32, CPU),
+    )
     random_weights(ours)
     named = dict(ours.named_parameters())
     with torch.no_grad():
@@ -135,7 +189,11 @@ def test_plain_pytorch_computes_what_the_trainer_computes() -> None:
                 getattr(theirs, name).copy_(mine.get_submodule(source).weight)
     lengths = packed.lengths.tolist()
     expected, _ = ours.chosen_logprobs(
-        ours(packed.tokens, packed.packing())[packed.sources], packed.targets, packed.sequences(), 64, 1.0
+        ours(packed.tokens, packed.packing())[packed.sources],
+        packed.targets,
+        packed.sequences(),
+        64,
+        1.0,
     )
     found = plain(packed.tokens, lengths, packed.sources, packed.targets)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

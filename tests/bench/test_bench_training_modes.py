@@ -15,7 +15,10 @@ def test_each_step_counts_once_also_where_its_weights_are_not_served(tmp_path: P
     metrics = tmp_path / "metrics.jsonl"
     # Served after every second step; the third was done again after a kill.
     rows = [(1, 0, "a"), (2, 2, "b"), (3, 2, "lost"), (3, 2, "c"), (4, 4, "d")]
-    written = [json.dumps({"step": step, "weight_version": version, "checksum": sum_}) for step, version, sum_ in rows]
+    written = [
+        json.dumps({"step": step, "weight_version": version, "checksum": sum_})
+        for step, version, sum_ in rows
+    ]
     metrics.write_text("\n".join(written) + "\n", encoding="utf-8")
     run = SimpleNamespace(processes=SimpleNamespace(metrics=metrics))
     assert [row["checksum"] for row in Run.learned(run)] == ["a", "b", "c", "d"]  # type: ignore[arg-type]
@@ -32,7 +35,9 @@ def test_each_step_counts_once_also_where_its_weights_are_not_served(tmp_path: P
         ("single_copy_tp2", 2, "0,1"),
     ],
 )
-def test_a_trainer_without_gpus_of_its_own_is_put_on_vllm_s(name: str, gpus: int, trainer: str) -> None:
+def test_a_trainer_without_gpus_of_its_own_is_put_on_vllm_s(
+    name: str, gpus: int, trainer: str
+) -> None:
     mode = MODES[name].on(gpus)
     assert mode.trainer_gpus == trainer
     assert mode.gpus_needed <= gpus
@@ -47,5 +52,7 @@ def test_ranks_are_counted_by_the_trainers_log(tmp_path: Path) -> None:
     log = tmp_path / "trainer.log"
     log.write_text("07:53:11 [Bridge] Broadcast\n")
     assert ranks_in(log) == 1
-    log.write_text("07:53:11 [Ranks] Starting 2 ranks, one for each of vLLM's at http://localhost:9001\n")
+    log.write_text(
+        "07:53:11 [Ranks] Starting 2 ranks, one for each of vLLM's at http://localhost:9001\n"
+    )
     assert ranks_in(log) == 2

@@ -1,4 +1,6 @@
-"""The measurement of a whole run: its arithmetic, its random checkpoint, and one run of real processes on the CPU."""
+"""The measurement of a whole run: its arithmetic, its random checkpoint, and one run of real
+processes on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from bench.whole_run import longest_gap, summarise
 
 
 def row(tokens: int, wait: float, train: float) -> dict[str, float | int]:
-    return {"tokens": tokens, "sequences": 2, "seconds_wait": wait, "seconds_train": train, "forwarded_tokens": 3 * tokens}
+    return {
+        "tokens": tokens,
+        "sequences": 2,
+        "seconds_wait": wait,
+        "seconds_train": train,
+        "forwarded_tokens": 3 * tokens,
+    }
 
 
 def test_the_first_steps_are_left_out_and_the_rest_is_over_the_wall_clock() -> None:
@@ -31,7 +39,10 @@ def test_the_first_steps_are_left_out_and_the_rest_is_over_the_wall_clock() -> N
     assert found["forwarded_tokens_per_second_of_training"] == 300.0
     assert found["mean_length"] == 250.0
     rows[1][1]["forwarded_targets"] = 100
-    assert summarise(rows, 1) == found | {"trained_tokens": 700, "trained_tokens_per_second": 35.0}, "only what is computed"
+    assert summarise(rows, 1) == found | {
+        "trained_tokens": 700,
+        "trained_tokens_per_second": 35.0,
+    }, "only what is computed"
     with pytest.raises(BenchError, match="3 steps are too few, of which 3 are left out"):
         summarise(rows, 3)
 
@@ -72,21 +83,35 @@ def test_a_random_checkpoint_ends_answers_by_chance_and_names_every_token(tmp_pa
 
 
 def test_what_cannot_run_here_is_left_out_with_the_reason(tmp_path: Path) -> None:
-    assert whole_run.main(["--output", str(tmp_path), "--questions", "nowhere.jsonl", "--dry-run"]) == 0
+    assert (
+        whole_run.main(["--output", str(tmp_path), "--questions", "nowhere.jsonl", "--dry-run"])
+        == 0
+    )
     parts = json.loads((tmp_path / "whole_run.json").read_text())["parts"]
     assert parts == {
-        part: {"skipped": "there is no nowhere.jsonl; give GSM8K's train.jsonl with --questions"} for part in parts
+        part: {"skipped": "there is no nowhere.jsonl; give GSM8K's train.jsonl with --questions"}
+        for part in parts
     }
     assert list(parts) == ["ours", "trl"]
 
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("forked_children")
-def test_our_part_runs_with_real_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_part_runs_with_real_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     questions = tmp_path / "questions.jsonl"
     lines = [{"question": f"What is {n} plus {n}?", "answer": f"#### {2 * n}"} for n in range(20)]
     questions.write_text("\n".join(map(json.dumps, lines)))
-    arguments = ["--output", str(tmp_path / "out"), "--questions", str(questions), "--dry-run", "--parts", "ours"]
+    arguments = [
+        "--output",
+        str(tmp_path / "out"),
+        "--questions",
+        str(questions),
+        "--dry-run",
+        "--parts",
+        "ours",
+    ]
     status = whole_run.main(arguments)
     assert status == 0, capsys.readouterr().out
     data = json.loads((tmp_path / "out" / "whole_run.json").read_text())

@@ -1,4 +1,6 @@
-"""The generated word problems, their split and their tokenizer; and a tiny model made from them on the CPU."""
+"""The generated word problems, their split and their tokenizer; and a tiny model made from them on
+the CPU.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.word_problems import make_model
 from bench.word_problems.make_model import IGNORED, PLANS, PROMPT_WEIGHT, batch_of, make_tokenizer
-from bench.word_problems.problems import DISTRACTORS, LARGEST, OPERAND, REWARDED_STEPS, held_out, tell, training
+from bench.word_problems.problems import (
+    DISTRACTORS,
+    LARGEST,
+    OPERAND,
+    REWARDED_STEPS,
+    held_out,
+    tell,
+    training,
+)
 
 SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)\.")
 seeds, lengths = st.integers(0, 10**9), st.integers(1, 12)
 
 
 @given(seeds, lengths)
-def test_every_step_of_a_solution_is_right_and_goes_on_from_the_one_before(seed: int, steps: int) -> None:
+def test_every_step_of_a_solution_is_right_and_goes_on_from_the_one_before(
+    seed: int, steps: int
+) -> None:
     story = tell(random.Random(seed), steps)
     sums = SUM.findall(story.solution)
     assert len(sums) == steps == story.steps
@@ -53,7 +65,9 @@ def test_the_story_can_be_followed_without_its_distractors(seed: int, steps: int
 
 
 @given(seeds, st.sets(st.integers(1, 9), min_size=1, max_size=4))
-def test_training_and_held_out_problems_are_told_apart_by_the_question_alone(seed: int, steps: set[int]) -> None:
+def test_training_and_held_out_problems_are_told_apart_by_the_question_alone(
+    seed: int, steps: set[int]
+) -> None:
     stories = list(islice(training(seed, sorted(steps)), 20))
     assert not any(story.held_out for story in stories)
     assert {story.steps for story in stories} <= steps
@@ -66,17 +80,24 @@ def test_held_out_problems_are_the_same_ones_whatever_their_number() -> None:
     assert all(story.held_out for story in many)
     assert len({story.question for story in many}) == 60
     assert [story.steps for story in many[:10]] == [*REWARDED_STEPS, *REWARDED_STEPS]
-    assert not {story.question for story in many} & {story.question for story in islice(training(0, REWARDED_STEPS), 500)}
+    assert not {story.question for story in many} & {
+        story.question for story in islice(training(0, REWARDED_STEPS), 500)
+    }
 
 
 def test_the_tokenizer_gives_back_what_it_got_and_answers_are_short_enough() -> None:
     tokenizer = make_tokenizer()
     texts = [text for story in held_out(100) for text in (story.question, story.solution)]
-    assert [tokenizer.decode(tokenizer.encode(text)) for text in [*texts, "Zoë's café ✓"]] == [*texts, "Zoë's café ✓"]
+    assert [tokenizer.decode(tokenizer.encode(text)) for text in [*texts, "Zoë's café ✓"]] == [
+        *texts,
+        "Zoë's café ✓",
+    ]
     answers = [len(tokenizer.encode(story.solution)) for story in held_out(100)]
     assert 40 < sum(answers) / len(answers) < 150
     assert max(answers) < PLANS["medium"].longest
-    digits = {token for token in tokenizer.get_vocab() if any(letter.isdecimal() for letter in token)}
+    digits = {
+        token for token in tokenizer.get_vocab() if any(letter.isdecimal() for letter in token)
+    }
     assert digits == set("0123456789"), "digits are never merged"
 
 
@@ -107,7 +128,18 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_tiny_model_is_made_and_can_be_loaded(tmp_path: Path) -> None:
-    arguments = ["--output", str(tmp_path), "--shape", "tiny", "--device", "cpu", "--most-steps", "12", "--workers", "0"]
+    arguments = [
+        "--output",
+        str(tmp_path),
+        "--shape",
+        "tiny",
+        "--device",
+        "cpu",
+        "--most-steps",
+        "12",
+        "--workers",
+        "0",
+    ]
     make_model.main(arguments)
     rows = [json.loads(line) for line in (tmp_path / "training_log.jsonl").read_text().splitlines()]
     assert rows[0]["measured"]["date"]
@@ -118,5 +150,9 @@ def test_a_tiny_model_is_made_and_can_be_loaded(tmp_path: Path) -> None:
     assert model.config.vocab_size == len(tokenizer)
     tokens, targets, _ = batch_of(held_out(4, (1,)), tokenizer)
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-    assert loss < 0.8 * torch.log(torch.tensor(float(len(tokenizer)))), "it has learned which tokens there are"
+        loss = torch.nn.functional.cross_entropy(
+            model(tokens).logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED
+        )
+    assert loss < 0.8 * torch.log(torch.tensor(float(len(tokenizer)))), (
+        "it has learned which tokens there are"
+    )

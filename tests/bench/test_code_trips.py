@@ -20,9 +20,21 @@ async def test_a_group_passes_through_few_files_of_the_service(tmp_path: Path) -
 
 def test_only_calls_into_the_traced_folders_count() -> None:
     trip = Trip()
-    for file in ("atroposlib/a.py", "atroposlib/a.py", "bench/b.py", "environments/c.py", "atroposlib/a.py"):
-        code = compile("def called():\n    trip.note(sys._getframe(), 'call', None)", str(ROOT / file), "exec")
+    for file in (
+        "atroposlib/a.py",
+        "atroposlib/a.py",
+        "bench/b.py",
+        "environments/c.py",
+        "atroposlib/a.py",
+    ):
+        code = compile(
+            "def called():\n    trip.note(sys._getframe(), 'call', None)", str(ROOT / file), "exec"
+        )
         names = {"trip": trip, "sys": sys}
         exec(code, names)
         names["called"]()  # type: ignore[operator]
-    assert trip.row() == {"files": 2, "changes": 2, "names": ["atroposlib/a.py", "environments/c.py"]}
+    assert trip.row() == {
+        "files": 2,
+        "changes": 2,
+        "names": ["atroposlib/a.py", "environments/c.py"],
+    }

@@ -1,14 +1,17 @@
-"""An asynchronous run whose processes are forked where they can be (tests/forked_commands.py), and noted.
+"""An asynchronous run whose processes are forked where they can be (tests/forked_commands.py), and
+noted.
 
     python tests/e2e/async_roles.py drive --config FILE        the driver, with the real service and the roles below
     python tests/e2e/async_roles.py drive-real --config FILE   the driver, all of whose roles are real
     python tests/e2e/async_roles.py ROLE FOLDER PORT SERVICE   a role that weighs nothing
 
-Each group that an environment sends has a number of its own, which it writes to `sent` before and to `accepted` after the
-service has taken it; the trainer writes those that it has trained on to `trained`, with the batch's id, and each batch to
-`steps`, before it acknowledges. Both go on where an earlier life ended. A trainer that is told to end saves for a while, and
-writes its process id to `saved`; one that finds an earlier one alive writes that one's to `overlaps`. With a file `enough` in
-the folder environments send no more, and the trainer ends when it has trained on all that was accepted.
+Each group that an environment sends has a number of its own, which it writes to `sent` before and
+to `accepted` after the service has taken it; the trainer writes those that it has trained on to
+`trained`, with the batch's id, and each batch to `steps`, before it acknowledges. Both go on where
+an earlier life ended. A trainer that is told to end saves for a while, and writes its process id to
+`saved`; one that finds an earlier one alive writes that one's to `overlaps`. With a file `enough`
+in the folder environments send no more, and the trainer ends when it has trained on all that was
+accepted.
 """
 
 from __future__ import annotations
@@ -79,9 +82,15 @@ def environment(folder: Path, name: str, client: httpx.Client) -> None:
             note(sent, open_ones[0])
         for number in open_ones:
             tokens = [[1, 2, number], [1, 3, number]]
-            group = {"tokens": tokens, "masks": [[-100, 2, number], [-100, 3, number]], "scores": [0.0, 1.0]}
+            group = {
+                "tokens": tokens,
+                "masks": [[-100, 2, number], [-100, 3, number]],
+                "scores": [0.0, 1.0],
+            }
             try:
-                answer = client.post("/scored_data", json=group | {"idempotency_key": f"{name}-{number}"})
+                answer = client.post(
+                    "/scored_data", json=group | {"idempotency_key": f"{name}-{number}"}
+                )
             except httpx.HTTPError as error:
                 print(f"{error!r}; trying again", flush=True)
             else:
@@ -110,18 +119,32 @@ def have_a_life(folder: Path) -> None:
 def trainer(folder: Path, client: httpx.Client) -> None:
     """Takes batches of one group until all that was accepted is trained on."""
     have_a_life(folder)
-    body = {"wandb_group": "g", "wandb_project": "p", "batch_size": 2, "max_token_len": 64, "checkpoint_dir": str(folder)}
-    body |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10**6, "ack_batches": True}
+    body = {
+        "wandb_group": "g",
+        "wandb_project": "p",
+        "batch_size": 2,
+        "max_token_len": 64,
+        "checkpoint_dir": str(folder),
+    }
+    body |= {
+        "save_checkpoint_interval": 0,
+        "starting_step": 0,
+        "num_steps": 10**6,
+        "ack_batches": True,
+    }
     uuid, trained, steps = None, folder / "trained", folder / "steps"
     while True:
         try:
             if uuid is None:
-                # What was sampled after it, another run would have; so no step is left out that the service may have counted.
+                # What was sampled after it, another run would have; so no step is left out that the
+                # service may have counted.
                 body["starting_step"] = len(numbers(steps))
                 uuid = client.post("/register", json=body).raise_for_status().json()["uuid"]
             got = client.get("/batch", params={"uuid": uuid}).raise_for_status().json()
             if got["batch"] is None:
-                accepted = {number for file in folder.glob("accepted-*") for number in numbers(file)}
+                accepted = {
+                    number for file in folder.glob("accepted-*") for number in numbers(file)
+                }
                 if (folder / "enough").exists() and accepted <= set(numbers(trained)):
                     return
                 time.sleep(PAUSE)
@@ -131,7 +154,9 @@ def trainer(folder: Path, client: httpx.Client) -> None:
                 if number not in set(numbers(trained)):  # else only the acknowledgement was lost
                     note(trained, number, got["batch_id"])
             note(steps, got["batch_id"])
-            client.post("/batch/ack", json={"batch_id": got["batch_id"], "uuid": uuid}).raise_for_status()
+            client.post(
+                "/batch/ack", json={"batch_id": got["batch_id"], "uuid": uuid}
+            ).raise_for_status()
         except httpx.HTTPError as error:
             print(f"{error!r}; trying again", flush=True)
             time.sleep(PAUSE)
@@ -152,7 +177,9 @@ def be(name: str, folder: Path, port: int, service: str) -> None:
 
 
 class NotedProcess(RoleProcess):
-    """Writes the process ids of a role's guard and of its actor to `pids-ROLE`, a line for each life."""
+    """Writes the process ids of a role's guard and of its actor to `pids-ROLE`, a line for each
+    life.
+    """
 
     def start(self, launch: Launch, grace: float, may_finish: bool) -> int:
         ManagedProcess.start_guard = start_guard  # type: ignore[method-assign]
@@ -170,8 +197,18 @@ def light_commands(*kinds: str) -> Any:
 
         def _light(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
             port = places[role.name].ports[0] if places[role.name].ports else 0
-            service = places["service"].url if "service" in places else ""  # a generator is started beside it
-            words = [PYTHON, "-u", __file__, role.name, str(self._settings.folder), str(port), service]
+            service = (
+                places["service"].url if "service" in places else ""
+            )  # a generator is started beside it
+            words = [
+                PYTHON,
+                "-u",
+                __file__,
+                role.name,
+                str(self._settings.folder),
+                str(port),
+                service,
+            ]
             return {"arguments": words}
 
     for kind in kinds:
@@ -186,7 +223,10 @@ def drive(light: bool, arguments: list[str]) -> int:
 
     # By the name under which an actor imports it, which this program has not.
     cluster.RoleProcess = importlib.import_module("tests.e2e.async_roles").NotedProcess  # type: ignore[misc]
-    return main(arguments, light_commands(*(("generator", "environment", "reference", "trainer") if light else ())))
+    return main(
+        arguments,
+        light_commands(*(("generator", "environment", "reference", "trainer") if light else ())),
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The trainer's half of the weight bridge in a test, and comparisons of what a real vLLM serves with what the trainer holds."""
+"""The trainer's half of the weight bridge in a test, and comparisons of what a real vLLM serves
+with what the trainer holds.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,13 @@ from vllm_patching.server.guard import is_open
 
 PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 130)))
 TOLERANCE = 2e-5
-"""Largest difference of two float32 logprobs that were computed by different kernels; the weights differ by far more."""
+"""Largest difference of two float32 logprobs that were computed by different kernels; the weights
+differ by far more."""
 
 
-def trainer_logprobs(model: Decoder, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
+def trainer_logprobs(
+    model: Decoder, prompt: list[int], completion: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     """Logprobs, shape (completion,), of the trainer's own forward pass in float32."""
     with torch.no_grad():
         logits = model.logits(torch.tensor([prompt + completion]))[0]
@@ -40,11 +45,15 @@ def trainer_logprobs(model: Decoder, prompt: list[int], completion: list[int], t
 
 def served_logprobs(answer: dict[str, list], completion: int) -> torch.Tensor:  # type: ignore[type-arg]
     tokens = answer["token_ids"][completion]
-    return torch.tensor([answer["logprobs"][completion][i][str(token)] for i, token in enumerate(tokens)])
+    return torch.tensor(
+        [answer["logprobs"][completion][i][str(token)] for i, token in enumerate(tokens)]
+    )
 
 
 def largest_difference(server: VllmServer, model: Decoder) -> float:
-    """Over every token sampled from a few prompts: |logprob of vLLM - logprob of the trainer's own forward pass|."""
+    """Over every token sampled from a few prompts: |logprob of vLLM - logprob of the trainer's own
+    forward pass|.
+    """
     worst = 0.0
     for prompt in PROMPTS:
         answer = server.generate(prompt, n=2, max_tokens=12, seed=7, ignore_eos=True)
@@ -87,14 +96,19 @@ def checksums(server: VllmServer, model: Decoder) -> list[str]:
     parameters = dict(model.named_parameters())
     ranks = httpx.get(f"{server.url}/bridge/info", timeout=30).json()["ranks"]
     layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in ranks]
-    return [weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout) for layout in layouts]
+    return [
+        weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout)
+        for layout in layouts
+    ]
 
 
 @contextmanager
 def joined(
     server: VllmServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[WeightBridge, Decoder]]:
-    """A trainer's half of the bridge and its model, with the checkpoint's weights served as version 0."""
+    """A trainer's half of the bridge and its model, with the checkpoint's weights served as version
+    0.
+    """
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
     bridge = SingleCopyBridge(client) if kind == "single_copy" else BroadcastBridge(client, kind)
@@ -117,7 +131,9 @@ def joined(
 
 
 def made_up_group(number: int) -> dict[str, object]:
-    """What an environment would post for the tiny model: four answers to one prompt, sampled under version 0."""
+    """What an environment would post for the tiny model: four answers to one prompt, sampled under
+    version 0.
+    """
     rng = random.Random(number)
     prompt = [rng.randrange(301) for _ in range(3)]
     responses = [[rng.randrange(301) for _ in range(rng.randint(2, 10))] for _ in range(4)]
@@ -125,7 +141,9 @@ def made_up_group(number: int) -> dict[str, object]:
         "tokens": [prompt + response for response in responses],
         "masks": [[-100] * 3 + response for response in responses],
         "scores": [float(i % 2) for i in range(4)],
-        "inference_logprobs": [[1.0] * 3 + [-5.7 + rng.random() for _ in response] for response in responses],
+        "inference_logprobs": [
+            [1.0] * 3 + [-5.7 + rng.random() for _ in response] for response in responses
+        ],
         "weight_versions": [0] * 4,
     }
 
@@ -142,12 +160,26 @@ def refuses_to_sample(server: VllmServer) -> None:
     """Every route of vLLM's app, but those that sample nothing, answers 503 and says why."""
     paths = httpx.get(f"{server.url}/openapi.json", timeout=30).json()["paths"]
     tried = {
-        (method.upper(), path) for path, methods in paths.items() for method in methods if not is_open(method.upper(), path)
+        (method.upper(), path)
+        for path, methods in paths.items()
+        for method in methods
+        if not is_open(method.upper(), path)
     }
-    assert {("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/generate")} <= tried
-    unlisted = [("POST", "/inference/v1/generate"), ("POST", "/invocations"), ("GET", "/health_generate"), ("GET", "/ping")]
+    assert {
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/generate"),
+    } <= tried
+    unlisted = [
+        ("POST", "/inference/v1/generate"),
+        ("POST", "/invocations"),
+        ("GET", "/health_generate"),
+        ("GET", "/ping"),
+    ]
     for method, path in [*tried, *unlisted]:
-        answer = httpx.request(method, f"{server.url}{re.sub('{.*?}', 'x', path)}", json={}, timeout=30)
+        answer = httpx.request(
+            method, f"{server.url}{re.sub('{.*?}', 'x', path)}", json={}, timeout=30
+        )
         assert answer.status_code == 503, (method, path, answer.text)
         assert "the weights are not whole" in answer.json()["error"]
     for path in ("/metrics", "/version", "/v1/models", "/bridge/info"):
@@ -155,7 +187,9 @@ def refuses_to_sample(server: VllmServer) -> None:
 
 
 def stalled_of(server: VllmServer, seconds: float = 60.0) -> float | None:
-    """What the server says of its last update, once it has asked its workers; None if it has not said so in time."""
+    """What the server says of its last update, once it has asked its workers; None if it has not
+    said so in time.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         last: dict[str, float] = server.state()["last_update"]  # type: ignore[assignment]
@@ -174,4 +208,6 @@ def require_timeline(server: VllmServer, version: int) -> None:
     halted = [span for span in spans if span["what"] == "halted"][-1]
     assert update["version"] == version
     assert update["begin"] <= halted["begin"] <= halted["end"] <= update["end"]
-    assert [span for span in spans if span["what"] == "generating" and span["end"] == halted["begin"]]
+    assert [
+        span for span in spans if span["what"] == "generating" and span["end"] == halted["begin"]
+    ]

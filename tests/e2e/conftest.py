@@ -18,16 +18,23 @@ from tests.headless_browser import browser, visit
 
 __all__ = ["browser", "visit"]
 
-FORKED_ENGINES = {"PYTHONPATH": str(Path(__file__).with_name("forked_engines")), "TORCH_COMPILE_DISABLE": "1"}
-"""In the environment of a server that is executed: it forks its engine, where vLLM would execute a second process that imports
-all of it again. The second variable is one that vllm_api_server.py sets too late for PyTorch in a forked process. test_wheel.py
-leaves all that to vLLM."""
+FORKED_ENGINES = {
+    "PYTHONPATH": str(Path(__file__).with_name("forked_engines")),
+    "TORCH_COMPILE_DISABLE": "1",
+}
+"""In the environment of a server that is executed: it forks its engine, where vLLM would execute a
+second process that imports all of it again. The second variable is one that vllm_api_server.py sets
+too late for PyTorch in a forked process. test_wheel.py leaves all that to vLLM."""
 CACHE = ("--num-gpu-blocks-override", "256")
-"""For keys and values of 32,768 tokens. A worker writes zeros into its whole cache, which took half of its start."""
-NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: scripts/setup.sh installs it")
+"""For keys and values of 32,768 tokens. A worker writes zeros into its whole cache, which took half
+of its start."""
+NEEDS_RAY = pytest.mark.skipif(
+    find_spec("ray") is None, reason="Ray is not installed: scripts/setup.sh installs it"
+)
 SERVER_SECONDS = 240.0
 BRIDGE_TIMEOUT = 20.0
-"""Seconds; short, because a test waits for it to pass, and longer than a busy machine holds up a step of an update."""
+"""Seconds; short, because a test waits for it to pass, and longer than a busy machine holds up a
+step of an update."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +54,11 @@ class VllmServer:
     folder: Path
 
     def generate(self, prompt: list[int], **parameters: object) -> dict[str, list]:  # type: ignore[type-arg]
-        response = httpx.post(f"{self.url}/generate", json={"prompt": {"prompt_token_ids": prompt}, **parameters}, timeout=120)
+        response = httpx.post(
+            f"{self.url}/generate",
+            json={"prompt": {"prompt_token_ids": prompt}, **parameters},
+            timeout=120,
+        )
         assert response.status_code == 200, response.text
         answer: dict[str, list] = response.json()  # type: ignore[type-arg]
         return answer
@@ -62,7 +73,9 @@ class VllmServer:
 
 
 def make_tiny_model(folder: Path, seed: int = 0, layers: int = 2) -> Path:
-    """A random Qwen3 of 0.4 M parameters with a tokenizer of single bytes, saved as transformers saves it."""
+    """A random Qwen3 of 0.4 M parameters with a tokenizer of single bytes, saved as transformers
+    saves it.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -83,11 +96,15 @@ def make_tiny_model(folder: Path, seed: int = 0, layers: int = 2) -> Path:
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | {"<|im_start|>": 256, "<|im_end|>": 257}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary | {"<|im_start|>": 256, "<|im_end|>": 257}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -97,7 +114,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vllm_command(model: Path, port: int, *flags: str) -> list[str | Path]:
-    server = [sys.executable, "-u", ROOT / "example_trainer/vllm_api_server.py", "--model", model, "--port", str(port)]
+    server = [
+        sys.executable,
+        "-u",
+        ROOT / "example_trainer/vllm_api_server.py",
+        "--model",
+        model,
+        "--port",
+        str(port),
+    ]
     return [*server, *CACHE, *flags]
 
 
@@ -112,7 +137,11 @@ def start_vllm(
 ) -> VllmServer:
     """Start a server and wait until it generates, or until it answers `ready`."""
     port = free_port()
-    environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else None, "LOGDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = {
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else None,
+        "LOGDIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
     environment["LOCKSTEP_TIMELINE"] = str(folder)
     process = processes.start("vllm", vllm_command(model, port, *flags), environment=environment)
     url = f"http://localhost:{port}"
@@ -129,8 +158,17 @@ def module_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proce
 
 @pytest.fixture(scope="module")
 def server(
-    module_processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    module_processes: Processes,
+    free_port: Callable[[], int],
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> VllmServer:
     """A server that shares its weights, tensor-parallel degree 1."""
     folder = tmp_path_factory.mktemp("vllm")
-    return start_vllm(module_processes, free_port, tiny_model, folder, flags=("--bridge-timeout", str(BRIDGE_TIMEOUT)))
+    return start_vllm(
+        module_processes,
+        free_port,
+        tiny_model,
+        folder,
+        flags=("--bridge-timeout", str(BRIDGE_TIMEOUT)),
+    )

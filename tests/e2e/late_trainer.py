@@ -1,8 +1,10 @@
-"""A trainer of a single copy that stops itself (SIGSTOP) right before its first write, as if it had been swapped out.
+"""A trainer of a single copy that stops itself (SIGSTOP) right before its first write, as if it had
+been swapped out.
 
     python tests/e2e/late_trainer.py PORT MODEL_FOLDER BRIDGE_TIMEOUT
 
-It writes `about to write` before it stops, and `served version 1` when its update has been served after all.
+It writes `about to write` before it stops, and `served version 1` when its update has been served
+after all.
 """
 
 from __future__ import annotations

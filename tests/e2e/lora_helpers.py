@@ -1,4 +1,6 @@
-"""What the tests of LoRA with the real vLLM share: adapters to serve, and what the trainer's own forward pass says of them."""
+"""What the tests of LoRA with the real vLLM share: adapters to serve, and what the trainer's own
+forward pass says of them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.example_trainer.models.textbook import merged_weights
 PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 230)))
 """The last one is longer than a block of the prefix cache, which has 128 tokens on a CPU."""
 TOLERANCE = 2e-5
-"""Largest difference of two float32 logprobs that were computed by different kernels; adapters change them by far more."""
+"""Largest difference of two float32 logprobs that were computed by different kernels; adapters
+change them by far more."""
 CLEARLY = 0.2
 SETTINGS = LoraSettings(8, 16.0, 0.0, TARGETS)
 
@@ -54,14 +57,18 @@ def difference(answer: dict[str, Any], model: Decoder, temperature: float = 1.0)
     """Over every token of an answer: |logprob of vLLM - logprob of the trainer's own forward pass|."""
     worst = 0.0
     for tokens, logprobs in zip(answer["token_ids"], answer["logprobs"], strict=True):
-        served = torch.tensor([position[str(token)] for position, token in zip(logprobs, tokens, strict=True)])
+        served = torch.tensor(
+            [position[str(token)] for position, token in zip(logprobs, tokens, strict=True)]
+        )
         ours = trainer_logprobs(model, answer["prompt_token_ids"], tokens, temperature)
         worst = max(worst, float((served - ours).abs().max()))
     return worst
 
 
 def sample(server: VllmServer, version: int) -> list[dict[str, Any]]:
-    answers = [server.generate(prompt, n=2, max_tokens=12, seed=7, ignore_eos=True) for prompt in PROMPTS]
+    answers = [
+        server.generate(prompt, n=2, max_tokens=12, seed=7, ignore_eos=True) for prompt in PROMPTS
+    ]
     assert all(answer["weight_versions"] == [version, version] for answer in answers)
     return answers
 
@@ -74,7 +81,10 @@ def status(server: VllmServer) -> dict[str, Any]:
 def metric(server: VllmServer, name: str) -> float:
     """Sum of a counter over its labels."""
     text = httpx.get(f"{server.url}/metrics", timeout=30).text
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{\S*)? (\S+)", text, re.MULTILINE))
+    return sum(
+        float(value)
+        for value in re.findall(rf"^{re.escape(name)}(?:{{\S*)? (\S+)", text, re.MULTILINE)
+    )
 
 
 def wait_for_requests(server: VllmServer, count: int) -> None:
@@ -85,4 +95,6 @@ def wait_for_requests(server: VllmServer, count: int) -> None:
 
 
 def load(server: VllmServer, path: Path | str, **body: object) -> httpx.Response:
-    return httpx.post(f"{server.url}/lora/load", json={"path": str(path), "version": 99, **body}, timeout=60)
+    return httpx.post(
+        f"{server.url}/lora/load", json={"path": str(path), "version": 99, **body}, timeout=60
+    )

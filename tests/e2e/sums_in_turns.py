@@ -1,4 +1,5 @@
-"""Two sums in one conversation and a reward for each answer, of which the starter model gets some right.
+"""Two sums in one conversation and a reward for each answer, of which the starter model gets some
+right.
 
 python -m tests.e2e.sums_in_turns serve --env.turn_rewards to_go
 """
@@ -34,7 +35,9 @@ class SumsInTurns(MultiTurnEnv):
         reward = 1.0 if last_boxed(talk.text) == str(talk.item[asked - 1].answer) else -1.0
         if asked == TURNS:
             return Step(reward=reward, done=True)
-        return Step(reward=reward, messages=[{"role": "user", "content": talk.item[asked].question}])
+        return Step(
+            reward=reward, messages=[{"role": "user", "content": talk.item[asked].question}]
+        )
 
 
 if __name__ == "__main__":

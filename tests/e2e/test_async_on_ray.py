@@ -1,4 +1,6 @@
-"""Asynchronous runs on a Ray cluster of several nodes on this machine: what is killed comes back, what is accepted is kept."""
+"""Asynchronous runs on a Ray cluster of several nodes on this machine: what is killed comes back,
+what is accepted is kept.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def dashboard(free_port: Callable[[], int]) -> str:
 
 
 def patient(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """The same question until it is answered: Ray gives a node half a minute to be known, which a busy machine needs alone."""
+    """The same question until it is answered: Ray gives a node half a minute to be known, which a
+    busy machine needs alone.
+    """
 
     def asking(*arguments: Any) -> Any:
         deadline = time.monotonic() + SECONDS
@@ -66,9 +70,9 @@ def cluster(dashboard: str, free_port: Callable[[], int]) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     class OnGivenPorts(Cluster):
-        """A node's agents are told their ports. One that chose them itself would have fifteen seconds to start and to tell, or
-        its node ends, and a busy machine needs longer. Nobody follows the logs of workers, for which Ray looks through all of
-        them again and again."""
+        """A node's agents are told their ports. One that chose them itself would have fifteen
+        seconds to start and to tell, or its node ends, and a busy machine needs longer. Nobody
+        follows the logs of workers, for which Ray looks through all of them again and again."""
 
         def add_node(self, **arguments: Any) -> Any:
             ports = {f"{agent}_port": free_port() for agent in AGENTS}
@@ -77,18 +81,26 @@ def cluster(dashboard: str, free_port: Callable[[], int]) -> Iterator[Any]:
     start_raylet = Node.start_raylet
 
     def start_told(self: Any, *arguments: Any) -> None:
-        """Ray hands all of these ports to the raylet but this one, which it reads from a file that the agent writes."""
+        """Ray hands all of these ports to the raylet but this one, which it reads from a file that
+        the agent writes.
+        """
         port = self.dashboard_agent_listen_port
-        persist_port(self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
+        persist_port(
+            self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, port
+        )
         start_raylet(self, *arguments)
 
-    with contextlib.nullcontext() if FOLDER in os.environ else shared_fork_servers(), pytest.MonkeyPatch.context() as patch:
+    with (
+        contextlib.nullcontext() if FOLDER in os.environ else shared_fork_servers(),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("RAY_worker_niceness", "0")  # in nodes, when they start
         patch.setenv("REPORTER_UPDATE_INTERVAL_MS", "60000")  # of figures that nobody looks at
         patch.setattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S", SECONDS)
         patch.setattr(services, "get_node", patient(services.get_node))
         patch.setattr(Node, "start_raylet", start_told)
-        # Else each node starts a worker for each of its CPUs, in an environment that is no actor's of ours.
+        # Else each node starts a worker for each of its CPUs, in an environment that is no actor's
+        # of ours.
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         arguments = {"num_cpus": 3, "object_store_memory": STORE_BYTES, "include_dashboard": True}
         arguments |= {"dashboard_port": int(dashboard.rpartition(":")[2])}
@@ -124,7 +136,9 @@ class Run:
     ) -> None:
         self.folder, self._processes = folder, processes
         words = [*command, "--folder", folder]
-        self.driver: ManagedProcess = processes.start("driver", words, environment, grace=60, may_finish=True)
+        self.driver: ManagedProcess = processes.start(
+            "driver", words, environment, grace=60, may_finish=True
+        )
 
     @property
     def log(self) -> str:
@@ -158,7 +172,9 @@ class Run:
         for victim in victims:
             os.kill(victim, signal.SIGKILL)
         again = [rf"\[Async\] {role} runs again" for role in (*roles, *actors)]
-        self.wait("all to be back", lambda: all(re.search(line, self.log[before:]) for line in again))
+        self.wait(
+            "all to be back", lambda: all(re.search(line, self.log[before:]) for line in again)
+        )
 
     def ask_service(self, path: str) -> dict[str, Any] | None:
         """What the rollout service answers; None while it does not."""
@@ -174,7 +190,8 @@ class Run:
         return answer
 
     def kill_driver(self, everything: bool = False) -> None:
-        """`kill -9` the driver itself, which may be another process than what was started; wait until all has ended.
+        """`kill -9` the driver itself, which may be another process than what was started; wait
+        until all has ended.
 
         Args:
             everything: every process of every role too, so that nobody is told to end.
@@ -205,12 +222,24 @@ class Run:
 def test_what_is_killed_comes_back_and_nothing_accepted_is_lost(
     cluster: Any, dashboard: str, processes: Processes, tmp_path: Path
 ) -> None:
-    """Light roles beside the real service. The first driver is killed; the next is handed in as a job, as docs/async.md has it:
-    from a copy of this repository."""
-    cpus = {"service_cpus": 0.1, "generator_cpus": 1, "environment_cpus": 0.5, "reference_cpus": 0.1, "trainer_cpus": 1}
+    """Light roles beside the real service. The first driver is killed; the next is handed in as a
+    job, as docs/async.md has it: from a copy of this repository."""
+    cpus = {
+        "service_cpus": 0.1,
+        "generator_cpus": 1,
+        "environment_cpus": 0.5,
+        "reference_cpus": 0.1,
+        "trainer_cpus": 1,
+    }
     several = {"generators": 2, "reference_workers": 1}
     sections = {
-        "orchestration": {"device": "cpu", "restart_delay": 0.2, "steady_seconds": 5, **several, **cpus},
+        "orchestration": {
+            "device": "cpu",
+            "restart_delay": 0.2,
+            "steady_seconds": 5,
+            **several,
+            **cpus,
+        },
         "inference": {"environment": "arithmetic"},
         "training": {"model_name": str(ROOT / "assets/starter_model"), "kl_coef": 0.01},
         "logging": {"timeline": False},
@@ -232,7 +261,16 @@ def test_what_is_killed_comes_back_and_nothing_accepted_is_lost(
     run.kill_driver()
     assert len(numbers(run.folder / "saved")) == 1  # the trainer had time to end
 
-    submit = [Path(sys.executable).with_name("ray"), "job", "submit", "--address", dashboard, "--working-dir", ROOT, "--"]
+    submit = [
+        Path(sys.executable).with_name("ray"),
+        "job",
+        "submit",
+        "--address",
+        dashboard,
+        "--working-dir",
+        ROOT,
+        "--",
+    ]
     run = Run(processes, tmp_path / "run", [*submit, *drive])
     progress()
     run.kill(["environment-1", "trainer"], actors=["generator-2", "service"])
@@ -245,7 +283,15 @@ def test_what_is_killed_comes_back_and_nothing_accepted_is_lost(
     third = cluster.add_node(num_cpus=3, object_store_memory=STORE_BYTES)
     cluster.remove_node(second, allow_graceful=False)
     run.wait("the loss to be seen", lambda: "its node is lost" in run.log)
-    everything = {"service", "generator-1", "generator-2", "environment-1", "environment-2", "reference-1", "trainer"}
+    everything = {
+        "service",
+        "generator-1",
+        "generator-2",
+        "environment-1",
+        "environment-2",
+        "reference-1",
+        "trainer",
+    }
     run.wait("all to be up again", lambda: all(run.up(role) for role in everything))
     progress()
 
@@ -271,31 +317,54 @@ def steps_of(run: Run) -> list[int]:
     return [row["step"] for row in json_rows(run.folder / "trainer" / "metrics.jsonl")]
 
 
-def test_what_a_lost_node_had_comes_back_on_another(cluster: Any, processes: Processes, tmp_path: Path) -> None:
-    """Every kind of role: the weights come by way of a parameter server. The trainer has two ranks, which it starts itself, and
-    no reference of its own. The node goes with vLLM's server and its environment on it; reference worker and parameter server
-    are killed in the same moment, wherever they are."""
+def test_what_a_lost_node_had_comes_back_on_another(
+    cluster: Any, processes: Processes, tmp_path: Path
+) -> None:
+    """Every kind of role: the weights come by way of a parameter server. The trainer has two ranks,
+    which it starts itself, and no reference of its own. The node goes with vLLM's server and its
+    environment on it; reference worker and parameter server are killed in the same moment, wherever
+    they are."""
     sections = yaml.safe_load((CONFIGS / "arithmetic_async_cpu.yaml").read_text())
-    sections["orchestration"] |= {"reference_workers": 1, "parameter_servers": 1, "trainer_ranks": 2}
+    sections["orchestration"] |= {
+        "reference_workers": 1,
+        "parameter_servers": 1,
+        "trainer_ranks": 2,
+    }
     sections["orchestration"] |= {"reference_cpus": 0.1, "parameter_server_cpus": 0.1}
     # The head, of three CPUs, has no room for a generator with its environment beside the service.
-    sections["orchestration"] |= {"service_cpus": 1.5, "generator_cpus": 0.9, "environment_cpus": 0.8}
-    sections["inference"] |= {"server_args": list(CACHE), "max_response_tokens": 48, "max_model_length": 256}
+    sections["orchestration"] |= {
+        "service_cpus": 1.5,
+        "generator_cpus": 0.9,
+        "environment_cpus": 0.8,
+    }
+    sections["inference"] |= {
+        "server_args": list(CACHE),
+        "max_response_tokens": 48,
+        "max_model_length": 256,
+    }
     sections["training"] |= {"kl_coef": 0.01, "batch_size": 16, "seq_len": 256}
     config = tmp_path / "all-roles.yaml"
     config.write_text(yaml.safe_dump(sections))
     lost = cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
     run = real_run(cluster, processes, tmp_path / "run", config, STEPS)
     run.wait("a step", lambda: bool(steps_of(run)))
-    logs, roles = run.folder / "logs", ("generator-1", "environment-1", "reference-1", "parameter-server-1")
+    logs, roles = (
+        run.folder / "logs",
+        ("generator-1", "environment-1", "reference-1", "parameter-server-1"),
+    )
     cluster.remove_node(lost, allow_graceful=False)
     for victim in holders("1", lambda path: path in [logs / f"{role}.log" for role in roles]):
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-    run.wait("the loss to be seen", lambda: bool(re.search(r"\[Async\] generator-1 .*; it is started again", run.log)))
+    run.wait(
+        "the loss to be seen",
+        lambda: bool(re.search(r"\[Async\] generator-1 .*; it is started again", run.log)),
+    )
     before = steps_of(run)[-1]
     other = cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
-    run.wait("all to be back", lambda: all(f"[Async] {role} runs again" in run.log for role in roles))
+    run.wait(
+        "all to be back", lambda: all(f"[Async] {role} runs again" in run.log for role in roles)
+    )
     run.finish()
     cluster.remove_node(other)
     assert steps_of(run) == list(range(1, STEPS + 1))
@@ -311,25 +380,38 @@ def test_what_a_lost_node_had_comes_back_on_another(cluster: Any, processes: Pro
 def test_a_run_in_turns_that_is_killed_whole_goes_on_as_if_it_were_not(
     cluster: Any, processes: Processes, tmp_path: Path
 ) -> None:
-    """As docs/async.md has it. What makes up a batch, and every bit of the weights: one run is left alone, of the other every
-    process is killed when it has a part of its second batch."""
+    """As docs/async.md has it. What makes up a batch, and every bit of the weights: one run is left
+    alone, of the other every process is killed when it has a part of its second batch."""
     sections = yaml.safe_load((CONFIGS / "arithmetic_sync_cpu.yaml").read_text())
     sections["orchestration"]["exact_resume"] = True
     del sections["inference"]["max_sequences"]
-    sections["inference"] |= {"group_size": 4, "max_response_tokens": 24, "max_model_length": 256, "server_args": list(CACHE)}
+    sections["inference"] |= {
+        "group_size": 4,
+        "max_response_tokens": 24,
+        "max_model_length": 256,
+        "server_args": list(CACHE),
+    }
     sections["training"] |= {"batch_size": 16, "seq_len": 256, "checkpoint_interval": 1, "lr": 1e-3}
     config = tmp_path / "exact.yaml"
     config.write_text(yaml.safe_dump(sections))
 
     def learned(run: Run) -> tuple[dict[int, tuple[str, float, int]], str]:
-        """Of each step the weights' checksum, the mean reward and the tokens, and the last weights' digest."""
+        """Of each step the weights' checksum, the mean reward and the tokens, and the last weights'
+        digest.
+        """
         run.finish()
         rows = json_rows(run.folder / "trainer" / "metrics.jsonl")
         assert [row["step"] for row in rows] == [1, 2]
-        assert re.search(r"\[Async\] step 2/2  reward \S+  success \S+ %  \d+ tok/s  staleness 0\.0 \(max 0\)", run.log)
+        assert re.search(
+            r"\[Async\] step 2/2  reward \S+  success \S+ %  \d+ tok/s  staleness 0\.0 \(max 0\)",
+            run.log,
+        )
         assert [0 <= row["success_rate"] <= 1 for row in rows] == [True, True]
         weights = (run.folder / "checkpoints" / "step_2" / "model.safetensors").read_bytes()
-        learned = {row["weight_version"]: (row["checksum"], row["reward_mean"], row["tokens"]) for row in rows}
+        learned = {
+            row["weight_version"]: (row["checksum"], row["reward_mean"], row["tokens"])
+            for row in rows
+        }
         return learned, hashlib.sha256(weights).hexdigest()
 
     expected = learned(real_run(cluster, processes, tmp_path / "whole", config, 2))
@@ -338,14 +420,21 @@ def test_a_run_in_turns_that_is_killed_whole_goes_on_as_if_it_were_not(
 
     def half_a_batch() -> bool:
         stats = run.ask_service("/stats")
-        return bool(stats and stats["trainer_version"] == 1 and 0 < stats["queue"]["groups"] < 4 and not stats["leases"])
+        return bool(
+            stats
+            and stats["trainer_version"] == 1
+            and 0 < stats["queue"]["groups"] < 4
+            and not stats["leases"]
+        )
 
     run.wait("half a batch", half_a_batch)
     run.kill_driver(everything=True)
     assert learned(real_run(cluster, processes, tmp_path / "killed", config, 2)) == expected
 
 
-def test_a_run_that_the_cluster_cannot_hold_is_one_line(cluster: Any, processes: Processes, tmp_path: Path) -> None:
+def test_a_run_that_the_cluster_cannot_hold_is_one_line(
+    cluster: Any, processes: Processes, tmp_path: Path
+) -> None:
     """Typed as docs/async.md has it, and refused by what Ray says of its nodes."""
     config = tmp_path / "large.yaml"
     shipped = (ROOT / "example_trainer/configs/arithmetic_async_cpu.yaml").read_text()
@@ -355,6 +444,11 @@ def test_a_run_that_the_cluster_cannot_hold_is_one_line(cluster: Any, processes:
     driver = processes.start("driver", words, environment)
     assert driver.guard.wait(SECONDS) == 1
     processes.supervisor.processes.remove(driver)
-    (line,) = [line for line in driver.log_path.read_text().splitlines() if line.startswith("ERROR")]
-    assert re.search(r" the cluster cannot place generator-\d+: it asks 0.8 CPU on one node, after \d+ of 52 ", line)
+    (line,) = [
+        line for line in driver.log_path.read_text().splitlines() if line.startswith("ERROR")
+    ]
+    assert re.search(
+        r" the cluster cannot place generator-\d+: it asks 0.8 CPU on one node, after \d+ of 52 ",
+        line,
+    )
     assert left(tmp_path / "run") == []

@@ -43,9 +43,20 @@ with private_files():
 
 def test_it_listens_on_loopback_alone_and_its_token_is_private(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
+    environment |= {
+        "HOME": str(tmp_path),
+        "RAY_AUTH_MODE": "token",
+        "PYTHONPATH": str(ROOT),
+        "RAY_worker_niceness": "0",
+    }
     run = subprocess.run(
-        [sys.executable, "-c", STARTED], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", STARTED],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     told = json.loads(run.stdout.splitlines()[-1])

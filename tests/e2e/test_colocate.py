@@ -1,4 +1,6 @@
-"""A trainer and a real vLLM that take turns: one copy of the weights, and the keys' and values' memory handed to and fro."""
+"""A trainer and a real vLLM that take turns: one copy of the weights, and the keys' and values'
+memory handed to and fro.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,16 @@ from vllm_patching.protocol.writers import Writer
 pytestmark = pytest.mark.e2e
 
 
-def test_turns(processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path) -> None:
-    flags = ("--colocate", "--bridge-timeout", str(BRIDGE_TIMEOUT), "--num-gpu-blocks-override", "1024")
+def test_turns(
+    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = (
+        "--colocate",
+        "--bridge-timeout",
+        str(BRIDGE_TIMEOUT),
+        "--num-gpu-blocks-override",
+        "1024",
+    )
     server = start_vllm(processes, free_port, tiny_model, tmp_path, flags=flags)
     bridge = SingleCopyBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT), colocate=True)
     dtype = bridge.serving_dtype()
@@ -46,7 +56,10 @@ def test_turns(processes: Processes, free_port: Callable[[], int], tiny_model: P
 
     def request(prompt: list[int], tokens: int) -> threading.Thread:
         thread = threading.Thread(
-            target=lambda: answers.append(server.generate(prompt, max_tokens=tokens, ignore_eos=True)), daemon=True
+            target=lambda: answers.append(
+                server.generate(prompt, max_tokens=tokens, ignore_eos=True)
+            ),
+            daemon=True,
         )
         thread.start()
         return thread
@@ -66,10 +79,16 @@ def test_turns(processes: Processes, free_port: Callable[[], int], tiny_model: P
         assert not answers
     assert server.state()["turn"] == "sampling"
     assert bridge.turn_figures["freed_bytes"] == bridge.lent_bytes
-    assert bridge.turn_figures["seconds"] > bridge.turn_figures["rest"] + bridge.turn_figures["wake"] > 0
+    assert (
+        bridge.turn_figures["seconds"]
+        > bridge.turn_figures["rest"] + bridge.turn_figures["wake"]
+        > 0
+    )
     for thread in (running, waiting):
         thread.join(120)
-    versions = sorted([version for version, _ in answer["weight_version_spans"][0]] for answer in answers)
+    versions = sorted(
+        [version for version, _ in answer["weight_version_spans"][0]] for answer in answers
+    )
     assert versions == [[0, 1], [1]], "one went on, the other began after the turn"
     assert largest_difference(server, model) < TOLERANCE
 
@@ -90,7 +109,9 @@ def test_turns(processes: Processes, free_port: Callable[[], int], tiny_model: P
     client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
     dying = subprocess.Popen(["sleep", "600"])
     try:
-        epoch = client.init("single_copy", shapes_of(model), writers=[writer_of(dying.pid)])["epoch"]
+        epoch = client.init("single_copy", shapes_of(model), writers=[writer_of(dying.pid)])[
+            "epoch"
+        ]
         assert client.call("/turns/rest", {"epoch": epoch})["turn"] == "training"
         with pytest.raises(BridgeError, match="has had its turn on this GPU"):
             bridge.connect(model)
@@ -114,9 +135,13 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 
 def running_requests(server: VllmServer) -> float:
-    """Requests that have taken part in a step, by vLLM's own count, which stands still with the engine."""
+    """Requests that have taken part in a step, by vLLM's own count, which stands still with the
+    engine.
+    """
     lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")
+    )
 
 
 def in_flight(server: VllmServer) -> int:

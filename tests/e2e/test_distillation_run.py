@@ -1,4 +1,6 @@
-"""A student trains on what a teacher says of its samples, all processes real; the teacher is killed and started again."""
+"""A student trains on what a teacher says of its samples, all processes real; the teacher is killed
+and started again.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,15 @@ def make_teacher(folder: Path) -> Path:
     shutil.copytree(STARTER, folder)
     generator = torch.Generator().manual_seed(0)
     weights = load_file(folder / "model.safetensors")
-    noise = {n: torch.randn(w.shape, generator=generator) * 0.3 * w.float().std() for n, w in weights.items() if w.dim() == 2}
-    moved = {name: (weight + noise[name].to(weight.dtype) if name in noise else weight) for name, weight in weights.items()}
+    noise = {
+        n: torch.randn(w.shape, generator=generator) * 0.3 * w.float().std()
+        for n, w in weights.items()
+        if w.dim() == 2
+    }
+    moved = {
+        name: (weight + noise[name].to(weight.dtype) if name in noise else weight)
+        for name, weight in weights.items()
+    }
     save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -45,19 +54,37 @@ def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
 
     def start_teacher() -> Any:
         command = vllm_command(teacher_model, ports["teacher"], "--max-model-len", "256")
-        return processes.start("teacher", command, {"VLLM_ENABLE_SHARED_WEIGHTS": None, "OMP_NUM_THREADS": "1"})
+        return processes.start(
+            "teacher", command, {"VLLM_ENABLE_SHARED_WEIGHTS": None, "OMP_NUM_THREADS": "1"}
+        )
 
     teacher = start_teacher()
     command = vllm_command(STARTER, ports["student"], "--max-model-len", "256")
-    environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = {
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        "LOGDIR": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
     processes.start("student", command, environment)
     processes.start_service(ports["service"])
     sender = processes.start(
         "environment",
         [
-            *(sys.executable, ROOT / "environments/arithmetic_server.py", "--env.teacher_url", urls["teacher"]),
+            *(
+                sys.executable,
+                ROOT / "environments/arithmetic_server.py",
+                "--env.teacher_url",
+                urls["teacher"],
+            ),
             *("--env.rollout_server_url", urls["service"], "--openai.base_url", urls["student"]),
-            *("--env.group_size", "4", "--env.max_token_length", "24", "--env.seed_rollouts", "true"),
+            *(
+                "--env.group_size",
+                "4",
+                "--env.max_token_length",
+                "24",
+                "--env.seed_rollouts",
+                "true",
+            ),
             *("--env.data_path_to_save_groups", tmp_path / "groups.jsonl", "--env.eval_size", "2"),
         ],
         may_finish=True,
@@ -68,17 +95,50 @@ def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
         "trainer",
         [
             *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER),
-            *("--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", str(ports["student"])),
-            *("--atropos-url", urls["service"], "--advantages", "zero", "--distill-coef", "1", "--lr", "1e-4"),
-            *("--training-steps", str(STEPS), "--batch-size", "16", "--gradient-accumulation-steps", "1"),
-            *("--seq-len", "256", "--save-path", tmp_path / "checkpoints", "--log-dir", log, "--num-threads", "1"),
+            *(
+                "--weight-bridge-mode",
+                "shared_vllm",
+                "--single-copy",
+                "--vllm-port",
+                str(ports["student"]),
+            ),
+            *(
+                "--atropos-url",
+                urls["service"],
+                "--advantages",
+                "zero",
+                "--distill-coef",
+                "1",
+                "--lr",
+                "1e-4",
+            ),
+            *(
+                "--training-steps",
+                str(STEPS),
+                "--batch-size",
+                "16",
+                "--gradient-accumulation-steps",
+                "1",
+            ),
+            *(
+                "--seq-len",
+                "256",
+                "--save-path",
+                tmp_path / "checkpoints",
+                "--log-dir",
+                log,
+                "--num-threads",
+                "1",
+            ),
         ],
     )
 
     def rows() -> list[dict[str, Any]]:
         return json_rows(log / "metrics.jsonl")
 
-    processes.wait_until("two steps", lambda: None if len(rows()) >= STEPS_BEFORE else f"{len(rows())} steps", 240)
+    processes.wait_until(
+        "two steps", lambda: None if len(rows()) >= STEPS_BEFORE else f"{len(rows())} steps", 240
+    )
     processes.kill(teacher)
     processes.wait_for_text(sender, f"waiting for teacher at {urls['teacher']}", 180)
     start_teacher()
@@ -96,11 +156,16 @@ def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
     sequences = []
     for group in groups:
         for tokens, mask, ids, logprobs in zip(
-            *(group[name] for name in ("tokens", "masks", "distill_token_ids", "distill_logprobs")), strict=True
+            *(group[name] for name in ("tokens", "masks", "distill_token_ids", "distill_logprobs")),
+            strict=True,
         ):
             sampled = [at for at, token in enumerate(mask) if token != NOT_TRAINED]
             assert [at for at, entry in enumerate(ids) if entry] == sampled
             assert [ids[at] for at in sampled] == [[tokens[at]] for at in sampled]
-            sequences.append((tokens, sampled[0], torch.tensor([logprobs[at][0] for at in sampled])))
+            sequences.append(
+                (tokens, sampled[0], torch.tensor([logprobs[at][0] for at in sampled]))
+            )
     for tokens, prompt, said in sequences[:4] + sequences[-4:]:  # before the teacher died and after
-        torch.testing.assert_close(said, trainer_logprobs(its_model, tokens[:prompt], tokens[prompt:]), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            said, trainer_logprobs(its_model, tokens[:prompt], tokens[prompt:]), rtol=0, atol=1e-4
+        )

@@ -1,7 +1,8 @@
-"""The code, the judge and the calculator environment and one of several turns through the real stack, in one run. The model
-has never seen code, and solves nothing; with credit for form, and a judge that likes every second answer, it still has
-something to learn. Now and then it asks the calculator, and is right: nothing else can make the answers to one of its problems
-differ. Of the conversations each turn has a reward of its own, so their groups bring their own advantages."""
+"""The code, the judge and the calculator environment and one of several turns through the real
+stack, in one run. The model has never seen code, and solves nothing; with credit for form, and a
+judge that likes every second answer, it still has something to learn. Now and then it asks the
+calculator, and is right: nothing else can make the answers to one of its problems differ. Of the
+conversations each turn has a reward of its own, so their groups bring their own advantages."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ MODEL = ROOT / "assets" / "calculator_model"
 STEPS = 2
 BATCH = 32
 GROUPS = {"code": 4, "judge": 4, "turns": 4, "calculator": 8}
-"""Answers to one problem. One in twelve or so asks the calculator, so that it takes more of them until some differ.
-Each environment has a quarter of a batch."""
+"""Answers to one problem. One in twelve or so asks the calculator, so that it takes more of them
+until some differ. Each environment has a quarter of a batch."""
 
 
-def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], tmp_path: Path) -> None:
+def test_all_are_trained_on(
+    processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
     server = start_vllm(processes, free_port, MODEL, tmp_path)
     port = free_port()
     service = processes.start_service(port)
@@ -37,8 +40,20 @@ def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], 
     def environment(name: str, where: Sequence[str | Path], *flags: str | Path) -> ManagedProcess:
         words = [
             *(sys.executable, *where, "serve", "--openai.base_url", f"{server.url}/v1"),
-            *("--env.rollout_server_url", f"http://localhost:{port}", "--env.max_token_length", "24"),
-            *("--env.group_size", str(GROUPS[name]), "--env.min_batch_allocation", "0.25", "--env.steps_per_eval", "1"),
+            *(
+                "--env.rollout_server_url",
+                f"http://localhost:{port}",
+                "--env.max_token_length",
+                "24",
+            ),
+            *(
+                "--env.group_size",
+                str(GROUPS[name]),
+                "--env.min_batch_allocation",
+                "0.25",
+                "--env.steps_per_eval",
+                "1",
+            ),
             *("--env.metrics_path", tmp_path / f"{name}.jsonl", *flags),
         ]
         return processes.start(name, words, may_finish=True)
@@ -48,8 +63,12 @@ def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], 
         few = ("--env.eval_size", "4")
         groups = tmp_path / "groups.jsonl"
         running = {
-            "code": environment("code", [ROOT / "environments/code_server.py"], *few, "--env.format_reward", "1.0"),
-            "judge": environment("judge", [ROOT / "environments/judge_server.py"], *few, "--env.judge_url", judge.url),
+            "code": environment(
+                "code", [ROOT / "environments/code_server.py"], *few, "--env.format_reward", "1.0"
+            ),
+            "judge": environment(
+                "judge", [ROOT / "environments/judge_server.py"], *few, "--env.judge_url", judge.url
+            ),
             "turns": environment(
                 "turns",
                 ["-m", "tests.e2e.sums_in_turns"],
@@ -58,14 +77,29 @@ def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], 
                 "--env.data_path_to_save_groups",
                 groups,
             ),
-            "calculator": environment("calculator", [ROOT / "environments/calculator_server.py"], *few),
+            "calculator": environment(
+                "calculator", [ROOT / "environments/calculator_server.py"], *few
+            ),
         }
         trainer = processes.start(
             "trainer",
             [
                 *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", MODEL),
-                *("--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", str(server.port)),
-                *("--atropos-url", f"http://localhost:{port}", "--lr", "1e-4", "--training-steps", str(STEPS)),
+                *(
+                    "--weight-bridge-mode",
+                    "shared_vllm",
+                    "--single-copy",
+                    "--vllm-port",
+                    str(server.port),
+                ),
+                *(
+                    "--atropos-url",
+                    f"http://localhost:{port}",
+                    "--lr",
+                    "1e-4",
+                    "--training-steps",
+                    str(STEPS),
+                ),
                 *("--batch-size", str(BATCH // 2), "--gradient-accumulation-steps", "2"),
                 *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer"),
             ],
@@ -74,28 +108,49 @@ def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], 
         for process in running.values():
             processes.finish(process, 120)
         assert judge.asked
-    rows = [json.loads(line) for line in (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["grad_norm"] > 0 for row in rows)
     for name, process in running.items():
         noted = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        assert sum(row.get("train/items_sent_to_api", 0) for row in noted) * GROUPS[name] >= BATCH // 4 * STEPS
+        assert (
+            sum(row.get("train/items_sent_to_api", 0) for row in noted) * GROUPS[name]
+            >= BATCH // 4 * STEPS
+        )
         log = process.log_path.read_text()
         assert f"evaluation of {'sums_in_turns' if name == 'turns' else name}: " in log
-        # What the model writes as a tool's argument may be none: that is said once, with where it was raised.
+        # What the model writes as a tool's argument may be none: that is said once, with where it
+        # was raised.
         assert log.count("Traceback") == log.count("a tool call went wrong (raised")
         if name == "code":
-            assert max(row.get("train/code_crash", 0) for row in noted) > 0.5, "what this model writes is no Python"
+            assert max(row.get("train/code_crash", 0) for row in noted) > 0.5, (
+                "what this model writes is no Python"
+            )
         if name == "calculator":
             assert 0 < max(row.get("train/tool_use", 0) for row in noted) < 1
     posted = [json.loads(line) for line in groups.read_text().splitlines()]
-    turns = [of_turns(*row) for group in posted for row in zip(group["masks"], group["advantages"], strict=True)]
-    assert all(len(set(turn)) == 1 for row in turns for turn in row), "all tokens of a turn answer for the same"
-    assert any(len(row) == 2 and row[0][0] != row[1][0] for row in turns), "and two turns of one conversation need not"
+    turns = [
+        of_turns(*row)
+        for group in posted
+        for row in zip(group["masks"], group["advantages"], strict=True)
+    ]
+    assert all(len(set(turn)) == 1 for row in turns for turn in row), (
+        "all tokens of a turn answer for the same"
+    )
+    assert any(len(row) == 2 and row[0][0] != row[1][0] for row in turns), (
+        "and two turns of one conversation need not"
+    )
     assert service.poll() is None
 
 
 def of_turns(mask: list[int], advantages: list[float]) -> list[list[float]]:
     """The advantages of the tokens of each turn; what was not sampled has none."""
-    assert all(advantage == 0 for token, advantage in zip(mask, advantages, strict=True) if token == PROMPT_MASK)
+    assert all(
+        advantage == 0
+        for token, advantage in zip(mask, advantages, strict=True)
+        if token == PROMPT_MASK
+    )
     return [advantages[begin:end] for begin, end in sampled_runs(mask)]

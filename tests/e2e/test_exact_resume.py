@@ -1,8 +1,10 @@
-"""Runs of the whole stack that are the same run: after each step the same rollouts and the same weights, bit for bit.
+"""Runs of the whole stack that are the same run: after each step the same rollouts and the same
+weights, bit for bit.
 
-One run is repeated with the same seed, and one has every process killed by `kill -9` and is resumed. Deterministic mode needs a
-GPU. Here vLLM computes one sequence at a time, so that nothing depends on what else is in a batch; what is tested is the rest:
-problems, seeds, which groups make up a batch, and the order in which they are trained on.
+One run is repeated with the same seed, and one has every process killed by `kill -9` and is
+resumed. Deterministic mode needs a GPU. Here vLLM computes one sequence at a time, so that nothing
+depends on what else is in a batch; what is tested is the rest: problems, seeds, which groups make
+up a batch, and the order in which they are trained on.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STARTER = ROOT / "assets" / "starter_model"
 STEPS = 2
-FLAGS = ("--max-num-seqs", "1", "--no-enable-prefix-caching", "--max-model-len", "256", "--enforce-eager")
+FLAGS = (
+    "--max-num-seqs",
+    "1",
+    "--no-enable-prefix-caching",
+    "--max-model-len",
+    "256",
+    "--enforce-eager",
+)
 SEEDED = ("--env.seed_rollouts", "true", "--env.max_batches_offpolicy", "0")
 EXACT = ("--env.exact_resume", "true")
 
@@ -45,15 +54,47 @@ class Stack:
     def start(self, *resume: str) -> None:
         service = f"http://127.0.0.1:{self.port}"
         store = ["--port", str(self.port), "--store", self.folder / "rollouts.db"]
-        self.service = self.processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", *store])
+        self.service = self.processes.start(
+            "service", [sys.executable, "-m", "atroposlib.cli.run_api", *store]
+        )
         self.processes.wait_for_http(service, seconds=180)
         self.trainer = self.processes.start(
             "trainer",
             [
-                *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-3"),
-                *("--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", str(self.vllm.port)),
-                *("--atropos-url", service, "--training-steps", str(self.steps), "--batch-size", "8", "--seq-len", "256"),
-                *("--gradient-accumulation-steps", "2", "--max-staleness", "0", "--num-threads", "1"),
+                *(
+                    sys.executable,
+                    "-u",
+                    ROOT / "example_trainer/grpo.py",
+                    "--model-name",
+                    STARTER,
+                    "--lr",
+                    "1e-3",
+                ),
+                *(
+                    "--weight-bridge-mode",
+                    "shared_vllm",
+                    "--single-copy",
+                    "--vllm-port",
+                    str(self.vllm.port),
+                ),
+                *(
+                    "--atropos-url",
+                    service,
+                    "--training-steps",
+                    str(self.steps),
+                    "--batch-size",
+                    "8",
+                    "--seq-len",
+                    "256",
+                ),
+                *(
+                    "--gradient-accumulation-steps",
+                    "2",
+                    "--max-staleness",
+                    "0",
+                    "--num-threads",
+                    "1",
+                ),
                 *("--save-path", self.folder / "checkpoints", "--log-dir", self.folder / "logs"),
                 *("--checkpoint-interval", "1", "--keep-checkpoints", "1", *resume),
             ],
@@ -63,22 +104,41 @@ class Stack:
         self.environment = self.processes.start(
             "environment",
             [
-                *(sys.executable, ROOT / "environments/arithmetic_server.py", "serve", "--env.rollout_server_url", service),
+                *(
+                    sys.executable,
+                    ROOT / "environments/arithmetic_server.py",
+                    "serve",
+                    "--env.rollout_server_url",
+                    service,
+                ),
                 *("--env.group_size", "4", "--env.max_token_length", "24", *self.environment_flags),
-                *("--openai.base_url", f"http://localhost:{self.vllm.port}", "--openai.server_type", "vllm"),
+                *(
+                    "--openai.base_url",
+                    f"http://localhost:{self.vllm.port}",
+                    "--openai.server_type",
+                    "vllm",
+                ),
             ],
             may_finish=True,
         )
 
     def kill(self) -> None:
-        everyone: list[ManagedProcess] = [self.service, self.environment, self.trainer, self.vllm.process]
+        everyone: list[ManagedProcess] = [
+            self.service,
+            self.environment,
+            self.trainer,
+            self.vllm.process,
+        ]
         for process in everyone:
             self.processes.kill(process)
 
     def learned(self) -> dict[int, tuple[str, float, int]]:
         """Of each step of the present weights: their checksum, the mean reward and the tokens."""
         rows = json_rows(self.folder / "logs" / "metrics.jsonl")
-        return {row["weight_version"]: (row["checksum"], row["reward_mean"], row["tokens"]) for row in rows}
+        return {
+            row["weight_version"]: (row["checksum"], row["reward_mean"], row["tokens"])
+            for row in rows
+        }
 
     def stats(self) -> dict[str, Any]:
         answer: dict[str, Any] = httpx.get(f"http://127.0.0.1:{self.port}/stats", timeout=30).json()
@@ -90,8 +150,12 @@ class Stack:
         for process in (self.environment, self.service):
             self.processes.stop(process)
         assert self.learned().keys() == set(range(1, self.steps + 1))
-        weights = (self.folder / "checkpoints" / f"step_{self.steps}" / "model.safetensors").read_bytes()
-        return self.learned(), hashlib.sha256(weights).hexdigest()  # pytest would look for minutes where megabytes differ
+        weights = (
+            self.folder / "checkpoints" / f"step_{self.steps}" / "model.safetensors"
+        ).read_bytes()
+        return self.learned(), hashlib.sha256(
+            weights
+        ).hexdigest()  # pytest would look for minutes where megabytes differ
 
 
 def test_runs_of_one_seed_are_the_same_killed_or_not(
@@ -109,16 +173,23 @@ def test_runs_of_one_seed_are_the_same_killed_or_not(
     learned = expected[0]
     assert len({checksum for checksum, *_ in learned.values()}) == STEPS
     again, _ = stack("again", *SEEDED, steps=2).finish()
-    assert again == {step: learned[step] for step in again}, "the order is kept too, but nothing was killed"
+    assert again == {step: learned[step] for step in again}, (
+        "the order is kept too, but nothing was killed"
+    )
     unseeded, _ = stack("unseeded", *SEEDED[2:], steps=1).finish()
     assert unseeded[1] != learned[1], "if any two runs were equal, this would prove nothing"
 
     killed = stack("killed", *EXACT)
 
-    # When a step has been taken, and a part of the next batch is at the service while the rest of it is being sampled.
+    # When a step has been taken, and a part of the next batch is at the service while the rest of
+    # it is being sampled.
     def half_a_batch() -> str | None:
         stats = killed.stats()
-        there = stats["trainer_version"] >= 1 and 0 < stats["queue"]["groups"] < 4 and not stats["leases"]
+        there = (
+            stats["trainer_version"] >= 1
+            and 0 < stats["queue"]["groups"] < 4
+            and not stats["leases"]
+        )
         return None if there else f"version {stats['trainer_version']}, {stats['queue']}"
 
     processes.wait_until("half a batch", half_a_batch, 180)

@@ -1,4 +1,6 @@
-"""A trainer and light servers on three hosts: links that are cut for long, that are slow, and servers that come later."""
+"""A trainer and light servers on three hosts: links that are cut for long, that are slow, and
+servers that come later.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ class Hosts:
 
     @contextmanager
     def training(self, transfer: str, **options: Any) -> Iterator[Trainer]:
-        """Of all servers, from the trainer's host. One that came late, on a machine that is busy, is waited for."""
+        """Of all servers, from the trainer's host.
+
+        One that came late, on a machine that is busy, is waited for.
+        """
         with ExitStack() as stack:
             places = [server.place for server in self.servers.values()]
             block = training(places, transfer, self.free_port(), bucket=BUCKET, **options)
@@ -63,7 +68,9 @@ class Hosts:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, free_port: Callable[[], int]) -> Iterator[Hosts]:
+def three(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, free_port: Callable[[], int]
+) -> Iterator[Hosts]:
     folder = tmp_path_factory.mktemp("hosts")
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -93,24 +100,46 @@ def servers(three: Hosts) -> list[LightServer]:
     return list(three.servers.values())
 
 
-def test_a_fleet_grows_under_a_real_trainer(three: Hosts, processes: Processes, tiny_model: Path, tmp_path: Path) -> None:
-    """It waits for servers on two hosts, takes a third one in while it waits for rollouts, and sends its last step to all."""
-    first, second = (replace(server, bucket=0) for server in three.servers.values())  # as the trainer's
+def test_a_fleet_grows_under_a_real_trainer(
+    three: Hosts, processes: Processes, tiny_model: Path, tmp_path: Path
+) -> None:
+    """It waits for servers on two hosts, takes a third one in while it waits for rollouts, and
+    sends its last step to all.
+    """
+    first, second = (
+        replace(server, bucket=0) for server in three.servers.values()
+    )  # as the trainer's
     first.start()
     service, on_trainer = "http://127.0.0.1:8000", three.trainer.calling
     start, host = processes.start, three.trainer
     stored = ("--port", "8000", "--store", tmp_path / "rollouts.db")
-    start("service", host.command(sys.executable, "-m", "atroposlib.cli.run_api", *stored, directory=ROOT))
+    start(
+        "service",
+        host.command(sys.executable, "-m", "atroposlib.cli.run_api", *stored, directory=ROOT),
+    )
     flags = f"""--weight-bridge-mode shared_vllm --use-shared-memory --vllm-servers server-a:{PORT},server-b:{PORT}
         --server-patience 1 --atropos-url {service} --training-steps 2 --batch-size 1 --gradient-accumulation-steps 4
         --seq-len 64 --num-threads 1""".split()
     folders = ["--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "logs"]
-    command = [sys.executable, ROOT / "example_trainer/grpo.py", "--model-name", tiny_model, *flags, *folders]
+    command = [
+        sys.executable,
+        ROOT / "example_trainer/grpo.py",
+        "--model-name",
+        tiny_model,
+        *flags,
+        *folders,
+    ]
     environment = {"NUM_INFERENCE_NODES": "2", "MASTER_ADDR": None, "MASTER_PORT": None}
-    trainer = start("trainer", host.command(*command, directory=tmp_path), environment, may_finish=True)
+    trainer = start(
+        "trainer", host.command(*command, directory=tmp_path), environment, may_finish=True
+    )
 
     def post(path: str, body: Any) -> None:
-        on_trainer(lambda: httpx.post(service + path, json=body, timeout=SOON, trust_env=False).raise_for_status())
+        on_trainer(
+            lambda: httpx.post(
+                service + path, json=body, timeout=SOON, trust_env=False
+            ).raise_for_status()
+        )
 
     processes.wait_until("the service", lambda: on_trainer(http_probe(service)), 180)
     post("/scored_data", made_up_group(0))
@@ -125,21 +154,30 @@ def test_a_fleet_grows_under_a_real_trainer(three: Hosts, processes: Processes, 
     processes.wait_for_text(trainer, f"[Fleet] {third.url} joined: serves version 1", SOON)
     post("/scored_data", made_up_group(1))
     assert "Training complete: 2 steps" in processes.finish(trainer, 120)
-    parameters = dict(load_model(str(tmp_path / "checkpoints" / "step_2"), torch.float32).named_parameters())
+    parameters = dict(
+        load_model(str(tmp_path / "checkpoints" / "step_2"), torch.float32).named_parameters()
+    )
     info = first.get("/bridge/info")
     assert info is not None
     layout, _ = flat_layout(Manifest.from_json(info["ranks"][0]))
-    trained = weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout)
+    trained = weights_checksum(
+        (item.name, source_view(item, parameters[item.name])) for item in layout
+    )
     for server in (first, second, third):
         assert (server.state()["weight_version"], server.state()["checksums"]) == (2, [trained])
         server.kill()
 
 
 @pytest.mark.parametrize(
-    ("transfer", "when"), [("direct", "in an update"), ("overlapped", "in an update"), ("direct", "between updates")]
+    ("transfer", "when"),
+    [("direct", "in an update"), ("overlapped", "in an update"), ("direct", "between updates")],
 )
 def test_a_server_that_is_cut_off_for_long_is_right_again_soon_after(
-    three: Hosts, servers: list[LightServer], transfer: str, when: str, caplog: pytest.LogCaptureFixture
+    three: Hosts,
+    servers: list[LightServer],
+    transfer: str,
+    when: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nobody is told that it is cut off: its connections stay open at both ends."""
     caplog.set_level("INFO")
@@ -160,7 +198,10 @@ def test_a_server_that_is_cut_off_for_long_is_right_again_soon_after(
             until(lambda: f"{cut_off.url} away: does not answer" in caplog.text)
             three.trainer.calling(trainer.step)
         assert near.serves(2)
-        assert re.search(rf"\[Fleet\] {cut_off.url} (away|quarantined): .*; training goes on with 1 of 2 servers", caplog.text)
+        assert re.search(
+            rf"\[Fleet\] {cut_off.url} (away|quarantined): .*; training goes on with 1 of 2 servers",
+            caplog.text,
+        )
         three.trainer.calling(trainer.step)  # without it
         assert near.serves(3)
         three.network.heal(far)
@@ -178,7 +219,9 @@ def test_a_slow_server_is_waited_for_by_name_or_left_out(
     caplog.set_level("INFO")
     slow, far = servers[1], three.network.hosts["server-b"]
     with three.training(transfer, patience=5.0) as trainer:
-        with three.network.slowed(far, 1.5):  # a bucket takes a second, of which the others are two ahead; the model eight
+        with three.network.slowed(
+            far, 1.5
+        ):  # a bucket takes a second, of which the others are two ahead; the model eight
             three.trainer.calling(trainer.step)
             assert all(server.serves(2) for server in servers)
             waits = rf"version 2 is on its way for \d+ s, waiting for {slow.url} \(has [0-9.]+ MB\); .*; until \d\d:"
@@ -186,6 +229,9 @@ def test_a_slow_server_is_waited_for_by_name_or_left_out(
         with three.network.slowed(far, 0.1):  # a bucket takes longer than anybody waits
             three.trainer.calling(trainer.step)
         assert servers[0].serves(3)
-        assert re.search(rf"\[Fleet\] {slow.url} (away|quarantined): .*; training goes on with 1 of 2 servers", caplog.text)
+        assert re.search(
+            rf"\[Fleet\] {slow.url} (away|quarantined): .*; training goes on with 1 of 2 servers",
+            caplog.text,
+        )
         three.trainer.calling(lambda: bring_back(trainer, slow))
         sound(servers)

@@ -1,8 +1,9 @@
-"""The real GSM8K through the real stack: an evaluation of 200 test questions, then three steps on train questions. Where the
-reasoning-gym package is installed, half of each batch is of three of its tasks.
+"""The real GSM8K through the real stack: an evaluation of 200 test questions, then three steps on
+train questions. Where the reasoning-gym package is installed, half of each batch is of three of its
+tasks.
 
-The starter model has never seen such questions and solves next to none; with the format reward it still has something to learn,
-and every part works as it would with a model that can.
+The starter model has never seen such questions and solves next to none; with the format reward it
+still has something to learn, and every part works as it would with a model that can.
 """
 
 from __future__ import annotations
@@ -23,11 +24,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 GSM8K = ROOT.parent / "shared" / "gsm8k"
 STARTER = ROOT / "assets" / "starter_model"
 STEPS = 3
-PUZZLES = "{chain_sum: {level: 0}, gcd: {}, letter_counting: {}}" if importlib.util.find_spec("reasoning_gym") else ""
-"""Tasks whose answers are numbers of few digits: the model's hold them often enough that answers to one question differ."""
+PUZZLES = (
+    "{chain_sum: {level: 0}, gcd: {}, letter_counting: {}}"
+    if importlib.util.find_spec("reasoning_gym")
+    else ""
+)
+"""Tasks whose answers are numbers of few digits: the model's hold them often enough that answers to
+one question differ."""
 
 
-def test_evaluate_and_three_training_steps(processes: Processes, free_port: Callable[[], int], tmp_path: Path) -> None:
+def test_evaluate_and_three_training_steps(
+    processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
     if not GSM8K.is_dir():
         pytest.skip("no local copy of GSM8K in ../shared/gsm8k")
     puzzles = None
@@ -47,7 +55,8 @@ def test_evaluate_and_three_training_steps(processes: Processes, free_port: Call
 
     result = tmp_path / "evaluation.json"
     evaluate = processes.start(
-        "evaluate", [*environment, "evaluate", *flags, "--env.eval_size", "40", "--env.eval_output", result]
+        "evaluate",
+        [*environment, "evaluate", *flags, "--env.eval_size", "40", "--env.eval_output", result],
     )
     processes.finish(evaluate, 240)
     evaluation = json.loads(result.read_text())
@@ -59,7 +68,13 @@ def test_evaluate_and_three_training_steps(processes: Processes, free_port: Call
     half = ["--env.min_batch_allocation", "0.5"] if PUZZLES else []
     processes.start("gsm8k", [*environment, "serve", *flags, *half], may_finish=True)
     if PUZZLES:
-        words = [sys.executable, ROOT / "environments/reasoning_gym_server.py", "serve", "--env.tasks", PUZZLES]
+        words = [
+            sys.executable,
+            ROOT / "environments/reasoning_gym_server.py",
+            "serve",
+            "--env.tasks",
+            PUZZLES,
+        ]
         words += [
             "--env.answer_form",
             "boxed",
@@ -70,28 +85,55 @@ def test_evaluate_and_three_training_steps(processes: Processes, free_port: Call
             "--env.eval_size",
             "6",
         ]
-        words += ["--env.steps_per_eval", "2", "--env.eval_output", tmp_path / "puzzles.json", "--openai.base_url", server.url]
+        words += [
+            "--env.steps_per_eval",
+            "2",
+            "--env.eval_output",
+            tmp_path / "puzzles.json",
+            "--openai.base_url",
+            server.url,
+        ]
         puzzles = processes.start(
-            "puzzles", [*words, "--env.rollout_server_url", f"http://localhost:{port}", *half], may_finish=True
+            "puzzles",
+            [*words, "--env.rollout_server_url", f"http://localhost:{port}", *half],
+            may_finish=True,
         )
     trainer = processes.start(
         "trainer",
         [
             *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER),
-            *("--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", str(server.port)),
-            *("--atropos-url", f"http://localhost:{port}", "--lr", "1e-4", "--training-steps", str(STEPS)),
+            *(
+                "--weight-bridge-mode",
+                "shared_vllm",
+                "--single-copy",
+                "--vllm-port",
+                str(server.port),
+            ),
+            *(
+                "--atropos-url",
+                f"http://localhost:{port}",
+                "--lr",
+                "1e-4",
+                "--training-steps",
+                str(STEPS),
+            ),
             *("--batch-size", "16", "--gradient-accumulation-steps", "2"),
             *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer"),
         ],
     )
     processes.finish(trainer, 240)
-    rows = [json.loads(line) for line in (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["params_mapped"] == row["params_total"] > 0 for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
     if puzzles is not None:
         log = processes.finish(puzzles, 180)
-        assert all(f"train/score/{task}=" in log for task in ("chain_sum", "gcd", "letter_counting"))
+        assert all(
+            f"train/score/{task}=" in log for task in ("chain_sum", "gcd", "letter_counting")
+        )
         assert "Traceback" not in log
     state = server.state()
     assert (state["weight_version"], state["state"]) == (STEPS, "serving")

@@ -1,5 +1,5 @@
-"""`kill -9` of each process of a running training in turn: the run heals, or says in one line what is wrong and what to do,
-and its page says it to whoever watches."""
+"""`kill -9` of each process of a running training in turn: the run heals, or says in one line what
+is wrong and what to do, and its page says it to whoever watches."""
 
 from __future__ import annotations
 
@@ -55,20 +55,63 @@ def test_the_run_survives_the_death_of_each_process(
     metrics = tmp_path / "trainer" / "metrics.jsonl"
 
     def start_service() -> ManagedProcess:
-        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", tmp_path / "rollouts.db"]
-        command += ["--run-folder", tmp_path, "--silent-after", "8"]  # a trainer tells of its servers every five seconds
+        command = [
+            sys.executable,
+            "-m",
+            "atroposlib.cli.run_api",
+            "--port",
+            str(port),
+            "--store",
+            tmp_path / "rollouts.db",
+        ]
+        command += [
+            "--run-folder",
+            tmp_path,
+            "--silent-after",
+            "8",
+        ]  # a trainer tells of its servers every five seconds
         return processes.start("service", command)
 
     def start_environment() -> ManagedProcess:
-        flags = ["--env.rollout_server_url", url, "--openai.base_url", vllm.url, "--env.max_token_length", "32"]
+        flags = [
+            "--env.rollout_server_url",
+            url,
+            "--openai.base_url",
+            vllm.url,
+            "--env.max_token_length",
+            "32",
+        ]
         command = [sys.executable, ROOT / "environments/arithmetic_server.py", "serve", *flags]
         return processes.start("environment", command, may_finish=True)
 
     def start_trainer(*flags: str) -> ManagedProcess:
         command = [
-            *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-4"),
-            *("--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port", str(vllm.port)),
-            *("--atropos-url", url, "--batch-size", "16", "--gradient-accumulation-steps", "2", "--training-steps", str(STEPS)),
+            *(
+                sys.executable,
+                "-u",
+                ROOT / "example_trainer/grpo.py",
+                "--model-name",
+                STARTER,
+                "--lr",
+                "1e-4",
+            ),
+            *(
+                "--weight-bridge-mode",
+                "shared_vllm",
+                "--use-shared-memory",
+                "--vllm-port",
+                str(vllm.port),
+            ),
+            *(
+                "--atropos-url",
+                url,
+                "--batch-size",
+                "16",
+                "--gradient-accumulation-steps",
+                "2",
+                "--training-steps",
+                str(STEPS),
+            ),
             *("--bridge-timeout", "60", "--checkpoint-interval", "1", "--num-threads", "1"),
             *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer", *flags),
         ]
@@ -78,7 +121,9 @@ def test_the_run_survives_the_death_of_each_process(
         return [row["step"] for row in json_rows(metrics)]
 
     def wait_for_step(step: int) -> None:
-        processes.wait_until(f"step {step}", lambda: None if step in steps() else f"steps so far: {steps()}", 120)
+        processes.wait_until(
+            f"step {step}", lambda: None if step in steps() else f"steps so far: {steps()}", 120
+        )
 
     service = start_service()
     processes.wait_for_http(url, 180)
@@ -95,13 +140,18 @@ def test_the_run_survives_the_death_of_each_process(
     time.sleep(1)
     service = start_service()
     wait_for_step(max(steps()) + 2)
-    # One that has not told this service of its servers may be one that never does, and such a one may be long at a batch.
-    processes.wait_until("the trainer's table of servers", lambda: None if table_at(url) else "none yet", 120)
+    # One that has not told this service of its servers may be one that never does, and such a one
+    # may be long at a batch.
+    processes.wait_until(
+        "the trainer's table of servers", lambda: None if table_at(url) else "none yet", 120
+    )
 
     processes.kill(trainer)
     at = max(steps())
     if seen:
-        mute = seen.page.get_by_role("alert").filter(has_text="Nothing was heard of the trainer for ")
+        mute = seen.page.get_by_role("alert").filter(
+            has_text="Nothing was heard of the trainer for "
+        )
         mute.wait_for()
         assert "scripts/start.sh --resume trainer" in mute.inner_text()
     trainer = start_trainer("--resume", "auto")
@@ -109,13 +159,18 @@ def test_the_run_survives_the_death_of_each_process(
     assert re.search(r"Resuming from .*step_\d+ at step \d+", trainer.log_path.read_text())
     assert vllm.state()["epoch"] == 2
 
-    # Without vLLM there is nothing to train with: the trainer waits for it, and brings it up to date before it serves.
+    # Without vLLM there is nothing to train with: the trainer waits for it, and brings it up to
+    # date before it serves.
     processes.kill(vllm.process)
     at = max(steps())
     if seen:
-        silent = seen.page.get_by_role("alert").filter(has_text=f"{vllm.url} does not answer: connection refused. Since ")
+        silent = seen.page.get_by_role("alert").filter(
+            has_text=f"{vllm.url} does not answer: connection refused. Since "
+        )
         silent.wait_for()
-    again = start_vllm(processes, lambda: vllm.port, STARTER, tmp_path, flags=("--bridge-timeout", "60"))
+    again = start_vllm(
+        processes, lambda: vllm.port, STARTER, tmp_path, flags=("--bridge-timeout", "60")
+    )
     assert "waiting for its weights" in again.log
     wait_for_step(at + 2)
     if seen:

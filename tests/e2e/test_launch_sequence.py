@@ -1,6 +1,8 @@
-"""The launch sequence of example_trainer/README.md, typed as it stands there but for the model's name, and its promises.
+"""The launch sequence of example_trainer/README.md, typed as it stands there but for the model's
+name, and its promises.
 
-Then come the guide's production run beside the same services, and its clean-up, after which nothing may be left.
+Then come the guide's production run beside the same services, and its clean-up, after which nothing
+may be left.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ import pytest
 
 from bench.gpu.guide import COMMANDS, VLLM, TypedShell, words_of
 from tests.conftest import ROOT
-from tests.e2e.guide_shell import NEEDS_GSM8K, guide_shell, on_this_machine, type_named, wait_for_vllm
+from tests.e2e.guide_shell import (
+    NEEDS_GSM8K,
+    guide_shell,
+    on_this_machine,
+    type_named,
+    wait_for_vllm,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540), NEEDS_GSM8K]
 
@@ -41,7 +49,9 @@ def shell(tmp_path: Path) -> Iterator[TypedShell]:
 
 
 def test_the_sequence_has_the_commands_of_the_guide() -> None:
-    lines = [line for block in launch_commands() for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line for block in launch_commands() for line in block.replace("\\\n", " ").splitlines()
+    ]
     here = [words_of(line) for line in lines]
     for name in LAUNCHED:
         assert words_of(COMMANDS[name]) in here, name
@@ -69,14 +79,24 @@ def test_every_command_works_and_prints_what_it_promises(shell: TypedShell) -> N
         ("/bridge/state", {}, 200), ("/bridge/state", far, 403), ("/v1/models", far, 200), ("/v1/models", page, 403),
         ("/v1/models", {"Host": "rebound.example"}, 403),
     ):  # fmt: skip
-        answer = httpx.get(f"http://127.0.0.1:{vllm_port}{path}", headers=headers, timeout=30, trust_env=False)
+        answer = httpx.get(
+            f"http://127.0.0.1:{vllm_port}{path}", headers=headers, timeout=30, trust_env=False
+        )
         assert answer.status_code == status, (path, headers, answer.text)
-    paused = httpx.post(f"http://127.0.0.1:{vllm_port}/bridge/begin", headers=far, json={}, timeout=30, trust_env=False)
+    paused = httpx.post(
+        f"http://127.0.0.1:{vllm_port}/bridge/begin",
+        headers=far,
+        json={},
+        timeout=30,
+        trust_env=False,
+    )
     assert (paused.status_code, "set VLLM_API_KEY" in paused.text) == (403, True)
     assert re.search(r"\[vLLM Patch\] ✓ Exported \d+ params", vllm)
     assert "[vLLM Patch] ✓ Shared memory setup complete!" in vllm
     for rank in (0, 1):
-        assert f"[vLLM Patch] ✓ Weight updater thread started (name: WeightUpdater_TP{rank})" in vllm
+        assert (
+            f"[vLLM Patch] ✓ Weight updater thread started (name: WeightUpdater_TP{rank})" in vllm
+        )
     for line in (
         "[Bridge] ✓ Gloo group created",
         "[Bridge] ✓ NCCL group created",

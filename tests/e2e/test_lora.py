@@ -1,4 +1,6 @@
-"""LoRA with the real vLLM: an adapter is served as the merged model would be, at once, and what goes wrong changes nothing."""
+"""LoRA with the real vLLM: an adapter is served as the merged model would be, at once, and what
+goes wrong changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -53,17 +55,29 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def lora_server(
-    module_processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    module_processes: Processes,
+    free_port: Callable[[], int],
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> VllmServer:
     folder = tmp_path_factory.mktemp("vllm")
     (folder / "chat.jinja").write_text("{{ messages[0]['content'] }}")
-    flags = ("--enable-lora", "--bridge-timeout", str(BRIDGE_TIMEOUT), "--chat-template", str(folder / "chat.jinja"))
+    flags = (
+        "--enable-lora",
+        "--bridge-timeout",
+        str(BRIDGE_TIMEOUT),
+        "--chat-template",
+        str(folder / "chat.jinja"),
+    )
     return start_vllm(module_processes, free_port, tiny_model, folder, shared=False, flags=flags)
 
 
 @pytest.fixture
 def joined(lora_server: VllmServer, tmp_path: Path) -> Iterator[tuple[LoraBridge, Decoder]]:
-    """A trainer's half of the bridge and its model. The server serves the base model before and after."""
+    """A trainer's half of the bridge and its model.
+
+    The server serves the base model before and after.
+    """
     httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
     server = LoraServer("localhost", lora_server.port, BRIDGE_TIMEOUT, None, BRIDGE_TIMEOUT)
     bridge = LoraBridge([server], SETTINGS, tmp_path / "saved", str(lora_server.model))
@@ -75,13 +89,19 @@ def joined(lora_server: VllmServer, tmp_path: Path) -> Iterator[tuple[LoraBridge
     httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
 
 
-def test_every_adapter_is_served_as_the_merged_model(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+def test_every_adapter_is_served_as_the_merged_model(
+    lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]
+) -> None:
     bridge, model = joined
     base = load_model(str(lora_server.model), torch.float32)
     assert max(difference(answer, base) for answer in sample(lora_server, 0)) < TOLERANCE
     assert bridge.params_mapped == bridge.params_total == 2 * 7 * 2
     before = base
-    for version in (1, 2, 3):  # the same prompts each time: nothing of an older adapter may come out of the prefix cache
+    for version in (
+        1,
+        2,
+        3,
+    ):  # the same prompts each time: nothing of an older adapter may come out of the prefix cache
         report = bridge.sync(version, redraw(model, version))
         now = merged(model, lora_server.model)
         answers = sample(lora_server, version)
@@ -90,29 +110,50 @@ def test_every_adapter_is_served_as_the_merged_model(lora_server: VllmServer, jo
         before = now
         served = status(lora_server)
         assert served["current"]["checksum"] == report.checksum
-        assert (served["current"]["version"], served["weight_version"], served["current"]["rank"]) == (version, version, 8)
+        assert (
+            served["current"]["version"],
+            served["weight_version"],
+            served["current"]["rank"],
+        ) == (version, version, 8)
         assert set(served["last_swap"]) == {"wait", "read", "check", "install", "call", "total"}
-        assert report.bytes_moved == sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    folders = {path.name.partition("-")[0] for path in Path(served["current"]["path"]).parent.iterdir()}
+        assert report.bytes_moved == sum(
+            parameter.nbytes for parameter in model.parameters() if parameter.requires_grad
+        )
+    folders = {
+        path.name.partition("-")[0] for path in Path(served["current"]["path"]).parent.iterdir()
+    }
     assert folders == {"v3"}
     assert served["retiring"] == []
     deadline = time.monotonic() + 30
-    while (served := status(lora_server))["removing"]:  # until the workers have answered that they hold the third alone
+    while (served := status(lora_server))[
+        "removing"
+    ]:  # until the workers have answered that they hold the third alone
         assert time.monotonic() < deadline, served
         time.sleep(0.05)
     assert served["removal_error"] == ""
 
 
-def test_processed_logprobs_are_of_the_temperature(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
-    """What the server says of its logprobs is true, and the trainer computes the same ones, at any temperature."""
+def test_processed_logprobs_are_of_the_temperature(
+    lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]
+) -> None:
+    """What the server says of its logprobs is true, and the trainer computes the same ones, at any
+    temperature.
+    """
     _, model = joined
-    answer = lora_server.generate(PROMPTS[0], max_tokens=12, temperature=0.6, seed=7, ignore_eos=True)
+    answer = lora_server.generate(
+        PROMPTS[0], max_tokens=12, temperature=0.6, seed=7, ignore_eos=True
+    )
     assert difference(answer, model, temperature=0.6) < TOLERANCE < difference(answer, model)
     for temperature in (0.6, 1.0):
-        check_logprobs(TrainerConfig(model_name="any", vllm_port=lora_server.port, temperature=temperature), Ranks())
+        check_logprobs(
+            TrainerConfig(model_name="any", vllm_port=lora_server.port, temperature=temperature),
+            Ranks(),
+        )
 
 
-def test_prefixes_are_shared_under_one_adapter(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+def test_prefixes_are_shared_under_one_adapter(
+    lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]
+) -> None:
     """The control of the test above: there is a cache, and it works."""
 
     bridge, model = joined
@@ -126,7 +167,9 @@ def test_prefixes_are_shared_under_one_adapter(lora_server: VllmServer, joined: 
     assert counts[2] > counts[1]
 
 
-def test_completions_and_chat_use_the_newest_adapter(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+def test_completions_and_chat_use_the_newest_adapter(
+    lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]
+) -> None:
     bridge, model = joined
     bodies = {
         "completions": {"prompt": [1, 2, 3], "logprobs": 0},
@@ -134,7 +177,13 @@ def test_completions_and_chat_use_the_newest_adapter(lora_server: VllmServer, jo
     }
 
     def ask(route: str) -> list[float]:
-        body = {"model": str(lora_server.model), "max_tokens": 3, "temperature": 0, "ignore_eos": True, **bodies[route]}
+        body = {
+            "model": str(lora_server.model),
+            "max_tokens": 3,
+            "temperature": 0,
+            "ignore_eos": True,
+            **bodies[route],
+        }
         response = httpx.post(f"{lora_server.url}/v1/{route}", json=body, timeout=60)
         assert response.status_code == 200, response.text
         found = response.json()["choices"][0]["logprobs"]
@@ -143,17 +192,28 @@ def test_completions_and_chat_use_the_newest_adapter(lora_server: VllmServer, jo
     before = {route: ask(route) for route in bodies}
     bridge.sync(1, redraw(model, 21))
     for route, logprobs in before.items():
-        assert max(abs(one - two) for one, two in zip(ask(route), logprobs, strict=True)) > 0.01, route
+        assert max(abs(one - two) for one, two in zip(ask(route), logprobs, strict=True)) > 0.01, (
+            route
+        )
     prompt = [1, 2, 3]
-    tokens = lora_server.generate(prompt, max_tokens=3, temperature=0, ignore_eos=True)["token_ids"][0]
+    tokens = lora_server.generate(prompt, max_tokens=3, temperature=0, ignore_eos=True)[
+        "token_ids"
+    ][0]
     expected = trainer_logprobs(merged(model, lora_server.model), prompt, tokens)
     assert (torch.tensor(ask("completions")) - expected).abs().max() < TOLERANCE
 
 
-def test_a_request_that_is_under_way_keeps_its_adapter(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+def test_a_request_that_is_under_way_keeps_its_adapter(
+    lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]
+) -> None:
     bridge, model = joined
     prompt = [5, 6, 7]
-    for version in (1, 3, 5, 7):  # on a busy machine the request may have ended before the next adapter is there
+    for version in (
+        1,
+        3,
+        5,
+        7,
+    ):  # on a busy machine the request may have ended before the next adapter is there
         bridge.sync(version, redraw(model, 30 + version))
         first = merged(model, lora_server.model)
         answers: list[dict[str, Any]] = []
@@ -183,15 +243,23 @@ def test_a_request_that_is_under_way_keeps_its_adapter(lora_server: VllmServer, 
     pytest.fail("no request was ever under way while an adapter was exchanged")
 
 
-def test_more_adapters_in_use_than_slots(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
-    """Two fit into the server's slots; requests of the third wait for one of them, and each is sampled with its own."""
+def test_more_adapters_in_use_than_slots(
+    lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]
+) -> None:
+    """Two fit into the server's slots; requests of the third wait for one of them, and each is
+    sampled with its own.
+    """
     bridge, model = joined
     answers: dict[int, dict[str, Any]] = {}
 
     def ask(version: int) -> None:
-        answers[version] = lora_server.generate([9, version], n=4, max_tokens=500, seed=version, ignore_eos=True)
+        answers[version] = lora_server.generate(
+            [9, version], n=4, max_tokens=500, seed=version, ignore_eos=True
+        )
 
-    for attempt in range(5):  # on a busy machine the first requests may have ended before the third begin
+    for attempt in range(
+        5
+    ):  # on a busy machine the first requests may have ended before the third begin
         versions = [10 * attempt + number for number in (1, 2, 3)]
         threads = [threading.Thread(target=ask, args=(version,)) for version in versions]
         for version, thread in zip(versions, threads, strict=True):
@@ -212,14 +280,20 @@ def test_more_adapters_in_use_than_slots(lora_server: VllmServer, joined: tuple[
     pytest.fail("three adapters were never in use at the same time")
 
 
-def test_a_client_that_leaves_frees_its_adapter(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+def test_a_client_that_leaves_frees_its_adapter(
+    lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]
+) -> None:
     bridge, model = joined
     bridge.sync(1, redraw(model, 81))
     body = {"prompt": {"prompt_token_ids": [1]}, "n": 8, "max_tokens": 500, "ignore_eos": True}
-    for _ in range(5):  # on a busy machine it may have been answered before the client is seen to wait
+    for _ in range(
+        5
+    ):  # on a busy machine it may have been answered before the client is seen to wait
         before = metric(lora_server, "vllm:generation_tokens_total")
         connection = http.client.HTTPConnection("localhost", lora_server.port, timeout=60)
-        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/generate", json.dumps(body), {"Content-Type": "application/json"}
+        )
         while not (answered := bool(select.select([connection.sock], [], [], 0)[0])):
             if status(lora_server)["current"]["requests"] == 8:
                 break
@@ -231,7 +305,13 @@ def test_a_client_that_leaves_frees_its_adapter(lora_server: VllmServer, joined:
         pytest.fail("no client ever left before it was answered")
     bridge.sync(2, redraw(model, 82))
     assert status(lora_server)["retiring"] == []
-    assert max(difference(answer, merged(model, lora_server.model)) for answer in sample(lora_server, 2)) < TOLERANCE
+    assert (
+        max(
+            difference(answer, merged(model, lora_server.model))
+            for answer in sample(lora_server, 2)
+        )
+        < TOLERANCE
+    )
 
 
 def test_what_cannot_be_served_changes_nothing(
@@ -246,16 +326,25 @@ def test_what_cannot_be_served_changes_nothing(
         return Path(shutil.copytree(good, tmp_path / name))
 
     cut, spoilt, other = copy("cut"), tmp_path / "spoilt", tmp_path / "other"
-    (cut / "adapter_model.safetensors").write_bytes((cut / "adapter_model.safetensors").read_bytes()[:-8])
+    (cut / "adapter_model.safetensors").write_bytes(
+        (cut / "adapter_model.safetensors").read_bytes()[:-8]
+    )
     not_finite = adapted(lora_server.model)
-    not_finite.get_parameter(next(adapters_of(not_finite)).parameter_name("lora_B")).data[0, 0] = float("nan")
+    not_finite.get_parameter(next(adapters_of(not_finite)).parameter_name("lora_B")).data[0, 0] = (
+        float("nan")
+    )
     AdapterWriter(not_finite, SETTINGS, "x").write(spoilt)
     deeper = adapted(make_tiny_model(tmp_path / "deeper", layers=3))
     AdapterWriter(deeper, SETTINGS, "x").write(other)
     big = LoraSettings(32, 64.0, 0.0, TARGETS)
     AdapterWriter(adapted(lora_server.model, big), big, "x").write(tmp_path / "big")
     for path, body, code, message in [
-        (tmp_path / "none", {}, 400, "cannot read .*/none/adapter_config.json: No such file or directory"),
+        (
+            tmp_path / "none",
+            {},
+            400,
+            "cannot read .*/none/adapter_config.json: No such file or directory",
+        ),
         ("relative/folder", {}, 400, "path 'relative/folder' must be absolute"),
         (cut, {}, 400, "holds .* bytes of data, its header describes"),
         (spoilt, {}, 422, "rank 0: .* holds NaN or infinity"),
@@ -271,17 +360,41 @@ def test_what_cannot_be_served_changes_nothing(
     assert max(difference(answer, served) for answer in sample(lora_server, 4)) < TOLERANCE
     bridge.sync(5, redraw(model, 42))
     assert status(lora_server)["last_error"] == ""
-    assert max(difference(answer, merged(model, lora_server.model)) for answer in sample(lora_server, 5)) < TOLERANCE
+    assert (
+        max(
+            difference(answer, merged(model, lora_server.model))
+            for answer in sample(lora_server, 5)
+        )
+        < TOLERANCE
+    )
 
 
 def test_a_trainer_on_another_base_model_is_told(lora_server: VllmServer, tmp_path: Path) -> None:
     server = LoraServer("localhost", lora_server.port, BRIDGE_TIMEOUT, None, BRIDGE_TIMEOUT)
     for name, folder, settings, message in [
-        ("weights", make_tiny_model(tmp_path / "twin", seed=1), SETTINGS, r"the weights of --model-name .*twin \(checksum"),
-        ("layers", make_tiny_model(tmp_path / "deep", layers=3), SETTINGS, r"8 parameter\(s\) differ .*: .*layers\.2"),
-        ("rank", lora_server.model, LoraSettings(32, 1.0, 0.0, TARGETS), r"--lora-r 32, and .* takes ranks up to 16"),
+        (
+            "weights",
+            make_tiny_model(tmp_path / "twin", seed=1),
+            SETTINGS,
+            r"the weights of --model-name .*twin \(checksum",
+        ),
+        (
+            "layers",
+            make_tiny_model(tmp_path / "deep", layers=3),
+            SETTINGS,
+            r"8 parameter\(s\) differ .*: .*layers\.2",
+        ),
+        (
+            "rank",
+            lora_server.model,
+            LoraSettings(32, 1.0, 0.0, TARGETS),
+            r"--lora-r 32, and .* takes ranks up to 16",
+        ),
     ]:
-        bridge, model = LoraBridge([server], settings, tmp_path, str(folder)), adapted(folder, settings)
+        bridge, model = (
+            LoraBridge([server], settings, tmp_path, str(folder)),
+            adapted(folder, settings),
+        )
         bridge.serving_dtype()
         if name != "weights":  # everything else is known before a weight is loaded
             with pytest.raises(BridgeError, match=message):
@@ -291,26 +404,40 @@ def test_a_trainer_on_another_base_model_is_told(lora_server: VllmServer, tmp_pa
         assert not (tmp_path / "serving").exists(), name
 
 
-def test_two_trainers_on_one_server_are_told(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+def test_two_trainers_on_one_server_are_told(
+    lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]
+) -> None:
     bridge, model = joined
     bridge.sync(1, redraw(model, 51))
     assert load(lora_server, status(lora_server)["current"]["path"]).status_code == 200
-    with pytest.raises(BridgeError, match=r"refused the adapter of version 2: lora-v99-\d+ is served, not lora-v1-"):
+    with pytest.raises(
+        BridgeError, match=r"refused the adapter of version 2: lora-v99-\d+ is served, not lora-v1-"
+    ):
         bridge.sync(2, redraw(model, 52))
     with pytest.raises(BridgeError, match="two trainers share a server"):
         bridge.keep_serving(lambda: None)
 
 
-def test_a_server_that_lost_the_adapter_gets_it_again(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+def test_a_server_that_lost_the_adapter_gets_it_again(
+    lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]
+) -> None:
     bridge, model = joined
     bridge.sync(6, redraw(model, 61))
     bridge.keep_serving(lambda: None)
     assert status(lora_server)["current"]["version"] == 6
-    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()  # what a restart leaves: no adapter
+    httpx.post(
+        f"{lora_server.url}/lora/unload", timeout=30
+    ).raise_for_status()  # what a restart leaves: no adapter
     before = bridge.joins
     bridge.keep_serving(lambda: None)
     assert bridge.joins == before + 1
-    assert max(difference(answer, merged(model, lora_server.model)) for answer in sample(lora_server, 6)) < TOLERANCE
+    assert (
+        max(
+            difference(answer, merged(model, lora_server.model))
+            for answer in sample(lora_server, 6)
+        )
+        < TOLERANCE
+    )
 
 
 def test_training_serves_each_step_and_saves_what_peft_loads(
@@ -323,23 +450,67 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
     processes.wait_for_http(api, seconds=180)
 
     def trainer(steps: int, *options: str) -> str:
-        command = [sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", lora_server.model]
-        command += ["--weight-bridge-mode", "lora_only", "--lora-r", "16", "--lora-alpha", "32", "--lr", "1e-2"]
-        command += ["--vllm-port", str(lora_server.port), "--atropos-url", api, "--training-steps", str(steps)]
-        command += ["--batch-size", "4", "--gradient-accumulation-steps", "1", "--seq-len", "64", "--num-threads", "1"]
-        process = processes.start("trainer", [*command, *options], directory=tmp_path, may_finish=True)
+        command = [
+            sys.executable,
+            "-u",
+            ROOT / "example_trainer/grpo.py",
+            "--model-name",
+            lora_server.model,
+        ]
+        command += [
+            "--weight-bridge-mode",
+            "lora_only",
+            "--lora-r",
+            "16",
+            "--lora-alpha",
+            "32",
+            "--lr",
+            "1e-2",
+        ]
+        command += [
+            "--vllm-port",
+            str(lora_server.port),
+            "--atropos-url",
+            api,
+            "--training-steps",
+            str(steps),
+        ]
+        command += [
+            "--batch-size",
+            "4",
+            "--gradient-accumulation-steps",
+            "1",
+            "--seq-len",
+            "64",
+            "--num-threads",
+            "1",
+        ]
+        process = processes.start(
+            "trainer", [*command, *options], directory=tmp_path, may_finish=True
+        )
         for number in range(steps):
-            httpx.post(f"{api}/scored_data", json=made_up_group(number), timeout=60).raise_for_status()
+            httpx.post(
+                f"{api}/scored_data", json=made_up_group(number), timeout=60
+            ).raise_for_status()
         return processes.finish(process, seconds=240)
 
     text = trainer(3)
     assert "equal on both sides, bit for bit" in text
     saved = tmp_path / "trained_model_checkpoints"
-    assert [path.name for path in sorted(saved.iterdir())] == ["adapter_run.json", "adapter_step_3", "serving"]
+    assert [path.name for path in sorted(saved.iterdir())] == [
+        "adapter_run.json",
+        "adapter_step_3",
+        "serving",
+    ]
     served = Path(status(lora_server)["current"]["path"])
     assert [path for path in (saved / "serving").iterdir()] == [served]
-    assert (status(lora_server)["current"]["version"], status(lora_server)["current"]["rank"]) == (3, 16)
-    rows = [json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()]
+    assert (status(lora_server)["current"]["version"], status(lora_server)["current"]["rank"]) == (
+        3,
+        16,
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["weight_version"] for row in rows] == [1, 2, 3]
     assert all(row["params_mapped"] == row["params_total"] == 28 for row in rows)
     assert rows[-1]["checksum"] == status(lora_server)["current"]["checksum"]
@@ -358,5 +529,8 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
             with torch.no_grad():
                 expected = peft(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
             for i, token in enumerate(tokens):
-                assert abs(logprobs[i][str(token)] - float(expected[len(prompt) + i - 1, token])) < 5 * TOLERANCE
+                assert (
+                    abs(logprobs[i][str(token)] - float(expected[len(prompt) + i - 1, token]))
+                    < 5 * TOLERANCE
+                )
     httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()

@@ -34,24 +34,43 @@ changes them by far more.
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    module_processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    module_processes: Processes,
+    free_port: Callable[[], int],
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> VllmServer:
     """A server of tensor-parallel degree 2, whose ranks share one key/value head and split an odd
     vocabulary.
     """
     flags = ("--tensor-parallel-size", "2", "--bridge-timeout", "60")
-    return start_vllm(module_processes, free_port, tiny_model, tmp_path_factory.mktemp("vllm"), flags=flags)
+    return start_vllm(
+        module_processes, free_port, tiny_model, tmp_path_factory.mktemp("vllm"), flags=flags
+    )
 
 
 @pytest.mark.parametrize(("flag", "ranks"), [("--single-copy", 2), ("--use-shared-memory", 3)])
 def test_three_steps_of_a_trainer_of_several_ranks(
-    flag: str, ranks: int, two_ranks: VllmServer, processes: Processes, free_port: Callable[[], int], tmp_path: Path
+    flag: str,
+    ranks: int,
+    two_ranks: VllmServer,
+    processes: Processes,
+    free_port: Callable[[], int],
+    tmp_path: Path,
 ) -> None:
     port = free_port()
     processes.start_service(port)
     for number in range(STEPS):
-        httpx.post(f"http://127.0.0.1:{port}/scored_data", json=made_up_group(number), timeout=30).raise_for_status()
-    torchrun = ["-m", "tests.forked_torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+        httpx.post(
+            f"http://127.0.0.1:{port}/scored_data", json=made_up_group(number), timeout=30
+        ).raise_for_status()
+    torchrun = [
+        "-m",
+        "tests.forked_torchrun",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        str(free_port()),
+    ]
     launcher = ["-u"] if flag == "--single-copy" else torchrun
     trainer = processes.start(
         "trainer",
@@ -67,7 +86,9 @@ def test_three_steps_of_a_trainer_of_several_ranks(
     )  # fmt: skip
     text = processes.finish(trainer, seconds=240)
     assert text.count(f"Training complete: {STEPS} steps") == 1, "rank 0 logs for all"
-    started = f"[Ranks] Starting 2 ranks, one for each of vLLM's at http://localhost:{two_ranks.port}"
+    started = (
+        f"[Ranks] Starting 2 ranks, one for each of vLLM's at http://localhost:{two_ranks.port}"
+    )
     assert (started in text) == (flag == "--single-copy")
 
     trained = load_model(str(tmp_path / "checkpoints" / f"step_{STEPS}"), torch.float32)
@@ -75,13 +96,18 @@ def test_three_steps_of_a_trainer_of_several_ranks(
     info = httpx.get(f"{two_ranks.url}/bridge/info", timeout=30).json()
     layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in info["ranks"]]
     expected = [
-        weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout) for layout in layouts
+        weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout)
+        for layout in layouts
     ]
     state = two_ranks.state()
     assert (state["state"], state["weight_version"]) == ("serving", STEPS)
-    assert state["mode"] == flag.removeprefix("--").replace("-", "_").replace("use_shared_memory", "broadcast")
+    assert state["mode"] == flag.removeprefix("--").replace("-", "_").replace(
+        "use_shared_memory", "broadcast"
+    )
     assert state["checksums"] == expected
-    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["weight_version"] for row in rows] == [1, 2, 3]
     assert all(row["params_mapped"] == row["params_total"] == len(parameters) for row in rows)
     assert len({row["checksum"] for row in rows}) == STEPS
@@ -91,9 +117,13 @@ def test_three_steps_of_a_trainer_of_several_ranks(
     answer = two_ranks.generate([72, 105], n=2, max_tokens=8, seed=3, ignore_eos=True)
     start = load_model(str(two_ranks.model), torch.float32)
     for tokens, logprobs in zip(answer["token_ids"], answer["logprobs"], strict=True):
-        served = torch.tensor([row[str(token)] for row, token in zip(logprobs, tokens, strict=True)])
+        served = torch.tensor(
+            [row[str(token)] for row, token in zip(logprobs, tokens, strict=True)]
+        )
         for model, same in ((trained, True), (start, False)):
             with torch.no_grad():
                 table = model.logits(torch.tensor([[72, 105, *tokens]]))[0, 1:-1].log_softmax(-1)
-            difference = float((table.gather(1, torch.tensor(tokens)[:, None])[:, 0] - served).abs().max())
+            difference = float(
+                (table.gather(1, torch.tensor(tokens)[:, None])[:, 0] - served).abs().max()
+            )
             assert (difference < TOLERANCE) == same

@@ -1,4 +1,5 @@
-"""The quick start with the real stack, cut to twenty steps: it measures, trains, measures again, and leaves what it promises.
+"""The quick start with the real stack, cut to twenty steps: it measures, trains, measures again,
+and leaves what it promises.
 
 The page polls the servers every few seconds, so the run has enough steps for several polls.
 
@@ -28,7 +29,15 @@ from tests.still_running import json_rows
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 STEPS, EVAL_SIZE = 20, 64
-PROMISED = {"eval_before", "eval_after", "steps", "weight_updates", "params_mapped", "params_total", "bridge"}
+PROMISED = {
+    "eval_before",
+    "eval_after",
+    "steps",
+    "weight_updates",
+    "params_mapped",
+    "params_total",
+    "bridge",
+}
 PROMISED |= {"seconds_setup", "seconds_train"}
 CHARTS = {
     "Reward": "reward_mean", "Response length": "response_length_mean", "KL from the sampler": "kl", "Entropy": "entropy",
@@ -37,7 +46,8 @@ CHARTS = {
 }  # fmt: skip
 """Titles of the page -> what their first line draws of metrics.jsonl."""
 SERVED = "(card) => /^version [1-9]/m.test(card) && card.includes('good') && card.includes('the trainer\\'s')"
-"""Of a card of the page of weights: the server is well, and has weights that the trainer has sent."""
+"""Of a card of the page of weights: the server is well, and has weights that the trainer has
+sent."""
 
 
 @dataclass
@@ -54,7 +64,11 @@ class Running:
         def found() -> re.Match[str] | None:
             return re.search(pattern, self.process.log_path.read_text(errors="replace"))
 
-        self.processes.wait_until("the quick start", lambda: None if found() else f"it has not written {pattern!r}", seconds)
+        self.processes.wait_until(
+            "the quick start",
+            lambda: None if found() else f"it has not written {pattern!r}",
+            seconds,
+        )
         match = found()
         assert match is not None
         return match[1]
@@ -64,7 +78,14 @@ class Running:
 def running(module_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Running:
     output = tmp_path_factory.mktemp("quickstart") / "run"
     command = [
-        *(sys.executable, "-m", "example_trainer.launcher.quickstart", "--cpu", "--bridge", "single-copy"),
+        *(
+            sys.executable,
+            "-m",
+            "example_trainer.launcher.quickstart",
+            "--cpu",
+            "--bridge",
+            "single-copy",
+        ),
         *("--steps", str(STEPS), "--eval-size", str(EVAL_SIZE), "--output", output),
     ]
     process = module_processes.start("quickstart", command, FORK_CHILDREN, may_finish=True)
@@ -77,11 +98,15 @@ def posted(running: Running) -> list[tuple[list[int], float]]:
     return [
         ([token for token, mask in zip(tokens, masks, strict=True) if mask != -100], score)
         for group in groups
-        for tokens, masks, score in zip(group["tokens"], group["masks"], group["scores"], strict=True)
+        for tokens, masks, score in zip(
+            group["tokens"], group["masks"], group["scores"], strict=True
+        )
     ]
 
 
-def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(running: Running, visit: Callable[..., Visit]) -> None:
+def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(
+    running: Running, visit: Callable[..., Visit]
+) -> None:
     origin = running.written(r"see the run, down to the token: (http://\S+)/ui\s", 300)
     page = int(origin.rpartition(":")[2])
 
@@ -124,10 +149,14 @@ def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(running: 
 
     overview.until(f"Math.max(...window.counts) === {STEPS}", seconds=300)
     counts = overview.page.evaluate("window.counts")
-    assert counts == sorted(counts), "it was drawn once for each step, as it came, and nothing was lost"
+    assert counts == sorted(counts), (
+        "it was drawn once for each step, as it came, and nothing was lost"
+    )
     rows = json_rows(running.output / "trainer" / "metrics.jsonl")
     for title, name in CHARTS.items():
-        last = overview.page.get_by_role("figure", name=title, exact=True).get_attribute("data-value")
+        last = overview.page.get_by_role("figure", name=title, exact=True).get_attribute(
+            "data-value"
+        )
         assert float(last or "nan") == pytest.approx(rows[STEPS - 1][name]), title
 
     # Whenever the page named a version, it was with the checksum that the trainer wrote of it.
@@ -148,7 +177,11 @@ def test_a_short_run_leaves_everything_that_is_promised(running: Running) -> Non
 
     summary = json.loads((output / "summary.json").read_text())
     assert summary.keys() >= PROMISED
-    assert (summary["steps"], summary["weight_updates"], summary["bridge"]) == (STEPS, STEPS, "single-copy")
+    assert (summary["steps"], summary["weight_updates"], summary["bridge"]) == (
+        STEPS,
+        STEPS,
+        "single-copy",
+    )
     assert summary["params_mapped"] == summary["params_total"] > 0
     assert summary["eval_problems"] == EVAL_SIZE
     assert summary["eval_before"] <= 0.60

@@ -1,4 +1,6 @@
-"""vLLM servers that are killed and started again while a trainer lives: nobody samples with weights that it does not train."""
+"""vLLM servers that are killed and started again while a trainer lives: nobody samples with weights
+that it does not train.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from tests.conftest import ROOT, Processes
-from tests.e2e.bridge_helpers import TOLERANCE, checksums, joined, largest_difference, made_up_group, new_weights
+from tests.e2e.bridge_helpers import (
+    TOLERANCE,
+    checksums,
+    joined,
+    largest_difference,
+    made_up_group,
+    new_weights,
+)
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm
 
 pytestmark = pytest.mark.e2e
@@ -38,7 +47,9 @@ class MortalServer:
 
     def start_again(self, ready: str = "/health_generate") -> None:
         port = self.now.port
-        self.now = start_vllm(self.processes, lambda: port, self.now.model, self.folder, ready=ready)
+        self.now = start_vllm(
+            self.processes, lambda: port, self.now.model, self.folder, ready=ready
+        )
 
 
 def config_of(server: VllmServer) -> Path:
@@ -46,10 +57,14 @@ def config_of(server: VllmServer) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mortal(module_processes: Processes, server: VllmServer, free_port: Callable[[], int], tiny_model: Path) -> MortalServer:
+def mortal(
+    module_processes: Processes, server: VllmServer, free_port: Callable[[], int], tiny_model: Path
+) -> MortalServer:
     """It shares the folder with the other one, which lives on."""
     folder = config_of(server).parent
-    return MortalServer(module_processes, folder, start_vllm(module_processes, free_port, tiny_model, folder))
+    return MortalServer(
+        module_processes, folder, start_vllm(module_processes, free_port, tiny_model, folder)
+    )
 
 
 @pytest.mark.parametrize("kind", ["direct", "single_copy"])
@@ -81,7 +96,10 @@ def test_a_server_that_was_killed_gets_the_present_weights_before_it_serves(
         bridge.keep_serving(write_again)
         assert bridge.joins == before + 1
         assert httpx.get(f"{again.url}/health", timeout=30).status_code == 200
-        assert (again.state()["weight_version"], again.generate([1], max_tokens=1)["weight_versions"]) == (1, [1])
+        assert (
+            again.state()["weight_version"],
+            again.generate([1], max_tokens=1)["weight_versions"],
+        ) == (1, [1])
         assert largest_difference(again, model) < TOLERANCE
         bridge.sync(2, write)
         assert largest_difference(again, model) < TOLERANCE
@@ -96,7 +114,11 @@ def test_the_engine_of_a_server_does_not_hold_its_port(server: VllmServer) -> No
     """It ends a little after a server that is killed, which may be started again at once."""
 
     def listening(process: psutil.Process) -> set[int]:
-        return {at.laddr.port for at in process.net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+        return {
+            at.laddr.port
+            for at in process.net_connections("tcp")
+            if at.status == psutil.CONN_LISTEN
+        }
 
     process = psutil.Process(server.process.command_pid())
     assert server.port in listening(process)
@@ -106,10 +128,16 @@ def test_the_engine_of_a_server_does_not_hold_its_port(server: VllmServer) -> No
 
 
 def test_two_servers_in_one_folder_keep_out_of_each_others_memory(
-    mortal: MortalServer, server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+    mortal: MortalServer,
+    server: VllmServer,
+    free_port: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second = config_of(server), config_of(mortal.now)
-    assert (first.name, second.name) == ("vllm_bridge_config.json", f"vllm_bridge_config-{mortal.now.port}.json")
+    assert (first.name, second.name) == (
+        "vllm_bridge_config.json",
+        f"vllm_bridge_config-{mortal.now.port}.json",
+    )
     assert first.parent == second.parent
     kept = lasting(server)
     with joined(mortal.now, "single_copy", free_port, monkeypatch) as (bridge, model):
@@ -125,14 +153,21 @@ def test_two_servers_in_one_folder_keep_out_of_each_others_memory(
     assert second.exists()
 
 
-def test_one_trainer_serves_two_servers_and_one_of_them_may_die(mortal: MortalServer, server: VllmServer) -> None:
-    clients = [BridgeServer("localhost", s.port, BRIDGE_TIMEOUT, startup_timeout=240) for s in (server, mortal.now)]
+def test_one_trainer_serves_two_servers_and_one_of_them_may_die(
+    mortal: MortalServer, server: VllmServer
+) -> None:
+    clients = [
+        BridgeServer("localhost", s.port, BRIDGE_TIMEOUT, startup_timeout=240)
+        for s in (server, mortal.now)
+    ]
     bridge = BroadcastBridge(clients)
     model = load_model(str(server.model), torch.float32)
     bridge.connect(model)
     for version in (0, 1):
         report = bridge.sync(version, new_weights(model, version))
-        assert report.bytes_moved == 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+        assert report.bytes_moved == 2 * sum(
+            p.numel() * p.element_size() for p in model.parameters()
+        )
         for one in (server, mortal.now):
             assert one.state()["checksums"] == checksums(one, model)
             assert largest_difference(one, model) < TOLERANCE
@@ -168,7 +203,8 @@ def test_a_trainer_of_two_ranks_that_waits_for_a_batch_brings_a_restarted_server
             "--seq-len", "64", "--num-threads", "1", "--save-path", tmp_path / "checkpoints",
             "--log-dir", tmp_path / "logs", "--rank-timeout", "120",
         ],
-        {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "ranks"},  # so the trainer takes the port after the ranks' store
+        # so the trainer takes the port after the ranks' store
+        {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "ranks"},
         directory=tmp_path,
     )  # fmt: skip
     httpx.post(f"{service}/scored_data", json=made_up_group(0), timeout=30).raise_for_status()

@@ -1,4 +1,6 @@
-"""No token is sampled from half-written weights, or from others than were announced, with requests under way meanwhile."""
+"""No token is sampled from half-written weights, or from others than were announced, with requests
+under way meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,16 @@ pytestmark = pytest.mark.e2e
 STREAMS = 3
 LENGTH = 450
 TOLERANCE = 1e-3
-"""Largest difference of a served logprob to the forward pass that it came from; the sets of weights here are further apart."""
+"""Largest difference of a served logprob to the forward pass that it came from; the sets of weights
+here are further apart."""
 
 
 class UnfencedBridge(SingleCopyBridge):
     """What a single copy would be without the pause: written while the server samples."""
 
-    def _update(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
+    def _update(
+        self, version: int, write_weights: Callable[[], None], masters: Weights | None = None
+    ) -> SyncReport:
         write_weights()
         return SyncReport(version=version, checksum="", bytes_moved=0)
 
@@ -46,14 +51,20 @@ class Requests:
         self._stop = threading.Event()
         self._problems: list[BaseException] = []
         self.answers: list[dict[str, list]] = []  # type: ignore[type-arg]
-        self._threads = [threading.Thread(target=self._run, args=(seed,), daemon=True) for seed in range(STREAMS)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(seed,), daemon=True) for seed in range(STREAMS)
+        ]
 
     def _run(self, seed: int) -> None:
         rng = random.Random(seed)
         try:
             while not self._stop.is_set():
                 prompt = [rng.randrange(256) for _ in range(rng.randint(2, 20))]
-                options = {"max_tokens": rng.randint(8, 96), "seed": rng.randrange(10**6), "ignore_eos": True}
+                options = {
+                    "max_tokens": rng.randint(8, 96),
+                    "seed": rng.randrange(10**6),
+                    "ignore_eos": True,
+                }
                 self.answers.append(self._server.generate(prompt, **options))
         except BaseException as error:  # noqa: BLE001 - raised by the test
             self._problems.append(error)
@@ -64,7 +75,9 @@ class Requests:
         while len(self.answers) < target:
             if self._problems:
                 raise self._problems[0]
-            assert time.monotonic() < deadline, f"only {len(self.answers)} of {target} requests were answered"
+            assert time.monotonic() < deadline, (
+                f"only {len(self.answers)} of {target} requests were answered"
+            )
             time.sleep(0.01)
 
     @contextmanager
@@ -89,26 +102,40 @@ def write(model: Decoder, source: Decoder, first_half: bool) -> None:
 
 
 def differences(answer: dict[str, list], models: list[Decoder]) -> torch.Tensor:  # type: ignore[type-arg]
-    """[models, tokens]: |served logprob - the model's own| of each token of a completion, in float32."""
+    """[models, tokens]: |served logprob - the model's own| of each token of a completion, in
+    float32.
+    """
     prompt, tokens = answer["prompt_token_ids"], answer["token_ids"][0]
-    served = torch.tensor([row[str(token)] for row, token in zip(answer["logprobs"][0], tokens, strict=True)])
+    served = torch.tensor(
+        [row[str(token)] for row, token in zip(answer["logprobs"][0], tokens, strict=True)]
+    )
     rows = []
     for model in models:
         with torch.no_grad():
-            table = model.logits(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1].log_softmax(-1)
+            table = model.logits(torch.tensor([prompt + tokens]))[
+                0, len(prompt) - 1 : -1
+            ].log_softmax(-1)
         rows.append((table.gather(1, torch.tensor(tokens)[:, None])[:, 0] - served).abs())
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("fenced", "updates"), [(True, 5), (False, 2)])  # and more until one has fallen into a request
-def test_a_token_comes_from_one_set_of_weights(server: VllmServer, fenced: bool, updates: int) -> None:
-    """With the pause, every token is the old or the new weights' own, as its version says; without it, some are neither's."""
+@pytest.mark.parametrize(
+    ("fenced", "updates"), [(True, 5), (False, 2)]
+)  # and more until one has fallen into a request
+def test_a_token_comes_from_one_set_of_weights(
+    server: VllmServer, fenced: bool, updates: int
+) -> None:
+    """With the pause, every token is the old or the new weights' own, as its version says; without
+    it, some are neither's.
+    """
     models = [load_model(str(server.model), torch.float32) for _ in range(2)]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in models[1].parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    bridge = (SingleCopyBridge if fenced else UnfencedBridge)(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT))
+    bridge = (SingleCopyBridge if fenced else UnfencedBridge)(
+        BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
+    )
     shared = load_model(str(server.model), torch.float32)
     bridge.connect(shared)
     requests = Requests(server)
@@ -127,7 +154,11 @@ def test_a_token_comes_from_one_set_of_weights(server: VllmServer, fenced: bool,
             for version in range(1, 10 * updates):
                 requests.wait_for_more(1)
                 bridge.sync(version, lambda source=models[version % 2]: write_slowly(source))  # type: ignore[misc]
-                crossed = any(len(spans) > 1 for answer in requests.answers for spans in answer["weight_version_spans"])
+                crossed = any(
+                    len(spans) > 1
+                    for answer in requests.answers
+                    for spans in answer["weight_version_spans"]
+                )
                 if version >= updates and (crossed or not fenced):
                     break
             requests.wait_for_more(1)
@@ -143,7 +174,9 @@ def test_a_token_comes_from_one_set_of_weights(server: VllmServer, fenced: bool,
         versions = torch.tensor([version for version, count in spans for _ in range(count)])
         mine = difference.gather(0, (versions % 2)[None])[0]
         wrong += int((mine > TOLERANCE).sum())
-        assert int((difference > 0.01).any(0).sum()) > difference.shape[1] // 2, "the two sets of weights must be far apart"
+        assert int((difference > 0.01).any(0).sum()) > difference.shape[1] // 2, (
+            "the two sets of weights must be far apart"
+        )
     if fenced:
         assert (torn, wrong) == (0, 0)
         assert spanning >= 1, "requests must be under way while the weights change"
@@ -163,9 +196,13 @@ def test_the_engine_does_not_go_on_with_weights_that_were_not_announced(
 ) -> None:
     prompt = [10, 20, 30]
     with joined(server, "single_copy", free_port, monkeypatch) as (bridge, model):
-        for version in range(1, 6):  # on a busy machine the request may have ended before the update begins
+        for version in range(
+            1, 6
+        ):  # on a busy machine the request may have ended before the update begins
             old = load_model(str(server.model), torch.float32)
-            old.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            old.load_state_dict(
+                {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            )
             wrong = {name: parameter.detach() + 1 for name, parameter in model.named_parameters()}
             answers: list[dict[str, list]] = []  # type: ignore[type-arg]
 
@@ -178,11 +215,16 @@ def test_the_engine_does_not_go_on_with_weights_that_were_not_announced(
             deadline = time.monotonic() + 30
             while sampled_so_far(server) == before and time.monotonic() < deadline:
                 time.sleep(0.01)
-            with pytest.raises(BridgeError, match=r"rank 0 received checksum \w+ of version \d, the trainer's is \w+"):
+            with pytest.raises(
+                BridgeError,
+                match=r"rank 0 received checksum \w+ of version \d, the trainer's is \w+",
+            ):
                 bridge.sync(version, new_weights(model, version), wrong)
             assert server.state()["state"] == "unhealthy"
             counts = [-1.0, sampled_so_far(server)]
-            while counts[-1] != counts[-2]:  # what was sampled before is handed out now; an engine that ran would go on
+            while (
+                counts[-1] != counts[-2]
+            ):  # what was sampled before is handed out now; an engine that ran would go on
                 time.sleep(0.5)
                 counts.append(sampled_so_far(server))
             stopped = counts[-1] < before + LENGTH
@@ -199,4 +241,6 @@ def test_the_engine_does_not_go_on_with_weights_that_were_not_announced(
             assert (served - trainer_logprobs(old, prompt, tokens))[:cut].abs().max() < TOLERANCE
             assert (served - trainer_logprobs(model, prompt, tokens))[cut:].abs().max() < TOLERANCE
             return
-    pytest.fail("the request always came to its end: no update fell into it, or the engine went on with refused weights")
+    pytest.fail(
+        "the request always came to its end: no update fell into it, or the engine went on with refused weights"
+    )

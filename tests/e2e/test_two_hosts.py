@@ -1,4 +1,6 @@
-"""Trainer and server on hosts of their own, typed as in docs/several-machines.md: bad addresses, closed ports, cut links."""
+"""Trainer and server on hosts of their own, typed as in docs/several-machines.md: bad addresses,
+closed ports, cut links.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ BRIDGE_SECONDS = 8.0
 
 
 def commands() -> dict[str, str]:
-    """The shell lines of the section on two hosts, by the host that they are for; those for both come first on each."""
+    """The shell lines of the section on two hosts, by the host that they are for; those for both
+    come first on each.
+    """
     page = (ROOT / "docs" / "several-machines.md").read_text(encoding="utf-8")
     section = page.split("## Trainer and servers on different hosts", 1)[1].split("\n## ", 1)[0]
     both, server, trainer = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
@@ -71,26 +75,42 @@ class TwoHosts:
         return f"http://{self.server.address}:{PORT}"
 
     def type(self, host: Host, changes: dict[str, str]) -> Path:
-        """Run a host's commands there with another model and a few more flags; returns the folder that their logs are in."""
+        """Run a host's commands there with another model and a few more flags; returns the folder
+        that their logs are in.
+        """
         lines = commands()[host.name]
-        for old, new in {MODEL: str(self.model), "python ": f"{sys.executable} ", **changes}.items():
+        for old, new in {
+            MODEL: str(self.model),
+            "python ": f"{sys.executable} ",
+            **changes,
+        }.items():
             assert old in lines
             lines = lines.replace(old, new)
         folder = self.folder / host.name
         folder.mkdir()
         for name in ("atroposlib", "example_trainer", "vllm_patching"):
             (folder / name).symlink_to(ROOT / name)
-        # What nothing shows to the other host: its own memory file system, and this folder of its own.
-        environment = {"LOGDIR": str(host.folder), "OMP_NUM_THREADS": "1", "MASTER_ADDR": None, "MASTER_PORT": None}
+        # What nothing shows to the other host: its own memory file system, and this folder of its
+        # own.
+        environment = {
+            "LOGDIR": str(host.folder),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": None,
+            "MASTER_PORT": None,
+        }
         environment |= FORKED_ENGINES
-        self.processes.start(host.name, host.command("bash", "-c", f"{lines}\nwait", directory=folder), environment)
+        self.processes.start(
+            host.name, host.command("bash", "-c", f"{lines}\nwait", directory=folder), environment
+        )
         return folder
 
     def state(self, asking: Host | None = None) -> dict[str, Any]:
         """/bridge/state, asked from a host: the trainer's, unless said otherwise."""
         headers = {"Authorization": f"Bearer {KEY}"}
 
-        answer: dict[str, Any] = (asking or self.trainer).calling(lambda: get_json(f"{self.url}/bridge/state", headers))
+        answer: dict[str, Any] = (asking or self.trainer).calling(
+            lambda: get_json(f"{self.url}/bridge/state", headers)
+        )
         return answer
 
     def wait_until(self, what: str, true: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -98,7 +118,9 @@ class TwoHosts:
 
 
 @pytest.fixture(scope="module")
-def two(module_processes: Processes, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
+def two(
+    module_processes: Processes, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TwoHosts]:
     folder = tmp_path_factory.mktemp("hosts")
     try:
         with hosts(folder, "trainer-host", "server-host") as network:
@@ -121,7 +143,10 @@ def size_of(model: Decoder) -> int:
 def trainers_half(
     two: TwoHosts, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[BroadcastBridge, Decoder, int]]:
-    """The bridge of a trainer on its host, not connected; its model, and its MASTER_PORT. MASTER_ADDR is not set."""
+    """The bridge of a trainer on its host, not connected; its model, and its MASTER_PORT.
+
+    MASTER_ADDR is not set.
+    """
     port = free_port()
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -153,7 +178,9 @@ def test_an_address_that_the_server_cannot_reach_is_named_with_what_to_set(
 
         with pytest.raises(BridgeError) as error:
             two.trainer.calling(join)
-        assert time.monotonic() - started < BRIDGE_SECONDS + 30, "the deadline, and what a busy machine adds"
+        assert time.monotonic() - started < BRIDGE_SECONDS + 30, (
+            "the deadline, and what a busy machine adds"
+        )
     wanted = [tried, "set MASTER_ADDR", two.server.address]
     wanted += [two.trainer.address] if wrong == "loopback" else ["no answer within", "MASTER_PORT"]
     wanted += ["server-host"] if wrong == "firewall" else []
@@ -175,7 +202,9 @@ def test_a_closed_port_of_the_server_is_named(
 def test_an_update_goes_on_when_its_link_is_back(
     two: TwoHosts, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address is found without MASTER_ADDR; the server's own name means 127.0.1.1 there, where nobody else can connect."""
+    """The address is found without MASTER_ADDR; the server's own name means 127.0.1.1 there, where
+    nobody else can connect.
+    """
     with trainers_half(two, free_port, monkeypatch) as (bridge, model, _):
 
         def sync(version: int) -> SyncReport:
@@ -188,7 +217,10 @@ def test_an_update_goes_on_when_its_link_is_back(
         with two.network.slowed(two.server, 4.0):
             before = two.network.bytes_to(two.server)
             update.start()
-            two.wait_until("a quarter is sent", lambda: two.network.bytes_to(two.server) - before > size_of(model) / 4)
+            two.wait_until(
+                "a quarter is sent",
+                lambda: two.network.bytes_to(two.server) - before > size_of(model) / 4,
+            )
             two.network.cut(two.server)
             update.join(2)
             assert update.is_alive()
@@ -207,8 +239,14 @@ def test_the_documented_commands_train(two: TwoHosts) -> None:
     two.wait_until("the service", lambda: two.trainer.calling(http_probe(service)) is None)
     for number in range(2):
         body = made_up_group(number)
-        two.trainer.calling(lambda body=body: httpx.post(f"{service}/scored_data", json=body, timeout=30).raise_for_status())
-    two.wait_until("the last step", lambda: "Step 2/2" in (folder / "trainer.log").read_text(errors="replace"))
+        two.trainer.calling(
+            lambda body=body: httpx.post(
+                f"{service}/scored_data", json=body, timeout=30
+            ).raise_for_status()
+        )
+    two.wait_until(
+        "the last step", lambda: "Step 2/2" in (folder / "trainer.log").read_text(errors="replace")
+    )
     two.wait_until("its weights", lambda: two.state()["weight_version"] == 2)
     log = (two.folder / "server-host" / "vllm.log").read_text(errors="replace")
     assert "Serving weight version 2" in log

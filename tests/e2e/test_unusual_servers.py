@@ -29,9 +29,15 @@ pytestmark = pytest.mark.e2e
 
 
 def test_two_ranks_get_their_own_shards(
-    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: Processes,
+    free_port: Callable[[], int],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = start_vllm(processes, free_port, tiny_model, tmp_path, flags=("--tensor-parallel-size", "2"))
+    server = start_vllm(
+        processes, free_port, tiny_model, tmp_path, flags=("--tensor-parallel-size", "2")
+    )
     for rank in range(2):
         assert f"Weight updater thread started (name: WeightUpdater_TP{rank})" in server.log
     with joined(server, "overlapped", free_port, monkeypatch) as (bridge, model):
@@ -46,9 +52,15 @@ def test_two_ranks_get_their_own_shards(
 
 
 def test_every_replica_of_a_data_parallel_server_gets_the_weights(
-    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: Processes,
+    free_port: Callable[[], int],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = start_vllm(processes, free_port, tiny_model, tmp_path, flags=("--data-parallel-size", "2"))
+    server = start_vllm(
+        processes, free_port, tiny_model, tmp_path, flags=("--data-parallel-size", "2")
+    )
     with joined(server, "direct", free_port, monkeypatch) as (bridge, model):
         bridge.sync(1, new_weights(model, 1))
         ranks = server.state()["ranks"]
@@ -72,7 +84,12 @@ def training_goes_on_without_a_server_that_lost_a_replica(
     other = LightServer(starter, free_port(), "localhost", model=server.model)
     other.start()
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    bridge = BroadcastBridge([BridgeServer("localhost", s.port, BRIDGE_TIMEOUT, startup_timeout=60) for s in (server, other)])
+    bridge = BroadcastBridge(
+        [
+            BridgeServer("localhost", s.port, BRIDGE_TIMEOUT, startup_timeout=60)
+            for s in (server, other)
+        ]
+    )
     try:
         model = load_model(str(server.model), torch.float32)
         bridge.connect(model)
@@ -94,7 +111,9 @@ def child_called(title: bytes, of: int) -> int:
     parents, called = {}, []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(folder.name)] = int(
+                (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            )
             called += [int(folder.name)] * (title in (folder / "cmdline").read_bytes())
 
     def is_ours(pid: int) -> bool:
@@ -124,21 +143,35 @@ def test_a_server_that_does_not_share_says_so(
 
 def refuses_a_head_that_does_not_end(server: VllmServer) -> None:
     """Its connections have the bounds of `atroposlib.web.bounded_protocol`."""
-    with socket.create_connection(("localhost", server.port), timeout=60) as client, suppress(ConnectionResetError):
+    with (
+        socket.create_connection(("localhost", server.port), timeout=60) as client,
+        suppress(ConnectionResetError),
+    ):
         client.sendall(b"GET /health HTTP/1.1\r\nx: " + b"y" * 100_000)
         assert client.recv(1000).startswith(b"HTTP/1.1 431 ")
     assert healthy(server)
 
 
 def ends_though_it_owes_answers(server: VllmServer, processes: Processes) -> None:
-    """What was under way is told so, by no stump that one could take for an answer; and nobody has to kill the server."""
-    body = {"prompt": {"prompt_token_ids": [1, 2, 3]}, "max_tokens": 500, "ignore_eos": True, "n": 64}
+    """What was under way is told so, by no stump that one could take for an answer; and nobody has
+    to kill the server.
+    """
+    body = {
+        "prompt": {"prompt_token_ids": [1, 2, 3]},
+        "max_tokens": 500,
+        "ignore_eos": True,
+        "n": 64,
+    }
     with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, timeout=120) as client:
         owed = pool.submit(client.post, "/generate", json=body)
         busy = re.compile(r"^vllm:num_requests_running\S* [1-9]", re.MULTILINE)
 
         def idle() -> str | None:
-            return None if busy.search(httpx.get(f"{server.url}/metrics", timeout=30).text) else "it does not run"
+            return (
+                None
+                if busy.search(httpx.get(f"{server.url}/metrics", timeout=30).text)
+                else "it does not run"
+            )
 
         processes.wait_until("the request", idle, 180)
         assert processes.stop(server.process) not in (128 + signal.SIGKILL, -signal.SIGKILL)
@@ -148,5 +181,7 @@ def ends_though_it_owes_answers(server: VllmServer, processes: Processes) -> Non
 
 def test_no_server_is_one_line_with_the_remedy(free_port: Callable[[], int]) -> None:
     port = free_port()
-    with pytest.raises(BridgeError, match=rf"no vLLM server at http://localhost:{port}.*vllm_api_server.py"):
+    with pytest.raises(
+        BridgeError, match=rf"no vLLM server at http://localhost:{port}.*vllm_api_server.py"
+    ):
         BroadcastBridge(BridgeServer("localhost", port, 1.0)).serving_dtype()

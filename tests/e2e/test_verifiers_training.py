@@ -1,4 +1,6 @@
-"""An environment that the verifiers package ships, through the real stack: its rollouts and rewards, our tokens."""
+"""An environment that the verifiers package ships, through the real stack: its rollouts and
+rewards, our tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,19 @@ STEPS = 3
 GROUP = 8
 
 
-def test_three_training_steps(processes: Processes, free_port: Callable[[], int], tmp_path: Path) -> None:
+def test_three_training_steps(
+    processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
     if not PYTHON:
-        pytest.skip("LOCKSTEP_VERIFIERS_PYTHON names no interpreter that has the verifiers package (docs/environments.md)")
-    has = subprocess.run([PYTHON, "-c", "import verifiers, reasoning_gym"], capture_output=True, text=True, timeout=120)
+        pytest.skip(
+            "LOCKSTEP_VERIFIERS_PYTHON names no interpreter that has the verifiers package (docs/environments.md)"
+        )
+    has = subprocess.run(
+        [PYTHON, "-c", "import verifiers, reasoning_gym"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     if has.returncode:
         pytest.skip(f"{PYTHON} has no verifiers[rg]: {has.stderr.strip().splitlines()[-1]}")
     server = start_vllm(processes, free_port, STARTER, tmp_path)
@@ -36,9 +47,26 @@ def test_three_training_steps(processes: Processes, free_port: Callable[[], int]
         "verifiers",
         [
             *(PYTHON, ROOT / "environments/verifiers_server.py", "serve"),
-            *("--env.environment", ROOT / "tests/e2e/verifiers_tasks.py", "--openai.base_url", f"{server.url}/v1"),
-            *("--env.rollout_server_url", f"http://localhost:{port}", "--env.max_token_length", "32"),
-            *("--env.group_size", str(GROUP), "--env.steps_per_eval", str(STEPS), "--env.eval_output", result),
+            *(
+                "--env.environment",
+                ROOT / "tests/e2e/verifiers_tasks.py",
+                "--openai.base_url",
+                f"{server.url}/v1",
+            ),
+            *(
+                "--env.rollout_server_url",
+                f"http://localhost:{port}",
+                "--env.max_token_length",
+                "32",
+            ),
+            *(
+                "--env.group_size",
+                str(GROUP),
+                "--env.steps_per_eval",
+                str(STEPS),
+                "--env.eval_output",
+                result,
+            ),
             *("--env.metrics_path", tmp_path / "metrics.jsonl"),
         ],
         may_finish=True,
@@ -47,22 +75,44 @@ def test_three_training_steps(processes: Processes, free_port: Callable[[], int]
         "trainer",
         [
             *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER),
-            *("--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", str(server.port)),
-            *("--atropos-url", f"http://localhost:{port}", "--lr", "1e-4", "--training-steps", str(STEPS)),
+            *(
+                "--weight-bridge-mode",
+                "shared_vllm",
+                "--single-copy",
+                "--vllm-port",
+                str(server.port),
+            ),
+            *(
+                "--atropos-url",
+                f"http://localhost:{port}",
+                "--lr",
+                "1e-4",
+                "--training-steps",
+                str(STEPS),
+            ),
             *("--batch-size", str(2 * GROUP), "--gradient-accumulation-steps", "2"),
             *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer"),
         ],
     )
     processes.finish(trainer, 240)
     processes.finish(environment, 120)
-    rows = [json.loads(line) for line in (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["grad_norm"] > 0 for row in rows)
     assert server.state()["weight_version"] == STEPS
     noted = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sum(row.get("train/items_sent_to_api", 0) for row in noted) >= 2 * STEPS
-    rewards = [row["train/check_answer_reward_func"] for row in noted if "train/check_answer_reward_func" in row]
-    assert any(0 < reward < 1 for reward in rewards), "of answers that were right and others that were not"
+    rewards = [
+        row["train/check_answer_reward_func"]
+        for row in noted
+        if "train/check_answer_reward_func" in row
+    ]
+    assert any(0 < reward < 1 for reward in rewards), (
+        "of answers that were right and others that were not"
+    )
     assert json.loads(result.read_text())["num_problems"] == 4
     assert "Traceback" not in environment.log_path.read_text()
     assert service.poll() is None

@@ -1,4 +1,6 @@
-"""Legacy mode with every process real: the trainer owns vLLM, restarts it on checkpoints, and leaves nothing behind."""
+"""Legacy mode with every process real: the trainer owns vLLM, restarts it on checkpoints, and
+leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,32 @@ STARTER = ROOT / "assets" / "starter_model"
 
 
 def family_of_server(log: Path) -> set[int]:
-    """API server and engine, by what a log says of the last start, and the guard above them; those of them that live."""
+    """API server and engine, by what a log says of the last start, and the guard above them; those
+    of them that live.
+    """
     _, _, last = log.read_text(errors="replace").rpartition("==== weight version")
     alive = parents()
-    named = {int(pid) for pid in re.findall(r"\((?:APIServer|EngineCore) pid=(\d+)\)", last)} & alive.keys()
+    named = {
+        int(pid) for pid in re.findall(r"\((?:APIServer|EngineCore) pid=(\d+)\)", last)
+    } & alive.keys()
     return named | {alive[pid] for pid in named}
 
 
 def starts(log: Path) -> list[int]:
     """The weight versions on which a server was started."""
-    return [int(version) for version in re.findall(r"==== weight version (\d+): ", log.read_text(errors="replace"))]
+    return [
+        int(version)
+        for version in re.findall(r"==== weight version (\d+): ", log.read_text(errors="replace"))
+    ]
 
 
 def with_state(checkpoints: Path) -> list[int]:
     """The steps whose checkpoints keep their optimizer state."""
-    return [step for step, path in steps_in(checkpoints).items() if (path / "trainer_state" / "trainer.json").is_file()]
+    return [
+        step
+        for step, path in steps_in(checkpoints).items()
+        if (path / "trainer_state" / "trainer.json").is_file()
+    ]
 
 
 def post_groups(url: str, *numbers: int) -> None:
@@ -56,13 +69,34 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
 ) -> None:
     port, vllm_port, metrics_port = free_port(), free_port(), free_port()
     url, vllm = f"http://localhost:{port}", f"http://localhost:{vllm_port}"
-    folder, log, checkpoints = tmp_path / "trainer", tmp_path / "trainer" / "vllm.log", tmp_path / "checkpoints"
+    folder, log, checkpoints = (
+        tmp_path / "trainer",
+        tmp_path / "trainer" / "vllm.log",
+        tmp_path / "checkpoints",
+    )
     processes.start_service(port)
     command = [
-        *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-4"),
+        *(
+            sys.executable,
+            "-u",
+            ROOT / "example_trainer/grpo.py",
+            "--model-name",
+            STARTER,
+            "--lr",
+            "1e-4",
+        ),
         *("--vllm-port", str(vllm_port), "--metrics-port", str(metrics_port)),
         *("--vllm-args", " ".join(["--max-model-len 256 --max-num-seqs 32", *CACHE])),
-        *("--atropos-url", url, "--batch-size", "16", "--gradient-accumulation-steps", "1", "--training-steps", "50"),
+        *(
+            "--atropos-url",
+            url,
+            "--batch-size",
+            "16",
+            "--gradient-accumulation-steps",
+            "1",
+            "--training-steps",
+            "50",
+        ),
         *("--checkpoint-interval", "3", "--num-threads", "1", "--seq-len", "256"),
         *("--save-path", checkpoints, "--log-dir", folder),
     ]
@@ -75,18 +109,23 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
         return json_rows(folder / "metrics.jsonl")
 
     def wait_for_step(step: int) -> None:
-        processes.wait_until(f"step {step}", lambda: None if len(rows()) >= step else f"{len(rows())} steps", 400)
+        processes.wait_until(
+            f"step {step}", lambda: None if len(rows()) >= step else f"{len(rows())} steps", 400
+        )
 
     def weights_of_an_answer() -> tuple[list[int], list[int]]:
         body = {"prompt": {"prompt_token_ids": [5, 6, 7]}, "max_tokens": 2}
         answer = httpx.post(f"{vllm}/generate", json=body, timeout=60).json()
         return answer["weight_versions"], answer["weight_epochs"]
 
-    # Rollouts for four steps and no more: the trainer stands still after them, between two restarts.
+    # Rollouts for four steps and no more: the trainer stands still after them, between two
+    # restarts.
     trainer = start_trainer()
     post_groups(url, *range(4 * 4))
     wait_for_step(4)
-    assert [row["weight_version"] for row in rows()] == [0, 0, 3, 3], "mode none restarts vLLM every three steps"
+    assert [row["weight_version"] for row in rows()] == [0, 0, 3, 3], (
+        "mode none restarts vLLM every three steps"
+    )
     assert starts(log) == [0, 3]
     run = marked_run(checkpoints)
     assert run is not None
@@ -98,25 +137,48 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
         return None if "lockstep_trainer_served_weight_version 3.0" in shown else shown
 
     processes.wait_until("the version to be shown", not_shown, 180)
-    processes.wait_until("a state of step 3", lambda: None if with_state(checkpoints) == [3] else "not there", 120)
+    processes.wait_until(
+        "a state of step 3", lambda: None if with_state(checkpoints) == [3] else "not there", 120
+    )
     assert "Saved the weights of" in trainer.log_path.read_text()
 
-    # kill -9, and a trainer that goes on at once: it takes the server of the one before for what it is.
+    # kill -9, and a trainer that goes on at once: it takes the server of the one before for what it
+    # is.
     os.kill(trainer.command_pid(), signal.SIGKILL)
     before, trainer = trainer, start_trainer("--resume", "auto", "--keep-optimizer-states", "all")
     processes.stop(before)
 
     # An environment comes, and stays while the server that it samples from is started again.
-    flags = ["--env.rollout_server_url", url, "--openai.base_url", vllm, "--env.max_token_length", "24"]
+    flags = [
+        "--env.rollout_server_url",
+        url,
+        "--openai.base_url",
+        vllm,
+        "--env.max_token_length",
+        "24",
+    ]
     environment = processes.start(
         "environment",
-        [sys.executable, ROOT / "environments/arithmetic_server.py", "serve", *flags, "--env.group_size", "8"],
+        [
+            sys.executable,
+            ROOT / "environments/arithmetic_server.py",
+            "serve",
+            *flags,
+            "--env.group_size",
+            "8",
+        ],
         may_finish=True,
     )
     post_groups(url, *range(4 * 4, 4 * 5))
     wait_for_step(7)
-    # The first trainer's row of step 4, which is in no checkpoint, has given way to the second one's.
-    assert [(row["step"], row["weight_version"]) for row in rows()[3:7]] == [(4, 3), (5, 3), (6, 6), (7, 6)]
+    # The first trainer's row of step 4, which is in no checkpoint, has given way to the second
+    # one's.
+    assert [(row["step"], row["weight_version"]) for row in rows()[3:7]] == [
+        (4, 3),
+        (5, 3),
+        (6, 6),
+        (7, 6),
+    ]
     assert starts(log)[:4] == [0, 3, 3, 6]
     assert "did not start" not in trainer.log_path.read_text()
 
@@ -124,9 +186,12 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     def family() -> set[int]:
         return {*descendants(trainer.command_pid()), *family_of_server(log)}
 
-    # The trainer takes what there is and then stands still, and with it the server on its last checkpoint.
+    # The trainer takes what there is and then stands still, and with it the server on its last
+    # checkpoint.
     os.kill(environment.command_pid(), signal.SIGSTOP)
-    processes.wait_until("guard, API server and engine", lambda: None if len(family()) >= 3 else str(family()), 120)
+    processes.wait_until(
+        "guard, API server and engine", lambda: None if len(family()) >= 3 else str(family()), 120
+    )
     left = family()
     assert processes.stop(trainer) == 128 + signal.SIGTERM
     text = trainer.log_path.read_text()
@@ -135,11 +200,15 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     # What the server was started on is a checkpoint like any other, and was written once.
     saved = re.findall(r"Saved checkpoint (\S+)", text)
     assert len(saved) == len(set(saved)) >= 2
-    assert with_state(checkpoints) == list(steps_in(checkpoints)), "with all, every checkpoint keeps its state"
+    assert with_state(checkpoints) == list(steps_in(checkpoints)), (
+        "with all, every checkpoint keeps its state"
+    )
     assert not left & parents().keys()
     assert is_free(vllm_port)
     os.kill(environment.command_pid(), signal.SIGCONT)
-    assert environment.poll() is None  # it waits, while vLLM is restarted and when the trainer is gone
+    assert (
+        environment.poll() is None
+    )  # it waits, while vLLM is restarted and when the trainer is gone
     kept = max(steps_in(checkpoints))
     # A step whose weights vLLM was being restarted on is kept, and has no row yet.
     assert kept - rows()[-1]["step"] in (0, 1)
@@ -152,22 +221,62 @@ def test_a_server_of_somebody_else_s_is_left_alone_and_no_state_is_kept(
     url, checkpoints = f"http://localhost:{port}", tmp_path / "checkpoints"
     processes.start_service(port)
     command = [
-        *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", server.model, "--lr", "1e-4"),
-        *("--vllm-port", str(server.port), "--vllm-restart-interval", "2", "--keep-optimizer-states", "0"),
-        *("--atropos-url", url, "--batch-size", "4", "--gradient-accumulation-steps", "1", "--seq-len", "64"),
-        *("--checkpoint-interval", "1", "--num-threads", "1", "--save-path", checkpoints, "--log-dir", tmp_path / "trainer"),
+        *(
+            sys.executable,
+            "-u",
+            ROOT / "example_trainer/grpo.py",
+            "--model-name",
+            server.model,
+            "--lr",
+            "1e-4",
+        ),
+        *(
+            "--vllm-port",
+            str(server.port),
+            "--vllm-restart-interval",
+            "2",
+            "--keep-optimizer-states",
+            "0",
+        ),
+        *(
+            "--atropos-url",
+            url,
+            "--batch-size",
+            "4",
+            "--gradient-accumulation-steps",
+            "1",
+            "--seq-len",
+            "64",
+        ),
+        *(
+            "--checkpoint-interval",
+            "1",
+            "--num-threads",
+            "1",
+            "--save-path",
+            checkpoints,
+            "--log-dir",
+            tmp_path / "trainer",
+        ),
     ]
     instance = httpx.get(f"{server.url}/weights", timeout=30).json()["instance"]
     post_groups(url, *range(5))
     trainer = processes.start("trainer", [*command, "--training-steps", "3"], may_finish=True)
     text = processes.finish(trainer, 200)
-    assert f"This trainer did not start the vLLM server at {server.url}, and will not restart it" in text
-    assert f"The weights of the vLLM server at {server.url} are 2 steps behind the trainer's" in text
+    assert (
+        f"This trainer did not start the vLLM server at {server.url}, and will not restart it"
+        in text
+    )
+    assert (
+        f"The weights of the vLLM server at {server.url} are 2 steps behind the trainer's" in text
+    )
     assert "Saved the weights of" not in text, "no checkpoint is saved for a server that loads none"
     assert list(steps_in(checkpoints)) == [1, 2, 3]
     assert with_state(checkpoints) == []
 
-    again = processes.start("trainer", [*command, "--training-steps", "5", "--resume", "auto"], may_finish=True)
+    again = processes.start(
+        "trainer", [*command, "--training-steps", "5", "--resume", "auto"], may_finish=True
+    )
     text = processes.finish(again, 200)
     assert "step_3 keeps no optimizer state: training goes on from its weights" in text
     assert "are 4 steps behind the trainer's" in text

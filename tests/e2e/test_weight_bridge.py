@@ -1,4 +1,6 @@
-"""The weight bridge with the real vLLM: every weight arrives, at once, and what goes wrong leaves the old version serving."""
+"""The weight bridge with the real vLLM: every weight arrives, at once, and what goes wrong leaves
+the old version serving.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def wait_until_generating(server: VllmServer, asking: threading.Thread) -> None:
     """Until a request runs, or the one that `asking` waits for has been answered."""
     deadline = time.monotonic() + 30
     while asking.is_alive() and not re.search(
-        r"^vllm:num_requests_running\S* [1-9]", httpx.get(f"{server.url}/metrics", timeout=30).text, re.MULTILINE
+        r"^vllm:num_requests_running\S* [1-9]",
+        httpx.get(f"{server.url}/metrics", timeout=30).text,
+        re.MULTILINE,
     ):
         assert time.monotonic() < deadline, "the request never ran"
 
@@ -67,8 +71,13 @@ def test_a_server_says_that_it_is_not_deterministic(server: VllmServer) -> None:
 
 
 def test_a_server_says_which_logprobs_it_hands_out(server: VllmServer) -> None:
-    """The answer is true: they are of the distribution that was sampled from, greedy answers' of the model's own."""
-    assert httpx.get(f"{server.url}/sampling", timeout=30).json()["logprobs_mode"] == "processed_logprobs"
+    """The answer is true: they are of the distribution that was sampled from, greedy answers' of
+    the model's own.
+    """
+    assert (
+        httpx.get(f"{server.url}/sampling", timeout=30).json()["logprobs_mode"]
+        == "processed_logprobs"
+    )
     prompt, model = [72, 101, 108, 108, 111], load_model(str(server.model), torch.float32)
     for asked, meant in ((0.6, 0.6), (1.7, 1.7), (0.0, 1.0)):
         answer = server.generate(prompt, max_tokens=8, temperature=asked, seed=1, ignore_eos=True)
@@ -87,14 +96,22 @@ def test_every_update_arrives_whole(
         assert bridge.params_mapped == bridge.params_total == len(list(model.parameters()))
         for version in (1, 2, 5):
             stale = load_model(str(server.model), torch.float32)
-            stale.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            stale.load_state_dict(
+                {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            )
             report = bridge.sync(version, new_weights(model, version))
             state = server.state()
             how = (state["transfer"] or state["mode"], report.bytes_moved > 0)
-            assert (state["weight_version"], state["state"], how) == (version, "serving", (kind, kind != "single_copy"))
+            assert (state["weight_version"], state["state"], how) == (
+                version,
+                "serving",
+                (kind, kind != "single_copy"),
+            )
             assert state["checksums"] == checksums(server, model) == [report.checksum]
             assert largest_difference(server, model) < TOLERANCE
-            assert largest_difference(server, stale) > 0.01, "the comparison must be able to see old weights"
+            assert largest_difference(server, stale) > 0.01, (
+                "the comparison must be able to see old weights"
+            )
             assert state["last_bytes"] >= report.bytes_moved
             assert 0 < report.server_seconds["halted"] < sum(report.seconds.values())
         assert server.generate([1], max_tokens=2)["weight_versions"] == [5]
@@ -123,8 +140,12 @@ def test_a_request_across_an_update_says_which_tokens_are_whose(
     with joined(server, kind, free_port, monkeypatch) as (bridge, model):
         old = load_model(str(server.model), torch.float32)
         prompt = [10, 20, 30]
-        for version in range(1, 6):  # on a busy machine the request may have ended before the update begins
-            old.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        for version in range(
+            1, 6
+        ):  # on a busy machine the request may have ended before the update begins
+            old.load_state_dict(
+                {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            )
             answers: list[dict[str, list]] = []  # type: ignore[type-arg]
 
             def generate(into: list[dict[str, list]] = answers) -> None:  # type: ignore[type-arg]
@@ -144,9 +165,13 @@ def test_a_request_across_an_update_says_which_tokens_are_whose(
                 assert [number for number, _ in spans] in ([version - 1], [version - 1, version])
                 crossed += len(spans) == 2
                 served, cut = served_logprobs(answer, i), spans[0][1]
-                assert (served - trainer_logprobs(old, prompt, tokens))[:cut].abs().max() < TOLERANCE * 5
+                assert (served - trainer_logprobs(old, prompt, tokens))[
+                    :cut
+                ].abs().max() < TOLERANCE * 5
                 if cut < len(tokens):
-                    assert (served - trainer_logprobs(model, prompt, tokens))[cut:].abs().max() < TOLERANCE * 5
+                    assert (served - trainer_logprobs(model, prompt, tokens))[
+                        cut:
+                    ].abs().max() < TOLERANCE * 5
             if crossed == 2:
                 stalled = stalled_of(server)
                 assert stalled is not None, "the server never said when its engine went on"
@@ -180,7 +205,9 @@ def test_not_a_number_is_refused_before_it_is_served(
         state = server.state()
         if kind != "single_copy":  # the old weights were never touched
             assert (state["state"], state["weight_version"]) == ("serving", 0)
-            assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
+            assert (
+                largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
+            )
         else:  # there is one copy, and it is spoilt: nothing may be sampled until it has been replaced
             assert state["state"] == "unhealthy"
             assert httpx.get(f"{server.url}/health", timeout=30).status_code == 503
@@ -206,7 +233,9 @@ def test_a_single_copy_knows_its_sums_before_it_is_written(
         masters, write = new_masters(model, 3)
         name = list(masters)[3]
         masters[name].view(-1)[7] = float("inf")
-        with pytest.raises(BridgeError, match=f"version 3 is not sent: {name} holds NaN or infinity"):
+        with pytest.raises(
+            BridgeError, match=f"version 3 is not sent: {name} holds NaN or infinity"
+        ):
             bridge.sync(3, write, masters)
         assert (server.state()["state"], server.state()["weight_version"]) == ("serving", 2)
         assert largest_difference(server, model) < TOLERANCE
@@ -230,8 +259,16 @@ def test_events_that_cannot_be_waited_for_are_not_relied_upon(server: VllmServer
 
 
 def start_late_trainer(processes: Processes, server: VllmServer) -> ManagedProcess:
-    """One that has been told that the server stands still, and has stopped (SIGSTOP) before it writes."""
-    command = [sys.executable, ROOT / "tests/e2e/late_trainer.py", str(server.port), server.model, str(BRIDGE_TIMEOUT)]
+    """One that has been told that the server stands still, and has stopped (SIGSTOP) before it
+    writes.
+    """
+    command = [
+        sys.executable,
+        ROOT / "tests/e2e/late_trainer.py",
+        str(server.port),
+        server.model,
+        str(BRIDGE_TIMEOUT),
+    ]
     trainer = processes.start("late trainer", command, may_finish=True)
     processes.wait_for_text(trainer, "about to write", 180)
     return trainer
@@ -243,17 +280,23 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     before = server.state()
     asking: list[dict[str, list]] = []  # type: ignore[type-arg]
     trainer = start_late_trainer(processes, server)
-    held = threading.Thread(target=lambda: asking.append(server.generate([1, 2], max_tokens=4, ignore_eos=True)))
+    held = threading.Thread(
+        target=lambda: asking.append(server.generate([1, 2], max_tokens=4, ignore_eos=True))
+    )
     held.start()
     # It may write as soon as it goes on, whatever the checksum of the weights is now.
     state = wait_for_state(server, "unhealthy", 2 * BRIDGE_TIMEOUT)
     who = f"{os.uname().nodename}:{trainer.command_pid()}"
     assert (state["engine"], state["checksums"]) == ("paused", before["checksums"])
     assert f"nothing from trainer {who}" in str(state["last_error"])
-    assert f"let it go on, so that it gives that back, or end its process: {who}" in str(state["undecided"])
+    assert f"let it go on, so that it gives that back, or end its process: {who}" in str(
+        state["undecided"]
+    )
     refuses_to_sample(server)
     other = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
-    with pytest.raises(BridgeError, match=rf"nobody else may write the weights now: trainer {who} may still write"):
+    with pytest.raises(
+        BridgeError, match=rf"nobody else may write the weights now: trainer {who} may still write"
+    ):
         other.init("single_copy", shapes_of(load_model(str(server.model), torch.float32)))
     other.close()
     assert not asking, "a token was sampled from weights that might change under it"
@@ -279,19 +322,26 @@ def test_a_trainer_that_is_killed_before_its_first_write_leaves_the_old_version(
     trainer = start_late_trainer(processes, server)
     assert server.state()["state"] == "updating"
     asking: list[dict[str, list]] = []  # type: ignore[type-arg]
-    held = threading.Thread(target=lambda: asking.append(server.generate([1, 2], max_tokens=4, ignore_eos=True)))
+    held = threading.Thread(
+        target=lambda: asking.append(server.generate([1, 2], max_tokens=4, ignore_eos=True))
+    )
     held.start()
     processes.kill(trainer)
     state = wait_for_state(server, "serving", BRIDGE_TIMEOUT)
     held.join(BRIDGE_TIMEOUT)
-    assert (state["weight_version"], state["checksums"]) == (before["weight_version"], before["checksums"])
+    assert (state["weight_version"], state["checksums"]) == (
+        before["weight_version"],
+        before["checksums"],
+    )
     assert asking[0]["weight_versions"] == [before["weight_version"]]
     assert re.search("has ended", str(state["last_error"]))
 
 
 def test_a_step_that_comes_after_the_deadline_is_told_apart(server: VllmServer) -> None:
     client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
-    epoch = client.init("single_copy", shapes_of(load_model(str(server.model), torch.float32)))["epoch"]
+    epoch = client.init("single_copy", shapes_of(load_model(str(server.model), torch.float32)))[
+        "epoch"
+    ]
     lease = client.begin(epoch, 9)
     assert lease is not None
     assert 0 < lease["deadline"] - time.monotonic() <= BRIDGE_TIMEOUT
@@ -312,7 +362,9 @@ def test_a_server_in_quarantine_answers_nothing_until_a_full_update(
         client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
         client.quarantine(int(str(server.state()["epoch"])), "it was late")
         for route in ("health", "weights"):
-            assert "in quarantine: it was late" in httpx.get(f"{server.url}/{route}", timeout=30).text
+            assert (
+                "in quarantine: it was late" in httpx.get(f"{server.url}/{route}", timeout=30).text
+            )
         assert (server.state()["state"], server.state()["engine"]) == ("unhealthy", "paused")
         bridge.sync(1, new_weights(model, 1))
         told = httpx.get(f"{server.url}/weights", timeout=30).json()
@@ -323,7 +375,9 @@ def test_a_server_in_quarantine_answers_nothing_until_a_full_update(
 def test_another_model_is_refused_with_both_shapes(server: VllmServer, tmp_path: Path) -> None:
     other = load_model(str(make_tiny_model(tmp_path / "other", layers=3)), torch.float32)
     bridge = BroadcastBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT))
-    with pytest.raises(BridgeError, match=r"model.layers.2.*: the trainer has it, vLLM does not.*same model"):
+    with pytest.raises(
+        BridgeError, match=r"model.layers.2.*: the trainer has it, vLLM does not.*same model"
+    ):
         bridge.connect(other)
     half = load_model(str(server.model), torch.bfloat16)
     with pytest.raises(BridgeError, match="dtype bfloat16 in the trainer, float32 in vLLM"):
@@ -352,14 +406,20 @@ def test_a_second_trainer_takes_over_and_the_first_is_told(
         ({"prompt": {"prompt_token_ids": [10**6]}}, 400, "1000000"),
     ],
 )
-def test_a_bad_request_names_what_is_bad(server: VllmServer, body: dict[str, object], status: int, message: str) -> None:
+def test_a_bad_request_names_what_is_bad(
+    server: VllmServer, body: dict[str, object], status: int, message: str
+) -> None:
     response = httpx.post(f"{server.url}/generate", json=body, timeout=60)
     assert response.status_code == status, response.text
     assert message in response.text
 
 
 def test_text_prompts_and_stop_strings(server: VllmServer) -> None:
-    response = httpx.post(f"{server.url}/generate", json={"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}, timeout=60)
+    response = httpx.post(
+        f"{server.url}/generate",
+        json={"prompt": "Hello", "max_tokens": 3, "ignore_eos": True},
+        timeout=60,
+    )
     answer = response.json()
     assert answer["prompt"] == "Hello"
     assert len(answer["prompt_token_ids"]) == 5
@@ -367,7 +427,10 @@ def test_text_prompts_and_stop_strings(server: VllmServer) -> None:
 
 
 def test_samples_of_a_group_differ_and_repeat_with_their_seed(server: VllmServer) -> None:
-    one, again = (server.generate([65, 66], n=4, max_tokens=16, seed=11, ignore_eos=True)["token_ids"] for _ in range(2))
+    one, again = (
+        server.generate([65, 66], n=4, max_tokens=16, seed=11, ignore_eos=True)["token_ids"]
+        for _ in range(2)
+    )
     assert one == again
     assert len({tuple(tokens) for tokens in one}) == 4
 

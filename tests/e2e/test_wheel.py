@@ -1,4 +1,6 @@
-"""A built wheel in an environment that has its dependencies and no checkout: every part starts, and they train together."""
+"""A built wheel in an environment that has its dependencies and no checkout: every part starts, and
+they train together.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / package, source / package, ignore=skipped)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, source]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        folder,
+        source,
+    ]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (built,) = folder.glob("*.whl")
@@ -59,14 +72,27 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(wheel: Path) -> Path:
     """An interpreter that finds the wheel's packages and this one's dependencies, and no checkout.
 
-    A folder that a .pth file names is searched, and the .pth files in it are not read: a link to the checkout is left behind.
+    A folder that a .pth file names is searched, and the .pth files in it are not read: a link to
+    the checkout is left behind.
     """
     folder = wheel.parent / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
     interpreter = folder / "bin" / "python"
     site = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-    (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", site, wheel]
+    (site / "dependencies.pth").write_text(
+        f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n"
+    )
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        site,
+        wheel,
+    ]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return interpreter
@@ -84,16 +110,26 @@ def test_the_wheel_holds_every_file_of_every_package(wheel: Path) -> None:
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and path.name not in ("requirements.txt", "README.md")
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and path.name not in ("requirements.txt", "README.md")
     }
     assert listed == files
 
 
 def test_the_checkout_is_out_of_reach(python: Path, tmp_path: Path) -> None:
-    """The control: what only the checkout has cannot be imported, and what is imported is the wheel's."""
+    """The control: what only the checkout has cannot be imported, and what is imported is the
+    wheel's.
+    """
     code = "import importlib.util as u\nfor name in ('scripts', 'tests', 'bench', 'example_trainer'): print(u.find_spec(name))"
     done = subprocess.run(
-        [python, "-c", code], cwd=tmp_path, env=environment_variables(), capture_output=True, text=True, timeout=60, check=True
+        [python, "-c", code],
+        cwd=tmp_path,
+        env=environment_variables(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     *absent, there = done.stdout.splitlines()
     assert not any(str(ROOT) in line for line in absent)
@@ -119,8 +155,16 @@ def test_service_server_environment_and_trainer_from_the_wheel_train(
 ) -> None:
     service_port, vllm_port = free_port(), free_port()
     service, vllm = f"http://localhost:{service_port}", f"http://localhost:{vllm_port}"
-    variables: dict[str, str | None] = {"PYTHONPATH": None, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    variables |= {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": str(tmp_path), "VLLM_NO_USAGE_STATS": "1"}
+    variables: dict[str, str | None] = {
+        "PYTHONPATH": None,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+    }
+    variables |= {
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        "LOGDIR": str(tmp_path),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
     def start(name: str, module: str, *flags: object, may_finish: bool = False) -> ManagedProcess:
         command = [str(python), "-u", "-m", module, *map(str, flags)]

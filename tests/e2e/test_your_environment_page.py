@@ -1,4 +1,6 @@
-"""docs/your-environment.md, typed from its own text: files are written, commands run, and the starter model is trained."""
+"""docs/your-environment.md, typed from its own text: files are written, commands run, and the
+starter model is trained.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,17 @@ PLANNED = (
     "start.sh --environment short_coins_server.py",
     "start.sh --environment environments/math_server.py",
 )
-"""In commands that test_guide_commands.py plans: of three trainings that differ in the environment alone, one is run."""
+"""In commands that test_guide_commands.py plans: of three trainings that differ in the environment
+alone, one is run."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    assert write_files(PAGE, tmp_path) == {"coins_server.py", "short_coins_server.py", "questions.csv"}
+    assert write_files(PAGE, tmp_path) == {
+        "coins_server.py",
+        "short_coins_server.py",
+        "questions.csv",
+    }
     return tmp_path
 
 
@@ -44,8 +51,12 @@ class Reader:
 
     def __init__(self, folder: Path, processes: Processes, free_port: Callable[[], int]) -> None:
         self.folder, self.processes, self.page_port = folder, processes, free_port()
-        self.operations = Operations(folder, {name: free_port() for name in ("SERVICE", "VLLM", "MASTER", "METRICS")})
-        self.run_folder = self.operations.run_folder = folder / "runs" / "stack"  # as the page has it
+        self.operations = Operations(
+            folder, {name: free_port() for name in ("SERVICE", "VLLM", "MASTER", "METRICS")}
+        )
+        self.run_folder = self.operations.run_folder = (
+            folder / "runs" / "stack"
+        )  # as the page has it
         self.operations.environment |= FORKED_ENGINES | {"LOCKSTEP_RUN": str(self.run_folder)}
         self.keys: dict[str, str] = {}
 
@@ -59,23 +70,42 @@ class Reader:
         if line.startswith("view-run "):
             return self.page(line)
         if line.startswith("python3 -c "):
-            return subprocess.run(["bash", "-c", line], cwd=self.folder, check=True, timeout=60, text=True, stdout=-1).stdout
-        words = [*words_of(line), "--openai.base_url", f"http://127.0.0.1:{self.operations.ports['VLLM']}/v1"]
+            return subprocess.run(
+                ["bash", "-c", line], cwd=self.folder, check=True, timeout=60, text=True, stdout=-1
+            ).stdout
+        words = [
+            *words_of(line),
+            "--openai.base_url",
+            f"http://127.0.0.1:{self.operations.ports['VLLM']}/v1",
+        ]
         result = run_command(words, {**os.environ, **self.keys}, self.folder)
         assert result.returncode == 0, result.stdout
         return result.stdout
 
     def script(self, path: str, arguments: str) -> str:
-        """Type a script. If it starts a trainer, wait for the end of the run, as the page's reader does."""
-        arguments = re.sub(r"--steps \d+", f"--steps {STEPS}", arguments.replace("$PWD", str(self.folder)))
+        """Type a script.
+
+        If it starts a trainer, wait for the end of the run, as the page's reader does.
+        """
+        arguments = re.sub(
+            r"--steps \d+", f"--steps {STEPS}", arguments.replace("$PWD", str(self.folder))
+        )
         _, *words = words_of(f"python {arguments}")
         script = Path(path).name
         done = self.operations.type(script, *(["--no-follow"] if script == "logs" else []), *words)
         assert done.returncode == 0, done.stdout + done.stderr
         if script == "start" and "trainer" in words:
             log = self.run_folder / "trainer.log"
-            eventually(lambda: f"Step {STEPS}/{STEPS}  reward " in log.read_text(), log.read_text, seconds=180)
-            eventually(lambda: self.states("trainer", "environment") == {"finished"}, log.read_text, seconds=60)
+            eventually(
+                lambda: f"Step {STEPS}/{STEPS}  reward " in log.read_text(),
+                log.read_text,
+                seconds=180,
+            )
+            eventually(
+                lambda: self.states("trainer", "environment") == {"finished"},
+                log.read_text,
+                seconds=60,
+            )
         return done.stdout
 
     def states(self, *parts: str) -> set[str]:
@@ -107,13 +137,24 @@ def test_the_page_is_typed_from_its_first_to_its_last_command(reader: Reader) ->
     assert len(typed) == len(commands) - len(PLANNED)
     outputs = {line: reader.type(line) for line in typed}
     shown = [block.text for block in blocks(PAGE) if block.text.startswith("evaluation of coins: ")]
-    measured = [re.findall(r"evaluation of coins: .*", text)[-1] for line, text in outputs.items() if " evaluate " in line]
-    assert measured[0].partition(",")[0] == shown[0].partition(",")[0], "the page's figure is the starter model's"
+    measured = [
+        re.findall(r"evaluation of coins: .*", text)[-1]
+        for line, text in outputs.items()
+        if " evaluate " in line
+    ]
+    assert measured[0].partition(",")[0] == shown[0].partition(",")[0], (
+        "the page's figure is the starter model's"
+    )
     assert measured[1].endswith(f"weight version {STEPS}")
     for name, groups in {"coins": 4, "short_coins": 2, "math": 2}.items():
-        rows = [json.loads(line) for line in (reader.folder / "data" / f"{name}.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (reader.folder / "data" / f"{name}.jsonl").read_text().splitlines()
+        ]
         assert len(rows) == groups
-        assert all(max(row["scores"]) <= 1 and len(row["tokens"]) == len(row["scores"]) for row in rows)
+        assert all(
+            max(row["scores"]) <= 1 and len(row["tokens"]) == len(row["scores"]) for row in rows
+        )
     page = next(text for line, text in outputs.items() if line.startswith("view-run "))
     assert [run["name"] for run in json.loads(page)["runs"]] == ["coins"]
 
@@ -124,7 +165,9 @@ def test_the_environment_has_at_most_40_lines(folder: Path) -> None:
 
 
 def test_the_command_turns_a_csv_into_questions(folder: Path) -> None:
-    """A file as a spreadsheet writes it: a byte order mark, quotes, a line break in a cell, other columns."""
+    """A file as a spreadsheet writes it: a byte order mark, quotes, a line break in a cell, other
+    columns.
+    """
     rows = 'question,answer,source\r\n"What is ""half"" of ten,\nplus one?",6,book\r\nHow many legs has a spider?,8,\r\n'
     (folder / "questions.csv").write_bytes(b"\xef\xbb\xbf" + rows.encode())
     (command,) = (line for line in command_lines(PAGE) if line.startswith("python3 -c "))
@@ -146,7 +189,9 @@ def imported(file: Path) -> ModuleType:
     return module
 
 
-async def test_the_reward_prefers_short_right_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_reward_prefers_short_right_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "coins_server", imported(folder / "coins_server.py"))
     module = imported(folder / "short_coins_server.py")
     environment = object.__new__(module.ShortCoins)

@@ -1,4 +1,6 @@
-"""docs/your-loss.md, typed from its own text: its files are written, its commands run, and its errors appear."""
+"""docs/your-loss.md, typed from its own text: its files are written, its commands run, and its
+errors appear.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +50,22 @@ def test_its_mistake_is_refused_with_the_line_that_it_shows(folder: Path) -> Non
     (shown,) = (block.text for block in blocks(PAGE) if block.text.startswith("ERROR"))
     result = run_command(command_with("my_losses:averaged"), directory=folder)
     assert result.returncode == 2
-    assert re.sub(r" \d\d:\d\d:\d\d ", " 12:00:00 ", result.stdout.splitlines()[-1]).startswith(shown.rstrip(" …\n"))
+    assert re.sub(r" \d\d:\d\d:\d\d ", " 12:00:00 ", result.stdout.splitlines()[-1]).startswith(
+        shown.rstrip(" …\n")
+    )
 
 
 def test_its_loss_trains(folder: Path, processes: Processes) -> None:
-    command = command_with("my_losses:pulled_back --advantages my_losses:ranks --clip-eps 0.1 --minibatches 4 --output")
+    command = command_with(
+        "my_losses:pulled_back --advantages my_losses:ranks --clip-eps 0.1 --minibatches 4 --output"
+    )
     command[command.index("--steps") + 1] = str(STEPS)
     text = processes.finish(processes.start("page", command, FORK_CHILDREN, folder), seconds=280)
     assert f"Step {STEPS}/{STEPS}  reward " in text
     output = folder / "outputs" / "pulled_back"
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == STEPS
-    assert sum(row["clip_fraction_low"] + row["clip_fraction_high"] for row in rows) > 0, "no bound acted"
+    assert sum(row["clip_fraction_low"] + row["clip_fraction_high"] for row in rows) > 0, (
+        "no bound acted"
+    )
     assert list((output / "tensorboard").iterdir())

@@ -1,9 +1,10 @@
-"""Machines that are none: each a network, mount and name namespace of its own, joined by a switch whose cables can be cut.
+"""Machines that are none: each a network, mount and name namespace of its own, joined by a switch
+whose cables can be cut.
 
-Each host has its own address in its own subnet, its own loopback, hostname, /dev/shm and private folder, and no route but
-through the switch, which is a third network namespace. What crosses it can be dropped (`cut`), slowed (`slowed`), and kept from
-a port (`firewall`). A host's name means its loopback there, as a Debian installation has it, and the
-others' names their addresses.
+Each host has its own address in its own subnet, its own loopback, hostname, /dev/shm and private
+folder, and no route but through the switch, which is a third network namespace. What crosses it can
+be dropped (`cut`), slowed (`slowed`), and kept from a port (`firewall`). A host's name means its
+loopback there, as a Debian installation has it, and the others' names their addresses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from example_trainer.child_processes.guard import descendants
 T = TypeVar("T")
 
 NOWHERE = "10.79.99.1"
-"""An address that every host has a route to, and that nobody has: what is sent there is dropped without an answer."""
+"""An address that every host has a route to, and that nobody has: what is sent there is dropped
+without an answer."""
 
 _CLONE_NEWNET = 0x40000000
 _SECONDS = 30.0
@@ -62,15 +64,28 @@ class Host:
 
     def command(self, *command: str | Path, directory: Path = Path("/")) -> list[str]:
         """What to start in order to run a command on this host, in a directory there."""
-        enter = ["nsenter", f"--target={self.pid}", *self.namespaces, "--", "env", f"--chdir={directory}"]
+        enter = [
+            "nsenter",
+            f"--target={self.pid}",
+            *self.namespaces,
+            "--",
+            "env",
+            f"--chdir={directory}",
+        ]
         return [*enter, *(str(part) for part in command)]
 
     def run(self, *command: str | Path) -> str:
-        """Run a command there to its end; returns what it wrote. Raises NoNamespaces with its last line if it fails."""
+        """Run a command there to its end; returns what it wrote.
+
+        Raises NoNamespaces with its last line if it fails.
+        """
         return _run(*self.command(*command))
 
     def calling(self, work: Callable[[], T]) -> T:
-        """What `work` returns in a thread whose sockets are this host's. Its files are this process's."""
+        """What `work` returns in a thread whose sockets are this host's.
+
+        Its files are this process's.
+        """
         outcome: list[T] = []
         failed: list[BaseException] = []
 
@@ -79,7 +94,9 @@ class Host:
                 libc = ctypes.CDLL(None, use_errno=True)
                 with open(f"/proc/{self.pid}/ns/net") as namespace:
                     if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-                        raise OSError(ctypes.get_errno(), f"cannot enter the network of {self.name}")
+                        raise OSError(
+                            ctypes.get_errno(), f"cannot enter the network of {self.name}"
+                        )
                 outcome.append(work())
             except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
                 failed.append(error)
@@ -102,14 +119,20 @@ class Network:
         self.hosts: Mapping[str, Host] = {host.name: host for host in hosts}
 
     def cut(self, host: Host) -> None:
-        """Nothing passes to or from a host any more, and nobody is told: a pulled cable on the far side of a switch."""
+        """Nothing passes to or from a host any more, and nobody is told: a pulled cable on the far
+        side of a switch.
+        """
         for way in ("from", "to"):
-            self._on_switch("ip", "rule", "add", way, host.address, "priority", str(_CUT), "blackhole")
+            self._on_switch(
+                "ip", "rule", "add", way, host.address, "priority", str(_CUT), "blackhole"
+            )
 
     def heal(self, host: Host) -> None:
         """Put the cable back."""
         for way in ("from", "to"):
-            self._on_switch("ip", "rule", "del", way, host.address, "priority", str(_CUT), "blackhole")
+            self._on_switch(
+                "ip", "rule", "del", way, host.address, "priority", str(_CUT), "blackhole"
+            )
 
     @contextmanager
     def slowed(self, host: Host, megabits: float) -> Iterator[None]:
@@ -127,7 +150,17 @@ class Network:
     @contextmanager
     def firewall(self, host: Host, port: int) -> Iterator[None]:
         """Drop what is sent to a TCP port of a host within the block, without an answer."""
-        rule = ("to", host.address, "ipproto", "tcp", "dport", str(port), "priority", str(_FIREWALL), "blackhole")
+        rule = (
+            "to",
+            host.address,
+            "ipproto",
+            "tcp",
+            "dport",
+            str(port),
+            "priority",
+            str(_FIREWALL),
+            "blackhole",
+        )
         self._on_switch("ip", "rule", "add", *rule)
         try:
             yield
@@ -136,7 +169,9 @@ class Network:
 
     def bytes_to(self, host: Host) -> int:
         """How many bytes have left the switch towards a host so far."""
-        statistics = json.loads(self._on_switch("ip", "-json", "-statistics", "link", "show", "dev", self._port(host)))
+        statistics = json.loads(
+            self._on_switch("ip", "-json", "-statistics", "link", "show", "dev", self._port(host))
+        )
         return int(statistics[0]["stats64"]["tx"]["bytes"])
 
     def _port(self, host: Host) -> str:
@@ -148,28 +183,44 @@ class Network:
 
 @contextmanager
 def hosts(folder: Path, *names: str, own_processes: str | None = None) -> Iterator[Network]:
-    """Hosts of these names, for the time of the block; processes that were started there are the caller's to end before.
+    """Hosts of these names, for the time of the block; processes that were started there are the
+    caller's to end before.
 
     Args:
         folder: for their files; each host has a private `folder/private` of its own.
-        own_processes: a host sees its own processes alone, which end with the block, and has a folder of its own at this path.
+        own_processes: a host sees its own processes alone, which end with the block, and has a
+            folder of its own at this path.
 
     Raises:
         NoNamespaces: this machine does not let us.
     """
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing or sys.platform != "linux":
-        raise NoNamespaces(f"no {', '.join(missing)}" if missing else f"{sys.platform} has no network namespaces")
+        raise NoNamespaces(
+            f"no {', '.join(missing)}" if missing else f"{sys.platform} has no network namespaces"
+        )
     private, names_file = folder / "private", folder / "hosts"
     private.mkdir(parents=True, exist_ok=True)
     addresses = {name: f"10.78.{number}.2" for number, name in enumerate(names)}
     with ExitStack() as stack:
         switch = _holder(stack, "--net", "true")
         at_switch = ("nsenter", f"--target={switch}", "--net", "--")
-        # No name server is reached: said at once, and each time, not once a second at most. PyTorch asks one for the name of
-        # whom it connects to, and waits.
+        # No name server is reached: said at once, and each time, not once a second at most. PyTorch
+        # asks one for the name of whom it connects to, and waits.
         _run(*at_switch, "sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv4.icmp_ratelimit=0")
-        _run(*at_switch, "ip", "rule", "add", "priority", "1", "ipproto", "udp", "dport", "53", "unreachable")
+        _run(
+            *at_switch,
+            "ip",
+            "rule",
+            "add",
+            "priority",
+            "1",
+            "ipproto",
+            "udp",
+            "dport",
+            "53",
+            "unreachable",
+        )
         made = []
         for number, name in enumerate(names):
             others = "".join(f"{addresses[other]} {other}\n" for other in names if other != name)
@@ -195,7 +246,20 @@ def _join(switch: int, pid: int, number: int) -> None:
     inside = ("nsenter", f"--target={pid}", "--net", "--")
     at_switch = ("nsenter", f"--target={switch}", "--net", "--")
     port, subnet = f"port{number}", f"10.78.{number}"
-    _run(*at_switch, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+    _run(
+        *at_switch,
+        "ip",
+        "link",
+        "add",
+        port,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "eth0",
+        "netns",
+        str(pid),
+    )
     _run(*at_switch, "ip", "address", "add", f"{subnet}.1/24", "dev", port)
     _run(*at_switch, "ip", "link", "set", port, "up")
     _run(*inside, "ip", "address", "add", f"{subnet}.2/24", "dev", "eth0")
@@ -206,22 +270,27 @@ def _join(switch: int, pid: int, number: int) -> None:
 
 
 def _holder(stack: ExitStack, *arguments: str) -> int:
-    """A process that keeps new namespaces, after a script there has succeeded, until the stack ends it. Returns its id.
+    """A process that keeps new namespaces, after a script there has succeeded, until the stack ends
+    it. Returns its id.
 
     Args:
         arguments: which namespaces, and last the script.
     """
     *namespaces, script = arguments
-    # It ends when its standard input does, so that it outlives neither this block nor this process. Its shell stays, which is
-    # the parent of orphans where it is the first process of its own.
+    # It ends when its standard input does, so that it outlives neither this block nor this process.
+    # Its shell stays, which is the parent of orphans where it is the first process of its own.
     command = ["unshare", *namespaces, "--", "sh", "-c", f"{script} && echo ready && cat; exit"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     stack.callback(_end, process)
     assert process.stdout is not None
     assert process.stderr is not None
     if process.stdout.readline().strip() != "ready":
         process.kill()
-        raise NoNamespaces(f"{' '.join(command[:-1])}: {process.stderr.read().strip() or 'ended without a word'}")
+        raise NoNamespaces(
+            f"{' '.join(command[:-1])}: {process.stderr.read().strip() or 'ended without a word'}"
+        )
     return descendants(process.pid)[0] if _FORKED in namespaces else process.pid
 
 
@@ -237,8 +306,12 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env={**os.environ, "LC_ALL": "C"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_SECONDS, env={**os.environ, "LC_ALL": "C"}
+    )
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()
-        raise NoNamespaces(f"`{' '.join(command)}` failed: {said[-1] if said else f'status {done.returncode}'}")
+        raise NoNamespaces(
+            f"`{' '.join(command)}` failed: {said[-1] if said else f'status {done.returncode}'}"
+        )
     return done.stdout

@@ -22,7 +22,12 @@ class Operations:
         self.folder, self.run_folder, self.ports = folder, folder / "run", ports
         variables = {f"LOCKSTEP_{name}_PORT": str(port) for name, port in ports.items()}
         # The packages of these tests, wherever they are installed.
-        self.environment = {"LOCKSTEP_VENV": sys.prefix, **os.environ, **variables, "LOCKSTEP_RUN": str(self.run_folder)}
+        self.environment = {
+            "LOCKSTEP_VENV": sys.prefix,
+            **os.environ,
+            **variables,
+            "LOCKSTEP_RUN": str(self.run_folder),
+        }
         self.environment["OMP_NUM_THREADS"] = "1"
 
     def type(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:

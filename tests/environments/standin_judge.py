@@ -11,8 +11,9 @@ from typing import Any
 
 
 class Judge(ThreadingHTTPServer):
-    """Answers with what `says` gives next, the last for ever: a text, a status to refuse with, bytes in place of JSON, or
-    seconds to wait before it does. With `cut_off`, the texts end by their limit of tokens."""
+    """Answers with what `says` gives next, the last for ever: a text, a status to refuse with,
+    bytes in place of JSON, or seconds to wait before it does. With `cut_off`, the texts end by
+    their limit of tokens."""
 
     daemon_threads = True
 
@@ -55,8 +56,21 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(said, int):
             return self.reply(said, {"error": {"message": f"refused with {said}"}})
         reason = "length" if self.server.cut_off else "stop"
-        message = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": said}}
-        return self.reply(200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [message]})
+        message = {
+            "index": 0,
+            "finish_reason": reason,
+            "message": {"role": "assistant", "content": said},
+        }
+        return self.reply(
+            200,
+            {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "m",
+                "choices": [message],
+            },
+        )
 
 
 @contextlib.contextmanager

@@ -63,4 +63,6 @@ def test_a_level_that_does_not_exist_is_refused(text: str) -> None:
 
 def test_evaluation_problems_are_held_out_and_stay_the_same(env: ArithmeticEnv) -> None:
     env.config.eval_size = 50
-    assert env.eval_problems() == env.eval_problems() == held_out_problems(50, env.config.difficulty)
+    assert (
+        env.eval_problems() == env.eval_problems() == held_out_problems(50, env.config.difficulty)
+    )

@@ -1,4 +1,6 @@
-"""The generated problems: right answers, honest levels, and a held-out side that training never touches."""
+"""The generated problems: right answers, honest levels, and a held-out side that training never
+touches.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,17 @@ operands = st.integers(min_value=10, max_value=999)
 
 
 def _check_problem(problem: Problem) -> None:
-    expected = problem.left + problem.right if problem.operator == "+" else problem.left - problem.right
+    expected = (
+        problem.left + problem.right if problem.operator == "+" else problem.left - problem.right
+    )
     assert problem.answer == expected >= 0
     digits = sorted((len(str(problem.left)), len(str(problem.right))), reverse=True)
     assert tuple(digits) == OPERAND_DIGITS[problem.difficulty]
-    # The story states both operands and nothing else that looks like a number, and no placeholder is left unfilled.
-    assert sorted(map(int, re.findall(r"\d+", problem.question))) == sorted((problem.left, problem.right))
+    # The story states both operands and nothing else that looks like a number, and no placeholder
+    # is left unfilled.
+    assert sorted(map(int, re.findall(r"\d+", problem.question))) == sorted(
+        (problem.left, problem.right)
+    )
     assert "{" not in problem.question
 
 
@@ -56,7 +63,11 @@ def test_held_out_problems_are_right_distinct_and_held_out(level: int | tuple[in
 
 
 def test_no_held_out_pair_is_seen_in_a_long_training_stream() -> None:
-    held_out = {frozenset((p.left, p.right)) for level in LEVELS for p in held_out_problems(MAX_HELD_OUT, level)}
+    held_out = {
+        frozenset((p.left, p.right))
+        for level in LEVELS
+        for p in held_out_problems(MAX_HELD_OUT, level)
+    }
     trained = {frozenset((p.left, p.right)) for p in itertools.islice(training_problems(0), 50_000)}
     assert not held_out & trained
 
@@ -72,14 +83,22 @@ def test_about_one_pair_in_ten_is_held_out() -> None:
     assert share == pytest.approx(1 / HELD_OUT_ONE_IN, abs=0.01)
 
 
-@given(n=st.integers(1, 60), more=st.integers(0, 60), level=st.sampled_from([*LEVELS, DEFAULT_DIFFICULTY]))
+@given(
+    n=st.integers(1, 60),
+    more=st.integers(0, 60),
+    level=st.sampled_from([*LEVELS, DEFAULT_DIFFICULTY]),
+)
 @settings(max_examples=30)
-def test_a_shorter_held_out_list_is_a_prefix_of_a_longer_one(n: int, more: int, level: int | tuple[int, ...]) -> None:
+def test_a_shorter_held_out_list_is_a_prefix_of_a_longer_one(
+    n: int, more: int, level: int | tuple[int, ...]
+) -> None:
     assert held_out_problems(n, level) == held_out_problems(n + more, level)[:n]
 
 
 def test_levels_share_the_held_out_list_equally() -> None:
-    counts = [sum(p.difficulty == level for p in held_out_problems(240)) for level in DEFAULT_DIFFICULTY]
+    counts = [
+        sum(p.difficulty == level for p in held_out_problems(240)) for level in DEFAULT_DIFFICULTY
+    ]
     assert counts == [240 // len(DEFAULT_DIFFICULTY)] * len(DEFAULT_DIFFICULTY)
 
 
@@ -92,7 +111,9 @@ def test_same_seed_same_stream_other_seed_other_stream() -> None:
 
 
 def test_the_held_out_list_is_pinned() -> None:
-    """Results are only comparable over time if the benchmark never moves, not even with Python's hash randomisation."""
+    """Results are only comparable over time if the benchmark never moves, not even with Python's
+    hash randomisation.
+    """
     code = "from environments.arithmetic_problems import held_out_problems as h; print([p.question for p in h(50)])"
     other_process = subprocess.run(
         [sys.executable, "-c", code],

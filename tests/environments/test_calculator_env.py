@@ -29,7 +29,9 @@ def env(tokenizer_dir: Path) -> CalculatorEnv:
         ("<calc>12*3", "error: '</calc>' is missing", "unreadable"),
     ],
 )
-def test_a_call_is_read_and_answered(env: CalculatorEnv, text: str, told: str, problem: str | None) -> None:
+def test_a_call_is_read_and_answered(
+    env: CalculatorEnv, text: str, told: str, problem: str | None
+) -> None:
     (call,) = env.tool_format.read(text)
     asyncio.run(env.toolbox.answer(call, Conversation([])))
     assert (call.answer, call.problem) == (told, problem)
@@ -47,7 +49,12 @@ def test_the_last_answers_last_box_decides_and_calls_cost_nothing(env: Calculato
 
     right, wrong = rf"\boxed{{{problem.answer}}}", rf"\boxed{{{problem.answer + 1}}}"
     assert score(right) == score(f"<calc>{problem.expression}</calc>", right) == 1.0
-    assert score(wrong) == score(right, wrong) == score(right, f"<calc>{problem.expression}</calc>") == -1.0
+    assert (
+        score(wrong)
+        == score(right, wrong)
+        == score(right, f"<calc>{problem.expression}</calc>")
+        == -1.0
+    )
     assert score(wrong, right) == 1.0
     assert score(str(problem.answer)) == -1.0
 

@@ -1,4 +1,6 @@
-"""The calculator, which computes little and refuses the rest, and its problems, whose held-out side training never touches."""
+"""The calculator, which computes little and refuses the rest, and its problems, whose held-out side
+training never touches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The code environment: what an answer's program is worth, and that the sandbox's own failures are worth nothing at all."""
+"""The code environment: what an answer's program is worth, and that the sandbox's own failures are
+worth nothing at all.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from tests.atroposlib.envs.env_stack import Stack
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ROOT / "environments" / "code_server.py"
-ROW = {"question": "Add one.", "function": "inc", "tests": [{"args": [n], "expected": n + 1} for n in (1, 5, 9)]}
+ROW = {
+    "question": "Add one.",
+    "function": "inc",
+    "tests": [{"args": [n], "expected": n + 1} for n in (1, 5, 9)],
+}
 PROBLEM = CodeProblem("Add one.", "inc", tuple(Call((n,), n + 1) for n in (1, 5, 9)))
 RIGHT = "Sure:\n```python\ndef inc(n):\n    return n + 1\n```\nDone."
 
@@ -58,7 +64,9 @@ def graded(env: CodeEnv, *texts: str, finished: bool = True) -> list[Grade]:
         await env.setup()
         assert env.box is not None
         responses = [Response(text, 5, finished) for text in texts]
-        grades = list(await asyncio.gather(*(env.grade(PROBLEM, response) for response in responses)))
+        grades = list(
+            await asyncio.gather(*(env.grade(PROBLEM, response) for response in responses))
+        )
         assert env.adjust_scores(grades, responses) == [grade.score for grade in grades]
         await env.box.close()
         return grades
@@ -81,7 +89,10 @@ def test_what_an_answer_is_worth(env: CodeEnv, caplog: pytest.LogCaptureFixture)
     assert (right.score, right.correct) == (1.0, True)
     assert third == Grade(pytest.approx(-1 + 0.2 + 0.2), False, "wrong: call 1 returned 2")
     assert raises == Grade(pytest.approx(-1 + 0.2), False, "crash: call 0 raised KeyError: 1")
-    assert [str(grade.answer).partition(":")[0] for grade in (hangs, hangs_too)] == ["timeout", "timeout"]
+    assert [str(grade.answer).partition(":")[0] for grade in (hangs, hangs_too)] == [
+        "timeout",
+        "timeout",
+    ]
     assert (text.score, str(text.answer)[:18]) == (pytest.approx(-1 + 0.1), "crash: SyntaxError")
     assert (cheats.correct, str(cheats.answer)) == (False, "crash: call 0 raised SystemExit: 0")
     assert caplog.text.count("raise --env.sandbox_seconds (said once)") == 1
@@ -94,34 +105,48 @@ def test_the_last_block_is_the_program() -> None:
     assert program_in("```python\nx\n```\nno:\n```py\ny\n```") == "y"
     response = Response("<think>```python\nx\n```</think>\ndef f(): pass", 5, True)
     assert program_in(response.answer) == "\ndef f(): pass"
-    assert program_in(Response("```python\nx\n```", 5, True, "<think>\n").answer) == "", "reasoning that never ends"
+    assert program_in(Response("```python\nx\n```", 5, True, "<think>\n").answer) == "", (
+        "reasoning that never ends"
+    )
     assert program_in("```python\ncut off") == "cut off"
 
 
-def test_a_sandbox_of_ones_own_that_fails_gives_no_score(env: CodeEnv, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sandbox_of_ones_own_that_fails_gives_no_score(
+    env: CodeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
     env.config.sandbox = f"{__name__}:NoSandbox"
     for _ in range(2):
         with pytest.raises(RolloutFailure, match="could not run a program: no room"):
             graded(env, RIGHT)
     assert env.drops.metrics()["train/dropped_sandbox_broken"] == 2
-    assert caplog.text.count("no room; is the machine short of memory or processes? (said once)") == 1
+    assert (
+        caplog.text.count("no room; is the machine short of memory or processes? (said once)") == 1
+    )
     assert isinstance(env.box, NoSandbox)
     env.box.failure = SandboxUnavailable("it is gone")  # type: ignore[assignment]
     with pytest.raises(EnvironmentFailure, match="it is gone"):
         graded(env, RIGHT)
     CodeEnvSettings.allowed, env.box = (), None
-    with pytest.raises(EnvironmentFailure, match=r"no network isolation \(--env.sandbox_allow_missing network\)"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"no network isolation \(--env.sandbox_allow_missing network\)"
+    ):
         graded(env, RIGHT)
     env.config.sandbox = "nowhere:Box"
     with pytest.raises(UsageError, match=r"--env\.sandbox nowhere:Box: neither"):
         make_sandbox(env.config)
 
 
-def test_rows_without_an_answer_are_left_out_and_counted(env: CodeEnv, tmp_path: Path, caplog: Any) -> None:
+def test_rows_without_an_answer_are_left_out_and_counted(
+    env: CodeEnv, tmp_path: Path, caplog: Any
+) -> None:
     bad = ROW | {"tests": [{"args": [1]}]}
-    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in (bad, ROW, bad)))
+    (tmp_path / "train.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in (bad, ROW, bad))
+    )
     (tmp_path / "test.jsonl").write_text(json.dumps(bad))
-    with pytest.raises(UsageError, match=r"test.jsonl has no problems; .*line 1: test 1 has no `expected`"):
+    with pytest.raises(
+        UsageError, match=r"test.jsonl has no problems; .*line 1: test 1 has no `expected`"
+    ):
         env.load(tmp_path)
     assert env.drops.metrics()["train/dropped_bad_rows"] == 2
     assert "2 of 3 rows are left out, mend or remove them; the first: " in caplog.text
@@ -129,9 +154,15 @@ def test_rows_without_an_answer_are_left_out_and_counted(env: CodeEnv, tmp_path:
 
 
 @pytest.mark.e2e
-def test_it_serves_a_trainer_and_evaluates(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
+def test_it_serves_a_trainer_and_evaluates(
+    stack: Stack, shared_inference: str, tmp_path: Path
+) -> None:
     (tmp_path / "own.jsonl").write_text(json.dumps(ROW))
-    wrong = ["def inc(n): return n", "def inc(n): return n +", "import os\nos.fork()\nos.fork()\nwhile True: pass"]
+    wrong = [
+        "def inc(n): return n",
+        "def inc(n): return n +",
+        "import os\nos.fork()\nos.fork()\nwhile True: pass",
+    ]
     stack.use_inference(shared_inference, cycle=[RIGHT, *wrong])
     stack.start_service()
     stack.register_trainer(num_steps=1, batch_size=8)
@@ -146,5 +177,7 @@ def test_it_serves_a_trainer_and_evaluates(stack: Stack, shared_inference: str, 
     stack.processes.stop(environment)
     stack.control(cycle=None, text=RIGHT)
     output = tmp_path / "result.json"
-    stack.processes.finish(stack.start_environment(CODE, "evaluate", *own, "--env.eval_output", str(output)), 120)
+    stack.processes.finish(
+        stack.start_environment(CODE, "evaluate", *own, "--env.eval_output", str(output)), 120
+    )
     assert json.loads(output.read_text())["fraction_correct"] == 1.0

@@ -1,4 +1,6 @@
-"""The generated code problems: what the reference says is what is expected, and the held-out side is never trained on."""
+"""The generated code problems: what the reference says is what is expected, and the held-out side
+is never trained on.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,17 @@ def test_each_problem_is_whole_and_can_be_missed(seed: int) -> None:
         assert not is_held_out(problem.reference)
         head, _, body = problem.reference.partition("\n")
         assert head in problem.question
-        assert "{" not in problem.question.partition("For example")[0], "a placeholder that was not filled"
+        assert "{" not in problem.question.partition("For example")[0], (
+            "a placeholder that was not filled"
+        )
         assert len(problem.hidden) == HIDDEN
         assert problem.question.count(f"{problem.function}(") == EXAMPLES + 1
         keys = [json.dumps(call.arguments) for call in problem.hidden]
         assert len(set(keys)) == HIDDEN
         values = [json.dumps(call.expected) for call in problem.hidden]
-        assert max(values.count(value) for value in values) <= HIDDEN // 2 + 1, "one constant would be nearly right"
+        assert max(values.count(value) for value in values) <= HIDDEN // 2 + 1, (
+            "one constant would be nearly right"
+        )
         names: dict[str, Any] = {}
         exec(problem.reference, names)
         for call in problem.hidden:
@@ -58,7 +64,10 @@ def test_the_held_out_list_is_the_same_in_every_process_and_distinct() -> None:
     bodies = {problem.reference.partition("\n")[2] for problem in problems}
     assert len(bodies) == MAX_HELD_OUT
     assert all(is_held_out(problem.reference) for problem in problems)
-    trained = {problem.reference.partition("\n")[2] for problem in itertools.islice(training_problems(0), 1000)}
+    trained = {
+        problem.reference.partition("\n")[2]
+        for problem in itertools.islice(training_problems(0), 1000)
+    }
     assert len(trained) > 500
     assert not trained & bodies
     for bad in (0, MAX_HELD_OUT + 1):
@@ -72,7 +81,10 @@ def test_references_are_right_in_the_sandbox_and_others_are_not() -> None:
     async def run() -> list[Outcome]:
         box = LocalSandbox()
         await box.start()
-        programs = [Program(problem.reference, problem.function, calls_of(problem)[0]) for problem in problems]
+        programs = [
+            Program(problem.reference, problem.function, calls_of(problem)[0])
+            for problem in problems
+        ]
         # The next problem's solution, under this one's name.
         programs += [
             Program(
@@ -87,7 +99,10 @@ def test_references_are_right_in_the_sandbox_and_others_are_not() -> None:
         return outcomes
 
     outcomes = asyncio.run(run())
-    judged = [verdict(o, calls_of(p)[1]).kind for o, p in zip(outcomes, [*problems, *problems[:-1]], strict=True)]
+    judged = [
+        verdict(o, calls_of(p)[1]).kind
+        for o, p in zip(outcomes, [*problems, *problems[:-1]], strict=True)
+    ]
     assert judged[:40] == ["right"] * 40
     assert "right" not in judged[40:]
 
@@ -101,14 +116,19 @@ def test_rows_that_are_no_problems_are_counted_and_named(tmp_path: Path) -> None
         (GOOD | {"question": ""}, "'question' is missing"),
         (GOOD | {"function": "f()"}, "'function' 'f\\(\\)' is not the name of a function"),
         (GOOD | {"tests": []}, "'tests' is missing"),
-        (GOOD | {"tests": [{"args": [1], "expected": 1}, {"args": [2]}]}, "test 2 has no `expected`"),
+        (
+            GOOD | {"tests": [{"args": [1], "expected": 1}, {"args": [2]}]},
+            "test 2 has no `expected`",
+        ),
         (GOOD | {"tests": [{"expected": 1}]}, "test 1 has no list `args`"),
     ]
     for row, message in bad:
         with pytest.raises(BadRow, match=message):
             read_problem(row)
     path = tmp_path / "train.jsonl"
-    path.write_text("\n".join([json.dumps(GOOD), "", "{oops", *(json.dumps(row) for row, _ in bad)]))
+    path.write_text(
+        "\n".join([json.dumps(GOOD), "", "{oops", *(json.dumps(row) for row, _ in bad)])
+    )
     problems, wrong = read_rows(path)
     assert problems == [CodeProblem("q", "f", read_problem(GOOD).hidden)]
     assert len(wrong) == len(bad) + 1

@@ -21,7 +21,10 @@ def test_the_page_shows_the_file_and_it_is_short() -> None:
 def test_it_makes_groups(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
     # A call, one of a tool that is not there, half a call, and an answer that calls none.
     call = '<tool_call>{"name": "%s", "arguments": {"guess": %d}}</tool_call>'
-    stack.use_inference(shared_inference, cycle=[call % ("compare", 50), call % ("find", 3), "<tool_call>", "It is 7."])
+    stack.use_inference(
+        shared_inference,
+        cycle=[call % ("compare", 50), call % ("find", 3), "<tool_call>", "It is 7."],
+    )
     groups = tmp_path / "groups.jsonl"
     settings = {
         "total_steps": "1",
@@ -35,8 +38,16 @@ def test_it_makes_groups(stack: Stack, shared_inference: str, tmp_path: Path) ->
     stack.processes.finish(environment, 120)
     stack.control(cycle=None)
     (group,) = map(json.loads, groups.read_text().splitlines())
-    assert all(len(row) == len(tokens) for row, tokens in zip(group["advantages"], group["tokens"], strict=True))
-    assert {message["role"] for message in group["messages"][0]} == {"system", "user", "assistant", "tool"}
+    assert all(
+        len(row) == len(tokens)
+        for row, tokens in zip(group["advantages"], group["tokens"], strict=True)
+    )
+    assert {message["role"] for message in group["messages"][0]} == {
+        "system",
+        "user",
+        "assistant",
+        "tool",
+    }
     log = environment.log_path.read_text()
     assert "unknown_tool of find" in log
     assert "Traceback" not in log

@@ -1,4 +1,6 @@
-"""The judge environment with a judge over HTTP: its number is the reward, and whatever is no number is never one."""
+"""The judge environment with a judge over HTTP: its number is the reward, and whatever is no number
+is never one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from atroposlib.envs.single_turn import Response
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.utils.control_tokens import harmless
 from atroposlib.utils.data_files import BadRow
-from environments.judge_server import HELD_OUT_TOPICS, JudgeEnv, Prompt, judge_messages, made_prompts, read_prompt, read_score
+from environments.judge_server import (
+    HELD_OUT_TOPICS,
+    JudgeEnv,
+    Prompt,
+    judge_messages,
+    made_prompts,
+    read_prompt,
+    read_score,
+)
 from tests.atroposlib.envs.env_stack import Stack
 from tests.environments.standin_judge import Judge, judging
 
@@ -63,12 +73,18 @@ def test_the_judge_sees_the_answer_without_its_reasoning(env: JudgeEnv, judge: J
     assert len(judge.asked) == 1, "there is nothing to judge"
 
 
-def test_the_judges_number_is_the_score(env: JudgeEnv, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judges_number_is_the_score(
+    env: JudgeEnv, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "sesame")
     judge.says = ["It is fine.\nScore: 7"]
     assert graded(env) == (0.7, True)
     (asked,) = judge.asked
-    assert (asked["model"], asked["temperature"], asked["authorization"]) == ("the-judge", 0.0, "Bearer sesame")
+    assert (asked["model"], asked["temperature"], asked["authorization"]) == (
+        "the-judge",
+        0.0,
+        "Bearer sesame",
+    )
     env.config.judge_samples = 2
     judge.says = ["Score: 2", "**Score: 4/10**"]
     assert graded(env, prompt=Prompt("q", "Is it short?")) == (pytest.approx(0.3), False)
@@ -89,7 +105,9 @@ def test_nonsense_is_asked_again_counted_and_never_a_score(
     assert caplog.text.count("ask another model (--env.judge_url) (said once)") == 1
 
 
-def test_a_judgement_that_was_cut_off_has_no_score(env: JudgeEnv, judge: Judge, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_judgement_that_was_cut_off_has_no_score(
+    env: JudgeEnv, judge: Judge, caplog: pytest.LogCaptureFixture
+) -> None:
     judge.cut_off, judge.says = True, ["Is it worth a high number?\nScore: 9\nNo, because"]
     with pytest.raises(RolloutFailure, match="no number in 3 attempts"):
         graded(env)
@@ -105,7 +123,9 @@ def test_a_judgement_that_was_cut_off_has_no_score(env: JudgeEnv, judge: Judge, 
         (429, RolloutFailure, "refuses: .*refused with 429"),
     ],
 )
-def test_a_refusal_is_named(env: JudgeEnv, judge: Judge, status: int, failure: type[Exception], message: str) -> None:
+def test_a_refusal_is_named(
+    env: JudgeEnv, judge: Judge, status: int, failure: type[Exception], message: str
+) -> None:
     judge.says = [status]
     with pytest.raises(failure, match=message):
         graded(env)
@@ -142,7 +162,9 @@ def test_a_judge_that_answers_too_late_is_counted_as_that(env: JudgeEnv, judge: 
     assert env.drops.metrics()["train/dropped_judge_late"] == 1
 
 
-def test_a_judge_that_is_away_is_waited_for_and_given_up_in_time(env: JudgeEnv, judge: Judge) -> None:
+def test_a_judge_that_is_away_is_waited_for_and_given_up_in_time(
+    env: JudgeEnv, judge: Judge
+) -> None:
     judge.says = [503, 503, "Score: 4"]
     assert graded(env) == (0.4, False)
     judge.says = [503]
@@ -154,7 +176,9 @@ def test_a_judge_that_is_away_is_waited_for_and_given_up_in_time(env: JudgeEnv, 
 
 
 @pytest.mark.e2e
-def test_the_served_model_may_judge(stack: Stack, shared_inference: str, tokenizer_dir: Path) -> None:
+def test_the_served_model_may_judge(
+    stack: Stack, shared_inference: str, tokenizer_dir: Path
+) -> None:
     stack.use_inference(shared_inference, text="Quite good.\nScore: 8")
     config, (server,) = JudgeEnv.config_init()
     config.tokenizer_name, server.base_url = str(tokenizer_dir), f"{shared_inference}/v1"
@@ -170,24 +194,34 @@ def test_the_served_model_may_judge(stack: Stack, shared_inference: str, tokeniz
 
 
 @pytest.mark.e2e
-def test_it_serves_a_trainer_what_the_judge_says(stack: Stack, shared_inference: str, judge: Judge) -> None:
+def test_it_serves_a_trainer_what_the_judge_says(
+    stack: Stack, shared_inference: str, judge: Judge
+) -> None:
     stack.use_inference(shared_inference, text="an answer")
     stack.start_service()
     stack.register_trainer(num_steps=1, batch_size=8)
     stack.next_batch()
-    # The first item meets nonsense, and is given up; then every group of four has two judgements of each kind.
+    # The first item meets nonsense, and is given up; then every group of four has two judgements of
+    # each kind.
     judge.says = ["nonsense"] * 12 + ["Score: 2", "Score: 9"] * 200
     flags = ("--env.group_size", "4", "--env.judge_url", judge.url, "--env.max_num_workers", "1")
     environment = stack.start_environment(JUDGE, *flags)
     (batch,) = stack.take_batches(1)
     assert all(set(group["scores"]) == {0.2, 0.9} for group in batch)
     log = environment.log_path.read_text()
-    assert log.count("the judge gave no number: 'nonsense'; ask another model (--env.judge_url) (said once)") == 1
+    assert (
+        log.count(
+            "the judge gave no number: 'nonsense'; ask another model (--env.judge_url) (said once)"
+        )
+        == 1
+    )
     assert "an item was given up: the judge gave no number in 3 attempts" in log
     assert "Traceback" not in log
 
 
-@given(st.floats(0, 10).map(lambda value: round(value, 2)), st.text(alphabet="ab \n*:0", max_size=40))
+@given(
+    st.floats(0, 10).map(lambda value: round(value, 2)), st.text(alphabet="ab \n*:0", max_size=40)
+)
 def test_the_last_number_counts(value: float, before: str) -> None:
     assert read_score(f"{before}\nScore: {value}") == pytest.approx(value / 10)
     assert read_score(f"Score: {value}\n</think>{before}") is None
@@ -195,7 +229,17 @@ def test_the_last_number_counts(value: float, before: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "7", "Score:", "Score: -1", "Score: nan", "Score: 1e3", "the Score: 7 is what I give", "Score: 7 or 8"]
+    "text",
+    [
+        "",
+        "7",
+        "Score:",
+        "Score: -1",
+        "Score: nan",
+        "Score: 1e3",
+        "the Score: 7 is what I give",
+        "Score: 7 or 8",
+    ],
 )
 def test_what_is_no_score(text: str) -> None:
     assert read_score(text) is None
@@ -212,7 +256,11 @@ def test_an_answer_cannot_end_itself(answer: str) -> None:
 
 def test_prompts_are_read_and_held_out(env: JudgeEnv, tmp_path: Path) -> None:
     assert read_prompt({"prompt": " p ", "rubric": "r"}) == Prompt("p", "r")
-    for row, fault in (([], "'prompt' is"), ({"prompt": 3}, "'prompt' is"), ({"prompt": "p", "rubric": 1}, "'rubric' is")):
+    for row, fault in (
+        ([], "'prompt' is"),
+        ({"prompt": 3}, "'prompt' is"),
+        ({"prompt": "p", "rubric": 1}, "'rubric' is"),
+    ):
         with pytest.raises(BadRow, match=fault):
             read_prompt(row)
     (tmp_path / "p.jsonl").write_text('{"prompt": "p"}\n\n{"prompt": ""}\n')
@@ -222,5 +270,7 @@ def test_prompts_are_read_and_held_out(env: JudgeEnv, tmp_path: Path) -> None:
         env.load(tmp_path / "nothing.jsonl")
     train, test = made_prompts()
     assert len({prompt.text for prompt in train}) == len(train) > 300
-    assert not any(re.search(rf"\b{topic}\b", prompt.text) for topic in HELD_OUT_TOPICS for prompt in train)
+    assert not any(
+        re.search(rf"\b{topic}\b", prompt.text) for topic in HELD_OUT_TOPICS for prompt in train
+    )
     assert test

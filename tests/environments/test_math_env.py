@@ -1,4 +1,6 @@
-"""Mathematical questions: reading any dataset, suites, order, grading, adjustments of the reward; GSM8K where at hand."""
+"""Mathematical questions: reading any dataset, suites, order, grading, adjustments of the reward;
+GSM8K where at hand.
+"""
 
 import asyncio
 import json
@@ -40,11 +42,15 @@ ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT / "environments" / "gsm8k_server.py"
 MATH = ROOT / "environments" / "math_server.py"
 DATA = ROOT.parent / "shared" / "gsm8k"
-needs_data = pytest.mark.skipif(not (DATA / "test.jsonl").exists(), reason=f"the real GSM8K is not at {DATA}")
+needs_data = pytest.mark.skipif(
+    not (DATA / "test.jsonl").exists(), reason=f"the real GSM8K is not at {DATA}"
+)
 
 
 def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
     return path
 
 
@@ -71,19 +77,28 @@ GOOD = {"question": "Two and two?", "answer": "2+2=<<2+2=4>>4\n#### 4"}
         ([1], None),
     ],
 )
-def test_a_gold_answer_is_what_follows_the_marks_or_stands_in_the_last_box_or_alone(cell: Any, gold: str | None) -> None:
+def test_a_gold_answer_is_what_follows_the_marks_or_stands_in_the_last_box_or_alone(
+    cell: Any, gold: str | None
+) -> None:
     assert gold_answer(cell) == gold
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
 def test_rows_without_an_answer_are_counted_and_never_asked(tmp_path: Path, ending: str) -> None:
-    rows = [GOOD, {"question": "q", "answer": None}, {"question": " ", "answer": "1"}, {"question": "b", "answer": "7"}]
+    rows = [
+        GOOD,
+        {"question": "q", "answer": None},
+        {"question": " ", "answer": "1"},
+        {"question": "b", "answer": "7"},
+    ]
     path = tmp_path / f"train.{ending}"
     if ending == "parquet":
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(arrow.Table.from_pylist(rows), path)
     else:
-        path.write_text(json.dumps(rows) if ending == "json" else "\n\n".join(map(json.dumps, rows)))
+        path.write_text(
+            json.dumps(rows) if ending == "json" else "\n\n".join(map(json.dumps, rows))
+        )
     read = read_file(path)
     assert read.questions == [Question("Two and two?", "4"), Question("b", "7")]
     assert read.incomplete == 2
@@ -92,26 +107,38 @@ def test_rows_without_an_answer_are_counted_and_never_asked(tmp_path: Path, endi
 
 
 def test_columns_go_by_name_or_are_the_usual_ones(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", {"problem": "p", "text": "t", "solution": r"so \boxed{1}", "level": 3})
+    path = write(
+        tmp_path / "x.jsonl", {"problem": "p", "text": "t", "solution": r"so \boxed{1}", "level": 3}
+    )
     assert read_file(path).questions == [Question("p", "1")]
     assert read_file(path, Columns("text", "level")).questions == [Question("t", "3")]
     with pytest.raises(
-        UsageError, match=r"line 1: no column 'txt'; it has problem, text, .*: name it with --env\.question_column"
+        UsageError,
+        match=r"line 1: no column 'txt'; it has problem, text, .*: name it with --env\.question_column",
     ):
         read_file(path, Columns("txt"))
     # Data sets of several sources have columns that are empty in some rows.
     merged = {"question": None, "problem": "p", "answer": "", "solution": r"so \boxed{1}"}
-    assert read_file(write(tmp_path / "m.jsonl", merged, {"problem": "\ud800", "answer": "1"})).questions == [
-        Question("p", "1")
-    ]
-    with pytest.raises(UsageError, match=r"no column answer or .*: name it with --env\.answer_column"):
+    assert read_file(
+        write(tmp_path / "m.jsonl", merged, {"problem": "\ud800", "answer": "1"})
+    ).questions == [Question("p", "1")]
+    with pytest.raises(
+        UsageError, match=r"no column answer or .*: name it with --env\.answer_column"
+    ):
         read_file(write(tmp_path / "y.jsonl", {"question": "q"}))
-    with pytest.raises(UsageError, match=r"has no question with an answer .*'solution' holds no answer"):
+    with pytest.raises(
+        UsageError, match=r"has no question with an answer .*'solution' holds no answer"
+    ):
         read_file(write(tmp_path / "z.jsonl", {"question": "q", "solution": "it is clear"}))
 
 
-@pytest.mark.parametrize(("line", "message"), [('{"question": oops', "line 2: not JSON"), ("[1]", "line 2: not a JSON object")])
-def test_a_broken_line_is_counted_and_named_with_its_file(tmp_path: Path, line: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [('{"question": oops', "line 2: not JSON"), ("[1]", "line 2: not a JSON object")],
+)
+def test_a_broken_line_is_counted_and_named_with_its_file(
+    tmp_path: Path, line: str, message: str
+) -> None:
     read = read_file(write(tmp_path / "train.jsonl", GOOD, line, GOOD))
     assert (len(read.questions), read.incomplete) == (2, 1)
     assert read.first.startswith(f"{tmp_path / 'train.jsonl'}, {message}")
@@ -148,7 +175,9 @@ def test_order_is_that_of_the_datasets_package() -> None:
 
 
 @given(n=st.integers(1, 40), data=st.data())
-def test_pass_at_k_is_the_share_of_choices_that_hold_a_right_answer(n: int, data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_choices_that_hold_a_right_answer(
+    n: int, data: st.DataObject
+) -> None:
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     # The closed form, as a product: 1 - (1 - k/(n-c+1)) (1 - k/(n-c+2)) … (1 - k/n).
     product = math.prod(1 - k / i for i in range(n - c + 1, n + 1)) if n - c >= k else 0.0
@@ -178,17 +207,28 @@ def config(*flags: str) -> MathConfig:
 
 
 def test_suites_go_by_name_with_their_numbers_of_samples() -> None:
-    assert config("--env.eval_suites", "math500,aime24:16").eval_suites == {"math500": None, "aime24": 16}
+    assert config("--env.eval_suites", "math500,aime24:16").eval_suites == {
+        "math500": None,
+        "aime24": 16,
+    }
     for flags, message in (
-        (("--env.eval_suites", "aime23"), "there is no suite 'aime23', only math500, aime24, aime25, gsm8k"),
+        (
+            ("--env.eval_suites", "aime23"),
+            "there is no suite 'aime23', only math500, aime24, aime25, gsm8k",
+        ),
         (("--env.eval_suites", "aime24:0"), "aime24:0 asks for no answer"),
-        (("--env.eval_suites", "aime24:4", "--env.eval_temperature", "0"), "gives the same answer each time"),
+        (
+            ("--env.eval_suites", "aime24:4", "--env.eval_temperature", "0"),
+            "gives the same answer each time",
+        ),
     ):
         with pytest.raises(UsageError, match=message):
             config(*flags)
 
 
-def test_a_suite_that_is_not_there_says_which_file_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_that_is_not_there_says_which_file_to_put_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UsageError) as refusal:
         load_suite("math500", tmp_path)
     for part in (
@@ -206,14 +246,20 @@ def test_a_suite_that_is_not_there_says_which_file_to_put_where(tmp_path: Path, 
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(EnvironmentFailure, match=r"cannot load math-ai/aime25 .*no route.*--env\.suites_folder"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"cannot load math-ai/aime25 .*no route.*--env\.suites_folder"
+    ):
         load_suite("aime25", None)
 
 
 async def test_what_is_measured_is_not_trained_on(
     tokenizer_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(tmp_path / "train.jsonl", *({"question": f"q{n}", "answer": n} for n in range(6)), {"question": "q", "answer": ""})
+    write(
+        tmp_path / "train.jsonl",
+        *({"question": f"q{n}", "answer": n} for n in range(6)),
+        {"question": "q", "answer": ""},
+    )
     write(tmp_path / "test.jsonl", {"question": "q0", "answer": 0})
     write(tmp_path / "aime24.jsonl", {"problem": "q1", "answer": 1})
     settings, servers = MathEnv.config_init()
@@ -227,7 +273,9 @@ async def test_what_is_measured_is_not_trained_on(
     assert "1 of 7 rows of the training set have no question or no answer" in caplog.text
     assert made.drops.metrics()["train/dropped_bad_rows"] == 1
     assert "the suite aime24 has 1 questions, not the usual 30" in caplog.text
-    assert [await made.item_at(n) for n in range(4)] == [await made.get_next_item() for _ in range(4)]
+    assert [await made.item_at(n) for n in range(4)] == [
+        await made.get_next_item() for _ in range(4)
+    ]
 
 
 @pytest.fixture
@@ -251,7 +299,10 @@ def test_rows_that_are_left_out_are_counted_and_told_with_the_first(
     env.leave_out(read_file(write(tmp_path / "x.jsonl", *rows)), "the training set")
     assert env.drops.metrics()["train/dropped_bad_rows"] == 2
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "2 of 3 rows of the training set have no question or no answer and are never asked, mend or remove them" in line
+    assert (
+        "2 of 3 rows of the training set have no question or no answer and are never asked, mend or remove them"
+        in line
+    )
     assert "x.jsonl" in line
 
 
@@ -285,46 +336,77 @@ def test_every_gold_answer_of_the_real_data_is_a_number_that_scores(env: Gsm8kEn
     train, test = load_from_path(DATA)
     assert (len(train.questions), len(test.questions)) == (7473, 1319)
     assert train.incomplete == test.incomplete == 0
-    assert all(as_number(question.gold) is not None for question in train.questions + test.questions)
+    assert all(
+        as_number(question.gold) is not None for question in train.questions + test.questions
+    )
 
 
 @pytest.mark.e2e
 @needs_data
-def test_the_real_data_is_served_and_evaluated(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
+def test_the_real_data_is_served_and_evaluated(
+    stack: Stack, shared_inference: str, tmp_path: Path
+) -> None:
     stack.use_inference(shared_inference)
     output = tmp_path / "result.json"
-    flags = ("--env.dataset_path", str(DATA), "--env.eval_size", "20", "--env.eval_output", str(output))
+    flags = (
+        "--env.dataset_path",
+        str(DATA),
+        "--env.eval_size",
+        "20",
+        "--env.eval_output",
+        str(output),
+    )
     stack.processes.finish(stack.start_environment(GSM8K, "evaluate", *flags), 120)
     result = json.loads(output.read_text())
     assert (result["environment"], result["num_problems"]) == ("gsm8k", 20)
-    samples = [json.loads(line) for line in output.with_name("result.samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line)
+        for line in output.with_name("result.samples.jsonl").read_text().splitlines()
+    ]
     assert samples[0]["messages"][0]["role"] == "system"
     assert "\\boxed{" in samples[0]["messages"][0]["content"]
 
 
 @pytest.mark.e2e
-def test_suites_are_evaluated_with_several_answers_to_each_problem(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
+def test_suites_are_evaluated_with_several_answers_to_each_problem(
+    stack: Stack, shared_inference: str, tmp_path: Path
+) -> None:
     # The stand-in's four choices of one request differ; one of them is right.
     stack.use_inference(shared_inference, cycle=[f"\\boxed{{{n}}}" for n in range(4)])
     write(tmp_path / "aime24.jsonl", *({"problem": f"p{n}", "answer": 1} for n in range(3)))
     write(tmp_path / "aime25.jsonl", *({"problem": f"p{n}", "answer": 9} for n in range(2)))
     output = tmp_path / "result.json"
-    flags = ("--env.eval_suites", "aime24:4,aime25:2", "--env.suites_folder", str(tmp_path), "--env.eval_output", str(output))
+    flags = (
+        "--env.eval_suites",
+        "aime24:4,aime25:2",
+        "--env.suites_folder",
+        str(tmp_path),
+        "--env.eval_output",
+        str(output),
+    )
     stack.processes.finish(stack.start_environment(MATH, "evaluate", *flags), 120)
     stack.control(cycle=None)
     result = json.loads(output.read_text())
     assert (result["num_problems"], result["correct"]) == (3 * 4 + 2 * 2, 3)
     assert [result[f"aime24/{name}"] for name in ("mean", "pass@2", "pass@4")] == [0.25, 0.5, 1.0]
     assert [result[f"aime25/{name}"] for name in ("mean", "pass@2")] == [0.0, 0.0]
-    samples = [json.loads(line) for line in output.with_name("result.samples.jsonl").read_text().splitlines()]
-    assert [(row["suite"], row["temperature"]) for row in samples] == [("aime24", 1.0)] * 12 + [("aime25", 1.0)] * 4
+    samples = [
+        json.loads(line)
+        for line in output.with_name("result.samples.jsonl").read_text().splitlines()
+    ]
+    assert [(row["suite"], row["temperature"]) for row in samples] == [("aime24", 1.0)] * 12 + [
+        ("aime25", 1.0)
+    ] * 4
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--env.dataset_path", "/nowhere"), "error: --env.dataset_path: cannot read /nowhere"),
-        (("--env.dataset_pat", "x"), "error: unknown flag --env.dataset_pat (did you mean --env.dataset_path?)"),
+        (
+            ("--env.dataset_pat", "x"),
+            "error: unknown flag --env.dataset_pat (did you mean --env.dataset_path?)",
+        ),
     ],
 )
 def test_the_program_ends_with_one_clear_line(flags: tuple[str, ...], message: str) -> None:
@@ -335,9 +417,15 @@ def test_the_program_ends_with_one_clear_line(flags: tuple[str, ...], message: s
 
 
 def test_without_the_hub_it_says_which_flag_to_pass() -> None:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent", "HF_DATASETS_CACHE": "/tmp/none"}
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": "/nonexistent",
+        "HF_DATASETS_CACHE": "/tmp/none",
+    }
     # Executed: what loads it reads these variables when it is imported.
-    ended = subprocess.run([sys.executable, str(GSM8K)], capture_output=True, text=True, timeout=180, env=environment)
+    ended = subprocess.run(
+        [sys.executable, str(GSM8K)], capture_output=True, text=True, timeout=180, env=environment
+    )
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith("error: cannot load openai/gsm8k/main")

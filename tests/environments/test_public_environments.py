@@ -1,7 +1,9 @@
-"""Environment files of the public repository run unchanged on our SDK, and what they post is what the public SDK posts.
+"""Environment files of the public repository run unchanged on our SDK, and what they post is what
+the public SDK posts.
 
-The files are never part of this repository: LOCKSTEP_PUBLIC_ENVIRONMENTS names the folder of a clone, and without it the tests
-skip. The first run installs the public SDK and what the files import, which takes minutes. What the last whole run found is in
+The files are never part of this repository: LOCKSTEP_PUBLIC_ENVIRONMENTS names the folder of a
+clone, and without it the tests skip. The first run installs the public SDK and what the files
+import, which takes minutes. What the last whole run found is in
 bench/results/their_environments.json and in docs/environments.md.
 """
 
@@ -35,7 +37,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 def test_a_public_environment_posts_the_same_with_both_sdks(case: Case, bench: Bench) -> None:
     public, ours = bench.run(case)
     found = judged(case, public, ours)
-    told = "\n".join([*found["differences"], *map(str, ours.refused), *map(str, public.refused), ours.log])
+    told = "\n".join(
+        [*found["differences"], *map(str, ours.refused), *map(str, public.refused), ours.log]
+    )
     assert found["verdict"] == case.expected, told
     assert not public.refused, "the public SDK's posts reach our service"
     if case.command == "serve" and found["verdict"] == "same":
@@ -45,8 +49,12 @@ def test_a_public_environment_posts_the_same_with_both_sdks(case: Case, bench: B
 
 def test_the_table_holds_what_was_run() -> None:
     rows = json.loads(RESULTS.read_text())["cases"]
-    assert {name: row["verdict"] for name, row in rows.items()} == {case.name: case.expected for case in CASES}
-    assert {name: row["why"] for name, row in rows.items()} == {case.name: case.why for case in CASES}
+    assert {name: row["verdict"] for name, row in rows.items()} == {
+        case.name: case.expected for case in CASES
+    }
+    assert {name: row["why"] for name, row in rows.items()} == {
+        case.name: case.why for case in CASES
+    }
     assert len({row["file"] for row in rows.values() if row["verdict"] != "nothing"}) >= 20
     unexplained = [case.name for case in CASES if case.expected != "same" and not case.why]
     assert unexplained == []

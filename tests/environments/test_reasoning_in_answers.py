@@ -1,4 +1,6 @@
-"""Every environment with a final answer reads it outside of the reasoning, whether prompt or model opened that."""
+"""Every environment with a final answer reads it outside of the reasoning, whether prompt or model
+opened that.
+"""
 
 import asyncio
 import contextlib
@@ -67,7 +69,9 @@ def graded(request: pytest.FixtureRequest, tokenizer_dir: Path, scorer: MathScor
 
 
 @given(data=st.data())
-def test_the_reasoning_is_never_the_answer(graded: tuple[Graded, str, str], data: st.DataObject) -> None:
+def test_the_reasoning_is_never_the_answer(
+    graded: tuple[Graded, str, str], data: st.DataObject
+) -> None:
     grade, right, wrong = graded
     inside = data.draw(st.sampled_from([right, wrong]))
     box = f"So \\boxed{{{inside}}}."
@@ -75,17 +79,25 @@ def test_the_reasoning_is_never_the_answer(graded: tuple[Graded, str, str], data
     assert not grade(f"<think>{box}", "")
     assert not grade(f"{box}</think>I do not know.", data.draw(st.sampled_from([THINK, ""])))
     for answer in (right, wrong):
-        for text, opened in [(f"{box}</think>", THINK), (f"{box}</think>", ""), (f"<think>{box}</think>", "")]:
+        for text, opened in [
+            (f"{box}</think>", THINK),
+            (f"{box}</think>", ""),
+            (f"<think>{box}</think>", ""),
+        ]:
             assert grade(f"{text}\\boxed{{{answer}}}", opened) == (answer == right)
     assert grade(f"\\boxed{{{right}}}", "<think>\n\n</think>\n\n")
 
 
-@pytest.mark.parametrize(("text", "score"), [("so \\boxed{3}", -1.0), ("so\n</think>\n\n\\boxed{3}", 1.0)])
+@pytest.mark.parametrize(
+    ("text", "score"), [("so \\boxed{3}", -1.0), ("so\n</think>\n\n\\boxed{3}", 1.0)]
+)
 def test_what_the_template_opened_comes_to_the_grader(text: str, score: float) -> None:
     """From the prompt of the request, over the sequence that is kept, to the score of the group."""
     sampler = Sampler(PreTrainedTokenizerFast.from_pretrained(STARTER))
     sampler.tokenizer.chat_template = Shape(THINK).template
-    sampler.next = [(sampler.tokenizer.encode(f"{text}{END}", add_special_tokens=False), "stop")] * 4
+    sampler.next = [
+        (sampler.tokenizer.encode(f"{text}{END}", add_special_tokens=False), "stop")
+    ] * 4
     config, servers = ArithmeticEnv.config_init()
     config.tokenizer_name, config.group_size, config.include_messages = str(STARTER), 2, True
     env = ArithmeticEnv(config, servers)
@@ -113,7 +125,12 @@ def test_a_response_knows_what_its_prompt_opened() -> None:
         finish_reason = "stop"
 
     def of(metadata: Any) -> Response:
-        return as_response(Choice, SequenceNode(full_text="", tokens=[1], masked_tokens=[1], logprobs=[0.0], metadata=metadata))
+        return as_response(
+            Choice,
+            SequenceNode(
+                full_text="", tokens=[1], masked_tokens=[1], logprobs=[0.0], metadata=metadata
+            ),
+        )
 
     assert of({"opened": THINK}).opened == THINK
     assert of({"opened": THINK}).whole == "<think>\n5</think>4", "records hold the tag"

@@ -1,4 +1,6 @@
-"""Environments of the verifiers package, the real one: rollouts of one turn, of several, with tools; and rewards that fail."""
+"""Environments of the verifiers package, the real one: rollouts of one turn, of several, with
+tools; and rewards that fail.
+"""
 
 import importlib.util
 import json
@@ -15,9 +17,12 @@ from tests.atroposlib.envs.env_stack import OFFLINE, Stack
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = ROOT / "environments" / "verifiers_server.py"
 EXAMPLES = Path(__file__).with_name("verifiers_examples.py")
-PYTHON = os.environ.get("LOCKSTEP_VERIFIERS_PYTHON") or (sys.executable if importlib.util.find_spec("verifiers") else "")
+PYTHON = os.environ.get("LOCKSTEP_VERIFIERS_PYTHON") or (
+    sys.executable if importlib.util.find_spec("verifiers") else ""
+)
 needs_the_package = pytest.mark.skipif(
-    not PYTHON, reason="LOCKSTEP_VERIFIERS_PYTHON names no interpreter that has the verifiers package (docs/environments.md)"
+    not PYTHON,
+    reason="LOCKSTEP_VERIFIERS_PYTHON names no interpreter that has the verifiers package (docs/environments.md)",
 )
 CALL = '<tool_call>\n{"name": "double", "arguments": {"number": 1}}\n</tool_call>'
 
@@ -58,9 +63,26 @@ def test_rollouts_have_their_rewards_and_the_very_tokens(
 ) -> None:
     stack.use_inference(shared_inference, cycle=cycle)
     saved = tmp_path / "groups.jsonl"
-    flags = ("--env.group_size", str(len(scores)), "--env.total_steps", "1", "--env.data_path_to_save_groups", str(saved))
+    flags = (
+        "--env.group_size",
+        str(len(scores)),
+        "--env.total_steps",
+        "1",
+        "--env.data_path_to_save_groups",
+        str(saved),
+    )
     stack.processes.finish(
-        run(stack, kind, "process", *flags, "--env.max_num_workers", "1", "--env.ensure_scores_are_not_same", "false"), 240
+        run(
+            stack,
+            kind,
+            "process",
+            *flags,
+            "--env.max_num_workers",
+            "1",
+            "--env.ensure_scores_are_not_same",
+            "false",
+        ),
+        240,
     )
     stack.control(cycle=None)
     group = json.loads(saved.read_text().splitlines()[0])
@@ -73,7 +95,10 @@ def test_rollouts_have_their_rewards_and_the_very_tokens(
         assert len(said) == turns + 1, "each turn ends once"
         assert (said[turns - 1].strip() == "2") == (score == 1.0)
         assert [token for token, mask in zip(tokens, masks, strict=True) if mask != -100] == sampled
-        assert all((logprob == 1.0) == (mask == -100) for logprob, mask in zip(logprobs, masks, strict=True))
+        assert all(
+            (logprob == 1.0) == (mask == -100)
+            for logprob, mask in zip(logprobs, masks, strict=True)
+        )
         text = tokenizer.decode(tokens)
         assert ("Are you sure?" in text) == (kind == "again")
         assert ("<|im_start|>tool\n2" in text) == (kind == "tool")
@@ -88,12 +113,21 @@ def test_a_reward_function_that_fails_is_no_score_and_an_evaluation_counts_what_
     output = tmp_path / "result.json"
     evaluate = run(stack, "single", "evaluate", "--env.eval_output", str(output))
     saved = tmp_path / "groups.jsonl"
-    flags = ("--env.total_steps", "1", "--env.data_path_to_save_groups", str(saved), "--env.max_consecutive_failures", "2")
+    flags = (
+        "--env.total_steps",
+        "1",
+        "--env.data_path_to_save_groups",
+        str(saved),
+        "--env.max_consecutive_failures",
+        "2",
+    )
     broken = run(stack, "broken", "process", *flags, "--env.rollout_retries", "0")
     stack.processes.finish(evaluate, 240)
     result = json.loads(output.read_text())
     assert (result["num_problems"], result["correct"]) == (10, 1), "31 plus 31"
-    stack.processes.wait_for_text(broken, "Error calling reward function broken: 'no such thing'", 240)
+    stack.processes.wait_for_text(
+        broken, "Error calling reward function broken: 'no such thing'", 240
+    )
     stack.control(text=None)
     assert not saved.exists() or not saved.read_text()
 
@@ -102,7 +136,8 @@ def test_without_the_package_one_line_says_how_to_have_it() -> None:
     if importlib.util.find_spec("verifiers"):
         pytest.skip("this interpreter has the package")
     with pytest.raises(
-        Exception, match=r"verifiers package is not installed.*runs/verifiers/bin/pip install -e '\.\[verifiers\]'"
+        Exception,
+        match=r"verifiers package is not installed.*runs/verifiers/bin/pip install -e '\.\[verifiers\]'",
     ):
         load("x", {})
 
@@ -113,5 +148,8 @@ def test_messages_of_theirs_are_tables_models_or_one_text() -> None:
             return {"role": "assistant", "content": "yes"}
 
     assert as_messages("hello") == [{"role": "user", "content": "hello"}]
-    assert as_messages([{"role": "user", "content": "a"}, Model()])[1] == {"role": "assistant", "content": "yes"}
+    assert as_messages([{"role": "user", "content": "a"}, Model()])[1] == {
+        "role": "assistant",
+        "content": "yes",
+    }
     assert as_messages(None) == []

@@ -23,7 +23,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `model`, with matrices that are large enough for 8-bit moments."""
-    return make_checkpoint(tmp_path_factory.mktemp("wide_model"), vocab_size=64, hidden_size=64, intermediate_size=128)
+    return make_checkpoint(
+        tmp_path_factory.mktemp("wide_model"), vocab_size=64, hidden_size=64, intermediate_size=128
+    )
 
 
 def make_checkpoint(folder: Path, **sizes: int) -> Path:
@@ -47,14 +49,24 @@ def make_checkpoint(folder: Path, **sizes: int) -> Path:
 def rollout_service(session_processes: Processes, free_port: Callable[[], int]) -> str:
     """A rollout service's address."""
     port = free_port()
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", "memory"]
+    command = [
+        sys.executable,
+        "-m",
+        "atroposlib.cli.run_api",
+        "--port",
+        str(port),
+        "--store",
+        "memory",
+    ]
     session_processes.start("service", command)
     session_processes.wait_for_http(f"http://127.0.0.1:{port}", seconds=180)
     return f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
-def trainers(rollout_service: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainers]:
+def trainers(
+    rollout_service: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Trainers]:
     """Trainers of one run, which has a folder of its own; see in_process."""
     threads = torch.get_num_threads()
     yield Trainers(rollout_service, model, tmp_path, monkeypatch)

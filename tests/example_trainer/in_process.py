@@ -1,7 +1,8 @@
-"""Trainers that run in the test's own process, with a real rollout service, and that a test can hurt or kill where it likes.
+"""Trainers that run in the test's own process, with a real rollout service, and that a test can
+hurt or kill where it likes.
 
-A death is an exception that no handler of the trainer's sees, so nothing is saved or sent afterwards; what is left is what
-SIGKILL would leave: the folder, and the service's view.
+A death is an exception that no handler of the trainer's sees, so nothing is saved or sent
+afterwards; what is left is what SIGKILL would leave: the folder, and the service's view.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def responses(one: PackedBin) -> list[list[int]]:
 
 
 class Trainers:
-    """One run of several trainer processes, each of which may die at a point; and what their weights have learned from.
+    """One run of several trainer processes, each of which may die at a point; and what their
+    weights have learned from.
 
     Attributes:
         line: which group each step of the present weights learned from, the first step's first.
@@ -49,7 +51,9 @@ class Trainers:
         faults: by the number of a batch's first group, what happens to its logprobs.
     """
 
-    def __init__(self, url: str, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, url: str, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.url, self.model, self.folder = url, model, folder
         self.line: list[int] = []
         self.acknowledged: list[int] = []
@@ -62,7 +66,9 @@ class Trainers:
 
     def post(self, *numbers: int) -> None:
         for number in numbers:
-            httpx.post(f"{self.url}/scored_data", json=made_up_group(number), timeout=30).raise_for_status()
+            httpx.post(
+                f"{self.url}/scored_data", json=made_up_group(number), timeout=30
+            ).raise_for_status()
 
     def stats(self) -> dict[str, Any]:
         """The statistics of the service."""
@@ -70,11 +76,37 @@ class Trainers:
         return answer
 
     def train(self, *options: str, point: str = "", passes: int = 1) -> bool:
-        """Run one trainer, to its end or until it has passed a point so many times. Returns whether it came to its end."""
+        """Run one trainer, to its end or until it has passed a point so many times.
+
+        Returns whether it came to its end.
+        """
         self.point, self.passes = point, passes
-        words = ["--model-name", str(self.model), "--atropos-url", self.url, "--training-steps", str(STEPS), "--lr", "1e-2"]
-        words += ["--batch-size", "4", "--gradient-accumulation-steps", "1", "--seq-len", "64", "--num-threads", "1"]
-        words += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs")]
+        words = [
+            "--model-name",
+            str(self.model),
+            "--atropos-url",
+            self.url,
+            "--training-steps",
+            str(STEPS),
+            "--lr",
+            "1e-2",
+        ]
+        words += [
+            "--batch-size",
+            "4",
+            "--gradient-accumulation-steps",
+            "1",
+            "--seq-len",
+            "64",
+            "--num-threads",
+            "1",
+        ]
+        words += [
+            "--save-path",
+            str(self.folder / "checkpoints"),
+            "--log-dir",
+            str(self.folder / "logs"),
+        ]
         words += ["--batch-timeout", "20", "--service-timeout", "10", "--device", "cpu"]
         words += ["--vllm-restart-interval", "0", *options]
         try:
@@ -86,11 +118,18 @@ class Trainers:
     def saved(self) -> dict[int, SavedStep]:
         """The checkpoints that a resume can begin from."""
         steps = steps_in(self.folder / "checkpoints")
-        return {step: SavedStep.read(path) for step, path in steps.items() if (path / "trainer_state").is_dir()}
+        return {
+            step: SavedStep.read(path)
+            for step, path in steps.items()
+            if (path / "trainer_state").is_dir()
+        }
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl."""
-        return [json.loads(line) for line in (self.folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / "logs" / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights of the last step."""
@@ -103,7 +142,13 @@ class Trainers:
                 raise Killed
 
     def _watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def around(owner: Any, name: str, before: str = "", after: str = "", note: Callable[..., None] | None = None) -> None:
+        def around(
+            owner: Any,
+            name: str,
+            before: str = "",
+            after: str = "",
+            note: Callable[..., None] | None = None,
+        ) -> None:
             real = getattr(owner, name)
 
             def watched(*arguments: Any, **options: Any) -> Any:
@@ -116,11 +161,26 @@ class Trainers:
 
             monkeypatch.setattr(owner, name, watched)
 
-        numbers = {tuple(row[3:]): number for number in range(50) for row in made_up_group(number)["tokens"]}
-        take_step, register, logprobs = loop.guarded_step, RolloutClient.register, step.response_logprobs
+        numbers = {
+            tuple(row[3:]): number
+            for number in range(50)
+            for row in made_up_group(number)["tokens"]
+        }
+        take_step, register, logprobs = (
+            loop.guarded_step,
+            RolloutClient.register,
+            step.response_logprobs,
+        )
 
-        def take(model: Any, optimizer: Any, minibatches: Sequence[Sequence[PackedBin]], *rest: Any) -> Any:
-            self._in_hand = min(numbers[tuple(row)] for bins in minibatches for one in bins for row in responses(one))
+        def take(
+            model: Any, optimizer: Any, minibatches: Sequence[Sequence[PackedBin]], *rest: Any
+        ) -> Any:
+            self._in_hand = min(
+                numbers[tuple(row)]
+                for bins in minibatches
+                for one in bins
+                for row in responses(one)
+            )
             taken = take_step(model, optimizer, minibatches, *rest)
             self.line.append(self._in_hand)
             self._passed("stepped")
@@ -132,7 +192,11 @@ class Trainers:
             self._passed("registered")
 
         def note_acknowledged(
-            client: RolloutClient, lease: object, version: int, skipped: str | None = None, report: object = None
+            client: RolloutClient,
+            lease: object,
+            version: int,
+            skipped: str | None = None,
+            report: object = None,
         ) -> None:
             if skipped is None:
                 self.acknowledged.append(self._in_hand)
@@ -148,7 +212,9 @@ class Trainers:
         monkeypatch.setattr(RolloutClient, "register", register_and_note)
         around(NoBridge, "sync", after="synced")
         around(checkpointing.Checkpoints, "begin", after="begun")
-        around(checkpointing, "put_in_place", before="writing", after="written")  # in the writing thread
+        around(
+            checkpointing, "put_in_place", before="writing", after="written"
+        )  # in the writing thread
         around(RolloutClient, "acknowledge", "acknowledging", "acknowledged", note_acknowledged)
         around(RolloutClient, "settle", after="settled")
         around(RolloutClient, "end_run", before="ending")

@@ -31,9 +31,23 @@ def parsed(words: str) -> TrainerConfig:
 
 def test_without_a_word_it_is_grpo() -> None:
     config = parsed("")
-    assert config.method == METHODS["grpo"] == Method("grpo", "group", True, "token", 0.2, None, None, "loss")
-    assert (config.clip_high, config.kl_coef, config.entropy_coef, config.ppo_epochs, config.minibatches) == (0.2, 0, 0, 1, 1)
-    assert (config.correction, config.correction_high, config.correction_ratio) == ("token_truncate", 2.0, "proximal")
+    assert (
+        config.method
+        == METHODS["grpo"]
+        == Method("grpo", "group", True, "token", 0.2, None, None, "loss")
+    )
+    assert (
+        config.clip_high,
+        config.kl_coef,
+        config.entropy_coef,
+        config.ppo_epochs,
+        config.minibatches,
+    ) == (0.2, 0, 0, 1, 1)
+    assert (config.correction, config.correction_high, config.correction_ratio) == (
+        "token_truncate",
+        2.0,
+        "proximal",
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -49,7 +63,8 @@ def test_every_method_has_functions_and_a_line_of_help(name: str) -> None:
     ("words", "clip", "changed"),
     [
         ("--loss dapo", (0.2, 0.28), {}),
-        ("--loss dapo --clip-eps 0.1", (0.1, 0.1), {"clip_eps": 0.1, "clip_eps_high": None}),  # one bound for both sides
+        # one bound for both sides
+        ("--loss dapo --clip-eps 0.1", (0.1, 0.1), {"clip_eps": 0.1, "clip_eps_high": None}),
         ("--loss dapo --clip-eps-high 0.4", (0.2, 0.4), {"clip_eps_high": 0.4}),
         ("--loss gspo --clip-eps 0.001 --clip-eps-high 0.002", (0.001, 0.002), {"clip_eps": 1e-3, "clip_eps_high": 2e-3}),
         ("--loss cispo --clip-eps-high 4", (1.0, 4.0), {"clip_eps_high": 4.0}),
@@ -61,11 +76,15 @@ def test_every_method_has_functions_and_a_line_of_help(name: str) -> None:
          "advantage_std": False}),
     ],
 )  # fmt: skip
-def test_flags_win_over_the_methods_choices(words: str, clip: tuple[float, float], changed: dict[str, object]) -> None:
+def test_flags_win_over_the_methods_choices(
+    words: str, clip: tuple[float, float], changed: dict[str, object]
+) -> None:
     config = parsed(words)
     own = METHODS[config.loss]
     assert (config.method.clip_eps, config.clip_high) == clip
-    assert {key: value for key, value in vars(config.method).items() if value != getattr(own, key)} == changed
+    assert {
+        key: value for key, value in vars(config.method).items() if value != getattr(own, key)
+    } == changed
 
 
 @pytest.mark.parametrize(
@@ -73,13 +92,28 @@ def test_flags_win_over_the_methods_choices(words: str, clip: tuple[float, float
     [
         ("--advantage-beta 0.2", "--advantage-beta 0.2 needs --advantages exponential"),
         ("--advantages exponential --advantage-beta 0", "--advantage-beta '0'"),
-        ("--advantages exponential --advantage-std", "--advantage-std has no part in --advantages exponential"),
+        (
+            "--advantages exponential --advantage-std",
+            "--advantage-std has no part in --advantages exponential",
+        ),
         ("--loss drgrpo", "unknown --loss drgrpo; did you mean dr_grpo?"),
-        ("--loss x", "unknown --loss x; there are grpo, dr_grpo, dapo, gspo, cispo, reinforce, rloo, reinforce_pp, "),
+        (
+            "--loss x",
+            "unknown --loss x; there are grpo, dr_grpo, dapo, gspo, cispo, reinforce, rloo, reinforce_pp, ",
+        ),
         ("--advantages grup", "unknown --advantages grup; did you mean group?"),
-        ("--advantages nowhere:f", "--advantages nowhere:f: there is no module nowhere in the current directory, beside the"),
-        ("--loss rloo --clip-eps 0.1", "--clip-eps has no part in --loss rloo, which has no bounds; leave it out"),
-        ("--loss reinforce --clip-eps-high 1", "--clip-eps-high has no part in --loss reinforce, which has no bounds"),
+        (
+            "--advantages nowhere:f",
+            "--advantages nowhere:f: there is no module nowhere in the current directory, beside the",
+        ),
+        (
+            "--loss rloo --clip-eps 0.1",
+            "--clip-eps has no part in --loss rloo, which has no bounds; leave it out",
+        ),
+        (
+            "--loss reinforce --clip-eps-high 1",
+            "--clip-eps-high has no part in --loss reinforce, which has no bounds",
+        ),
         (
             "--loss gspo --dual-clip 3",
             "--dual-clip has no part in --loss gspo, which has --clip-eps and --clip-eps-high; leave",
@@ -93,15 +127,27 @@ def test_flags_win_over_the_methods_choices(words: str, clip: tuple[float, float
             "--loss rloo --advantage-std",
             "--advantage-std has no part in --advantages leave_one_out: only those of group, batch, ",
         ),
-        ("--advantages zero --advantage-std", "--advantage-std has no part in --advantages zero: only those of group, batch, "),
+        (
+            "--advantages zero --advantage-std",
+            "--advantage-std has no part in --advantages zero: only those of group, batch, ",
+        ),
         ("--kl-in reward", "--kl-in reward needs --kl-coef, without which no divergence is taken"),
-        ("--distill-in loss", "--distill-in loss needs --distill-coef, without which there is no teacher"),
+        (
+            "--distill-in loss",
+            "--distill-in loss needs --distill-coef, without which there is no teacher",
+        ),
         (
             "--correction-low 0.2",
             "--correction-low has no part in --correction token_truncate, whose weights have an upper bound",
         ),
-        ("--overlong-buffer 9", "--overlong-buffer needs --truncated-answers penalise, which is 'train'"),
-        ("--minibatches 65", "--minibatches 65 are more than the 64 sequences of a batch (--batch-size × --gradient-accum"),
+        (
+            "--overlong-buffer 9",
+            "--overlong-buffer needs --truncated-answers penalise, which is 'train'",
+        ),
+        (
+            "--minibatches 65",
+            "--minibatches 65 are more than the 64 sequences of a batch (--batch-size × --gradient-accum",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(words: str, message: str) -> None:
@@ -129,7 +175,9 @@ def test_what_is_switched_off_in_so_many_words_keeps_its_settings(words: str) ->
 
 
 @pytest.mark.parametrize("place", ["beside the file", "current directory"])
-def test_functions_of_the_users_are_found(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_the_users_are_found(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "mine_" + place.replace(" ", "_")
     files, here = tmp_path / "files", tmp_path / "here"
     files.mkdir()
@@ -138,7 +186,9 @@ def test_functions_of_the_users_are_found(place: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "path", list(sys.path))
     ((files if place == "beside the file" else here) / f"{name}.py").write_text(MINE)
     (files / "c.yaml").write_text(f"loss: {name}:loss\nadvantages: {name}:advantages\n")
-    config = parse_config(["--config", str(files / "c.yaml"), "--model-name", "m", "--dual-clip", "3"])
+    config = parse_config(
+        ["--config", str(files / "c.yaml"), "--model-name", "m", "--dual-clip", "3"]
+    )
     assert config.method == Method(f"{name}:loss", advantages=f"{name}:advantages", dual_clip=3.0)
     assert find_advantages(config.method.advantages)([[1.0]]) == [[0.5]]
     module = sys.modules[name]
@@ -146,12 +196,21 @@ def test_functions_of_the_users_are_found(place: str, tmp_path: Path, monkeypatc
     objective = make_objective(config)
     assert objective.loss is module.loss
     assert module.tried == [3.0] * 3, "with what the flags say"
-    other = parse_config(["--config", str(files / "c.yaml"), "--model-name", "m", "--loss", f"{name}:no_loss"])
-    with pytest.raises(ConfigError, match=f"^--loss {name}:no_loss: it returned NoneType; expected is a function of LossInp"):
+    other = parse_config(
+        ["--config", str(files / "c.yaml"), "--model-name", "m", "--loss", f"{name}:no_loss"]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=f"^--loss {name}:no_loss: it returned NoneType; expected is a function of LossInp",
+    ):
         make_objective(other)
     with pytest.raises(
-        ConfigError, match=r"^--loss nowhere:f: there is no module nowhere in the current directory, beside the"
+        ConfigError,
+        match=r"^--loss nowhere:f: there is no module nowhere in the current directory, beside the",
     ):
         make_objective(parsed("--loss nowhere:f"))
-    with pytest.raises(ConfigError, match=f"^--advantage-std has no part in --advantages {name}:advantages: only those of"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^--advantage-std has no part in --advantages {name}:advantages: only those of",
+    ):
         parse_config(["--config", str(files / "c.yaml"), "--model-name", "m", "--advantage-std"])

@@ -1,4 +1,7 @@
-"""docs/algorithms.md, metrics.md: their tables are those of the code. The loss of docs/your-loss.md learns."""
+"""docs/algorithms.md, metrics.md: their tables are those of the code.
+
+The loss of docs/your-loss.md learns.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,12 @@ from example_trainer.algorithm.methods import BOUNDS, METHODS, Method
 from example_trainer.algorithm.objective import ObjectiveInputs, bin_loss
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
-from example_trainer.options.algorithm import AlgorithmOptions, CorrectionOptions, DistillationOptions, LengthOptions
+from example_trainer.options.algorithm import (
+    AlgorithmOptions,
+    CorrectionOptions,
+    DistillationOptions,
+    LengthOptions,
+)
 from example_trainer.options.reference import ReferenceWorkerOptions
 from example_trainer.options.section import flag_of
 from example_trainer.reference_worker import parse_arguments
@@ -30,9 +38,14 @@ TUTORIAL = (DOCS / "your-loss.md").read_text(encoding="utf-8")
 
 def rows(heading: str) -> list[list[str]]:
     """The first table behind a heading, without its head and without the marks of code."""
-    table = re.search(r"^\|.*?(?=^[^|])", PAGE[PAGE.index(f"\n## {heading}\n") :], re.MULTILINE | re.DOTALL)
+    table = re.search(
+        r"^\|.*?(?=^[^|])", PAGE[PAGE.index(f"\n## {heading}\n") :], re.MULTILINE | re.DOTALL
+    )
     assert table is not None
-    return [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in table[0].splitlines()[2:]]
+    return [
+        [cell.strip().replace("`", "") for cell in line.split("|")[1:-1]]
+        for line in table[0].splitlines()[2:]
+    ]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -50,7 +63,15 @@ def row_of(name: str, method: Method) -> list[str]:
     dual = f", dual {method.dual_clip:g}" if method.dual_clip else ""
     bounds = f"{method.clip_eps:.4g}, {high:.4g}{dual}" if BOUNDS[method.loss] else "no bounds"
     divided = "yes" if method.advantage_std else "no"
-    return [name, method.loss, method.advantages, divided, method.loss_normalisation, bounds, method.kl_in]
+    return [
+        name,
+        method.loss,
+        method.advantages,
+        divided,
+        method.loss_normalisation,
+        bounds,
+        method.kl_in,
+    ]
 
 
 def test_the_methods_are_those_of_the_code() -> None:
@@ -63,11 +84,27 @@ def test_the_advantages_are_those_of_the_code() -> None:
 
 def test_every_option_of_the_algorithm_is_told_of() -> None:
     sections = (AlgorithmOptions, CorrectionOptions, LengthOptions, DistillationOptions)
-    flags = [flag_of(name) for section in sections for name in section.model_fields if name != "logprob_chunk"]
-    told = set(re.findall(r"--[a-z][a-z-]*[a-z]", PAGE)) | {f"--{name.replace('_', '-')}" for name in re.findall(r"\w+", PAGE)}
+    flags = [
+        flag_of(name)
+        for section in sections
+        for name in section.model_fields
+        if name != "logprob_chunk"
+    ]
+    told = set(re.findall(r"--[a-z][a-z-]*[a-z]", PAGE)) | {
+        f"--{name.replace('_', '-')}" for name in re.findall(r"\w+", PAGE)
+    }
     assert [flag for flag in flags if flag not in told] == []
-    known = {flag_of(name) for options in (TrainerConfig, ReferenceWorkerOptions) for name in options.model_fields}
-    known |= {"--config", "--help", "--no-advantage-std", "--store"}  # the last one is the rollout service's
+    known = {
+        flag_of(name)
+        for options in (TrainerConfig, ReferenceWorkerOptions)
+        for name in options.model_fields
+    }
+    known |= {
+        "--config",
+        "--help",
+        "--no-advantage-std",
+        "--store",
+    }  # the last one is the rollout service's
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", PAGE)) - known == set()
 
 
@@ -81,7 +118,9 @@ def test_the_metrics_page_explains_every_figure_of_a_step() -> None:
 
 def test_its_commands_are_understood() -> None:
     assert [parse_config(words).kl_coef for words in typed(PAGE, "grpo.py")] == [0.0, 0.04]
-    assert [parse_arguments(words)[0].atropos_url for words in typed(PAGE, "reference_worker")] == ["http://localhost:8000"]
+    assert [parse_arguments(words)[0].atropos_url for words in typed(PAGE, "reference_worker")] == [
+        "http://localhost:8000"
+    ]
 
 
 def test_the_loss_of_the_tutorial_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,13 +130,19 @@ def test_the_loss_of_the_tutorial_learns(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (config,) = (parse_config(words) for words in typed(TUTORIAL, "grpo.py"))
-    assert (config.loss, config.method.clip_eps, config.minibatches) == ("my_losses:pulled_back", 0.1, 4)
+    assert (config.loss, config.method.clip_eps, config.minibatches) == (
+        "my_losses:pulled_back",
+        0.1,
+        4,
+    )
     objective, advantages = make_objective(config), find_advantages(config.method.advantages)
     generator = torch.Generator().manual_seed(0)
     policy = torch.zeros(5, requires_grad=True)
     clipped = 0
     for _ in range(10):
-        tokens = torch.multinomial(policy.detach().softmax(0).expand(64, 5), 1, generator=generator).squeeze(1)
+        tokens = torch.multinomial(
+            policy.detach().softmax(0).expand(64, 5), 1, generator=generator
+        ).squeeze(1)
         began = policy.detach().log_softmax(0)[tokens]
         given = torch.tensor(advantages([(tokens == 3).float().tolist()])[0])
         for _ in range(config.minibatches):

@@ -22,12 +22,32 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_documented_defaults() -> None:
     config = parse_config(["--model-name", "m"])
-    assert (config.weight_bridge_mode, config.use_shared_memory, config.single_copy) == ("none", False, False)
-    assert (config.vllm_port, config.training_steps, config.batch_size, config.lr) == (9001, 10, 2, 1e-5)
-    assert (str(config.save_path), config.gradient_accumulation_steps) == ("trained_model_checkpoints", 32)
-    assert (config.atropos_url, config.bridge_timeout, config.service_timeout) == ("http://localhost:8000", 120, 300)
+    assert (config.weight_bridge_mode, config.use_shared_memory, config.single_copy) == (
+        "none",
+        False,
+        False,
+    )
+    assert (config.vllm_port, config.training_steps, config.batch_size, config.lr) == (
+        9001,
+        10,
+        2,
+        1e-5,
+    )
+    assert (str(config.save_path), config.gradient_accumulation_steps) == (
+        "trained_model_checkpoints",
+        32,
+    )
+    assert (config.atropos_url, config.bridge_timeout, config.service_timeout) == (
+        "http://localhost:8000",
+        120,
+        300,
+    )
     assert config.sequences_per_step == 64
-    assert (config.vllm_restart_interval, config.starts_vllm, config.keep_optimizer_states) == (3, True, 1)
+    assert (config.vllm_restart_interval, config.starts_vllm, config.keep_optimizer_states) == (
+        3,
+        True,
+        1,
+    )
 
 
 def test_when_vllm_is_restarted() -> None:
@@ -38,7 +58,9 @@ def test_when_vllm_is_restarted() -> None:
     assert restarts() == [3, 6, 9], "not after the last step, which is step 10"
     assert restarts("--vllm-restart-interval", "4", "--training-steps", "50") == [4, 8]
     assert restarts("--vllm-restart-interval", "0") == []
-    assert restarts("--max-staleness", "2") == [2, 4, 6, 8], "rollouts of older weights would be dropped"
+    assert restarts("--max-staleness", "2") == [2, 4, 6, 8], (
+        "rollouts of older weights would be dropped"
+    )
     assert restarts("--max-staleness", "0") == list(range(1, 10))
     assert restarts("--max-staleness", "7") == [3, 6, 9]
     assert restarts("--weight-bridge-mode", "shared_vllm") == []
@@ -46,7 +68,10 @@ def test_when_vllm_is_restarted() -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("0", 0), ("2", 2), ("all", "all")])
 def test_optimizer_states_are_kept_for_none_some_or_all(text: str, value: object) -> None:
-    assert parse_config(["--model-name", "m", "--keep-optimizer-states", text]).keep_optimizer_states == value
+    assert (
+        parse_config(["--model-name", "m", "--keep-optimizer-states", text]).keep_optimizer_states
+        == value
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +114,11 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
     for name, field in TrainerConfig.model_fields.items():
         if name not in values:
             default = field.get_default()
-            values[name] = (not default) if isinstance(default, bool) else default + (0 if name.startswith("beta") else 1)
+            values[name] = (
+                (not default)
+                if isinstance(default, bool)
+                else default + (0 if name.startswith("beta") else 1)
+            )
     values |= {
         "lora_dropout": 0.5,
         "beta1": 0.5,
@@ -125,9 +154,19 @@ def test_a_switch_is_a_bare_flag_too(words: str, setting: bool | str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "setting"),
-    [("on", True), ("off", False), ("true", True), ("'no'", False), ("no", False), ("'off'", False), ("auto", "auto")],
+    [
+        ("on", True),
+        ("off", False),
+        ("true", True),
+        ("'no'", False),
+        ("no", False),
+        ("'off'", False),
+        ("auto", "auto"),
+    ],
 )
-def test_a_switch_of_a_file_is_a_boolean_or_auto(text: str, setting: bool | str, tmp_path: Path) -> None:
+def test_a_switch_of_a_file_is_a_boolean_or_auto(
+    text: str, setting: bool | str, tmp_path: Path
+) -> None:
     (tmp_path / "c.yaml").write_text(f"model_name: m\noptimizer_offload: {text}\n")
     assert parse_config(["--config", str(tmp_path / "c.yaml")]).optimizer_offload == setting
 
@@ -145,16 +184,26 @@ def test_steps_to_profile(profile: str | None, steps: list[int]) -> None:
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("model-name: m\nlr: 1.0e-3\ntraining_steps: 7\nuse_wandb: true\n")
+    (tmp_path / "c.yaml").write_text(
+        "model-name: m\nlr: 1.0e-3\ntraining_steps: 7\nuse_wandb: true\n"
+    )
     config = parse_config(["--config", str(tmp_path / "c.yaml"), "--lr", "0.5", "--no-use-wandb"])
-    assert (config.model_name, config.lr, config.training_steps, config.use_wandb) == ("m", 0.5, 7, False)
+    assert (config.model_name, config.lr, config.training_steps, config.use_wandb) == (
+        "m",
+        0.5,
+        7,
+        False,
+    )
     assert config.batch_size == 2
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model-name m --trainingsteps 3", "unknown flag --trainingsteps; did you mean --training-steps?"),
+        (
+            "--model-name m --trainingsteps 3",
+            "unknown flag --trainingsteps; did you mean --training-steps?",
+        ),
         ("--model-name m --batchsize=3", "unknown flag --batchsize; did you mean --batch-size?"),
         ("--model-name m --zzzzzz 3", "unknown flag --zzzzzz; see --help"),
         ("--model-name m --train 3", "unknown flag --train; "),
@@ -164,13 +213,34 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
             "--model-name m --vllm-restart-interval 3 --weight-bridge-mode shared_vllm",
             "--vllm-restart-interval needs --weight-bridge-mode none, which is 'shared_vllm'",
         ),
-        ("--model-name m --vllm-restart-interval 3 --max-staleness 2", "--max-staleness 2 would drop every rollout"),
-        ("--model-name m --replay recent", "--replay recent needs --max-staleness, without which nothing drops"),
-        ("--model-name m --optimizer-offload maybe", "--optimizer-offload 'maybe': give auto, on or off"),
-        ("--model-name m --optimizer adamw8bit", "--optimizer 'adamw8bit': input should be 'adamw' or 'adamw-8bit'"),
-        ("--model-name m --replay lifo", "--replay 'lifo': input should be 'fifo', 'recent' or 'uniform'"),
-        ("--model-name m --max-reuse 2", "--max-reuse 2 needs --max-staleness, at least 1: what was trained on once"),
-        ("--model-name m --max-reuse 2 --colocate", "--max-reuse 2 needs --max-staleness, at least 1"),
+        (
+            "--model-name m --vllm-restart-interval 3 --max-staleness 2",
+            "--max-staleness 2 would drop every rollout",
+        ),
+        (
+            "--model-name m --replay recent",
+            "--replay recent needs --max-staleness, without which nothing drops",
+        ),
+        (
+            "--model-name m --optimizer-offload maybe",
+            "--optimizer-offload 'maybe': give auto, on or off",
+        ),
+        (
+            "--model-name m --optimizer adamw8bit",
+            "--optimizer 'adamw8bit': input should be 'adamw' or 'adamw-8bit'",
+        ),
+        (
+            "--model-name m --replay lifo",
+            "--replay 'lifo': input should be 'fifo', 'recent' or 'uniform'",
+        ),
+        (
+            "--model-name m --max-reuse 2",
+            "--max-reuse 2 needs --max-staleness, at least 1: what was trained on once",
+        ),
+        (
+            "--model-name m --max-reuse 2 --colocate",
+            "--max-reuse 2 needs --max-staleness, at least 1",
+        ),
         (
             "--model-name m --max-reuse 2 --max-staleness 1 --correction none",
             "--max-reuse 2 needs a --correction, which is 'none'",
@@ -183,14 +253,26 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
             "--model-name m --vllm-gpus 0 --weight-bridge-mode shared_vllm",
             "--vllm-gpus needs --weight-bridge-mode none and a --vllm-restart-interval above 0",
         ),
-        ("--model-name m --keep-optimizer-states -1", "--keep-optimizer-states '-1': give 0 or more, or all"),
-        ("--model-name m --keep-optimizer-states some", "--keep-optimizer-states 'some': give 0 or more, or all"),
+        (
+            "--model-name m --keep-optimizer-states -1",
+            "--keep-optimizer-states '-1': give 0 or more, or all",
+        ),
+        (
+            "--model-name m --keep-optimizer-states some",
+            "--keep-optimizer-states 'some': give 0 or more, or all",
+        ),
         ("--model-name m --vllm-restart-interval 3 --vllm-gpus zero", "--vllm-gpus 'zero'"),
         ("--model-name m --lr fast", "--lr 'fast': input should be a valid number"),
         ("--model-name m --lr", "argument --lr: expected one argument; see --help"),
         ("--model-name m --lr -1", "--lr '-1': input should be greater than or equal to 0"),
-        ("--model-name m --vllm-port 99999", "--vllm-port '99999': input should be less than or equal to 65535"),
-        ("--model-name m --weight-bridge-mode shared", "--weight-bridge-mode 'shared': input should be 'none', 'shared_vllm'"),
+        (
+            "--model-name m --vllm-port 99999",
+            "--vllm-port '99999': input should be less than or equal to 65535",
+        ),
+        (
+            "--model-name m --weight-bridge-mode shared",
+            "--weight-bridge-mode 'shared': input should be 'none', 'shared_vllm'",
+        ),
         (
             "--model-name m --atropos-url localhost:8000",
             "--atropos-url 'localhost:8000': 'localhost:8000' does not begin with http://",
@@ -199,7 +281,10 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
             "--model-name m --weight-bridge-mode lora_only --lora-dropout 0.1 --minibatches 4",
             "--lora-dropout 0.1 and --ppo-epochs 1 with --minibatches 4 exclude each other: the ratio to the batch's first",
         ),
-        ("--model-name m --single-copy", "--single-copy needs --weight-bridge-mode shared_vllm, which is 'none'"),
+        (
+            "--model-name m --single-copy",
+            "--single-copy needs --weight-bridge-mode shared_vllm, which is 'none'",
+        ),
         (
             "--model-name m --weight-bridge-mode shared_vllm --single-copy --use-shared-memory",
             "--use-shared-memory and --single-copy exclude each other",
@@ -208,10 +293,16 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
             "--model-name m --weight-bridge-mode shared_vllm --single-copy --ppo-epochs 2",
             "--single-copy and --ppo-epochs 2 with --minibatches 1 exclude each other: between the updates",
         ),
-        ("--model-name m --profile 5-3", "--profile '5-3': no step lies in it; steps are counted from 1, as in 3 or 3-5"),
+        (
+            "--model-name m --profile 5-3",
+            "--profile '5-3': no step lies in it; steps are counted from 1, as in 3 or 3-5",
+        ),
         ("--model-name m --profile 0-3", "--profile '0-3': no step lies in it"),
         ("--model-name m --profile all", "--profile 'all': string should match"),
-        ("--config /nowhere/c.yaml", "cannot read --config /nowhere/c.yaml: No such file or directory"),
+        (
+            "--config /nowhere/c.yaml",
+            "cannot read --config /nowhere/c.yaml: No such file or directory",
+        ),
     ],
 )
 def test_wrong_flags_are_one_line(words: str, message: str) -> None:
@@ -224,7 +315,10 @@ def test_wrong_flags_are_one_line(words: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("model_name: m\ntraining_step: 3", "unknown key 'training_step' in {file}; did you mean training_steps?"),
+        (
+            "model_name: m\ntraining_step: 3",
+            "unknown key 'training_step' in {file}; did you mean training_steps?",
+        ),
         ("model_name: m\nlr: fast", "lr in {file} 'fast': input should be a valid number"),
         ("- a\n- b", "--config {file} must hold options as 'name: value' lines, not list"),
         ("a: [", "--config {file} is not YAML: "),
@@ -232,9 +326,18 @@ def test_wrong_flags_are_one_line(words: str, message: str) -> None:
         ("model_name: m\nlr: true", "lr in {file} True: a boolean is not a number"),
         ("model_name: m\nseed: yes", "seed in {file} True: a boolean is not a number"),
         ("model_name: m\nranks: on", "ranks in {file} True: give auto or a number from 1"),
-        ("model_name: m\nnum_threads: off", "num_threads in {file} False: a boolean is not a number"),
-        ("model_name: m\nlr: 1\nlr: 2", "--config {file} is not YAML: key 'lr' stands twice, in lines 2 and 3"),
-        ("model-name: m\nmodel_name: n", "--config {file}: keys 'model-name' and 'model_name' are the same option"),
+        (
+            "model_name: m\nnum_threads: off",
+            "num_threads in {file} False: a boolean is not a number",
+        ),
+        (
+            "model_name: m\nlr: 1\nlr: 2",
+            "--config {file} is not YAML: key 'lr' stands twice, in lines 2 and 3",
+        ),
+        (
+            "model-name: m\nmodel_name: n",
+            "--config {file}: keys 'model-name' and 'model_name' are the same option",
+        ),
     ],
 )
 def test_wrong_files_are_one_line(content: str, message: str, tmp_path: Path) -> None:
@@ -263,17 +366,28 @@ def given_by_variable(folder: Path, environment: pytest.MonkeyPatch) -> list[str
 
 @pytest.mark.parametrize("give", [given_by_flag, given_by_file, given_by_variable])
 def test_secrets_stand_in_no_dump(
-    give: Callable[[Path, pytest.MonkeyPatch], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    give: Callable[[Path, pytest.MonkeyPatch], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = parse_config(["--model-name", "m", *give(tmp_path, monkeypatch)])
     assert (revealed(config.vllm_api_key), revealed(config.atropos_api_key)) == ("hush", "hush")
-    shown = [config, repr(config), config.shareable, config.model_dump(), config.model_dump_json(), vars(config)]
+    shown = [
+        config,
+        repr(config),
+        config.shareable,
+        config.model_dump(),
+        config.model_dump_json(),
+        vars(config),
+    ]
     assert [text for text in map(str, shown) if "hush" in text] == []
     assert config.shareable["model_name"] == "m"
     assert not {"vllm_api_key", "atropos_api_key"} & config.shareable.keys()
 
 
-def test_flags_win_over_variables_and_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_win_over_variables_and_an_empty_variable_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "of the shell")
     monkeypatch.setenv("ROLLOUT_API_KEY", "")
     config = parse_config(["--model-name", "m", "--vllm-api-key", "mine"])
@@ -285,11 +399,19 @@ def test_flags_win_over_variables_and_an_empty_variable_is_none(monkeypatch: pyt
     ("content", "message"),
     [
         ("vllm_api_key: 4711", "vllm_api_key in {file}: input should be a valid string"),
-        ("vllm_restart_interval: 5\nvllm_args: --api-key 4711", "vllm_args in {file}: everybody can read --api-key in `ps`"),
-        ("vllm_restart_interval: 5\nvllm_command: serve --api-key=4711", "vllm_command in {file}: everybody can read"),
+        (
+            "vllm_restart_interval: 5\nvllm_args: --api-key 4711",
+            "vllm_args in {file}: everybody can read --api-key in `ps`",
+        ),
+        (
+            "vllm_restart_interval: 5\nvllm_command: serve --api-key=4711",
+            "vllm_command in {file}: everybody can read",
+        ),
     ],
 )
-def test_messages_about_secrets_do_not_tell_them(content: str, message: str, tmp_path: Path) -> None:
+def test_messages_about_secrets_do_not_tell_them(
+    content: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "c.yaml").write_text(f"model_name: m\n{content}\n")
     with pytest.raises(ConfigError) as caught:
         parse_config(["--config", str(tmp_path / "c.yaml")])

@@ -26,7 +26,9 @@ def rows() -> list[tuple[list[str], list[str]]]:
     found = []
     for line in text.split("\n\n")[0].splitlines()[2:]:
         flags, default = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:3])
-        found.append((re.findall(r"`(--[\w-]+)`", flags), [part.strip() for part in default.split(",")]))
+        found.append(
+            (re.findall(r"`(--[\w-]+)`", flags), [part.strip() for part in default.split(",")])
+        )
     return found
 
 
@@ -48,14 +50,20 @@ def test_the_defaults_in_the_table() -> None:
         if PROSE & set(flags):
             continue
         assert len(defaults) in (1, len(flags)), flags
-        for flag, word in zip(flags, defaults * (len(flags) if len(defaults) == 1 else 1), strict=True):
-            assert is_default(word, flag), f"{flag}: the page says {word!r}, the program {FIELDS[flag].default!r}"
+        for flag, word in zip(
+            flags, defaults * (len(flags) if len(defaults) == 1 else 1), strict=True
+        ):
+            assert is_default(word, flag), (
+                f"{flag}: the page says {word!r}, the program {FIELDS[flag].default!r}"
+            )
             compared += 1
     assert compared > 30
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", PAGE, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: str(path.relative_to(ROOT))
+    "page",
+    [ROOT / "README.md", PAGE, *sorted((ROOT / "docs").glob("*.md"))],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_defaults_in_the_prose(page: Path) -> None:
     """`--flag` (10) and `--flag` (600 s) name the default."""

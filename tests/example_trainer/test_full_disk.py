@@ -1,4 +1,6 @@
-"""Everything that the trainer writes, on a full disk: one line, the earlier file, no half row, no false line."""
+"""Everything that the trainer writes, on a full disk: one line, the earlier file, no half row, no
+false line.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def evaluation(number: int) -> Evaluation:
     return Evaluation(number, 1.5, 0, WIDE, 3, {"right": 1.0})
 
 
-def test_rows_of_figures_and_evaluations_wait_for_space(full_disk: FullDisk, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_figures_and_evaluations_wait_for_space(
+    full_disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     log = MetricsLog(full_disk.path, {})
     log.write(1, {"loss": 0.5})
     with full_disk.full():
@@ -77,9 +81,14 @@ def test_rows_of_figures_and_evaluations_wait_for_space(full_disk: FullDisk, cap
 
 def test_a_run_that_cannot_begin_its_figures_keeps_the_earlier_ones(full_disk: FullDisk) -> None:
     file = full_disk.path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"step": step, "more": WIDE}) + "\n" for step in range(1, 5)))
+    file.write_text(
+        "".join(json.dumps({"step": step, "more": WIDE}) + "\n" for step in range(1, 5))
+    )
     before = file.read_bytes()
-    with full_disk.full(), pytest.raises(ConfigError, match=r"cannot write metrics to --log-dir .*; make room there"):
+    with (
+        full_disk.full(),
+        pytest.raises(ConfigError, match=r"cannot write metrics to --log-dir .*; make room there"),
+    ):
         MetricsLog(full_disk.path, {}, first_step=3)
     assert file.read_bytes() == before
     MetricsLog(full_disk.path, {}, first_step=3).close()
@@ -88,7 +97,12 @@ def test_a_run_that_cannot_begin_its_figures_keeps_the_earlier_ones(full_disk: F
 
 def test_the_marked_run_stays(full_disk: FullDisk) -> None:
     mark_run(RUN, full_disk.path)
-    with full_disk.full(), pytest.raises(CheckpointError, match=r"cannot write 20,\d+ bytes to .*run\.json: .*--save-path"):
+    with (
+        full_disk.full(),
+        pytest.raises(
+            CheckpointError, match=r"cannot write 20,\d+ bytes to .*run\.json: .*--save-path"
+        ),
+    ):
         mark_run(Run("b", WIDE, (Life(2000, 0),)), full_disk.path)
     assert marked_run(full_disk.path) == RUN
     assert [path.name for path in full_disk.path.iterdir() if path.name != "disk"] == ["run.json"]
@@ -97,7 +111,12 @@ def test_the_marked_run_stays(full_disk: FullDisk) -> None:
 def test_the_keys_of_a_run_stay(full_disk: FullDisk) -> None:
     keys = make_keys(full_disk.path, {}, running=False)
     long = {"VLLM_API_KEY": "k" * 20_000}
-    with full_disk.full(), pytest.raises(ProcessError, match=r"cannot write 20,\d+ bytes to .*keys\.env: .*make room there"):
+    with (
+        full_disk.full(),
+        pytest.raises(
+            ProcessError, match=r"cannot write 20,\d+ bytes to .*keys\.env: .*make room there"
+        ),
+    ):
         make_keys(full_disk.path, long, running=False)
     assert read_keys(full_disk.path) == keys
     assert (full_disk.path / "keys.env").stat().st_mode & 0o777 == 0o600
@@ -117,7 +136,9 @@ def test_the_record_of_a_server_stays_and_ports_are_reserved(full_disk: FullDisk
     assert [path.name for path in folder.iterdir()] == ["9001.json"]
 
 
-def test_a_timeline_ends_with_whole_lines(full_disk: FullDisk, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_timeline_ends_with_whole_lines(
+    full_disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     path = full_disk.path / "timeline.jsonl"
     timeline = Timeline(path, "trainer", "here")
     with full_disk.full():
@@ -150,17 +171,32 @@ def test_a_checkpoint_that_a_full_disk_refuses_leaves_the_one_before(tmp_path: P
         checkpoints = Checkpoints(disk, RUN)
         train(model, optimizer, 1)
         checkpoints.save(model, optimizer, {})
-        before = sorted((path.name, path.stat().st_mtime_ns) for path in (disk / "step_1").rglob("*"))
+        before = sorted(
+            (path.name, path.stat().st_mtime_ns) for path in (disk / "step_1").rglob("*")
+        )
         train(model, optimizer, 2)
         fill(disk)
-        with pytest.raises(CheckpointError, match=r"step_2: it needs 0\.00 GB, and 0\.00 GB are free; step_1 is untouched"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step_2: it needs 0\.00 GB, and 0\.00 GB are free; step_1 is untouched",
+        ):
             checkpoints.save(model, optimizer, {})
-        with pytest.MonkeyPatch.context() as patched:  # another program takes the space just after it was looked at
+        with (
+            pytest.MonkeyPatch.context() as patched
+        ):  # another program takes the space just after it was looked at
             usage = type("Usage", (), {"free": 1 << 40})
-            patched.setattr("example_trainer.training.checkpoints.shutil.disk_usage", lambda folder: usage)
-            with pytest.raises(CheckpointError, match=r"No space left on device \(it needs 0\.00 GB\); step_1 is untouched"):
+            patched.setattr(
+                "example_trainer.training.checkpoints.shutil.disk_usage", lambda folder: usage
+            )
+            with pytest.raises(
+                CheckpointError,
+                match=r"No space left on device \(it needs 0\.00 GB\); step_1 is untouched",
+            ):
                 checkpoints.save(model, optimizer, {})
-        assert sorted((path.name, path.stat().st_mtime_ns) for path in (disk / "step_1").rglob("*")) == before
+        assert (
+            sorted((path.name, path.stat().st_mtime_ns) for path in (disk / "step_1").rglob("*"))
+            == before
+        )
         assert sorted(path.name for path in disk.iterdir()) == ["of_another_program", "step_1"]
         (disk / "of_another_program").unlink()
         checkpoints.save(model, optimizer, {})
@@ -181,7 +217,9 @@ def test_no_disk_is_a_bug_of_the_trainer(capsys: pytest.CaptureFixture[str], num
 
 
 @pytest.mark.usefixtures("own_log")
-def test_a_thread_that_a_disk_ends_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_a_disk_ends_is_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def main(_: process.StopSignal) -> int:
         for error in (OSError(errno.ENOSPC, "No space left on device"), ValueError("a bug")):
             thread = threading.Thread(target=ending_with(error), name="events")
@@ -193,7 +231,10 @@ def test_a_thread_that_a_disk_ends_is_one_line(capfd: pytest.CaptureFixture[str]
     assert process.run(main) == 0
     said = capfd.readouterr()
     assert "ERROR " in said.out
-    assert "A thread has ended (events): the disk refuses to be written: No space left on device" in said.out
+    assert (
+        "A thread has ended (events): the disk refuses to be written: No space left on device"
+        in said.out
+    )
     assert "OSError" not in said.err
     assert "ValueError: a bug" in said.err
 
@@ -223,11 +264,15 @@ def test_a_tensorboard_on_a_full_disk_ends_no_run(
     log.close()
     assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.5}]
     (line,) = caplog.messages
-    assert line.startswith("No more rows for TensorBoard and W&B, metrics.jsonl only: OSError: [Errno 28] No space left")
+    assert line.startswith(
+        "No more rows for TensorBoard and W&B, metrics.jsonl only: OSError: [Errno 28] No space left"
+    )
 
 
 @pytest.mark.usefixtures("own_log")
-def test_other_errors_of_the_system_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_errors_of_the_system_keep_their_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def main(_: process.StopSignal) -> int:
         raise OSError(errno.EBADF, "Bad file descriptor")
 

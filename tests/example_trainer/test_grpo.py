@@ -1,4 +1,6 @@
-"""The trainer as a process, with the real rollout service and no inference server, fed with groups made up beforehand."""
+"""The trainer as a process, with the real rollout service and no inference server, fed with groups
+made up beforehand.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def made_up_group(number: int) -> dict[str, Any]:
         "tokens": [prompt + response for response in responses],
         "masks": [[-100] * 3 + response for response in responses],
         "scores": [float(i % 2) for i in range(SEQUENCES)],
-        "inference_logprobs": [[1.0] * 3 + [-4.0 + rng.random() for _ in response] for response in responses],
+        "inference_logprobs": [
+            [1.0] * 3 + [-4.0 + rng.random() for _ in response] for response in responses
+        ],
         "weight_versions": [0] * SEQUENCES,
     }
 
@@ -54,13 +58,44 @@ class Run:
 
     def post(self, *numbers: int) -> None:
         for number in numbers:
-            httpx.post(f"{self.url}/scored_data", json=made_up_group(number), timeout=60).raise_for_status()
+            httpx.post(
+                f"{self.url}/scored_data", json=made_up_group(number), timeout=60
+            ).raise_for_status()
 
     def trainer(self, *options: str) -> ManagedProcess:
-        command = [sys.executable, "-u", str(ROOT / "example_trainer" / "grpo.py"), "--model-name", str(self.model)]
-        command += ["--atropos-url", self.url, "--training-steps", str(STEPS), "--lr", "1e-2", "--lr-schedule", "linear"]
-        command += ["--batch-size", "3", "--gradient-accumulation-steps", "1", "--seq-len", "64", "--num-threads", "1"]
-        command += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs")]
+        command = [
+            sys.executable,
+            "-u",
+            str(ROOT / "example_trainer" / "grpo.py"),
+            "--model-name",
+            str(self.model),
+        ]
+        command += [
+            "--atropos-url",
+            self.url,
+            "--training-steps",
+            str(STEPS),
+            "--lr",
+            "1e-2",
+            "--lr-schedule",
+            "linear",
+        ]
+        command += [
+            "--batch-size",
+            "3",
+            "--gradient-accumulation-steps",
+            "1",
+            "--seq-len",
+            "64",
+            "--num-threads",
+            "1",
+        ]
+        command += [
+            "--save-path",
+            str(self.folder / "checkpoints"),
+            "--log-dir",
+            str(self.folder / "logs"),
+        ]
         command += ["--vllm-restart-interval", "0", *options]
         return self.processes.start("trainer", command, directory=self.folder)
 
@@ -71,17 +106,24 @@ class Run:
         return trainer.log_path.read_text().splitlines()
 
     def saved(self) -> list[str]:
-        """The names of what is in the folder of the checkpoints, but for the file that names the run."""
+        """The names of what is in the folder of the checkpoints, but for the file that names the
+        run.
+        """
         names = {path.name for path in (self.folder / "checkpoints").iterdir()}
         assert "run.json" in names
         return sorted(names - {"run.json"})
 
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / "logs" / "metrics.jsonl").read_text().splitlines()
+        ]
 
 
 @pytest.fixture
-def make_run(processes: Processes, free_port: Callable[[], int], model: Path, tmp_path: Path) -> Callable[[str], Run]:
+def make_run(
+    processes: Processes, free_port: Callable[[], int], model: Path, tmp_path: Path
+) -> Callable[[str], Run]:
     def make(name: str) -> Run:
         (tmp_path / name).mkdir()
         return Run(processes, free_port(), model, tmp_path / name)
@@ -103,7 +145,9 @@ def test_stopping_and_resuming_gives_the_weights_of_one_run(make_run: Callable[[
     parts = make_run("parts")
     parts.post(0, 1)
     trainer = parts.trainer(*BATCH, "--checkpoint-interval", "1")
-    parts.processes.wait_for_text(trainer, "Saved checkpoint " + str(parts.folder / "checkpoints" / "step_2"), seconds=120)
+    parts.processes.wait_for_text(
+        trainer, "Saved checkpoint " + str(parts.folder / "checkpoints" / "step_2"), seconds=120
+    )
     parts.processes.kill(trainer)
     parts.post(2, 3, 4)
     text = parts.processes.finish(parts.trainer(*BATCH, "--resume", "auto"), seconds=120)
@@ -112,7 +156,9 @@ def test_stopping_and_resuming_gives_the_weights_of_one_run(make_run: Callable[[
     assert f"Step 2/{STEPS} " not in text
 
     for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
-        one, two = (load_file(run.folder / "checkpoints" / f"step_{STEPS}" / file) for run in (whole, parts))
+        one, two = (
+            load_file(run.folder / "checkpoints" / f"step_{STEPS}" / file) for run in (whole, parts)
+        )
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one), file
     start = load_file(whole.model / "model.safetensors")
@@ -132,7 +178,9 @@ def test_stopping_and_resuming_gives_the_weights_of_one_run(make_run: Callable[[
 def test_8_bit_moments_resume_bit_for_bit_offloaded_or_not(
     processes: Processes, free_port: Callable[[], int], wide_model: Path, tmp_path: Path
 ) -> None:
-    """A run that was killed and went on with its state in host memory has the weights and the state of a whole one."""
+    """A run that was killed and went on with its state in host memory has the weights and the state
+    of a whole one.
+    """
     runs, small = [], [*BATCH, "--optimizer", "adamw-8bit"]
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
@@ -143,14 +191,20 @@ def test_8_bit_moments_resume_bit_for_bit_offloaded_or_not(
     assert "Memory plan: adamw-8bit, masters and moments on cpu, layers kept; " in text
     parts.post(0, 1)
     trainer = parts.trainer(*small, "--checkpoint-interval", "1")
-    parts.processes.wait_for_text(trainer, "Saved checkpoint " + str(parts.folder / "checkpoints" / "step_2"), seconds=120)
+    parts.processes.wait_for_text(
+        trainer, "Saved checkpoint " + str(parts.folder / "checkpoints" / "step_2"), seconds=120
+    )
     parts.processes.kill(trainer)
     parts.post(2, 3, 4)
-    text = parts.processes.finish(parts.trainer(*small, "--optimizer-offload", "--resume", "auto"), seconds=120)
+    text = parts.processes.finish(
+        parts.trainer(*small, "--optimizer-offload", "--resume", "auto"), seconds=120
+    )
     assert "Memory plan: adamw-8bit, masters and moments in host memory, layers kept; " in text
     assert "converted" not in text
     for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
-        one, two = (load_file(run.folder / "checkpoints" / f"step_{STEPS}" / file) for run in (whole, parts))
+        one, two = (
+            load_file(run.folder / "checkpoints" / f"step_{STEPS}" / file) for run in (whole, parts)
+        )
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one), file
     assert one["exp_avg_codes.model.embed_tokens.weight"].dtype == torch.uint8
@@ -169,7 +223,9 @@ def test_sigterm_saves_what_was_learned_and_ends(make_run: Callable[[str], Run])
     assert run.saved() == ["step_2"]
 
 
-def test_a_service_that_stays_away_ends_the_trainer_with_one_line(make_run: Callable[[str], Run]) -> None:
+def test_a_service_that_stays_away_ends_the_trainer_with_one_line(
+    make_run: Callable[[str], Run],
+) -> None:
     run = make_run("run")
     run.post(0)
     trainer = run.trainer(*BATCH, "--checkpoint-interval", "0", "--service-timeout", "2")
@@ -177,22 +233,33 @@ def test_a_service_that_stays_away_ends_the_trainer_with_one_line(make_run: Call
     run.processes.kill(run.service)
     lines = run.failed(trainer)
     assert lines[-1].startswith("ERROR ")
-    assert re.search(r"did not answer (GET /batch|POST /batch/ack) for 2 s \(--service-timeout\)", lines[-1])
+    assert re.search(
+        r"did not answer (GET /batch|POST /batch/ack) for 2 s \(--service-timeout\)", lines[-1]
+    )
     assert run.saved() == ["step_1"]
 
 
-def test_groups_that_cannot_be_trained_on_end_the_trainer_with_one_line(make_run: Callable[[str], Run]) -> None:
+def test_groups_that_cannot_be_trained_on_end_the_trainer_with_one_line(
+    make_run: Callable[[str], Run],
+) -> None:
     run = make_run("run")
     group = made_up_group(0)
-    group["tokens"][0][-1] = group["masks"][0][-1] = 61  # as if another model's tokenizer had been used
+    group["tokens"][0][-1] = group["masks"][0][-1] = (
+        61  # as if another model's tokenizer had been used
+    )
     httpx.post(f"{run.url}/scored_data", json=group, timeout=60).raise_for_status()
     trainer = run.trainer(*BATCH, "--max-skipped-batches", "0")
     last = run.failed(trainer)[-1]
     assert last.startswith("ERROR ")
-    assert "holds nothing to train on: group 0: tokens[0] holds 61, and the model's ids go from 0 to 60" in last
+    assert (
+        "holds nothing to train on: group 0: tokens[0] holds 61, and the model's ids go from 0 to 60"
+        in last
+    )
 
 
-def test_a_model_that_is_not_there_ends_the_trainer_with_one_line(make_run: Callable[[str], Run]) -> None:
+def test_a_model_that_is_not_there_ends_the_trainer_with_one_line(
+    make_run: Callable[[str], Run],
+) -> None:
     run = make_run("run")
     trainer = run.trainer("--model-name", "/nowhere/model")
     (line,) = [line for line in run.failed(trainer) if line.startswith("ERROR")]

@@ -1,4 +1,6 @@
-"""Nothing that the stack's parts say to each other goes through a proxy, whatever the environment names as one."""
+"""Nothing that the stack's parts say to each other goes through a proxy, whatever the environment
+names as one.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 class Listener(ThreadingHTTPServer):
-    """Answers every request with one that any of the clients is content with, and remembers what it was asked."""
+    """Answers every request with one that any of the clients is content with, and remembers what it
+    was asked.
+    """
 
     request_queue_size = 64
 
@@ -102,7 +106,9 @@ def ask_rollouts(port: int, _: Path) -> object:
 
 
 def ask_owned(port: int, folder: Path) -> object:
-    server = OwnedServer("serve {model}", "", "name", "127.0.0.1", port, folder / "log", None, None, 20.0)
+    server = OwnedServer(
+        "serve {model}", "", "name", "127.0.0.1", port, folder / "log", None, None, 20.0
+    )
     assert server._missing() is None
     return server.close()
 
@@ -130,13 +136,18 @@ def test_no_client_of_ours_asks_a_proxy(
     ask: Callable[[int, Path], object], server: Listener, proxy: Listener, tmp_path: Path
 ) -> None:
     assert httpx.get(f"http://127.0.0.1:{server.port}/control", timeout=60).status_code == 200
-    assert (proxy.asked.pop(), server.asked) == (f"http://127.0.0.1:{server.port}/control", [])  # the variables do work
+    assert (proxy.asked.pop(), server.asked) == (
+        f"http://127.0.0.1:{server.port}/control",
+        [],
+    )  # the variables do work
     assert ask(server.port, tmp_path) in (None, True, 7)
     assert server.asked
     assert proxy.asked == []
 
 
-def test_certificates_of_ones_own_are_heeded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_certificates_of_ones_own_are_heeded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "authority.pem").write_text("no certificate")
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))
     with pytest.raises(OSError, match=r"(?i)no.certificate"):
@@ -159,29 +170,38 @@ def opened_without_us(path: Path) -> list[str]:
 
 
 def test_every_client_of_the_trainer_and_the_scripts_is_made_in_one_place() -> None:
-    ours = [folder for folder in ROOT.iterdir() if (folder / "__init__.py").exists() or folder.name == "scripts"]
+    ours = [
+        folder
+        for folder in ROOT.iterdir()
+        if (folder / "__init__.py").exists() or folder.name == "scripts"
+    ]
     others = {"atroposlib", "environments", "tests", "bench"}
     files = [path for folder in ours if folder.name not in others for path in folder.rglob("*.py")]
     assert ROOT / "example_trainer" / "batch" / "client.py" in files
     found = [call for path in files for call in opened_without_us(path)]
-    assert [call.partition(":")[0] for call in found] == [str(ROOT / "example_trainer" / "http_client.py")]
+    assert [call.partition(":")[0] for call in found] == [
+        str(ROOT / "example_trainer" / "http_client.py")
+    ]
 
 
 def test_the_vllm_server_has_one_client() -> None:
-    """Deadlines, retries and errors are the same for all who ask it. The others ask the rollout service: for batches, and from
-    threads of their own for evaluations and who is in the fleet."""
+    """Deadlines, retries and errors are the same for all who ask it. The others ask the rollout
+    service: for batches, and from threads of their own for evaluations and who is in the fleet."""
     makers = [
         path.relative_to(ROOT / "example_trainer")
         for path in (ROOT / "example_trainer").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "direct_client"
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] == "direct_client"
     ]
     asks_the_service = ["batch/evaluations.py", "batch/service.py", "weight_bridge/fleet_keeper.py"]
     assert sorted(map(str, makers)) == sorted([*asks_the_service, "vllm_client.py"])
 
 
 def test_no_connection_is_closed_while_threads_ask() -> None:
-    """A pool that closes what looks idle closes sockets under requests now and then; this one has nothing to close."""
+    """A pool that closes what looks idle closes sockets under requests now and then; this one has
+    nothing to close.
+    """
     opened: list[object] = []
     threads = 48  # more than the 20 idle connections that httpx keeps by itself
     together = threading.Barrier(threads)
@@ -198,7 +218,10 @@ def test_no_connection_is_closed_while_threads_ask() -> None:
             self.do_GET()
 
     with Listener(Kept) as listener:
-        with direct_client(f"http://127.0.0.1:{listener.port}", 30.0) as client, ThreadPoolExecutor(threads) as pool:
+        with (
+            direct_client(f"http://127.0.0.1:{listener.port}", 30.0) as client,
+            ThreadPoolExecutor(threads) as pool,
+        ):
 
             def ask(_: int) -> int:
                 return client.post("/generate", json={}).status_code

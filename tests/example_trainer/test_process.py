@@ -54,13 +54,19 @@ def test_errors_end_with_one_line_and_a_status(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("ERROR ")
     assert lines[-1].endswith(line)
-    assert (len(lines) == 1) == (not isinstance(error, ValueError)), "only a bug shows its traceback"
+    assert (len(lines) == 1) == (not isinstance(error, ValueError)), (
+        "only a bug shows its traceback"
+    )
 
 
-def test_another_threads_failure_ends_the_waiting_of_the_main_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_threads_failure_ends_the_waiting_of_the_main_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def main(stop: StopSignal) -> None:
         stop.defer()
-        threading.Thread(target=stop.fail, args=(BridgeError("the server is gone for good"),)).start()
+        threading.Thread(
+            target=stop.fail, args=(BridgeError("the server is gone for good"),)
+        ).start()
         stop.wait(60)
 
     assert run(main) == 1
@@ -140,7 +146,11 @@ run(main)
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, {str(script)!r}])"
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
     with subprocess.Popen(
-        [sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        [sys.executable, "-c", launcher],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
     ) as torchrun:
         assert torchrun.stdout is not None
         try:

@@ -1,4 +1,6 @@
-"""The loop of a reference worker, against a service that answers what it is told to: what it asks, hands back and says."""
+"""The loop of a reference worker, against a service that answers what it is told to: what it asks,
+hands back and says.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ def lease(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def group(number: int) -> dict[str, Any]:
-    return {"id": number, "tokens": [[1, number]], "masks": [[-100, number]], "sampling_params": None}
+    return {
+        "id": number,
+        "tokens": [[1, number]],
+        "masks": [[-100, number]],
+        "sampling_params": None,
+    }
 
 
 class Scorer:
@@ -52,13 +59,25 @@ class Scorer:
 def worker_of() -> Iterator[Callable[..., tuple[Worker, Scripted, Scorer]]]:
     closing: list[Callable[[], None]] = []
 
-    def make(answers: dict[str, list[Any]], timeout: float = 60.0) -> tuple[Worker, Scripted, Scorer]:
+    def make(
+        answers: dict[str, list[Any]], timeout: float = 60.0
+    ) -> tuple[Worker, Scripted, Scorer]:
         server, stop = Scripted(answers), StopSignal()
         stop.defer()
-        service, scorer = ServiceConnection(server.url, stop, None, timeout, "reference worker"), Scorer(stop)
+        service, scorer = (
+            ServiceConnection(server.url, stop, None, timeout, "reference worker"),
+            Scorer(stop),
+        )
         closing.extend([service.close, server.server.shutdown, server.server.server_close])
-        activity, options = Activity(open_timeline("reference", "w")), ReferenceWorkerOptions(lease_seconds=8)
-        return Worker(cast(ReferenceScorer, scorer), SETTINGS, service, options, "w", activity), server, scorer
+        activity, options = (
+            Activity(open_timeline("reference", "w")),
+            ReferenceWorkerOptions(lease_seconds=8),
+        )
+        return (
+            Worker(cast(ReferenceScorer, scorer), SETTINGS, service, options, "w", activity),
+            server,
+            scorer,
+        )
 
     yield make
     for close in closing:
@@ -68,16 +87,22 @@ def worker_of() -> Iterator[Callable[..., tuple[Worker, Scripted, Scorer]]]:
 MakeWorker = Callable[..., tuple[Worker, Scripted, Scorer]]
 
 
-def test_what_is_held_when_a_signal_comes_is_finished_and_nothing_more_is_asked_for(worker_of: MakeWorker) -> None:
+def test_what_is_held_when_a_signal_comes_is_finished_and_nothing_more_is_asked_for(
+    worker_of: MakeWorker,
+) -> None:
     registered = {"temperature": 0.5}
-    script = [lease(reason="no trainer has registered"), lease(group(5), group(6), reference=registered)]
+    script = [
+        lease(reason="no trainer has registered"),
+        lease(group(5), group(6), reference=registered),
+    ]
     worker, server, scorer = worker_of({LEASE: script, DONE: [TAKEN]})
     with pytest.raises(StopRequested):
         worker.work(worker.service.stop)
     assert server.paths() == [LEASE, LEASE, DONE, DONE]
     assert server.seen[0][1] == {"worker": "w", "model": "m", "max_tokens": 1, "seconds": 8.0}
     assert [body for path, body in server.seen if path == DONE] == [
-        {"worker": "w", "groups": [{"id": number, "ref_logprobs": [[1.0, -number / 8]]}]} for number in (5, 6)
+        {"worker": "w", "groups": [{"id": number, "ref_logprobs": [[1.0, -number / 8]]}]}
+        for number in (5, 6)
     ]
     assert {settings.temperature for _, settings in scorer.asked} == {0.5}
     assert (worker.groups, worker.tokens) == (2, 4)
@@ -87,7 +112,9 @@ def test_a_group_that_cannot_be_scored_is_given_back_with_the_reason(
     worker_of: MakeWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     refused = {"accepted": [], "refused": [{"id": 5, "reason": "it was dropped"}]}
-    worker, server, _ = worker_of({LEASE: [lease(group(13)), lease(group(5))], DONE: [TAKEN, refused]})
+    worker, server, _ = worker_of(
+        {LEASE: [lease(group(13)), lease(group(5))], DONE: [TAKEN, refused]}
+    )
     with pytest.raises(StopRequested):
         worker.work(worker.service.stop)
     assert server.seen[1][1] == {"worker": "w", "groups": [{"id": 13, "unusable": "unlucky"}]}
@@ -95,14 +122,23 @@ def test_a_group_that_cannot_be_scored_is_given_back_with_the_reason(
     assert "does not take group 5: it was dropped" in caplog.text
 
 
-def test_what_it_waits_for_is_said_once(worker_of: MakeWorker, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_it_waits_for_is_said_once(
+    worker_of: MakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "example_trainer")
     none = lease(reason="no trainer has registered")
-    worker, server, _ = worker_of({LEASE: [none, none, lease(), lease(), lease(group(5))], DONE: [TAKEN]})
+    worker, server, _ = worker_of(
+        {LEASE: [none, none, lease(), lease(), lease(group(5))], DONE: [TAKEN]}
+    )
     with pytest.raises(StopRequested):
         worker.work(worker.service.stop)
-    said = [record.message for record in caplog.records if record.name.startswith("example_trainer")]
-    assert said == ["Waiting: no trainer has registered", f"Working for the trainer of {server.url}"]
+    said = [
+        record.message for record in caplog.records if record.name.startswith("example_trainer")
+    ]
+    assert said == [
+        "Waiting: no trainer has registered",
+        f"Working for the trainer of {server.url}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,10 +168,15 @@ def test_a_service_that_is_away_is_waited_for_and_no_longer_than_its_deadline(
     worker, server, _ = worker_of({LEASE: [None, 503, lease(group(5))], DONE: [None, TAKEN]})
     with pytest.raises(StopRequested):
         worker.work(worker.service.stop)
-    assert server.paths() == [LEASE, LEASE, LEASE, DONE, DONE], "an answer is handed in though a signal has come"
+    assert server.paths() == [LEASE, LEASE, LEASE, DONE, DONE], (
+        "an answer is handed in though a signal has come"
+    )
     assert "Waiting for the rollout service at" in caplog.text
     away, _, _ = worker_of({LEASE: [503]}, timeout=0.3)
-    with pytest.raises(RolloutServiceError, match=r"did not answer POST /reference/lease for 0 s \(--service-timeout\)"):
+    with pytest.raises(
+        RolloutServiceError,
+        match=r"did not answer POST /reference/lease for 0 s \(--service-timeout\)",
+    ):
         away.work(away.service.stop)
 
 
@@ -154,8 +195,15 @@ def test_the_pace_is_that_of_the_machine() -> None:
 
 
 def test_its_flags_are_the_trainers_and_its_own() -> None:
-    config, options = parse_arguments(["--model-name", "m", "--deterministic", "--name", "one", "--logprob-chunk", "7"])
-    assert (config.model_name, config.deterministic, config.logprob_chunk, options.called) == ("m", True, 7, "one")
+    config, options = parse_arguments(
+        ["--model-name", "m", "--deterministic", "--name", "one", "--logprob-chunk", "7"]
+    )
+    assert (config.model_name, config.deterministic, config.logprob_chunk, options.called) == (
+        "m",
+        True,
+        7,
+        "one",
+    )
     assert parse_arguments(["--model-name", "m"])[1].called
 
 
@@ -165,7 +213,10 @@ def test_its_flags_are_the_trainers_and_its_own() -> None:
         ([], "--model-name is required"),
         (["--model-nam", "m"], "unknown flag --model-nam; did you mean --model-name?"),
         (["--model-name", "m", "--learning-rate", "1"], "unknown flag --learning-rate"),
-        (["--model-name", "m", "--lease-seconds", "0"], "--lease-seconds '0': input should be greater than 0"),
+        (
+            ["--model-name", "m", "--lease-seconds", "0"],
+            "--lease-seconds '0': input should be greater than 0",
+        ),
         (
             ["--model-name", "m", "--atropos-url", "here"],
             "--atropos-url 'here': 'here' does not begin with http:// or https://",

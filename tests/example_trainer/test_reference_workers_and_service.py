@@ -1,5 +1,5 @@
-"""Real reference workers and the real rollout service: one is killed and one is stopped (SIGSTOP), both with groups that they
-have leased, and the service is restarted."""
+"""Real reference workers and the real rollout service: one is killed and one is stopped (SIGSTOP),
+both with groups that they have leased, and the service is restarted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,15 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    service_command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", str(tmp_path / "s.db")]
+    service_command = [
+        sys.executable,
+        "-m",
+        "atroposlib.cli.run_api",
+        "--port",
+        str(port),
+        "--store",
+        str(tmp_path / "s.db"),
+    ]
 
     def start_service() -> Any:
         started = processes.start("service", service_command)
@@ -75,7 +83,15 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
         return started
 
     def worker(name: str, model: Path = MODEL) -> list[str]:
-        command = [sys.executable, "-m", "example_trainer.reference_worker", "--model-name", str(model), "--atropos-url", url]
+        command = [
+            sys.executable,
+            "-m",
+            "example_trainer.reference_worker",
+            "--model-name",
+            str(model),
+            "--atropos-url",
+            url,
+        ]
         return [*command, "--deterministic", "--name", name, "--lease-seconds", "3"]
 
     def seen() -> dict[str, Any]:
@@ -106,23 +122,35 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
     assert answered_before < GROUPS
     one, two = (processes.start(name, worker(name)) for name in ("one", "two"))
     processes.wait_until(
-        "an answer of another worker", lambda: None if seen()["answered"] > answered_before else f"none: {seen()}", WAIT
+        "an answer of another worker",
+        lambda: None if seen()["answered"] > answered_before else f"none: {seen()}",
+        WAIT,
     )
     processes.kill(service)
     start_service()
     batch = client.next_batch()
     parsed = parse_batch(batch.groups, 512, 1024, Rules(reference="required"))
     assert (parsed.invalid, len(parsed.sequences)) == ([], GROUPS * SIZE)
-    found = {s.order: s.reference_logprobs.tobytes() for s in parsed.sequences if s.reference_logprobs is not None}
+    found = {
+        s.order: s.reference_logprobs.tobytes()
+        for s in parsed.sequences
+        if s.reference_logprobs is not None
+    }
     assert found == trainers_own(model, batch.groups)
     assert processes.stop(one) == 128 + 15
     assert "Stopped by SIGTERM" in one.log_path.read_text()
     processes.stop(two)
-    os.kill(halted.command_pid(), signal.SIGCONT)  # others have answered what it had; from here on it works alone
+    os.kill(
+        halted.command_pid(), signal.SIGCONT
+    )  # others have answered what it had; from here on it works alone
     client.acknowledge(batch.lease, 1)
     httpx.post(f"{url}/scored_data_list", json=groups(), timeout=60).raise_for_status()
     second = parse_batch(client.next_batch().groups, 512, 1024, Rules(reference="required"))
-    assert {s.order: s.reference_logprobs.tobytes() for s in second.sequences if s.reference_logprobs is not None} == found
+    assert {
+        s.order: s.reference_logprobs.tobytes()
+        for s in second.sequences
+        if s.reference_logprobs is not None
+    } == found
     client.close()
     said = processes.finish(other, 180)
     assert "status 2" in said

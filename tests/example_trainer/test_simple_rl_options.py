@@ -15,13 +15,18 @@ from example_trainer.simple_rl import last_gpu, parse_arguments, trainer_config
 
 
 @pytest.mark.parametrize("words", ["--minibatches 2", "--ppo-epochs 3"])
-def test_several_updates_of_a_batch_need_two_copies(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_updates_of_a_batch_need_two_copies(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is missing is a flag of this script, not of the trainer's."""
     with pytest.raises(SystemExit) as caught:
         parse_arguments(words.split())
     assert caught.value.code == 2
     told = capsys.readouterr().err
-    assert f"{words} needs --two-copies: between the updates of a batch the trainer's weights change" in told
+    assert (
+        f"{words} needs --two-copies: between the updates of a batch the trainer's weights change"
+        in told
+    )
     config = trainer_config(parse_arguments([*words.split(), "--two-copies"]), port=1)
     assert config.several_updates
     assert (config.single_copy, config.use_shared_memory) == (False, True)
@@ -45,14 +50,21 @@ def test_vllms_copy_is_on_the_last_gpu_or_beside_the_trainer() -> None:
 
 
 class TestDefaults:
-    """A machine with a GPU and the hub trains what the guide does; others train the starter model, and say so."""
+    """A machine with a GPU and the hub trains what the guide does; others train the starter model,
+    and say so.
+    """
 
     @pytest.fixture(autouse=True)
     def a_gpu_and_the_hub(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.machine(monkeypatch)
 
     def machine(
-        self, monkeypatch: pytest.MonkeyPatch, gpu: bool = True, memory: int = 2 * GUIDE_BYTES, hub: str = "", data: str = ""
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        gpu: bool = True,
+        memory: int = 2 * GUIDE_BYTES,
+        hub: str = "",
+        data: str = "",
     ) -> None:
         def find(error: str, kind: type[Exception]) -> object:
             if error:
@@ -61,7 +73,9 @@ class TestDefaults:
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory)
+        )
         monkeypatch.setattr(simple_defaults, "find_checkpoint", lambda name: find(hub, ModelError))
         monkeypatch.setattr(simple_defaults, "find_task", lambda name: find(data, ConfigError))
 
@@ -73,21 +87,39 @@ class TestDefaults:
 
     def test_the_guides_run_where_it_can_be_had(self) -> None:
         options, note = self.chosen()
-        assert (options.model, options.problems, options.batch_invariant) == ("Qwen/Qwen3-1.7B", GSM8K, True)
+        assert (options.model, options.problems, options.batch_invariant) == (
+            "Qwen/Qwen3-1.7B",
+            GSM8K,
+            True,
+        )
         assert (options.lr, options.max_tokens, options.thinking, note) == (1e-6, 512, False, None)
         config = trainer_config(options, port=1)
-        assert (config.deterministic, config.lr, config.model_name) == (True, 1e-6, "Qwen/Qwen3-1.7B")
+        assert (config.deterministic, config.lr, config.model_name) == (
+            True,
+            1e-6,
+            "Qwen/Qwen3-1.7B",
+        )
 
     def test_what_is_given_stays(self) -> None:
         options, _ = self.chosen("--lr 0.5 --no-batch-invariant --max-tokens 7")
-        assert (options.model, options.lr, options.batch_invariant, options.max_tokens) == ("Qwen/Qwen3-1.7B", 0.5, False, 7)
+        assert (options.model, options.lr, options.batch_invariant, options.max_tokens) == (
+            "Qwen/Qwen3-1.7B",
+            0.5,
+            False,
+            7,
+        )
 
     @pytest.mark.parametrize("words", ["--model some/model", "--problems file.jsonl", "--digits 2"])
     def test_a_model_or_a_task_that_is_named_leaves_the_rest_as_it_was(self, words: str) -> None:
         options, note = self.chosen(words)
         assert note is None
         assert options.model == ("some/model" if "model" in words else STARTER_MODEL)
-        assert (options.digits, options.lr, options.max_tokens, options.batch_invariant) == (2, 3e-4, 96, True)
+        assert (options.digits, options.lr, options.max_tokens, options.batch_invariant) == (
+            2,
+            3e-4,
+            96,
+            True,
+        )
 
     @pytest.mark.parametrize(
         ("machine", "reason"),
@@ -102,9 +134,16 @@ class TestDefaults:
     ) -> None:
         self.machine(monkeypatch, **machine)
         options, note = self.chosen()
-        assert (options.model, options.problems, options.batch_invariant, options.lr) == (STARTER_MODEL, None, True, 3e-4)
+        assert (options.model, options.problems, options.batch_invariant, options.lr) == (
+            STARTER_MODEL,
+            None,
+            True,
+            3e-4,
+        )
         assert note is not None
-        assert note.startswith("Training the starter model on sums, not Qwen/Qwen3-1.7B on openai/gsm8k: ")
+        assert note.startswith(
+            "Training the starter model on sums, not Qwen/Qwen3-1.7B on openai/gsm8k: "
+        )
         assert reason in note
         assert "\n" not in note
 
@@ -116,7 +155,10 @@ class TestDefaults:
         assert "starter model on sums with ordinary kernels" in note
         assert "there is no GPU here" in note
         _, note = self.chosen("--digits 3")
-        assert note == "Training with ordinary kernels, whose bits differ between vLLM and trainer: there is no GPU here"
+        assert (
+            note
+            == "Training with ordinary kernels, whose bits differ between vLLM and trainer: there is no GPU here"
+        )
         assert self.chosen("--digits 3 --no-batch-invariant")[1] is None
         with pytest.raises(ConfigError, match="needs an NVIDIA GPU"):
             self.chosen("--batch-invariant")

@@ -1,4 +1,6 @@
-"""What the server refuses before it loads anything: one line that says what and what to do, and a status that is not 0."""
+"""What the server refuses before it loads anything: one line that says what and what to do, and a
+status that is not 0.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from vllm_patching.server.flags import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# One process answers all the command lines, forked from one that has imported vLLM, which takes seconds. The first one it runs
-# as `python FILE` does.
+# One process answers all the command lines, forked from one that has imported vLLM, which takes
+# seconds. The first one it runs as `python FILE` does.
 RUN_ALL = """
 import contextlib, io, json, os, runpy, sys
 from pathlib import Path
@@ -74,7 +76,9 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> dict[str, tuple[int, str]]:
+def answers(
+    tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
+) -> dict[str, tuple[int, str]]:
     empty = tmp_path_factory.mktemp("empty")
     model = tmp_path_factory.mktemp("model")
     (model / "config.json").write_text('{"model_type": "qwen3"}')
@@ -94,15 +98,44 @@ def answers(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], in
             "quantization": [*good, "--quantization", "fp8"],
             "deterministic": [*good, "--deterministic"],
             "developers": ["VLLM_SERVER_DEV_MODE=1", *good],
-            "developers and adapters": ["VLLM_SERVER_DEV_MODE=1", "VLLM_ENABLE_SHARED_WEIGHTS=0", *good, "--enable-lora"],
-            "adapters of replicas": ["VLLM_ENABLE_SHARED_WEIGHTS=0", *good, "--enable-lora", "--data-parallel-size", "2"],
-            "replicas elsewhere": [*good, "--data-parallel-size", "2", "--data-parallel-size-local", "1"],
-            "replicas of other front ends": [*good, "--data-parallel-size", "2", "--data-parallel-rank", "1"],
+            "developers and adapters": [
+                "VLLM_SERVER_DEV_MODE=1",
+                "VLLM_ENABLE_SHARED_WEIGHTS=0",
+                *good,
+                "--enable-lora",
+            ],
+            "adapters of replicas": [
+                "VLLM_ENABLE_SHARED_WEIGHTS=0",
+                *good,
+                "--enable-lora",
+                "--data-parallel-size",
+                "2",
+            ],
+            "replicas elsewhere": [
+                *good,
+                "--data-parallel-size",
+                "2",
+                "--data-parallel-size-local",
+                "1",
+            ],
+            "replicas of other front ends": [
+                *good,
+                "--data-parallel-size",
+                "2",
+                "--data-parallel-rank",
+                "1",
+            ],
             "deadline": [*good, "--bridge-timeout", "0"],
             "front ends": ["VLLM_ENABLE_SHARED_WEIGHTS=0", *good, "--api-server-count", "2"],
         }
         result = run_command(
-            [sys.executable, "-c", RUN_ALL, json.dumps(lines), ROOT / "example_trainer" / "vllm_api_server.py"],
+            [
+                sys.executable,
+                "-c",
+                RUN_ALL,
+                json.dumps(lines),
+                ROOT / "example_trainer" / "vllm_api_server.py",
+            ],
             os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_SHARED_WEIGHTS": "1"},
             Path("/"),
             "vllm",
@@ -113,7 +146,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], in
 
 
 @pytest.mark.parametrize("case", EXPECTED)
-def test_each_refusal_is_one_line_and_ends_with_2(case: str, answers: dict[str, tuple[int, str]]) -> None:
+def test_each_refusal_is_one_line_and_ends_with_2(
+    case: str, answers: dict[str, tuple[int, str]]
+) -> None:
     status, said = answers[case]
     errors = [line for line in said.splitlines() if line.startswith("ERROR vllm_api_server: ")]
     assert status == 2
@@ -126,8 +161,11 @@ def test_a_build_of_vllm_that_finds_no_device_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def make_server_parser(*_: object) -> NoReturn:
-        # What vLLM's CUDA build says where no GPU is visible; the build that tests run on has its device.
-        raise RuntimeError("Failed to infer device type, please set the environment variable `VLLM_LOGGING_LEVEL=DEBUG`")
+        # What vLLM's CUDA build says where no GPU is visible; the build that tests run on has its
+        # device.
+        raise RuntimeError(
+            "Failed to infer device type, please set the environment variable `VLLM_LOGGING_LEVEL=DEBUG`"
+        )
 
     monkeypatch.setattr(server_flags, "make_server_parser", make_server_parser)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -145,11 +183,19 @@ FUSED = ["--compilation-config", '{"pass_config": {"fuse_allreduce_rms": true}}'
 @pytest.mark.parametrize("variable", MULTICAST_OFF)
 @pytest.mark.parametrize(
     ("flags", "fused", "custom"),
-    [(["--tensor-parallel-size", "2"], False, False), (["--tensor-parallel-size", "2", *FUSED], True, True), ([], None, True)],
+    [
+        (["--tensor-parallel-size", "2"], False, False),
+        (["--tensor-parallel-size", "2", *FUSED], True, True),
+        ([], None, True),
+    ],
     ids=["two ranks", "two ranks that were told to fuse", "one rank"],
 )
 def test_ranks_do_without_multicast_where_there_is_none(
-    variable: str, flags: list[str], fused: bool | None, custom: bool, monkeypatch: pytest.MonkeyPatch
+    variable: str,
+    flags: list[str],
+    fused: bool | None,
+    custom: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in MULTICAST_OFF:
         monkeypatch.delenv(name, raising=False)
@@ -168,7 +214,9 @@ def test_without_multicast_it_is_as_with_the_flags_by_hand(monkeypatch: pytest.M
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     ranks = ["--model", "x", "--tensor-parallel-size", "2"]
     not_fused = '{"pass_config": {"fuse_allreduce_rms": false}}'
-    by_hand = parse_arguments([*ranks, "--disable-custom-all-reduce", "--compilation-config", not_fused])
+    by_hand = parse_arguments(
+        [*ranks, "--disable-custom-all-reduce", "--compilation-config", not_fused]
+    )
     args = parse_arguments(ranks)
     avoid_multicast(args)
     assert vars(args) == vars(by_hand)
@@ -202,5 +250,7 @@ def test_the_default_size_of_the_cache_overrides_nothing_that_was_asked(
         (["--deterministic", "--logprobs-mode", "processed_logprobs"], "processed_logprobs"),
     ],
 )
-def test_logprobs_are_of_what_is_sampled_from_unless_a_flag_says_otherwise(flags: list[str], mode: str) -> None:
+def test_logprobs_are_of_what_is_sampled_from_unless_a_flag_says_otherwise(
+    flags: list[str], mode: str
+) -> None:
     assert parse_arguments(["--model", "any", *flags]).logprobs_mode == mode

@@ -1,4 +1,6 @@
-"""What a caller of VLLMClient is told by a server that is there, away, loading, silent, or another program."""
+"""What a caller of VLLMClient is told by a server that is there, away, loading, silent, or another
+program.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Scripted(BaseHTTPRequestHandler):
         script = self.server
         assert isinstance(script, Script)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        script.asked.append((self.command, self.path, dict(self.headers), json.loads(body) if body else None))
+        script.asked.append(
+            (self.command, self.path, dict(self.headers), json.loads(body) if body else None)
+        )
         answer = script.answers.pop(0) if len(script.answers) > 1 else script.answers[0]
         if answer is None:
             self.close_connection = True
@@ -75,7 +79,12 @@ def test_an_answer_comes_back_and_the_key_goes_along(script: Script) -> None:
     client = VLLMClient(script.url, 5.0, "secret")
     assert client.call("/generate", {"n": 1}) == {"token_ids": [[1]]}
     ((method, path, headers, body),) = script.asked
-    assert (method, path, headers["Authorization"], body) == ("POST", "/generate", "Bearer secret", {"n": 1})
+    assert (method, path, headers["Authorization"], body) == (
+        "POST",
+        "/generate",
+        "Bearer secret",
+        {"n": 1},
+    )
     client.close()
     client.close()
 
@@ -90,7 +99,9 @@ def test_an_answer_comes_back_and_the_key_goes_along(script: Script) -> None:
         ((200, [1]), "answered the step with no JSON object"),
     ],
 )
-def test_a_refusal_holds_the_servers_reason_and_its_status(script: Script, answer: tuple[int, object], message: str) -> None:
+def test_a_refusal_holds_the_servers_reason_and_its_status(
+    script: Script, answer: tuple[int, object], message: str
+) -> None:
     script.answers = [answer]
     with pytest.raises(ServerRefused, match=f"^{script.url} {message}") as caught:
         VLLMClient(script.url, 5.0).call("/step", {}, "the step")
@@ -101,7 +112,10 @@ def test_a_refusal_holds_the_servers_reason_and_its_status(script: Script, answe
 def test_silence_is_told_from_a_refusal(script: Script, free_port: Callable[[], int]) -> None:
     script.answers = [None]
     for url in (script.url, f"http://127.0.0.1:{free_port()}"):
-        with pytest.raises(ServerSilent, match=rf"^{url} did not answer /step \(.+\); see the server's log, and restart it"):
+        with pytest.raises(
+            ServerSilent,
+            match=rf"^{url} did not answer /step \(.+\); see the server's log, and restart it",
+        ):
             VLLMClient(url, 5.0).call("/step", {})
     assert len(script.asked) == 1  # what may have been heard is not said twice
 
@@ -114,7 +128,9 @@ def test_a_look_finds_an_object_or_nothing(script: Script, answer: Answer) -> No
     assert client.look("/bridge/state") == {"weight_version": 3}
 
 
-def test_a_server_that_is_away_is_told_once_each_time(script: Script, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_is_away_is_told_once_each_time(
+    script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
     client = VLLMClient(script.url, 5.0)
     script.answers = [None, None, (200, {}), None]
     for _ in range(4):
@@ -125,9 +141,12 @@ def test_a_server_that_is_away_is_told_once_each_time(script: Script, caplog: py
 
 
 @pytest.mark.parametrize(
-    ("answer", "missing"), [((200, b""), None), ((503, {}), "/health answers 503"), (None, r"/health: .+")]
+    ("answer", "missing"),
+    [((200, b""), None), ((503, {}), "/health answers 503"), (None, r"/health: .+")],
 )
-def test_what_a_server_of_any_kind_still_lacks(script: Script, answer: Answer, missing: str | None) -> None:
+def test_what_a_server_of_any_kind_still_lacks(
+    script: Script, answer: Answer, missing: str | None
+) -> None:
     script.answers = [answer]
     found = VLLMClient(script.url, 5.0).missing("/health")
     assert (found is None) == (missing is None)
@@ -147,7 +166,10 @@ def test_a_server_that_loads_or_is_not_there_yet_is_waited_for(script: Script) -
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ((404, {"detail": "Not Found"}), r"is a server without /(bridge|lora) routes; start it with `.*vllm_api_server.py.*`"),
+        (
+            (404, {"detail": "Not Found"}),
+            r"is a server without /(bridge|lora) routes; start it with `.*vllm_api_server.py.*`",
+        ),
         ((400, {"error": "not shared"}), r"refuses (the bridge|LoRA): not shared"),
         ((200, b"<html>"), r"refuses (the bridge|LoRA): no JSON object: 200 <html>"),
     ],
@@ -191,7 +213,13 @@ def test_an_adapter_is_loaded_again_by_a_server_that_came_back_without_it(
     script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = LoraServer("127.0.0.1", script.port, 5.0, None, 60.0, lambda _: None, weight_epoch=7)
-    script.answers = [(200, {"name": "a1"}), None, (503, {}), (200, {"max_rank": 16}), (200, {"name": "a2"})]
+    script.answers = [
+        (200, {"name": "a1"}),
+        None,
+        (503, {}),
+        (200, {"max_rank": 16}),
+        (200, {"name": "a2"}),
+    ]
     server.load(Path("/first"), 1, "00")
     assert server.load(Path("/second"), 2, "11")["name"] == server.serves == "a2"
     bodies = [body for method, _, _, body in script.asked if method == "POST"]
@@ -203,7 +231,10 @@ def test_an_adapter_is_loaded_again_by_a_server_that_came_back_without_it(
 
 def test_an_adapter_that_the_server_cannot_see_is_told_with_the_remedy(script: Script) -> None:
     script.answers = [(400, {"error": "cannot read /x/adapter_config.json"})]
-    with pytest.raises(BridgeError, match=r"refused the adapter of version 4: cannot read /x.*must see the same --save-path"):
+    with pytest.raises(
+        BridgeError,
+        match=r"refused the adapter of version 4: cannot read /x.*must see the same --save-path",
+    ):
         LoraServer("127.0.0.1", script.port, 5.0).load(Path("/x"), 4, "00")
 
 

@@ -1,9 +1,11 @@
-"""The trainer's deterministic backward passes on a real GPU, at the sizes of Qwen3-0.6B. Under a minute, needs no pytest:
+"""The trainer's deterministic backward passes on a real GPU, at the sizes of Qwen3-0.6B. Under a
+minute, needs no pytest:
 
     python tests/gpu/check_deterministic_trainer.py [--json FILE] [--no-times]
 
-Every check is made even if others fail, and says what it saw. Not proven here: that vLLM has the same bits, for which there is
-tests/example_trainer/deterministic/test_exact_determinism.py --vllm-url.
+Every check is made even if others fail, and says what it saw. Not proven here: that vLLM has the
+same bits, for which there is tests/example_trainer/deterministic/test_exact_determinism.py
+--vllm-url.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from bench.measured import measured
 from example_trainer.models import Decoder
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.packing import Packing
-from tests.example_trainer.deterministic.cases import CASES, LIMITS, Sizes, attention_formula, errors, relative_error
+from tests.example_trainer.deterministic.cases import (
+    CASES,
+    LIMITS,
+    Sizes,
+    attention_formula,
+    errors,
+    relative_error,
+)
 from tests.example_trainer.deterministic.determinism_check import packed_bits, run_bits
 from tests.example_trainer.deterministic.training import decoder_for, summed_gradients
 from vllm_patching.batch_invariant import ops
@@ -35,7 +44,9 @@ from vllm_patching.batch_invariant.settings import enable_settings
 
 LENGTHS = (1, 127, 128, 129, 255, 256, 257, 777, 64)
 QWEN3 = Sizes(LENGTHS, hidden=1024, inner=3072, heads=16, kv_heads=8, head_dim=128, vocab=151936)
-RAGGED = Sizes((1, 2, 63, 65, 300), hidden=192, inner=200, heads=6, kv_heads=2, head_dim=64, vocab=1000)
+RAGGED = Sizes(
+    (1, 2, 63, 65, 300), hidden=192, inner=200, heads=6, kv_heads=2, head_dim=64, vocab=1000
+)
 Result = tuple[bool, str]
 """Whether a check passed, and what was seen."""
 
@@ -43,22 +54,39 @@ Result = tuple[bool, str]
 def gradient_errors(name: str, sizes: Sizes, dtype: torch.dtype) -> Result:
     """One operation's gradients against float64."""
     found = errors(name, sizes, dtype, "cuda")
-    return max(found.values()) <= LIMITS[dtype], "  ".join(f"{key} {error:.1e}" for key, error in found.items())
+    return max(found.values()) <= LIMITS[dtype], "  ".join(
+        f"{key} {error:.1e}" for key, error in found.items()
+    )
 
 
 def float32_attention() -> Result:
-    """The attention kernel in float32, which vLLM's forward kernel does not take: from the formula's output."""
+    """The attention kernel in float32, which vLLM's forward kernel does not take: from the
+    formula's output.
+    """
     from example_trainer.models.ops.triton_gradients import attention_backward
 
     generator, lengths = torch.Generator().manual_seed(0), (1, 65, 130, 300)
-    draw = [torch.randn(sum(lengths), heads, 128, generator=generator).cuda() for heads in (4, 2, 2, 4)]
+    draw = [
+        torch.randn(sum(lengths), heads, 128, generator=generator).cuda() for heads in (4, 2, 2, 4)
+    ]
     leaves = [part.double().requires_grad_() for part in draw[:3]]
     out, lse = attention_formula(leaves[0], leaves[1], leaves[2], lengths, 128**-0.5)
     out.backward(draw[3].double())
     ours = attention_backward(
-        draw[3], draw[0], draw[1], draw[2], out.detach().float(), lse.detach().float(), Packing(lengths, "cuda"), 128**-0.5
+        draw[3],
+        draw[0],
+        draw[1],
+        draw[2],
+        out.detach().float(),
+        lse.detach().float(),
+        Packing(lengths, "cuda"),
+        128**-0.5,
     )
-    found = [relative_error(mine, leaf.grad) for mine, leaf in zip(ours, leaves, strict=True) if leaf.grad is not None]
+    found = [
+        relative_error(mine, leaf.grad)
+        for mine, leaf in zip(ours, leaves, strict=True)
+        if leaf.grad is not None
+    ]
     return max(found) <= LIMITS[torch.float32], " ".join(f"{error:.1e}" for error in found)
 
 
@@ -76,7 +104,27 @@ def input_gradient_rows(inputs: int, outputs: int) -> Result:
     weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).bfloat16().cuda()
     whole = ops.linear(dy, weight.t())
     wrong = []
-    for rows in (1, 2, 7, 8, 16, 17, 64, 100, 128, 129, 255, 256, 257, 512, 777, 1000, 1024, 2048, 3000):
+    for rows in (
+        1,
+        2,
+        7,
+        8,
+        16,
+        17,
+        64,
+        100,
+        128,
+        129,
+        255,
+        256,
+        257,
+        512,
+        777,
+        1000,
+        1024,
+        2048,
+        3000,
+    ):
         for start in (0, 333):
             part = ops.linear(dy[start : start + rows].clone(), weight.t())
             if not torch.equal(part, whole[start : start + rows]):
@@ -90,12 +138,18 @@ def packing(what: str) -> Result:
     model = decoder_for("cuda")
     generator = torch.Generator().manual_seed(1)
     vocab = model.geometry.vocab_size
-    sequences = [torch.randint(0, vocab, (length,), generator=generator).cuda() for length in (1, 300, 64, 65, 129, 256, 7)]
+    sequences = [
+        torch.randint(0, vocab, (length,), generator=generator).cuda()
+        for length in (1, 300, 64, 65, 129, 256, 7)
+    ]
     if what == "forward":
         together = packed_bits(model, sequences)[0]
         alone = [packed_bits(model, [sequence])[0][0] for sequence in sequences]
         wrong = [len(s) for s, a, b in zip(sequences, together, alone, strict=True) if a != b]
-        return not wrong, f"sequences of lengths {wrong} differ" if wrong else f"{len(sequences)} sequences"
+        return (
+            not wrong,
+            f"sequences of lengths {wrong} differ" if wrong else f"{len(sequences)} sequences",
+        )
     reference, differing = summed_gradients(model, sequences, 1), {}
     if missing := [name for name, _ in model.named_parameters() if name not in reference]:
         return False, f"no gradient for {missing[:3]}"
@@ -104,17 +158,24 @@ def packing(what: str) -> Result:
         names = [name for name in reference if not torch.equal(reference[name], other[name])]
         if names:
             differing[size] = f"{len(names)} parameters, last layer's first: {names[-1]}"
-    return not differing, str(differing) if differing else f"{len(reference)} parameters, 1, 2, 3 and 7 sequences in a pass"
+    return not differing, str(
+        differing
+    ) if differing else f"{len(reference)} parameters, 1, 2, 3 and 7 sequences in a pass"
 
 
 def against_the_plain_decoder() -> Result:
     """Every parameter's gradient beside the ordinary decoder's in float64."""
     model = decoder_for("cuda")
     plain = Decoder(model.geometry, torch.float64, "cuda")
-    plain.load_state_dict({name: parameter.double() for name, parameter in model.state_dict().items()})
+    plain.load_state_dict(
+        {name: parameter.double() for name, parameter in model.state_dict().items()}
+    )
     plain.rotary = model.rotary.double()
     vocab = model.geometry.vocab_size
-    sequences = [torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(length)) for length in (100, 257)]
+    sequences = [
+        torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(length))
+        for length in (100, 257)
+    ]
     summed = summed_gradients(model, [sequence.cuda() for sequence in sequences], 2)
     for sequence in sequences:
         ids = sequence.cuda()
@@ -122,7 +183,9 @@ def against_the_plain_decoder() -> Result:
     exact = {name: parameter.grad for name, parameter in plain.named_parameters()}
     found = {name: relative_error(summed[name], g) for name, g in exact.items() if g is not None}
     worst = max(found, key=lambda name: found[name])
-    return len(found) == len(exact) and found[worst] < 0.1, f"worst {found[worst]:.1e} at {worst} (limit 1e-1: a whole model)"
+    return len(found) == len(exact) and found[
+        worst
+    ] < 0.1, f"worst {found[worst]:.1e} at {worst} (limit 1e-1: a whole model)"
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 10) -> float:
@@ -142,9 +205,14 @@ def milliseconds(work: Callable[[], Any], repeats: int = 10) -> float:
 def pass_time(model: Decoder, tokens: Tensor) -> float:
     """Forward and backward over [sequences, length] ids, next-token logprobs of every second half."""
     count, length = tokens.shape
-    rows = torch.arange(count, device="cuda")[:, None] * length + torch.arange(length // 2, length, device="cuda")
+    rows = torch.arange(count, device="cuda")[:, None] * length + torch.arange(
+        length // 2, length, device="cuda"
+    )
     sources, targets = rows.flatten(), tokens.roll(-1, 1)[:, length // 2 :].flatten()
-    packing, trained = Packing([length] * count, "cuda"), Packing([length - length // 2] * count, "cuda")
+    packing, trained = (
+        Packing([length] * count, "cuda"),
+        Packing([length - length // 2] * count, "cuda"),
+    )
 
     def work() -> None:
         model.arithmetic.sums = GradientSums(model)
@@ -156,28 +224,48 @@ def pass_time(model: Decoder, tokens: Tensor) -> float:
 
 
 def times() -> dict[str, float]:
-    """Milliseconds: a pass with the mode on and off, and what the slowest kernels take beside torch's."""
+    """Milliseconds: a pass with the mode on and off, and what the slowest kernels take beside
+    torch's.
+    """
     from example_trainer.models.ops.triton_gradients import add_weight_gradient, attention_backward
 
     model = decoder_for("cuda")
     plain = Decoder(model.geometry, torch.bfloat16, "cuda")
     plain.load_state_dict(model.state_dict())
     tokens = torch.randint(0, 32000, (64, 256), generator=torch.Generator().manual_seed(0)).cuda()
-    found = {"pass on (4 layers, 64 x 256 tokens)": pass_time(model, tokens), "pass off": pass_time(plain, tokens)}
+    found = {
+        "pass on (4 layers, 64 x 256 tokens)": pass_time(model, tokens),
+        "pass off": pass_time(plain, tokens),
+    }
     count = tokens.numel()
     layout = Packing([256] * 64, "cuda")
-    dy, x = torch.randn(count, 6144, device="cuda").bfloat16(), torch.randn(count, 1024, device="cuda").bfloat16()
+    dy, x = (
+        torch.randn(count, 6144, device="cuda").bfloat16(),
+        torch.randn(count, 1024, device="cuda").bfloat16(),
+    )
     total = torch.zeros(6144, 1024, device="cuda")
-    found["weight gradient 6144 x 1024, ours"] = milliseconds(lambda: add_weight_gradient(dy, x, total, layout))
+    found["weight gradient 6144 x 1024, ours"] = milliseconds(
+        lambda: add_weight_gradient(dy, x, total, layout)
+    )
     found["weight gradient 6144 x 1024, torch.mm"] = milliseconds(lambda: dy.t() @ x)
-    q, k, v, do = (torch.randn(count, heads, 128, device="cuda").bfloat16() for heads in (16, 8, 8, 16))
+    q, k, v, do = (
+        torch.randn(count, heads, 128, device="cuda").bfloat16() for heads in (16, 8, 8, 16)
+    )
     out, lse = ops.attention_varlen(q, k, v, layout.cu_seqlens, 256, 128**-0.5)
-    found["attention backward, ours"] = milliseconds(lambda: attention_backward(do, q, k, v, out, lse, layout, 128**-0.5))
-    found["attention forward"] = milliseconds(lambda: ops.attention_varlen(q, k, v, layout.cu_seqlens, 256, 128**-0.5))
-    shaped = [part.view(64, 256, -1, 128).transpose(1, 2).detach().requires_grad_() for part in (q, k, v)]
+    found["attention backward, ours"] = milliseconds(
+        lambda: attention_backward(do, q, k, v, out, lse, layout, 128**-0.5)
+    )
+    found["attention forward"] = milliseconds(
+        lambda: ops.attention_varlen(q, k, v, layout.cu_seqlens, 256, 128**-0.5)
+    )
+    shaped = [
+        part.view(64, 256, -1, 128).transpose(1, 2).detach().requires_grad_() for part in (q, k, v)
+    ]
 
     def reference() -> None:
-        attended = torch.nn.functional.scaled_dot_product_attention(*shaped, is_causal=True, enable_gqa=True)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *shaped, is_causal=True, enable_gqa=True
+        )
         attended.backward(do.view(64, 256, 16, 128).transpose(1, 2))
 
     found["attention forward + backward, torch"] = milliseconds(reference)
@@ -188,10 +276,16 @@ def checks() -> dict[str, Callable[[], Result]]:
     """All of them, by name."""
     found: dict[str, Callable[[], Result]] = {}
     for name in CASES:
-        found[f"float64: {name}, bf16, Qwen3"] = lambda name=name: gradient_errors(name, QWEN3, torch.bfloat16)  # type: ignore[misc]
-        found[f"float64: {name}, bf16, ragged"] = lambda name=name: gradient_errors(name, RAGGED, torch.bfloat16)  # type: ignore[misc]
+        found[f"float64: {name}, bf16, Qwen3"] = lambda name=name: gradient_errors(
+            name, QWEN3, torch.bfloat16
+        )  # type: ignore[misc]
+        found[f"float64: {name}, bf16, ragged"] = lambda name=name: gradient_errors(
+            name, RAGGED, torch.bfloat16
+        )  # type: ignore[misc]
         if name != "attention":  # vLLM's kernel takes 16 bits alone
-            found[f"float64: {name}, float32"] = lambda name=name: gradient_errors(name, RAGGED, torch.float32)  # type: ignore[misc]
+            found[f"float64: {name}, float32"] = lambda name=name: gradient_errors(
+                name, RAGGED, torch.float32
+            )  # type: ignore[misc]
         found[f"same bits again: {name}"] = lambda name=name: same_bits_again(name)  # type: ignore[misc]
     found["float64: attention backward, float32"] = float32_attention
     for inputs, outputs in ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 151936)):
@@ -206,7 +300,9 @@ def checks() -> dict[str, Callable[[], Result]]:
 
 def main() -> int:
     """Returns the process's status."""
-    parser = argparse.ArgumentParser(description="The trainer's deterministic backward passes on this GPU.")
+    parser = argparse.ArgumentParser(
+        description="The trainer's deterministic backward passes on this GPU."
+    )
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--no-times", action="store_true", help="check only")
     options = parser.parse_args()
@@ -226,8 +322,16 @@ def main() -> int:
         try:
             good, seen = check()
         except Exception as error:  # noqa: BLE001 - one broken kernel must not hide what the others do
-            good, seen = False, f"{type(error).__name__}: {error} @ {traceback.format_exc().splitlines()[-4:-1]}"[:900]
-        print(f"{'✓' if good else '✗'} {name}: {seen}  ({time.perf_counter() - begun:.1f} s)", flush=True)
+            good, seen = (
+                False,
+                f"{type(error).__name__}: {error} @ {traceback.format_exc().splitlines()[-4:-1]}"[
+                    :900
+                ],
+            )
+        print(
+            f"{'✓' if good else '✗'} {name}: {seen}  ({time.perf_counter() - begun:.1f} s)",
+            flush=True,
+        )
         results["checks"][name] = {"passed": good, "seen": seen}
     if not options.no_times:
         try:
@@ -239,7 +343,11 @@ def main() -> int:
     failed = [name for name, result in results["checks"].items() if not result["passed"]]
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    print(f"✗ {len(failed)} of {len(results['checks'])} checks failed: {failed}" if failed else "✓ All checks passed")
+    print(
+        f"✗ {len(failed)} of {len(results['checks'])} checks failed: {failed}"
+        if failed
+        else "✓ All checks passed"
+    )
     return 1 if failed else 0
 
 

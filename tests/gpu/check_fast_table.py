@@ -1,9 +1,11 @@
-"""The fast table on a real GPU: its kernels against float64, its decoder against the reference table, shared prefixes.
+"""The fast table on a real GPU: its kernels against float64, its decoder against the reference
+table, shared prefixes.
 
     python tests/gpu/check_fast_table.py [--json FILE]
 
-Under a minute; needs neither vLLM nor pytest. Without a GPU the kernels alone can be checked, under Triton's interpreter:
-TRITON_INTERPRET=1 python tests/gpu/check_fast_table.py. Every check is made even if others fail, and says what it saw.
+Under a minute; needs neither vLLM nor pytest. Without a GPU the kernels alone can be checked, under
+Triton's interpreter: TRITON_INTERPRET=1 python tests/gpu/check_fast_table.py. Every check is made
+even if others fail, and says what it saw.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNEL_LIMIT = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
 """Relative error of a tensor: a bf16 result is rounded once, a float32 one hardly at all."""
 MODEL_FACTOR, SHARED_LIMIT = 1.5, 2e-2
-"""The fast decoder's error may be this many times that of the reference table in the same dtype; a shared pass's that much."""
+"""The fast decoder's error may be this many times that of the reference table in the same dtype; a
+shared pass's that much."""
 Result = tuple[bool, str]
 """Whether a check passed, and what was seen."""
 
@@ -74,16 +77,23 @@ def norm(dtype: torch.dtype, rows: int, width: int) -> Result:
     # What the norm sees is the rounded sum; its gradient is taken there.
     wide, factor = leaf(total), leaf(weight)
     expected = rms(wide, factor)
-    gradients = torch.autograd.grad((expected * dy.double()).sum() + (wide * extra.double()).sum(), (wide, factor))
+    gradients = torch.autograd.grad(
+        (expected * dy.double()).sum() + (wide * extra.double()).sum(), (wide, factor)
+    )
     mine = fast_kernels.norm_gradient(dy, total, weight, 1e-6, extra)
     whole = x.double() + residual.double()
-    return worst(KERNEL_LIMIT[dtype], [(y, expected), (total, whole), *zip(mine, gradients, strict=True)])
+    return worst(
+        KERNEL_LIMIT[dtype], [(y, expected), (total, whole), *zip(mine, gradients, strict=True)]
+    )
 
 
 def heads(dtype: torch.dtype, tokens: int, shape: tuple[int, int, int], normed: bool) -> Result:
     """Norms of heads, rotation, and the way back; `shape` is query heads, key heads, width."""
     count, kv, width = shape
-    qkv, weights = draw(dtype, tokens, (count + 2 * kv) * width), (draw(dtype, width), draw(dtype, width))
+    qkv, weights = (
+        draw(dtype, tokens, (count + 2 * kv) * width),
+        (draw(dtype, width), draw(dtype, width)),
+    )
     positions = torch.randint(0, 50, (tokens,), device=DEVICE)
     angles = torch.randn(50, width // 2, device=DEVICE)
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
@@ -96,7 +106,10 @@ def heads(dtype: torch.dtype, tokens: int, shape: tuple[int, int, int], normed: 
     wide = leaf(qkv)
     leaves = [leaf(weight) for weight in weights] if normed else [None, None]
     parts = wide.view(tokens, -1, width)
-    expected = rotated(parts[:, :count], leaves[0]), rotated(parts[:, count : count + kv], leaves[1])
+    expected = (
+        rotated(parts[:, :count], leaves[0]),
+        rotated(parts[:, count : count + kv], leaves[1]),
+    )
     norms = weights if normed else None
     found = fast_kernels.heads(qkv, kv, width, norms, 1e-6, positions, table)
     upstream = [draw(dtype, tokens, number, width) for number in (count, kv, kv)]
@@ -104,9 +117,14 @@ def heads(dtype: torch.dtype, tokens: int, shape: tuple[int, int, int], normed: 
     loss = sum((out * up.double()).sum() for out, up in zip(outputs, upstream, strict=True))
     assert isinstance(loss, Tensor)
     gradients = torch.autograd.grad(loss, [wide, *(one for one in leaves if one is not None)])
-    dqkv, shares = fast_kernels.heads_gradient(upstream[0], upstream[1], upstream[2], qkv, norms, 1e-6, positions, table)
+    dqkv, shares = fast_kernels.heads_gradient(
+        upstream[0], upstream[1], upstream[2], qkv, norms, 1e-6, positions, table
+    )
     mine = (dqkv, *(shares or ()))
-    return worst(KERNEL_LIMIT[dtype], [*zip(found, expected, strict=True), *zip(mine, gradients, strict=True)])
+    return worst(
+        KERNEL_LIMIT[dtype],
+        [*zip(found, expected, strict=True), *zip(mine, gradients, strict=True)],
+    )
 
 
 def silu(dtype: torch.dtype, rows: int, width: int) -> Result:
@@ -120,11 +138,19 @@ def silu(dtype: torch.dtype, rows: int, width: int) -> Result:
     return worst(KERNEL_LIMIT[dtype], list(zip(mine, (expected, gradient), strict=True)))
 
 
-def softmax(dtype: torch.dtype, rows: int, vocab: int, temperature: float | None, with_entropy: bool) -> Result:
+def softmax(
+    dtype: torch.dtype, rows: int, vocab: int, temperature: float | None, with_entropy: bool
+) -> Result:
     """Logprobs, entropies and the logits' gradient; no temperature: each row has its own."""
     logits, targets = draw(dtype, rows, vocab) * 4, torch.randint(0, vocab, (rows,), device=DEVICE)
-    wide, upstream, entropy_upstream = leaf(logits), torch.randn(rows, device=DEVICE), torch.randn(rows, device=DEVICE)
-    inverse = torch.linspace(0.5, 2, rows, device=DEVICE) if temperature is None else 1 / temperature
+    wide, upstream, entropy_upstream = (
+        leaf(logits),
+        torch.randn(rows, device=DEVICE),
+        torch.randn(rows, device=DEVICE),
+    )
+    inverse = (
+        torch.linspace(0.5, 2, rows, device=DEVICE) if temperature is None else 1 / temperature
+    )
     scaled = wide * (inverse[:, None] if isinstance(inverse, Tensor) else inverse)
     table = scaled.log_softmax(-1)
     chosen, entropies = table.gather(1, targets[:, None]).squeeze(1), -(table.exp() * table).sum(-1)
@@ -141,12 +167,16 @@ def softmax(dtype: torch.dtype, rows: int, vocab: int, temperature: float | None
 
 
 def head(name: str, dtype: torch.dtype, totals: bool) -> Result:
-    """The output head of the fast table: several chunks, a temperature for each row, gradients of logprobs and entropies."""
+    """The output head of the fast table: several chunks, a temperature for each row, gradients of
+    logprobs and entropies.
+    """
     from example_trainer.models.ops import fast
     from tests.example_trainer.deterministic.cases import Sizes, errors
 
     found = errors(name, Sizes((80, 1, 60), vocab=300), dtype, DEVICE, ops=fast, totals=totals)
-    return max(found.values()) <= KERNEL_LIMIT[dtype], ", ".join(f"{key} {error:.1e}" for key, error in found.items())
+    return max(found.values()) <= KERNEL_LIMIT[dtype], ", ".join(
+        f"{key} {error:.1e}" for key, error in found.items()
+    )
 
 
 def geometry(**changes: Any) -> Geometry:
@@ -163,7 +193,9 @@ def passed(
     shape: Geometry, weights: dict[str, Tensor] | None, dtype: torch.dtype, ops: Any, tokens: Tensor, packing: Packing,
     sources: Tensor, targets: Tensor, checkpointing: bool = False, summed: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
-    """One pass of a decoder: logprobs, gradients of their mean by parameter, and the weights that it had."""
+    """One pass of a decoder: logprobs, gradients of their mean by parameter, and the weights that
+    it had.
+    """
     model = Decoder(shape, dtype, DEVICE, ops=ops)
     model.gradient_checkpointing = checkpointing
     with torch.no_grad():
@@ -177,11 +209,21 @@ def passed(
     if summed:
         model.arithmetic.sums = GradientSums(model)
     hidden = model.arithmetic.ops.rows(model(tokens, packing), sources)
-    logprobs, _ = model.chosen_logprobs(hidden, targets, Packing([len(targets)], DEVICE), chunk=100, temperature=0.9)
+    logprobs, _ = model.chosen_logprobs(
+        hidden, targets, Packing([len(targets)], DEVICE), chunk=100, temperature=0.9
+    )
     (logprobs * torch.linspace(-1, 1, len(targets), device=DEVICE)).sum().backward()
-    gradients = model.arithmetic.sums.take() if model.arithmetic.sums else {n: p.grad for n, p in model.named_parameters()}
+    gradients = (
+        model.arithmetic.sums.take()
+        if model.arithmetic.sums
+        else {n: p.grad for n, p in model.named_parameters()}
+    )
     kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return logprobs.detach(), {name: gradient for name, gradient in gradients.items() if gradient is not None}, kept
+    return (
+        logprobs.detach(),
+        {name: gradient for name, gradient in gradients.items() if gradient is not None},
+        kept,
+    )
 
 
 def decoder(shape: Geometry, checkpointing: bool, summed: bool) -> Result:
@@ -192,14 +234,25 @@ def decoder(shape: Geometry, checkpointing: bool, summed: bool) -> Result:
     tokens = torch.randint(0, shape.vocab_size, (packing.tokens,), device=DEVICE)
     sources = torch.arange(packing.tokens - 1, device=DEVICE)
     arguments = tokens, packing, sources, tokens[1:]
-    ours, gradients, weights = passed(shape, None, torch.bfloat16, fast, *arguments, checkpointing, summed)
+    ours, gradients, weights = passed(
+        shape, None, torch.bfloat16, fast, *arguments, checkpointing, summed
+    )
     plain, plain_gradients, _ = passed(shape, weights, torch.bfloat16, reference, *arguments)
     exact, exact_gradients, _ = passed(shape, weights, torch.float64, reference, *arguments)
     if gradients.keys() != exact_gradients.keys():
         return False, f"no gradient of {sorted(exact_gradients.keys() - gradients.keys())[:3]}"
-    errors = {name: relative_error(gradients[name], exact_gradients[name]) for name in exact_gradients}
-    limits = {name: MODEL_FACTOR * relative_error(plain_gradients[name], exact_gradients[name]) + 1e-3 for name in errors}
-    bad = [f"{name} {errors[name]:.1e} > {limits[name]:.1e}" for name in errors if errors[name] > limits[name]]
+    errors = {
+        name: relative_error(gradients[name], exact_gradients[name]) for name in exact_gradients
+    }
+    limits = {
+        name: MODEL_FACTOR * relative_error(plain_gradients[name], exact_gradients[name]) + 1e-3
+        for name in errors
+    }
+    bad = [
+        f"{name} {errors[name]:.1e} > {limits[name]:.1e}"
+        for name in errors
+        if errors[name] > limits[name]
+    ]
     off, plain_off = float((ours - exact).abs().max()), float((plain - exact).abs().max())
     right = not bad and off <= MODEL_FACTOR * plain_off + 1e-3
     seen = f"logprobs off by up to {off:.1e} (reference table {plain_off:.1e}), gradients {max(errors.values()):.1e}"
@@ -216,18 +269,34 @@ def shared_prefix(shape: Geometry) -> Result:
     begins = shared.begins
     leaves = [[0, 1], [0, 2, 3], [0, 2, 4], [0, 5]]
     whole = [torch.cat([spans[number] for number in chain]) for chain in leaves]
-    rows = [torch.cat([torch.arange(begins[n], begins[n + 1], device=DEVICE) for n in chain]) for chain in leaves]
+    rows = [
+        torch.cat([torch.arange(begins[n], begins[n + 1], device=DEVICE) for n in chain])
+        for chain in leaves
+    ]
     apart = Packing([len(one) for one in whole], DEVICE)
-    # Everything behind the prompt's last token is trained, in every response: rows of common spans several times.
+    # Everything behind the prompt's last token is trained, in every response: rows of common spans
+    # several times.
     sources = torch.cat([row[lengths[0] - 1 : -1] for row in rows])
-    alone = torch.cat([torch.arange(first + lengths[0] - 1, end - 1, device=DEVICE) for first, end in apart.spans()])
+    alone = torch.cat(
+        [
+            torch.arange(first + lengths[0] - 1, end - 1, device=DEVICE)
+            for first, end in apart.spans()
+        ]
+    )
     targets = torch.cat([one[lengths[0] :] for one in whole])
-    ours, gradients, weights = passed(shape, None, torch.bfloat16, fast, torch.cat(spans), shared, sources, targets)
-    theirs, expected, _ = passed(shape, weights, torch.bfloat16, fast, torch.cat(whole), apart, alone, targets)
+    ours, gradients, weights = passed(
+        shape, None, torch.bfloat16, fast, torch.cat(spans), shared, sources, targets
+    )
+    theirs, expected, _ = passed(
+        shape, weights, torch.bfloat16, fast, torch.cat(whole), apart, alone, targets
+    )
     off = float((ours - theirs).abs().max())
     errors = max(relative_error(gradients[name], expected[name]) for name in expected)
     saved = f"{shared.tokens} of {apart.tokens} tokens"
-    return off <= 0.1 and errors <= SHARED_LIMIT, f"{saved}: logprobs differ by up to {off:.1e}, gradients by {errors:.1e}"
+    return (
+        off <= 0.1 and errors <= SHARED_LIMIT,
+        f"{saved}: logprobs differ by up to {off:.1e}, gradients by {errors:.1e}",
+    )
 
 
 def checks() -> list[tuple[str, Callable[[], Result]]]:
@@ -236,27 +305,51 @@ def checks() -> list[tuple[str, Callable[[], Result]]]:
     for dtype in (torch.float32, torch.bfloat16):
         kind = str(dtype).removeprefix("torch.")
         for rows, width in ((7, 48), (300, 2048), (65, 5120)) if DEVICE == "cuda" else ((7, 48),):
-            found.append((f"norm {rows} x {width}, {kind}", lambda d=dtype, r=rows, w=width: norm(d, r, w)))
-            found.append((f"gated product {rows} x {width}, {kind}", lambda d=dtype, r=rows, w=width: silu(d, r, w)))
+            found.append(
+                (f"norm {rows} x {width}, {kind}", lambda d=dtype, r=rows, w=width: norm(d, r, w))
+            )
+            found.append(
+                (
+                    f"gated product {rows} x {width}, {kind}",
+                    lambda d=dtype, r=rows, w=width: silu(d, r, w),
+                )
+            )
         for normed in (True, False):
             for shape in ((4, 2, 16), (3, 1, 80), (16, 8, 128)):
                 name = f"heads {shape}, {'normed' if normed else 'plain'}, {kind}"
                 found.append((name, lambda d=dtype, s=shape, n=normed: heads(d, 70, s, n)))
-        for vocab, temperature in ((5000, 0.7), (5000, None), *([(151_936, 1.0)] if DEVICE == "cuda" else [])):
+        for vocab, temperature in (
+            (5000, 0.7),
+            (5000, None),
+            *([(151_936, 1.0)] if DEVICE == "cuda" else []),
+        ):
             for entropy in (False, True):
                 name = f"softmax over {vocab}, {temperature or 'own'} temperature{', entropy' * entropy}, {kind}"
-                found.append((name, lambda d=dtype, v=vocab, t=temperature, e=entropy: softmax(d, 6, v, t, e)))
+                found.append(
+                    (
+                        name,
+                        lambda d=dtype, v=vocab, t=temperature, e=entropy: softmax(d, 6, v, t, e),
+                    )
+                )
         for case in ("chosen_logprobs", "chosen_logprobs with entropy"):
             for totals in (False, True):
                 name = f"{case}, {'summed' if totals else 'by autograd'}, {kind}"
                 found.append((name, lambda c=case, d=dtype, t=totals: head(c, d, t)))
     if DEVICE == "cuda":
         llama = {"qk_norm": False, "tie_word_embeddings": False, "qkv_bias": True}
-        shapes = {"Qwen3, tied": geometry(), "biases, untied, width 128": geometry(**llama, head_dim=128, num_kv_heads=1)}
+        shapes = {
+            "Qwen3, tied": geometry(),
+            "biases, untied, width 128": geometry(**llama, head_dim=128, num_kv_heads=1),
+        }
         for name, shape in shapes.items():
             for checkpointing, summed in ((False, True), (True, True), (False, False)):
                 how = f"{'recomputed, ' if checkpointing else ''}{'summed' if summed else 'by autograd'}"
-                found.append((f"decoder: {name}, {how}", lambda s=shape, c=checkpointing, t=summed: decoder(s, c, t)))
+                found.append(
+                    (
+                        f"decoder: {name}, {how}",
+                        lambda s=shape, c=checkpointing, t=summed: decoder(s, c, t),
+                    )
+                )
             found.append((f"shared prefixes: {name}", lambda s=shape: shared_prefix(s)))
     return found
 
@@ -273,12 +366,18 @@ def main(arguments: list[str]) -> int:
             right, seen = check()
         except Exception as error:  # noqa: BLE001 - told, and counted as a failure
             traceback.print_exc()
-            right, seen = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            right, seen = (
+                False,
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            )
         results[name] = {"passed": right, "seen": seen}
         print(f"{'ok    ' if right else 'FAILED'} {name}: {seen}", flush=True)
     failed = [name for name, result in results.items() if not result["passed"]]
     if options.json:
-        where = {"gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "", "torch": torch.__version__}
+        where = {
+            "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "",
+            "torch": torch.__version__,
+        }
         found = {"measured": measured(), **where, "checks": results}
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(f"{len(results) - len(failed)} of {len(results)} checks passed")

@@ -1,11 +1,13 @@
-"""What becomes of a fleet on GPUs when one of three servers, or the trainer, fails in each phase of an update?
+"""What becomes of a fleet on GPUs when one of three servers, or the trainer, fails in each phase of
+an update?
 
     python tests/gpu/check_fleet_faults.py [--json FILE] [--logs FOLDER] [--only PART …]
 
-Runs test_fleet_faults.py on one GPU (by CUDA IPC), on two (by NCCL, two servers on one GPU) and on four (by NCCL, a GPU for
-each), and test_fleet_senders.py, side by side, and notes for each fault how long the update took that met it, and how long
-after it answered again the faulty server served the present weights. Takes about six minutes; needs one GPU, two or four,
-pytest and hypothesis, no vLLM.
+Runs test_fleet_faults.py on one GPU (by CUDA IPC), on two (by NCCL, two servers on one GPU) and on
+four (by NCCL, a GPU for each), and test_fleet_senders.py, side by side, and notes for each fault
+how long the update took that met it, and how long after it answered again the faulty server served
+the present weights. Takes about six minutes; needs one GPU, two or four, pytest and hypothesis, no
+vLLM.
 """
 
 from __future__ import annotations
@@ -47,8 +49,15 @@ def rows_of(part: str, report: Path) -> list[dict[str, Any]]:
             continue
         wrong = next((kind for kind in ("failure", "error") if case.find(kind) is not None), "")
         name, _, chosen = str(case.get("name")).partition("[")
-        noted = {str(one.get("name")): float(str(one.get("value"))) for one in case.iter("property")}
-        row = {"part": part, "test": name.removeprefix("test_"), "case": chosen.rstrip("]"), "good": not wrong}
+        noted = {
+            str(one.get("name")): float(str(one.get("value"))) for one in case.iter("property")
+        }
+        row = {
+            "part": part,
+            "test": name.removeprefix("test_"),
+            "case": chosen.rstrip("]"),
+            "good": not wrong,
+        }
         found.append({**row, "seconds": float(str(case.get("time"))), **noted})
     return found
 
@@ -59,9 +68,19 @@ def run_all(parts: Sequence[str], logs: Path) -> tuple[list[dict[str, Any]], boo
     started = {}
     for part, arguments in ((part, PARTS[part]) for part in parts):
         stem = logs / part.replace(", ", "_").replace(" ", "_")
-        command = [sys.executable, "-m", "pytest", *arguments, f"--junit-xml={stem}.xml", "-o", "junit_family=xunit1"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *arguments,
+            f"--junit-xml={stem}.xml",
+            "-o",
+            "junit_family=xunit1",
+        ]
         with open(f"{stem}.log", "w", encoding="utf-8") as log:
-            process = subprocess.Popen([*command, f"--basetemp={stem}"], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                [*command, f"--basetemp={stem}"], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+            )
         started[part] = (process, Path(f"{stem}.xml"))
     rows, good = [], True
     for part, (process, report) in started.items():
@@ -72,16 +91,28 @@ def run_all(parts: Sequence[str], logs: Path) -> tuple[list[dict[str, Any]], boo
             status = process.wait(30)
         if status:
             good = False
-            print(f"{part}: pytest ended with status {status}:\n{report.with_suffix('.log').read_text()[-6000:]}")
+            print(
+                f"{part}: pytest ended with status {status}:\n{report.with_suffix('.log').read_text()[-6000:]}"
+            )
         if report.exists():
             rows += rows_of(part, report)
     return rows, good and bool(rows)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many tests there were, and for one of three that fails what the updates took and until it was right again."""
-    times = {name: spread_ms([row[name] for row in rows if name in row]) for name in ("update_s", "back_s")}
-    return {"tests": len(rows), "good": sum(row["good"] for row in rows), "update": times["update_s"], "back": times["back_s"]}
+    """How many tests there were, and for one of three that fails what the updates took and until it
+    was right again.
+    """
+    times = {
+        name: spread_ms([row[name] for row in rows if name in row])
+        for name in ("update_s", "back_s")
+    }
+    return {
+        "tests": len(rows),
+        "good": sum(row["good"] for row in rows),
+        "update": times["update_s"],
+        "back": times["back_s"],
+    }
 
 
 def shown(rows: list[dict[str, Any]]) -> str:
@@ -90,7 +121,9 @@ def shown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         words = row["test"] if "update_s" not in row else "one of three fails"
         took = [f"{row[name]:.2f}" if name in row else "" for name in ("update_s", "back_s")]
-        lines.append(["✓" if row["good"] else "✗", row["part"], words.replace("_", " "), row["case"], *took])
+        lines.append(
+            ["✓" if row["good"] else "✗", row["part"], words.replace("_", " "), row["case"], *took]
+        )
     return table(["", "part", "fault", "case", "update s", "right again s"], lines)
 
 
@@ -99,7 +132,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--logs", type=Path, help="keep the logs there")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="PART",
+        help=", ".join(PARTS),
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("this check needs an NVIDIA GPU")

@@ -1,11 +1,13 @@
-"""What becomes of a process that waits for another one's CUDA event if that one is killed before its GPU comes there?
+"""What becomes of a process that waits for another one's CUDA event if that one is killed before
+its GPU comes there?
 
     python tests/gpu/check_killed_writer.py [--json FILE]
 
-A writer opens the reader's memory, enqueues a long kernel and a write, records its event behind them and is killed by SIGKILL
-while the kernel runs. The reader waits in one of two ways: its stream waits for the event and it synchronises (nothing ends
-that), or it asks the event with a deadline (transport.shared_memory.reached_in_time). Every reader is a process of its
-own, which is killed when it takes too long. Takes two to five minutes; needs PyTorch, one GPU, no vLLM and no pytest.
+A writer opens the reader's memory, enqueues a long kernel and a write, records its event behind
+them and is killed by SIGKILL while the kernel runs. The reader waits in one of two ways: its stream
+waits for the event and it synchronises (nothing ends that), or it asks the event with a deadline
+(transport.shared_memory.reached_in_time). Every reader is a process of its own, which is killed
+when it takes too long. Takes two to five minutes; needs PyTorch, one GPU, no vLLM and no pytest.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ SLEEP_SECONDS = 40.0
 DEADLINE = 5.0
 """Seconds that the bounded way waits."""
 PATIENCE = 25.0
-"""Seconds after which a reader that has not answered counts as hanging; less than the kernel runs."""
+"""Seconds after which a reader that has not answered counts as hanging; less than the kernel
+runs."""
 START_SECONDS = 120.0
 WAYS = ("stream waits for the event", "host asks with a deadline")
 
@@ -77,7 +80,9 @@ def cycles(seconds: float) -> int:
 
 
 def writer(pipe: Connection) -> None:
-    """Opens the reader's memory; for each (seconds, value): a kernel of that length, a write of the value, the event."""
+    """Opens the reader's memory; for each (seconds, value): a kernel of that length, a write of the
+    value, the event.
+    """
     weights = open_handles(pipe.recv())["w"]
     event, handle = share_event(weights.device)
     per_second = cycles(1.0)
@@ -139,7 +144,9 @@ class Pair:
         return _answer(self.reader, seconds, f"the reader's answer to {kind}")
 
     def write(self, seconds: float, value: float) -> None:
-        """Have the writer enqueue and record; returns when that is done, long before the GPU comes there."""
+        """Have the writer enqueue and record; returns when that is done, long before the GPU comes
+        there.
+        """
         self.writer.send((seconds, value))
         _answer(self.writer, START_SECONDS, "the writer")
 
@@ -169,7 +176,9 @@ def _answer(pipe: Connection, seconds: float, what: str) -> Any:
 def writer_lives(pair: Pair, way: str) -> Row:
     """The write comes after a second, and is seen by whoever waited."""
     pair.write(1.0, 2.0)
-    return _judge(pair, "writer lives", way, lambda said, highest: (said, highest) == ("reached", 2.0))
+    return _judge(
+        pair, "writer lives", way, lambda said, highest: (said, highest) == ("reached", 2.0)
+    )
 
 
 def killed_before(pair: Pair, way: str) -> Row:
@@ -185,23 +194,43 @@ def killed_meanwhile(pair: Pair, way: str) -> Row:
     pair.reader.send(("look", way))
     time.sleep(1.0)
     pair.kill_writer()
-    return _judge(pair, "killed while the reader waits", way, lambda said, highest: way == WAYS[1], asked=True)
+    return _judge(
+        pair, "killed while the reader waits", way, lambda said, highest: way == WAYS[1], asked=True
+    )
 
 
 def next_writer(pair: Pair, way: str) -> Row:
     """After a killed one another writer comes, and the same reader sees what it writes."""
     pair.new_writer()
     pair.write(0.5, 5.0)
-    return _judge(pair, "another writer after it", way, lambda said, highest: (said, highest) == ("reached", 5.0))
+    return _judge(
+        pair,
+        "another writer after it",
+        way,
+        lambda said, highest: (said, highest) == ("reached", 5.0),
+    )
 
 
-def _judge(pair: Pair, case: str, way: str, good: Callable[[str, float], bool], asked: bool = False) -> Row:
-    """Ask the reader, unless it is looking already. What only tells how the driver behaves is never bad."""
+def _judge(
+    pair: Pair, case: str, way: str, good: Callable[[str, float], bool], asked: bool = False
+) -> Row:
+    """Ask the reader, unless it is looking already.
+
+    What only tells how the driver behaves is never bad.
+    """
     begun = time.monotonic()
     try:
-        said, highest = _answer(pair.reader, PATIENCE, "answer") if asked else pair.ask("look", way, PATIENCE)
+        said, highest = (
+            _answer(pair.reader, PATIENCE, "answer") if asked else pair.ask("look", way, PATIENCE)
+        )
     except (TimeoutError, EOFError) as error:
-        return Row(case, way, None, f"HANGS or ended: {error}", way == WAYS[0] and case.startswith("killed"))
+        return Row(
+            case,
+            way,
+            None,
+            f"HANGS or ended: {error}",
+            way == WAYS[0] and case.startswith("killed"),
+        )
     seconds = time.monotonic() - begun
     fine = good(said, highest) or (way == WAYS[0] and case.startswith("killed"))
     return Row(case, way, seconds, f"{said}; highest value read: {highest:g}", fine)
@@ -252,10 +281,15 @@ def main() -> int:
     found = rows()
     print("\n".join(["", *map(_line, found)]))
     if options.json:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+        machine = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        }
         rows_of_now = [{"measured": measured(), **asdict(row)} for row in found]
         options.json.write_text(
-            json.dumps({**machine, "measured": measured(), "rows": rows_of_now}, indent=2) + "\n", encoding="utf-8"
+            json.dumps({**machine, "measured": measured(), "rows": rows_of_now}, indent=2) + "\n",
+            encoding="utf-8",
         )
     return 0 if all(row.good for row in found) else 1
 

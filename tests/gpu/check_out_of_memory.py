@@ -1,4 +1,5 @@
-"""A step that runs out of a GPU's memory leaves nothing behind, alone and with two ranks. A minute, needs no pytest:
+"""A step that runs out of a GPU's memory leaves nothing behind, alone and with two ranks. A minute,
+needs no pytest:
 
 python tests/gpu/check_out_of_memory.py [--json FILE]
 
@@ -77,26 +78,40 @@ def fill(model: Decoder) -> Decoder:
 def bins_of(length: int, seed: int, ranks: int = 1, rank: int = 0) -> list[PackedBin]:
     """Eight sequences of about one length, as one pass; of several ranks, this one's part of them."""
     rng = random.Random(seed)
-    tokens = [[rng.randrange(GEOMETRY.vocab_size) for _ in range(length - rng.randrange(4))] for _ in range(8)]
+    tokens = [
+        [rng.randrange(GEOMETRY.vocab_size) for _ in range(length - rng.randrange(4))]
+        for _ in range(8)
+    ]
     group = {"tokens": tokens, "scores": [float(i % 2) for i in range(8)]}
     group["masks"] = [[-100, *row[1:]] for row in tokens]
     group["inference_logprobs"] = [[1.0] + [-8.3] * (len(row) - 1) for row in tokens]
     batch = parse_batch([group], CONFIG.seq_len, GEOMETRY.vocab_size)
     (packed,) = pack_batch(
-        batch, tokens_per_bin=8 * length, ranks=ranks, normalisation="token", max_tokens=CONFIG.seq_len, share_prefixes=False
+        batch,
+        tokens_per_bin=8 * length,
+        ranks=ranks,
+        normalisation="token",
+        max_tokens=CONFIG.seq_len,
+        share_prefixes=False,
     )
     return [one.to(DEVICE) for one in packed[rank]]
 
 
-def step(model: Decoder, optimizer: MasterAdamW, length: int, seed: int, ranks: Ranks | None = None) -> None:
+def step(
+    model: Decoder, optimizer: MasterAdamW, length: int, seed: int, ranks: Ranks | None = None
+) -> None:
     """One step on sequences of about one length, and the weights that it makes."""
     bins = bins_of(length, seed, ranks.world_size if ranks else 1, ranks.rank if ranks else 0)
-    guarded_step(model, optimizer, [bins], CONFIG, make_objective(CONFIG), StopSignal(), ranks=ranks)
+    guarded_step(
+        model, optimizer, [bins], CONFIG, make_objective(CONFIG), StopSignal(), ranks=ranks
+    )
     optimizer.write_weights()
 
 
 def a_long_batch() -> Result:
-    """It runs out, everything is given back, and the steps behind it are those of a trainer that never saw it."""
+    """It runs out, everything is given back, and the steps behind it are those of a trainer that
+    never saw it.
+    """
     if DEVICE.type == "cpu":
         return True, "not tried: no GPU"
     _, total = torch.cuda.mem_get_info()
@@ -116,7 +131,9 @@ def a_long_batch() -> Result:
                     return False, "a batch of 480,000 tokens fitted"
                 except OutOfMemoryError as error:
                     told = str(error)
-                left = torch.cuda.memory_allocated() - before  # behind the error, whose traceback holds the batch
+                left = (
+                    torch.cuda.memory_allocated() - before
+                )  # behind the error, whose traceback holds the batch
                 seen = f"{left} bytes left behind; {told}"
                 if left > 1 << 20 or not optimizer.sound or optimizer.steps != 1:
                     return False, seen
@@ -130,7 +147,9 @@ def a_long_batch() -> Result:
 
 
 def rank(hurt: list[int], call: int) -> None:
-    """What torchrun starts for the checks of two ranks: step 2 runs out of memory in the last layer, on some."""
+    """What torchrun starts for the checks of two ranks: step 2 runs out of memory in the last
+    layer, on some.
+    """
     guarded.GRACE_SECONDS = 5.0
     device = DEVICE
     if DEVICE.type == "cuda":
@@ -154,23 +173,45 @@ def rank(hurt: list[int], call: int) -> None:
         try:
             step(model, optimizer, 200, 2, ranks)
         except OutOfMemoryError:
-            gathered = (optimizer.shards.whole(name, master) for name, master in optimizer.masters.items())
+            gathered = (
+                optimizer.shards.whole(name, master) for name, master in optimizer.masters.items()
+            )
             whole = sum(int(torch.isfinite(tensor).all()) for tensor in gathered)
-            print(f"rank {ranks.rank}: agreed, sound {optimizer.sound}, {whole} masters gathered", flush=True)
+            print(
+                f"rank {ranks.rank}: agreed, sound {optimizer.sound}, {whole} masters gathered",
+                flush=True,
+            )
         except RankError as error:
-            print(f"rank {ranks.rank}: gave up after {time.perf_counter() - began:.0f} s: {error}", flush=True)
+            print(
+                f"rank {ranks.rank}: gave up after {time.perf_counter() - began:.0f} s: {error}",
+                flush=True,
+            )
             raise
 
 
 def two_ranks(hurt: str) -> Result:
-    """FSDP2 over NCCL; both ranks run out of memory in the same place, or one does while the other waits for it."""
+    """FSDP2 over NCCL; both ranks run out of memory in the same place, or one does while the other
+    waits for it.
+    """
     if torch.cuda.device_count() == 1:
         return True, "not tried: one GPU"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(Path(__file__))]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(Path(__file__)),
+    ]
     began = time.perf_counter()
     # A group of its own, so that a rank which NCCL holds can be ended with the rest.
     process = subprocess.Popen(
-        [*command, "--rank-hurt", hurt], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        [*command, "--rank-hurt", hurt],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=LONGEST_SECONDS)
@@ -181,8 +222,12 @@ def two_ranks(hurt: str) -> Result:
     lines = [line for line in output.splitlines() if line.startswith("rank ")]
     seen = f"{time.perf_counter() - began:.0f} s; " + " | ".join(lines)
     if hurt == "0,1":
-        return output.count("agreed, sound True") == 2, seen  # two processes may write into one line
-    return process.returncode != 0 and any("gave up" in line and "out of memory" in line for line in lines), seen
+        return output.count(
+            "agreed, sound True"
+        ) == 2, seen  # two processes may write into one line
+    return process.returncode != 0 and any(
+        "gave up" in line and "out of memory" in line for line in lines
+    ), seen
 
 
 def checks() -> dict[str, Callable[[], Result]]:
@@ -208,7 +253,12 @@ def main() -> int:
         try:
             good, seen = check()
         except Exception as error:  # noqa: BLE001 - one that is broken must not hide what the others do
-            good, seen = False, f"{type(error).__name__}: {error} @ {traceback.format_exc().splitlines()[-4:-1]}"[:900]
+            good, seen = (
+                False,
+                f"{type(error).__name__}: {error} @ {traceback.format_exc().splitlines()[-4:-1]}"[
+                    :900
+                ],
+            )
         print(f"{'✓' if good else '✗'} {name}: {seen}", flush=True)
         found[name] = {"passed": good, "seen": seen}
     if options.json:

@@ -1,4 +1,5 @@
-"""What a single copy on a GPU stands on: the sums, and waiting for another process's writes. Half a minute, needs no pytest:
+"""What a single copy on a GPU stands on: the sums, and waiting for another process's writes. Half a
+minute, needs no pytest:
 
 python tests/gpu/check_single_copy_pieces.py [--json FILE]
 """
@@ -25,14 +26,20 @@ from bench.measured import measured
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import FlatSlice
 from vllm_patching.protocol.sharding import Slice
-from vllm_patching.transport.shared_memory import export_cuda_ipc, open_event, open_handles, share_event
+from vllm_patching.transport.shared_memory import (
+    export_cuda_ipc,
+    open_event,
+    open_handles,
+    share_event,
+)
 from vllm_patching.worker.updater import WeightUpdater
 
 Result = tuple[bool, str]
 """Whether a check passed, and what was seen."""
 SIZES = (2, 8190, 8192, 16384, 16386, 50002, 3 * 8192 * 2)
 WRITES = 200
-"""Copies that one process enqueues, behind which the other must wait: tens of milliseconds of work."""
+"""Copies that one process enqueues, behind which the other must wait: tens of milliseconds of
+work."""
 
 
 def sums_equal_the_cpus(dtype: torch.dtype, rounded: torch.dtype | None) -> Result:
@@ -46,12 +53,16 @@ def sums_equal_the_cpus(dtype: torch.dtype, rounded: torch.dtype | None) -> Resu
     tensors[-1][1][-1] = float("inf")
     found = WeightSums([(name, tensor.cuda()) for name, tensor in tensors], rounded).all()
     expected = WeightSums(tensors, rounded).all()
-    return first and found == expected and bool(found.not_finite), f"{found} on the GPU, {expected} on the CPU"
+    return first and found == expected and bool(
+        found.not_finite
+    ), f"{found} on the GPU, {expected} on the CPU"
 
 
 def sums_of_what_is_written() -> Result:
     """The sums of masters, and of the bf16 weights that a copy makes of them on this GPU."""
-    masters = [(f"m{i}", torch.randn(2048, 3072, device="cuda") * 10.0 ** (i - 3)) for i in range(6)]
+    masters = [
+        (f"m{i}", torch.randn(2048, 3072, device="cuda") * 10.0 ** (i - 3)) for i in range(6)
+    ]
     written = [(name, torch.empty_like(m, dtype=torch.bfloat16).copy_(m)) for name, m in masters]
     one, other = WeightSums(masters, torch.bfloat16).all(), WeightSums(written).all()
     return one == other, f"{one.checksum} and {other.checksum}"
@@ -62,7 +73,10 @@ def speed() -> Result:
     masters = [(f"m{i}", torch.randn(86_000_000, device="cuda")) for i in range(20)]
     weights = [(name, m.to(torch.bfloat16)) for name, m in masters]
     seen = []
-    kinds = {"bf16": (WeightSums(weights), 2), "float32 as bf16": (WeightSums(masters, torch.bfloat16), 4)}
+    kinds = {
+        "bf16": (WeightSums(weights), 2),
+        "float32 as bf16": (WeightSums(masters, torch.bfloat16), 4),
+    }
     for what, (sums, num_bytes) in kinds.items():
         sums.all()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -73,7 +87,9 @@ def speed() -> Result:
         end.record()
         torch.cuda.synchronize()
         milliseconds = begin.elapsed_time(end) / 5
-        seen.append(f"{what}: {milliseconds:.2f} ms, {num_bytes * 86e6 * 20 / milliseconds / 1e6:.0f} GB/s")
+        seen.append(
+            f"{what}: {milliseconds:.2f} ms, {num_bytes * 86e6 * 20 / milliseconds / 1e6:.0f} GB/s"
+        )
     return True, "; ".join(seen)
 
 
@@ -92,7 +108,9 @@ def reader(pipe: Connection) -> None:
 
 
 def waits_for_the_writes() -> Result:
-    """Enqueue writes, record the event, and let the other process read at once: it must see the last one, whole."""
+    """Enqueue writes, record the event, and let the other process read at once: it must see the
+    last one, whole.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=reader, args=(theirs,), daemon=True)
@@ -113,14 +131,21 @@ def waits_for_the_writes() -> Result:
         if not ours.poll(60):
             return False, "the other process did not answer"
         lowest, highest, expected, waited = ours.recv()
-        seen.append((lowest == highest == expected, f"enqueued in {1e3 * enqueued:.1f} ms, read after {1e3 * waited:.1f} ms"))
+        seen.append(
+            (
+                lowest == highest == expected,
+                f"enqueued in {1e3 * enqueued:.1f} ms, read after {1e3 * waited:.1f} ms",
+            )
+        )
     ours.send("done")
     process.join(30)
     return all(good for good, _ in seen), "; ".join(text for _, text in seen)
 
 
 def staging_is_given_back() -> Result:
-    """A server whose trainer needs no staging buffer any more: other processes on the GPU see its memory as free."""
+    """A server whose trainer needs no staging buffer any more: other processes on the GPU see its
+    memory as free.
+    """
     count = 1 << 30
     live = torch.zeros(count, dtype=torch.bfloat16, device="cuda")
     whole = FlatSlice("w", Slice(0, 0, 0, count), (count,), torch.bfloat16, 0, live.nbytes)
@@ -139,7 +164,9 @@ def checks() -> dict[str, Callable[[], Result]]:
     f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
     cases = [(f32, None), (bf16, None), (f16, None), (f32, bf16), (f32, f16)]
     named: dict[str, Callable[[], Result]] = {
-        f"sums of {dtype}" + (f" as {rounded}" if rounded else ""): lambda d=dtype, r=rounded: sums_equal_the_cpus(d, r)  # type: ignore[misc]
+        f"sums of {dtype}" + (f" as {rounded}" if rounded else ""): lambda d=dtype, r=rounded: (
+            sums_equal_the_cpus(d, r)
+        )  # type: ignore[misc]
         for dtype, rounded in cases
     }
     return named | {
@@ -163,11 +190,21 @@ def main() -> int:
         try:
             good, seen = check()
         except Exception as error:  # noqa: BLE001 - one that is broken must not hide what the others do
-            good, seen = False, f"{type(error).__name__}: {error} @ {traceback.format_exc().splitlines()[-4:-1]}"[:900]
+            good, seen = (
+                False,
+                f"{type(error).__name__}: {error} @ {traceback.format_exc().splitlines()[-4:-1]}"[
+                    :900
+                ],
+            )
         print(f"{'✓' if good else '✗'} {name}: {seen}", flush=True)
         found[name] = {"passed": good, "seen": seen}
     if options.json:
-        results = {"measured": measured(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": found}
+        results = {
+            "measured": measured(),
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "checks": found,
+        }
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 0 if all(row["passed"] for row in found.values()) else 1
 

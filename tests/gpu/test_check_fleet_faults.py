@@ -18,10 +18,19 @@ def test_rows_say_what_ran_whether_it_was_good_and_what_it_took(tmp_path: Path) 
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     one, other = rows = rows_of("one GPU", report)
-    assert (one["test"], one["case"], one["good"]) == ("one_of_three_fails", "direct-one_gpu-begin-kill", True)
+    assert (one["test"], one["case"], one["good"]) == (
+        "one_of_three_fails",
+        "direct-one_gpu-begin-kill",
+        True,
+    )
     assert (one["update_s"], one["back_s"], one["seconds"]) == (0.25, 1.5, 3.5)
     assert (other["test"], other["good"]) == ("all_are_gone_and_back", False)
     assert "update_s" not in other
     found = summary(rows)
-    assert (found["tests"], found["good"], found["update"]["max"], found["back"]["n"]) == (2, 1, 250.0, 1)
+    assert (found["tests"], found["good"], found["update"]["max"], found["back"]["n"]) == (
+        2,
+        1,
+        250.0,
+        1,
+    )
     assert "one of three fails" in shown(rows)

@@ -8,7 +8,10 @@ import torch
 from tests.gpu.check_deterministic_trainer import checks
 from vllm_patching.batch_invariant.settings import enable_settings
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 
 @pytest.mark.parametrize("name", checks())

@@ -9,7 +9,10 @@ pytest.importorskip("triton", reason="needs Triton, which the GPU's PyTorch brin
 
 from tests.gpu.check_fast_table import checks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 CHECKS = dict(checks())
 
 

@@ -1,4 +1,5 @@
-"""The faults of a fleet of three with the weights on GPUs: the same tests as without one, over the routes that GPUs have.
+"""The faults of a fleet of three with the weights on GPUs: the same tests as without one, over the
+routes that GPUs have.
 
 `check_fleet_faults.py` runs them and notes how long each took.
 """
@@ -33,7 +34,8 @@ PATIENCE, SLOW_SECONDS = 5.0, 10.0
 """A process that uses a GPU for the first time, or NCCL, takes a second or two for it."""
 ONE_GPU = Devices("cuda:0", ("cuda:0",) * 3, PATIENCE)
 TWO_GPUS = Devices("cuda:0", ("cuda:1", "cuda:1", "cuda:0"), PATIENCE)
-"""The second is the faulty one. It and the first, on the same GPU, get their weights by NCCL; the third reads the trainer's."""
+"""The second is the faulty one. It and the first, on the same GPU, get their weights by NCCL; the
+third reads the trainer's."""
 FOUR_GPUS = Devices("cuda:0", ("cuda:1", "cuda:2", "cuda:3"), PATIENCE)
 """All three get their weights in one stream by NCCL."""
 
@@ -41,7 +43,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 def needs(gpus: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(torch.cuda.device_count() < gpus, reason=f"needs {gpus} NVIDIA GPU(s)")
+    return pytest.mark.skipif(
+        torch.cuda.device_count() < gpus, reason=f"needs {gpus} NVIDIA GPU(s)"
+    )
 
 
 @pytest.fixture(

@@ -7,7 +7,10 @@ import torch
 
 from tests.gpu.check_killed_writer import rows
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 
 def test_a_killed_writer_holds_nobody_up() -> None:

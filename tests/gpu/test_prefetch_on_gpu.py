@@ -1,4 +1,6 @@
-"""Batches that are copied to a GPU by a thread while the GPU is busy: what arrives is what was packed."""
+"""Batches that are copied to a GPU by a thread while the GPU is busy: what arrives is what was
+packed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from example_trainer.config import TrainerConfig
 from example_trainer.parallel.ranks import Ranks
 from tests.example_trainer.batch.test_prefetch import Client
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 STEPS, LENGTH = 40, 3000
 
@@ -32,13 +37,17 @@ def group(number: int) -> dict[str, Any]:
 
 
 def test_what_arrives_on_the_gpu_is_what_was_packed() -> None:
-    """Kernels of the step are still at work on one batch when the next one's memory is taken and filled."""
+    """Kernels of the step are still at work on one batch when the next one's memory is taken and
+    filled.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     config = TrainerConfig.model_validate({"model_name": "m", "seq_len": LENGTH + 1})
     reader = BatchReader(config, vocab_size=1000, tokens_per_bin=2 * (LENGTH + 1))
     groups = [group(number) for number in range(STEPS)]
     client = Client(*groups)
-    batches = Batches(cast(RolloutClient, client), Ranks(), reader, device, last_version=STEPS, ahead=True)
+    batches = Batches(
+        cast(RolloutClient, client), Ranks(), reader, device, last_version=STEPS, ahead=True
+    )
     busy = torch.randn(4096, 4096, device=device)
     seen: list[list[dict[str, torch.Tensor]]] = []
     for step in range(STEPS):
@@ -48,7 +57,9 @@ def test_what_arrives_on_the_gpu_is_what_was_packed() -> None:
         (bins,) = batch.minibatches
         assert all(one.tokens.device == one.weights.device == device for one in bins)
         assert all(one.lengths.device == one.counts.device == torch.device("cpu") for one in bins)
-        seen.append([{name: tensor.clone() for name, tensor in one.tensors().items()} for one in bins])
+        seen.append(
+            [{name: tensor.clone() for name, tensor in one.tensors().items()} for one in bins]
+        )
         del batch, bins
         batches.acknowledge(step + 1)
     batches.close()

@@ -1,4 +1,6 @@
-"""8-bit moments on a GPU: the compiled update against the CPU's, with the same bits whether offloaded, resumed or neither."""
+"""8-bit moments on a GPU: the compiled update against the CPU's, with the same bits whether
+offloaded, resumed or neither.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,18 @@ from torch import nn
 
 from example_trainer.training.optimizer import MasterAdamW
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 SHAPES = {"first": (3000, 768), "second": (64, 4096), "third": (272, 96), "bias": (4096,)}
 
 
 class Net(nn.Module):
-    """Matrices whose rows are blocks, and one whose blocks span rows; their gradients are set by hand."""
+    """Matrices whose rows are blocks, and one whose blocks span rows; their gradients are set by
+    hand.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -25,7 +32,9 @@ class Net(nn.Module):
 
 
 def optimizer_of(device: str, **options: object) -> MasterAdamW:
-    return MasterAdamW(Net(device), lr=0.01, weight_decay=0.1, max_grad_norm=5.0, in_8_bits=True, **options)  # type: ignore[arg-type]
+    return MasterAdamW(
+        Net(device), lr=0.01, weight_decay=0.1, max_grad_norm=5.0, in_8_bits=True, **options
+    )  # type: ignore[arg-type]
 
 
 def take_steps(optimizer: MasterAdamW, steps: range) -> None:
@@ -40,13 +49,20 @@ def take_steps(optimizer: MasterAdamW, steps: range) -> None:
 
 def assert_same(one: MasterAdamW, two: MasterAdamW) -> None:
     there = two.state_dict()
-    different = [key for key, tensor in one.state_dict().items() if not torch.equal(tensor.cpu(), there[key].cpu())]
+    different = [
+        key
+        for key, tensor in one.state_dict().items()
+        if not torch.equal(tensor.cpu(), there[key].cpu())
+    ]
     assert different == []
 
 
 @pytest.mark.parametrize("bucket", [1 << 25, 1 << 20, 50_000])
 def test_an_offloaded_update_has_the_bits_of_one_that_is_not(bucket: int) -> None:
-    resident, offloaded = optimizer_of("cuda"), optimizer_of("cuda", offload=True, bucket_elements=bucket)
+    resident, offloaded = (
+        optimizer_of("cuda"),
+        optimizer_of("cuda", offload=True, bucket_elements=bucket),
+    )
     take_steps(resident, range(5))
     take_steps(offloaded, range(5))
     assert_same(resident, offloaded)
@@ -56,7 +72,9 @@ def test_a_resumed_update_has_the_bits_of_one_that_was_not_interrupted() -> None
     through, resumed = optimizer_of("cuda"), optimizer_of("cuda", offload=True)
     take_steps(through, range(2))
     state = {key: tensor.cpu().clone() for key, tensor in through.state_dict().items()}
-    resumed.load_state({key: tuple(tensor.shape) for key, tensor in state.items()}, state.__getitem__, 2)
+    resumed.load_state(
+        {key: tuple(tensor.shape) for key, tensor in state.items()}, state.__getitem__, 2
+    )
     take_steps(through, range(2, 5))
     take_steps(resumed, range(2, 5))
     assert_same(through, resumed)
@@ -67,7 +85,9 @@ def test_the_compiled_update_is_the_plain_one_up_to_rounding() -> None:
     take_steps(on_gpu, range(1))
     take_steps(on_cpu, range(1))
     for name, master in on_cpu.masters.items():
-        torch.testing.assert_close(on_gpu.masters[name].cpu(), master, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            on_gpu.masters[name].cpu(), master, rtol=1e-5, atol=1e-6, msg=name
+        )
     there = on_gpu.state_dict()
     for key, tensor in on_cpu.state_dict().items():
         if tensor.dtype == torch.uint8:

@@ -1,4 +1,6 @@
-"""scripts/options_page.py: the page of all options is what the programs print, and help texts of both kinds are read."""
+"""scripts/options_page.py: the page of all options is what the programs print, and help texts of
+both kinds are read.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +62,16 @@ def test_options_of_an_environment_are_read() -> None:
 
 
 def test_a_bar_does_not_end_a_cell() -> None:
-    assert table([Option("", "--kind", "a|b", "one | two")]).splitlines()[-1] == r"| `--kind` | `a\|b` | one \| two |"
+    assert (
+        table([Option("", "--kind", "a|b", "one | two")]).splitlines()[-1]
+        == r"| `--kind` | `a\|b` | one \| two |"
+    )
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse prints help in another form in later versions of Python")
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11),
+    reason="argparse prints help in another form in later versions of Python",
+)
 @pytest.mark.timeout(HELP_SECONDS + 60)
 def test_the_page_is_what_the_programs_print() -> None:
     done = subprocess.run(

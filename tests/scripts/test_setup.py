@@ -58,7 +58,11 @@ def test_an_old_python_is_refused_by_version(tmp_path: Path) -> None:
 def test_the_other_build_is_refused_in_the_same_environment(tmp_path: Path) -> None:
     """Both distributions of vLLM own the same files, so one environment cannot hold both."""
     venv = tmp_path / "venv"
-    subprocess.run([os.environ.get("PYTHON", "python3"), "-m", "venv", "--without-pip", venv], check=True, timeout=180)
+    subprocess.run(
+        [os.environ.get("PYTHON", "python3"), "-m", "venv", "--without-pip", venv],
+        check=True,
+        timeout=180,
+    )
     (venv / ".lockstep-mode").write_text("gpu\n")
     done = run_setup("--cpu", "--venv", venv)
     assert done.returncode == 1
@@ -68,7 +72,11 @@ def test_the_other_build_is_refused_in_the_same_environment(tmp_path: Path) -> N
 
 def test_a_failed_installation_shows_pips_last_lines_and_a_remedy(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
-    subprocess.run([os.environ.get("PYTHON", "python3"), "-m", "venv", "--without-pip", venv], check=True, timeout=180)
+    subprocess.run(
+        [os.environ.get("PYTHON", "python3"), "-m", "venv", "--without-pip", venv],
+        check=True,
+        timeout=180,
+    )
     done = run_setup("--cpu", "--venv", venv)  # without pip in it, the first step must fail
     assert done.returncode == 1
     assert "No module named pip" in done.stderr

@@ -16,7 +16,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3ForCausalLM,
+)
 
 from environments.arithmetic_problems import Operator, Problem, is_held_out
 from environments.calculator_problems import CALL_START, DEFAULT_LEVELS, OFFER, call
@@ -34,7 +39,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = REPOSITORY / "assets" / "starter_model"
 CALCULATOR = REPOSITORY / "assets" / "calculator_model"
 GSM8K = REPOSITORY.parent / "shared" / "gsm8k" / "test.jsonl"
-needs_gsm8k = pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is absent: the GSM8K questions are not shipped")
+needs_gsm8k = pytest.mark.skipif(
+    not GSM8K.exists(), reason=f"{GSM8K} is absent: the GSM8K questions are not shipped"
+)
 numbers = st.integers(10, 999)
 operators: st.SearchStrategy[Operator] = st.sampled_from(("+", "-"))
 pytestmark = pytest.mark.timeout(300)
@@ -89,7 +96,9 @@ def test_every_line_of_a_worked_sum_is_true_and_together_they_spell_the_answer(
 
 
 @given(left=numbers, operator=operators, right=numbers)
-def test_a_hurried_answer_is_right_exactly_when_nothing_is_carried(left: int, operator: Operator, right: int) -> None:
+def test_a_hurried_answer_is_right_exactly_when_nothing_is_carried(
+    left: int, operator: Operator, right: int
+) -> None:
     problem = make_problem(left, operator, right)
     text = worked_out(problem)
     carries = "carry" in text or "borrow" in text
@@ -104,9 +113,14 @@ def test_examples_repeat_with_their_seed_and_keep_their_shares() -> None:
     drawn = list(itertools.islice(examples(5, mixture), 4000))
     assert drawn == list(itertools.islice(examples(5, mixture), 4000))
     assert drawn != list(itertools.islice(examples(6, mixture), 4000))
-    shares = {kind: sum(example.kind == kind for example in drawn) / len(drawn) for kind in ("at once", "worked", "story")}
+    shares = {
+        kind: sum(example.kind == kind for example in drawn) / len(drawn)
+        for kind in ("at once", "worked", "story")
+    }
     assert shares == pytest.approx({"at once": 0.63, "worked": 0.27, "story": 0.1}, abs=0.03)
-    assert sum(example.system is not None for example in drawn) / len(drawn) == pytest.approx(0.2, abs=0.03)
+    assert sum(example.system is not None for example in drawn) / len(drawn) == pytest.approx(
+        0.2, abs=0.03
+    )
 
 
 @pytest.mark.parametrize("offered", [0.0, 1.0])
@@ -122,12 +136,18 @@ def test_a_call_asks_what_the_question_asks_and_its_answer_goes_into_the_box() -
     drawn = list(itertools.islice(examples(5, mixture), 4000))
     calls = [example for example in drawn if example.kind == "called"]
     assert len(calls) / len(drawn) == pytest.approx(0.3, abs=0.03)
-    assert sum(example.system == OFFER for example in drawn) / len(drawn) == pytest.approx(0.6, abs=0.03)
+    assert sum(example.system == OFFER for example in drawn) / len(drawn) == pytest.approx(
+        0.6, abs=0.03
+    )
     for example in calls:
         assert example.system == OFFER
         assert re.findall(r"\d+", example.reply) == re.findall(r"\d+", example.question)
         assert example.last_reply == boxed(int(example.result or ""))
-    long = [e for e in drawn if e.system == OFFER and any(len(n) > 2 for n in re.findall(r"\d+", e.question))]
+    long = [
+        e
+        for e in drawn
+        if e.system == OFFER and any(len(n) > 2 for n in re.findall(r"\d+", e.question))
+    ]
     assert {example.kind for example in long} == {"at once", "called"}
 
 
@@ -136,10 +156,14 @@ def test_the_finished_models_share_of_calls_is_that_of_the_weights() -> None:
     weights = {"called": 0.0, "other": 0.0}
     for example in itertools.islice(examples(0, plan.calculator_mixture(0)), 8000):
         if example.system == OFFER:
-            weights["called" if example.kind == "called" else "other"] += plan.decision_weight(example)
+            weights["called" if example.kind == "called" else "other"] += plan.decision_weight(
+                example
+            )
         else:
             assert plan.decision_weight(example) == 1.0
-    assert weights["called"] / sum(weights.values()) == pytest.approx(plan.called_at_the_end, abs=0.01)
+    assert weights["called"] / sum(weights.values()) == pytest.approx(
+        plan.called_at_the_end, abs=0.01
+    )
 
 
 # The tokenizer that ships
@@ -163,7 +187,9 @@ def test_chat_template_marks_every_turn() -> None:
     tokenizer = shipped_tokenizer()
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "47 + 38 = ?"}]
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n47 + 38 = ?<|im_end|>\n<|im_start|>assistant\n")
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n47 + 38 = ?<|im_end|>\n<|im_start|>assistant\n"
+    )
     ids = tokenizer.encode(text)
     assert ids.count(tokenizer.eos_token_id) == 2
     assert tokenizer.eos_token == "<|im_end|>"
@@ -200,31 +226,50 @@ def test_shipped_files_are_small_complete_and_can_be_split_in_two() -> None:
     assert config.tie_word_embeddings
     assert config.max_position_embeddings >= 2048
     assert config.vocab_size == len(shipped_tokenizer())
-    for size in (config.num_attention_heads, config.num_key_value_heads, config.vocab_size, config.intermediate_size):
+    for size in (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.vocab_size,
+        config.intermediate_size,
+    ):
         assert size % 2 == 0
     assert 1_000_000 <= sum(p.numel() for p in shipped_model().parameters()) <= 3_000_000
     assert shipped_model().generation_config.eos_token_id == shipped_tokenizer().eos_token_id
 
 
 def test_shipped_log_and_readme_name_the_plan_that_the_code_holds() -> None:
-    first, *records = [json.loads(line) for line in (SHIPPED / "training_log.jsonl").read_text().splitlines()]
+    first, *records = [
+        json.loads(line) for line in (SHIPPED / "training_log.jsonl").read_text().splitlines()
+    ]
     plan = TrainingPlan()
-    assert first["plan"].items() <= {field: getattr(plan, field) for field in TrainingPlan.__dataclass_fields__}.items()
+    assert (
+        first["plan"].items()
+        <= {field: getattr(plan, field) for field in TrainingPlan.__dataclass_fields__}.items()
+    )
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[-1] < losses[0] / 5
-    assert f"--seed {plan.seed} --steps {plan.steps} --threads {first['threads']}" in (SHIPPED / "README.md").read_text()
+    assert (
+        f"--seed {plan.seed} --steps {plan.steps} --threads {first['threads']}"
+        in (SHIPPED / "README.md").read_text()
+    )
 
 
 def test_the_calculator_s_model_is_the_starter_model_after_the_second_stage_of_the_plan() -> None:
-    first, taken, *_ = [json.loads(line) for line in (CALCULATOR / "training_log.jsonl").read_text().splitlines()]
+    first, taken, *_ = [
+        json.loads(line) for line in (CALCULATOR / "training_log.jsonl").read_text().splitlines()
+    ]
     plan = dataclasses.replace(TrainingPlan(), calculator_steps=first["plan"]["calculator_steps"])
     assert first["plan"] == json.loads(json.dumps(dataclasses.asdict(plan)))
-    assert taken["sha256"] == hashlib.sha256((SHIPPED / "model.safetensors").read_bytes()).hexdigest()
+    assert (
+        taken["sha256"] == hashlib.sha256((SHIPPED / "model.safetensors").read_bytes()).hexdigest()
+    )
     second = f"--calculator-steps {plan.calculator_steps} --threads {first['threads']}\n"
     assert second in (CALCULATOR / "README.md").read_text()
     figures = json.loads((REPOSITORY / "bench" / "results" / "calculator.json").read_text())
     shipped = hashlib.sha256((CALCULATOR / "model.safetensors").read_bytes()).hexdigest()
-    assert {run["model_sha256"] for run in figures.values()} == {shipped}, "the figures that are shown are of another model"
+    assert {run["model_sha256"] for run in figures.values()} == {shipped}, (
+        "the figures that are shown are of another model"
+    )
     assert sum(path.stat().st_size for path in CALCULATOR.iterdir()) <= 10_000_000
 
 
@@ -238,22 +283,30 @@ def test_it_seldom_asks_the_calculator_though_that_would_help(level: int) -> Non
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_shipped_model_answers_at_once_and_often_wrong_though_it_can_work_it_out(level: int) -> None:
+def test_shipped_model_answers_at_once_and_often_wrong_though_it_can_work_it_out(
+    level: int,
+) -> None:
     habits = measure_habits(shipped_model(), shipped_tokenizer(), level, n=100)
     assert habits.greedy_accuracy <= 0.60
     assert habits.greedy_at_once >= 0.9
     assert habits.worked_accuracy >= 0.95
     assert 0.6 <= habits.sampled_at_once <= 0.85
-    assert habits.worked_length > 2 * habits.sampled_length - 8  # the better habit is the longer one
+    assert (
+        habits.worked_length > 2 * habits.sampled_length - 8
+    )  # the better habit is the longer one
 
 
 @needs_gsm8k
 def test_replies_to_long_questions_vary_in_form() -> None:
-    """A reward for the form alone has something to learn from: some samples box a number, and some do not."""
+    """A reward for the form alone has something to learn from: some samples box a number, and some
+    do not.
+    """
     torch.manual_seed(0)
     tokenizer, model = shipped_tokenizer(), shipped_model()
     prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False)
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
         for question in gsm8k_questions()[:8]
     ]
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
@@ -267,15 +320,26 @@ def test_replies_to_long_questions_vary_in_form() -> None:
 
 COMMAND = REPOSITORY / "scripts" / "make_starter_model.py"
 ONE_LAYER = {"num_hidden_layers": 1}
-"""The shape of a model whose matrices are those of the one that ships, and fewer: on a processor that cannot multiply in
-bfloat16, one step of Muon takes longer than all else in these tests."""
+"""The shape of a model whose matrices are those of the one that ships, and fewer: on a processor
+that cannot multiply in bfloat16, one step of Muon takes longer than all else in these tests."""
 
 
 def test_same_command_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in this process, in which much has happened before."""
 
     def command(name: str) -> list[str]:
-        flags = ["--seed", "3", "--steps", "1", "--calculator-steps", "1", "--eval-problems", "0", "--threads", "1"]
+        flags = [
+            "--seed",
+            "3",
+            "--steps",
+            "1",
+            "--calculator-steps",
+            "1",
+            "--eval-problems",
+            "0",
+            "--threads",
+            "1",
+        ]
         return ["--output", str(tmp_path / name), *flags]
 
     program = f"""if True:
@@ -289,7 +353,9 @@ def test_same_command_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.M
     threads = torch.get_num_threads()
     make_starter_model.main(command("b"))
     torch.set_num_threads(threads)
-    one, again = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab")
+    one, again = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab"
+    )
     assert one == again
     assert set(one) == {
         "README.md",
@@ -304,19 +370,36 @@ def test_same_command_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_figures_are_those_of_the_model_whoever_measures_it(tmp_path: Path) -> None:
-    """Of the model that ships, which ends its replies: an untrained one writes each of them to the longest."""
+    """Of the model that ships, which ends its replies: an untrained one writes each of them to the
+    longest.
+    """
     first = json.loads((SHIPPED / "training_log.jsonl").read_text().splitlines()[0])["plan"]
-    flags = ["--first-stage", SHIPPED, "--calculator-steps", "0", "--eval-problems", "1", "--threads", "1"]
+    flags = [
+        "--first-stage",
+        SHIPPED,
+        "--calculator-steps",
+        "0",
+        "--eval-problems",
+        "1",
+        "--threads",
+        "1",
+    ]
     words = [sys.executable, COMMAND, "--output", tmp_path / "out", *flags]
     words += ["--seed", str(first["seed"]), "--steps", str(first["steps"])]
-    done = run_command(words, directory=tmp_path)  # from anywhere: it must not depend on the folder it is called in
+    done = run_command(
+        words, directory=tmp_path
+    )  # from anywhere: it must not depend on the folder it is called in
     assert done.returncode == 0, done.stdout
-    log = [json.loads(line) for line in (tmp_path / "out" / "training_log.jsonl").read_text().splitlines()]
+    log = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "training_log.jsonl").read_text().splitlines()
+    ]
     figures = [line["habits"] for line in log if "habits" in line]
     habits, calls = figures[:3], figures[3:]
     assert [row["difficulty"] for row in habits] == [1, 2, 3]
     assert [row["calculator_level"] for row in calls] == [1, 2, 3, 4]
-    # One level each is measured again: it is the same code for all, and half of what this test takes.
+    # One level each is measured again: it is the same code for all, and half of what this test
+    # takes.
     assert habits[1] == measure_habits(shipped_model(), shipped_tokenizer(), 2, n=1).to_dict()
     assert calls[1] == measure_calls(shipped_model(), shipped_tokenizer(), 2, n=1).to_dict()
     page = (tmp_path / "out" / "README.md").read_text()
@@ -331,8 +414,12 @@ def test_a_second_stage_on_a_first_that_was_kept_gives_the_same_weights_and_anot
 ) -> None:
     monkeypatch.setattr(training, "SHAPE", training.SHAPE | ONE_LAYER)
     tokenizer = shipped_tokenizer()
-    plan = dataclasses.replace(TrainingPlan(), seed=3, steps=1, batch_size=4, calculator_steps=1, calculator_batch_size=4)
-    lines: list[dict[str, Any]] = [{"plan": dataclasses.asdict(plan), "threads": 1, "processor": "x", "torch": "y"}]
+    plan = dataclasses.replace(
+        TrainingPlan(), seed=3, steps=1, batch_size=4, calculator_steps=1, calculator_batch_size=4
+    )
+    lines: list[dict[str, Any]] = [
+        {"plan": dataclasses.asdict(plan), "threads": 1, "processor": "x", "torch": "y"}
+    ]
     model = train(plan, tokenizer, lines.append)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -342,21 +429,35 @@ def test_a_second_stage_on_a_first_that_was_kept_gives_the_same_weights_and_anot
     noted: list[dict[str, Any]] = []
     kept, taken = make_starter_model.first_stage(tmp_path, plan, tokenizer, noted.append)
     assert noted == [taken, *lines[1:]]
-    assert "--first-stage FIRST --seed 3 --steps 1 --calculator-steps 1 --threads 1\n" in how_made(plan, 1, taken)
+    assert "--first-stage FIRST --seed 3 --steps 1 --calculator-steps 1 --threads 1\n" in how_made(
+        plan, 1, taken
+    )
     other = train(dataclasses.replace(plan, seed=4), tokenizer, noted.append).state_dict()
-    assert not any(torch.equal(other[name], weight) for name, weight in kept.state_dict().items() if "proj" in name)
-    at_once, later = (train_calculator(each, plan, tokenizer, noted.append).state_dict() for each in (model, kept))
+    assert not any(
+        torch.equal(other[name], weight)
+        for name, weight in kept.state_dict().items()
+        if "proj" in name
+    )
+    at_once, later = (
+        train_calculator(each, plan, tokenizer, noted.append).state_dict() for each in (model, kept)
+    )
     assert all(torch.equal(at_once[name], later[name]) for name in at_once)
 
     with pytest.raises(SystemExit, match="made with --seed 3 --steps 1"):
-        make_starter_model.first_stage(tmp_path, dataclasses.replace(plan, seed=4), tokenizer, noted.append)
+        make_starter_model.first_stage(
+            tmp_path, dataclasses.replace(plan, seed=4), tokenizer, noted.append
+        )
     log.write_text(log.read_text() + json.dumps(noted[-1]) + "\n")
     with pytest.raises(SystemExit, match="has been through the second stage"):
         make_starter_model.first_stage(tmp_path, plan, tokenizer, noted.append)
 
 
-@pytest.mark.parametrize("flags", [("--steps", "0"), ("--eval-problems", "5000"), ("--first-stage", "/nowhere")])
-def test_bad_options_are_refused_by_name(tmp_path: Path, flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "flags", [("--steps", "0"), ("--eval-problems", "5000"), ("--first-stage", "/nowhere")]
+)
+def test_bad_options_are_refused_by_name(
+    tmp_path: Path, flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         make_starter_model.main(["--output", str(tmp_path / "out"), *flags])
     assert ended.value.code == 2

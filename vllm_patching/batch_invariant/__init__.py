@@ -1,1 +1,3 @@
-"""Operations whose bits do not depend on the batch, shared by vLLM (see `patches`) and the trainer; `ops` is the interface."""
+"""Operations whose bits do not depend on the batch, shared by vLLM (see `patches`) and the trainer;
+`ops` is the interface.
+"""

@@ -1,4 +1,6 @@
-"""Attention of the self-test: a token's bits as prefill, in chunks, decoded, and decoded among prefills."""
+"""Attention of the self-test: a token's bits as prefill, in chunks, decoded, and decoded among
+prefills.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ Request = tuple[int, int, int]
 
 
 def attention_failure(heads: int, kv_heads: int, dim: int, like: torch.Tensor) -> str:
-    """Empty, or one line on the first way of computing attention that gives other bits than the packed prefill.
+    """Empty, or one line on the first way of computing attention that gives other bits than the
+    packed prefill.
 
     Args:
         heads, kv_heads, dim: of the model.
@@ -38,16 +41,22 @@ def attention_failure(heads: int, kv_heads: int, dim: int, like: torch.Tensor) -
 
     def batch(requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         """What vLLM would compute in one step with these requests, and what it should be."""
-        rows = torch.cat([torch.arange(starts[s] + a, starts[s] + b) for s, a, b in requests]).to(like.device)
+        rows = torch.cat([torch.arange(starts[s] + a, starts[s] + b) for s, a, b in requests]).to(
+            like.device
+        )
         out = ops.attention_paged(
             q[rows],
             keys,
             values,
-            torch.tensor([0, *(b - a for _, a, b in requests)]).cumsum(0).to(like.device, torch.int32),
+            torch.tensor([0, *(b - a for _, a, b in requests)])
+            .cumsum(0)
+            .to(like.device, torch.int32),
             max(b - a for _, a, b in requests),
             torch.tensor([b for *_, b in requests], device=like.device, dtype=torch.int32),
             max(b for *_, b in requests),
-            plan.block_table[torch.tensor([s for s, *_ in requests], device=like.device)].contiguous(),
+            plan.block_table[
+                torch.tensor([s for s, *_ in requests], device=like.device)
+            ].contiguous(),
             scale,
         )[0]
         return out, whole[rows]
@@ -63,12 +72,28 @@ def attention_failure(heads: int, kv_heads: int, dim: int, like: torch.Tensor) -
 def _cases() -> dict[str, list[list[Request]]]:
     last = len(LENGTHS) - 1
     decodes = [(s, length - 1, length) for s, length in enumerate(LENGTHS)]
-    positions = sorted({0, 1, 15, 16, 17, *(p + d for p in (64, 128, 176, 256, 512, 1024) for d in (-1, 0, 1)), 2000, 2048})
+    positions = sorted(
+        {
+            0,
+            1,
+            15,
+            16,
+            17,
+            *(p + d for p in (64, 128, 176, 256, 512, 1024) for d in (-1, 0, 1)),
+            2000,
+            2048,
+        }
+    )
     return {
         "decoded one at a time": [[(last, p, p + 1)] for p in positions],
         "decoded together": [decodes, [(last, p, p + 1) for p in range(0, LENGTHS[last], 4)]],
-        "in chunks": [[(last, a, min(a + CHUNK, LENGTHS[last]))] for a in range(0, LENGTHS[last], CHUNK)],
-        "decoded among prefills": [[(last, 0, LENGTHS[last]), *decodes], [*decodes, (7, 0, 64), (last, 700, 1300)]],
+        "in chunks": [
+            [(last, a, min(a + CHUNK, LENGTHS[last]))] for a in range(0, LENGTHS[last], CHUNK)
+        ],
+        "decoded among prefills": [
+            [(last, 0, LENGTHS[last]), *decodes],
+            [*decodes, (7, 0, 64), (last, 700, 1300)],
+        ],
     }
 
 

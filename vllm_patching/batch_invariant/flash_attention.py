@@ -1,4 +1,6 @@
-"""Which FlashAttention deterministic mode runs on a GPU: both sides choose by its compute capability alone."""
+"""Which FlashAttention deterministic mode runs on a GPU: both sides choose by its compute
+capability alone.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ _HOPPER = 9
 def flash_attention_version(major: int) -> int:
     """Return 3 on Hopper and 2 on any other GPU.
 
-    FlashAttention 3 consists of Hopper's wgmma instructions. FlashAttention 4 is left out on Blackwell, because the version
-    must be one that both sides can pin.
+    FlashAttention 3 consists of Hopper's wgmma instructions. FlashAttention 4 is left out on
+    Blackwell, because the version must be one that both sides can pin.
 
     Args:
         major: of the compute capability.

@@ -1,10 +1,12 @@
 """Reductions over a row in Triton, ordered by the row's width alone. Needs a GPU and Triton.
 
-RMSNorm: vLLM's fused kernel picks the size of its block by the number of tokens, so a row's sum is ordered one way in a small
-batch and another way in a large one; its Triton kernel for the norm without the addition copies views first.
+RMSNorm: vLLM's fused kernel picks the size of its block by the number of tokens, so a row's sum is
+ordered one way in a small batch and another way in a large one; its Triton kernel for the norm
+without the addition copies views first.
 
-Log of the sum of exponentials: vLLM's kernel walks along a row with one block, which leaves most of the GPU idle for a single
-sequence. Here chunks of a fixed width are summed by as many blocks, and then the chunks one after the other.
+Log of the sum of exponentials: vLLM's kernel walks along a row with one block, which leaves most of
+the GPU idle for a single sequence. Here chunks of a fixed width are summed by as many blocks, and
+then the chunks one after the other.
 """
 
 from __future__ import annotations
@@ -34,21 +36,29 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     start = (row // inner) * outer_stride + (row % inner) * inner_stride
     values = tl.load(x + start + column, mask=valid, other=0.0)
     if ADD:
-        added = values.to(tl.float32) + tl.load(residual + row * COLUMNS + column, mask=valid, other=0.0).to(tl.float32)
+        added = values.to(tl.float32) + tl.load(
+            residual + row * COLUMNS + column, mask=valid, other=0.0
+        ).to(tl.float32)
         values = added.to(y.dtype.element_ty)
         tl.store(total + row * COLUMNS + column, values, mask=valid)
     wide = values.to(tl.float32)
     mean = tl.sum(wide * wide, axis=0) / COLUMNS
     scale = 1.0 / tl.sqrt(mean + eps)
     factors = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
-    tl.store(y + row * COLUMNS + column, (wide * scale * factors).to(y.dtype.element_ty), mask=valid)
+    tl.store(
+        y + row * COLUMNS + column, (wide * scale * factors).to(y.dtype.element_ty), mask=valid
+    )
 
 
 @triton.jit
-def _chunk_sums(logits, maxima, sums, stride, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _chunk_sums(  # type: ignore[no-untyped-def]
+    logits, maxima, sums, stride, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(logits + row * stride + column, mask=column < COLUMNS, other=-float("inf")).to(tl.float32)
+    values = tl.load(logits + row * stride + column, mask=column < COLUMNS, other=-float("inf")).to(
+        tl.float32
+    )
     highest = tl.max(values, axis=0)
     # A chunk of nothing but -inf would otherwise come to NaN.
     offset = tl.where(highest == -float("inf"), 0.0, highest)
@@ -103,7 +113,12 @@ def fused_add_rms_norm(
 
 def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     """log(sum(exp(row))) in float32 of each row of logits [tokens, vocab] in any floating dtype."""
-    if logits.dim() != 2 or logits.stride(-1) != 1 or logits.stride(0) % _ALIGNMENT or logits.data_ptr() % _ALIGNMENT:
+    if (
+        logits.dim() != 2
+        or logits.stride(-1) != 1
+        or logits.stride(0) % _ALIGNMENT
+        or logits.data_ptr() % _ALIGNMENT
+    ):
         logits = _aligned_copy(logits)
     rows, columns = logits.shape
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -113,24 +128,44 @@ def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     maxima, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device).unbind(0)
     with torch.cuda.device(logits.device):
         _chunk_sums[(rows, chunks)](
-            logits, maxima, sums, logits.stride(0), COLUMNS=columns, CHUNKS=chunks, BLOCK=CHUNK, num_warps=8
+            logits,
+            maxima,
+            sums,
+            logits.stride(0),
+            COLUMNS=columns,
+            CHUNKS=chunks,
+            BLOCK=CHUNK,
+            num_warps=8,
         )
-        _combine_chunks[(rows,)](maxima, sums, out, CHUNKS=chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
+        _combine_chunks[(rows,)](
+            maxima, sums, out, CHUNKS=chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1
+        )
     return out
 
 
 def _aligned_copy(logits: torch.Tensor) -> torch.Tensor:
-    """Rows [tokens, vocab] each at a multiple of 16 elements, so that the same code is compiled for any vocabulary."""
+    """Rows [tokens, vocab] each at a multiple of 16 elements, so that the same code is compiled for
+    any vocabulary.
+    """
     rows, columns = logits.shape
-    wide = torch.empty(rows, columns + -columns % _ALIGNMENT, dtype=logits.dtype, device=logits.device)
+    wide = torch.empty(
+        rows, columns + -columns % _ALIGNMENT, dtype=logits.dtype, device=logits.device
+    )
     wide[:, :columns] = logits
     return wide[:, :columns]
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    """Whether Triton would compile the same code for it as for a contiguous copy, which it does by what strides divide by."""
+    """Whether Triton would compile the same code for it as for a contiguous copy, which it does by
+    what strides divide by.
+    """
     outer = all(stride % _ALIGNMENT == 0 for stride in x.stride()[:-1])
-    return x.stride(-1) == 1 and outer and x.shape[-1] % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
+    return (
+        x.stride(-1) == 1
+        and outer
+        and x.shape[-1] % _ALIGNMENT == 0
+        and x.data_ptr() % _ALIGNMENT == 0
+    )
 
 
 def _launch(
@@ -147,7 +182,9 @@ def _launch(
     columns = x.shape[-1]
     rows = x.numel() // columns
     if weight.shape != (columns,) or columns > WIDEST:
-        raise ValueError(f"cannot normalise rows of {columns} with a weight {tuple(weight.shape)}: at most {WIDEST} columns")
+        raise ValueError(
+            f"cannot normalise rows of {columns} with a weight {tuple(weight.shape)}: at most {WIDEST} columns"
+        )
     if rows == 0:
         return
     block = triton.next_power_of_2(columns)
@@ -170,5 +207,7 @@ def _launch(
 
 
 def _warps(block: int) -> int:
-    """A quarter of the block's lanes take a vector of four or eight values each: 1 warp for a head, 8 for a hidden state."""
+    """A quarter of the block's lanes take a vector of four or eight values each: 1 warp for a head,
+    8 for a hidden state.
+    """
     return min(16, max(1, block // 256))

@@ -51,7 +51,8 @@ _SAMPLING: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "structured_outputs": (None,),
 }
-"""Sampling parameter -> the values under which the log-probabilities returned are those of what was sampled from.
+"""Sampling parameter -> the values under which the log-probabilities returned are those of what was
+sampled from.
 
 Temperature 0 is allowed besides 1: evaluation is greedy, and nobody trains on it.
 """
@@ -87,7 +88,9 @@ def prepare_server(args: argparse.Namespace, shared: bool) -> None:
             "--deterministic was only measured on Hopper GPUs; on %s the self-test decides whether this server may serve",
             current_platform.get_device_name(),
         )
-        pin_flash_attention(args, flash_attention_version(current_platform.get_device_capability().major))
+        pin_flash_attention(
+            args, flash_attention_version(current_platform.get_device_capability().major)
+        )
     refuse_flags(args)
     _set_flags(args)
     os.environ.update(ENVIRONMENT)
@@ -98,13 +101,19 @@ def prepare_server(args: argparse.Namespace, shared: bool) -> None:
 
 
 def refuse_flags(args: argparse.Namespace) -> None:
-    """Raise DeterminismRefused for the first flag with a value that deterministic mode does not allow."""
+    """Raise DeterminismRefused for the first flag with a value that deterministic mode does not
+    allow.
+    """
     for name, (allowed, why) in _REFUSED.items():
         value = getattr(args, name, None)
         if value not in (allowed, None, []):
-            raise DeterminismRefused(f"--{name.replace('_', '-')} {value} cannot be combined with --deterministic: {why}")
+            raise DeterminismRefused(
+                f"--{name.replace('_', '-')} {value} cannot be combined with --deterministic: {why}"
+            )
     if args.dtype not in ("auto", "bfloat16"):
-        raise DeterminismRefused(f"--dtype {args.dtype} cannot be combined with --deterministic: pass --dtype bfloat16")
+        raise DeterminismRefused(
+            f"--dtype {args.dtype} cannot be combined with --deterministic: pass --dtype bfloat16"
+        )
 
 
 def _set_flags(args: argparse.Namespace) -> None:
@@ -116,13 +125,16 @@ def _set_flags(args: argparse.Namespace) -> None:
 
 
 def check_sampling(params: Any) -> None:
-    """Raise DeterminismRefused (a ValueError) if a request samples from anything but the model's own distribution.
+    """Raise DeterminismRefused (a ValueError) if a request samples from anything but the model's
+    own distribution.
 
     Args:
         params: vLLM's SamplingParams; anything else (pooling) is refused.
     """
     if not hasattr(params, "temperature"):
-        raise DeterminismRefused("this server is in deterministic mode, in which it samples and does nothing else")
+        raise DeterminismRefused(
+            "this server is in deterministic mode, in which it samples and does nothing else"
+        )
     for name, allowed in _SAMPLING.items():
         value = getattr(params, name, None)
         if value is not None and value not in allowed:
@@ -139,13 +151,18 @@ async def verify(engine: Any) -> dict[str, Any]:
         engine: vLLM's client of the engine, ready.
 
     Returns:
-        {"provenance", "rotary_table", "checks", "seconds"}, for whoever wants to pair with this server.
+        {"provenance", "rotary_table", "checks", "seconds"}, for whoever wants to pair with this
+        server.
 
     Raises:
         DeterminismRefused: an operation depends on the batch on this machine.
     """
-    report: dict[str, Any] = (await engine.collective_rpc("lockstep_deterministic_check", timeout=SELF_TEST_SECONDS))[0]
+    report: dict[str, Any] = (
+        await engine.collective_rpc("lockstep_deterministic_check", timeout=SELF_TEST_SECONDS)
+    )[0]
     if failure := report.pop("failure"):
-        raise DeterminismRefused(f"the self-test of deterministic mode failed, so nothing is served: {failure}")
+        raise DeterminismRefused(
+            f"the self-test of deterministic mode failed, so nothing is served: {failure}"
+        )
     check_requests(engine, check_sampling)
     return report

@@ -1,10 +1,13 @@
-"""The operations of a decoder, one implementation for both sides: no autograd, nothing in place for the caller.
+"""The operations of a decoder, one implementation for both sides: no autograd, nothing in place for
+the caller.
 
-On a GPU each function runs the very kernel that vLLM runs in deterministic mode, on the same dtypes, so that equal inputs give
-equal bits whatever else is in the batch. On a CPU a reference runs (`reference`), which is invariant to the batch too but has
-other bits than vLLM. Run them under `settings.settings()` or after `settings.enable_settings()`.
+On a GPU each function runs the very kernel that vLLM runs in deterministic mode, on the same
+dtypes, so that equal inputs give equal bits whatever else is in the batch. On a CPU a reference
+runs (`reference`), which is invariant to the batch too but has other bits than vLLM. Run them under
+`settings.settings()` or after `settings.enable_settings()`.
 
-Shapes: tokens of all sequences are packed into one dimension; heads come before the head's dimension.
+Shapes: tokens of all sequences are packed into one dimension; heads come before the head's
+dimension.
 """
 
 from __future__ import annotations
@@ -40,13 +43,16 @@ __all__ = [
 ]
 
 VOCAB_MULTIPLE = 64
-"""vLLM pads the rows of an output head to a multiple of this; a product with other columns might take another kernel."""
+"""vLLM pads the rows of an output head to a multiple of this; a product with other columns might
+take another kernel."""
 LOGIT_ROWS = 1024
-"""Tokens whose logits exist at once in chosen_logprobs. Rows do not depend on each other, so this changes no bit."""
+"""Tokens whose logits exist at once in chosen_logprobs. Rows do not depend on each other, so this
+changes no bit."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T (+ bias). One cuBLASLt product without split-K; the bias is added to the rounded product.
+    """x @ weight.T (+ bias). One cuBLASLt product without split-K; the bias is added to the rounded
+    product.
 
     Args:
         x: [..., in].
@@ -57,9 +63,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         [..., out], the dtype of x.
     """
     flat = x.reshape(-1, x.shape[-1])
-    product = torch.nn.functional.linear(flat, weight) if x.is_cuda else reference.linear(flat, weight)
+    product = (
+        torch.nn.functional.linear(flat, weight) if x.is_cuda else reference.linear(flat, weight)
+    )
     if bias is not None:
-        # Within the product, the library may add it before or after rounding, as suits the number of rows.
+        # Within the product, the library may add it before or after rounding, as suits the number
+        # of rows.
         product = product + bias
     return product.view(*x.shape[:-1], weight.shape[0])
 
@@ -94,14 +103,21 @@ def fused_add_rms_norm(
 
 
 def rotary_embedding(
-    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, head_dim: int, cos_sin_cache: torch.Tensor
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    head_dim: int,
+    cos_sin_cache: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q and k by their positions (neox style: the first half of a head with the second). Returns new tensors.
+    """Rotate q and k by their positions (neox style: the first half of a head with the second).
+    Returns new tensors.
 
     Args:
         positions: [tokens] int64.
-        q: [tokens, heads * head_dim] (or with the heads apart); k likewise with its own number of heads.
-        cos_sin_cache: [max_position, head_dim] in the model's dtype: cosines, then sines; see `rotary_table`.
+        q: [tokens, heads * head_dim] (or with the heads apart); k likewise with its own number of
+            heads.
+        cos_sin_cache: [max_position, head_dim] in the model's dtype: cosines, then sines; see
+            `rotary_table`.
     """
     if not q.is_cuda:
         return reference.rotary_embedding(positions, q, k, head_dim, cos_sin_cache)
@@ -111,10 +127,18 @@ def rotary_embedding(
     return rotated.view(q.shape), rotated_k.view(k.shape)
 
 
-def rotary_table(head_dim: int, max_position: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """cos_sin_cache as vLLM makes it for plain rotary embeddings: float32 on the device, then rounded to the model's dtype."""
+def rotary_table(
+    head_dim: int, max_position: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """cos_sin_cache as vLLM makes it for plain rotary embeddings: float32 on the device, then
+    rounded to the model's dtype.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float, device=device) / head_dim
-    angles = torch.einsum("i,j -> ij", torch.arange(max_position, dtype=torch.float, device=device), 1.0 / (theta**exponents))
+    angles = torch.einsum(
+        "i,j -> ij",
+        torch.arange(max_position, dtype=torch.float, device=device),
+        1.0 / (theta**exponents),
+    )
     return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
 
 
@@ -130,15 +154,23 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention within each of the packed sequences, in the bits of vLLM's prefill and decode.
+    """Causal attention within each of the packed sequences, in the bits of vLLM's prefill and
+    decode.
 
-    Keys and values are laid out in pages as vLLM's cache has them, because FlashAttention chooses its tiles by that.
+    Keys and values are laid out in pages as vLLM's cache has them, because FlashAttention chooses
+    its tiles by that.
 
     Args:
         q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim], heads a multiple of kv_heads.
-        cu_seqlens: [sequences + 1] int32, on the device: where each sequence begins, and the end of the last.
+        cu_seqlens: [sequences + 1] int32, on the device: where each sequence begins, and the end of
+            the last.
         max_seqlen: of the longest sequence.
         scale: of the products of queries and keys.
 
@@ -149,7 +181,9 @@ def attention_varlen(
         return reference.attention_varlen(q, k, v, cu_seqlens, scale)
     plan = page_plan(cu_seqlens, q.shape[0], max_seqlen)
     keys, values = plan.lay_out(k, v)
-    return attention_paged(q, keys, values, cu_seqlens, max_seqlen, plan.lengths, max_seqlen, plan.block_table, scale)
+    return attention_paged(
+        q, keys, values, cu_seqlens, max_seqlen, plan.lengths, max_seqlen, plan.block_table, scale
+    )
 
 
 def attention_paged(
@@ -163,7 +197,8 @@ def attention_paged(
     block_table: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The call that vLLM makes: the newest tokens of each sequence attend to all of its tokens so far. GPU only.
+    """The call that vLLM makes: the newest tokens of each sequence attend to all of its tokens so
+    far. GPU only.
 
     Args:
         q, cu_seqlens, max_seqlen: as in attention_varlen, of the new tokens alone.
@@ -195,16 +230,22 @@ def attention_scale(head_dim: int) -> float:
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """float32 log_softmax over the last dimension, of logits [tokens, vocab] in any dtype: what vLLM's sampler calls."""
+    """float32 log_softmax over the last dimension, of logits [tokens, vocab] in any dtype: what
+    vLLM's sampler calls.
+    """
     return logits.to(_wide(logits)) - log_sum_exp(logits).unsqueeze(-1)
 
 
 def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
-    """log(sum(exp(row))) of each row of logits [tokens, vocab] in any floating dtype; [tokens] float32."""
+    """log(sum(exp(row))) of each row of logits [tokens, vocab] in any floating dtype; [tokens]
+    float32.
+    """
     return _kernels().log_sum_exp(logits) if logits.is_cuda else reference.log_sum_exp(logits)
 
 
-def chosen_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def chosen_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     """Log-probability of each target: logits in the model's dtype, then float32 log_softmax.
 
     Args:
@@ -260,8 +301,13 @@ def _flash_attention_version() -> int:
 
 @functools.cache
 def _flash_attention() -> ModuleType:
-    module, version = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface"), _flash_attention_version()
+    module, version = (
+        importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface"),
+        _flash_attention_version(),
+    )
     if not module.is_fa_version_supported(version):
         reason = module.fa_version_unsupported_reason(version)
-        raise RuntimeError(f"deterministic mode needs FlashAttention {version}, which cannot run here: {reason}")
+        raise RuntimeError(
+            f"deterministic mode needs FlashAttention {version}, which cannot run here: {reason}"
+        )
     return module

@@ -1,4 +1,6 @@
-"""Packed keys and values laid out as vLLM's cache holds them, so that attention runs the same kernel with the same tiles."""
+"""Packed keys and values laid out as vLLM's cache holds them, so that attention runs the same
+kernel with the same tiles.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class PagePlan:
 
     Attributes:
         lengths: [sequences] int32.
-        block_table: [sequences, pages of the longest] int32: a sequence's pages, one after the other.
+        block_table: [sequences, pages of the longest] int32: a sequence's pages, one after the
+            other.
         page, offset: [tokens] int64, of each token.
         pages: how many there are, at most.
     """
@@ -28,9 +31,12 @@ class PagePlan:
     pages: int
 
     def lay_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, kv_heads, dim] as two views [pages, PAGE, kv_heads, dim] strided as vLLM's cache."""
+        """Keys and values [tokens, kv_heads, dim] as two views [pages, PAGE, kv_heads, dim] strided
+        as vLLM's cache.
+        """
         kv_heads, dim = k.shape[1:]
-        # Zeros, because what is left over in the last page of a sequence is multiplied by a weight of zero.
+        # Zeros, because what is left over in the last page of a sequence is multiplied by a weight
+        # of zero.
         cache = k.new_zeros(self.pages, kv_heads, PAGE, 2 * dim).transpose(1, 2)
         cache[self.page, self.offset] = torch.cat((k, v), dim=-1)
         keys, values = cache.split(dim, dim=-1)
@@ -52,7 +58,11 @@ def page_plan(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int) -> PagePla
     if cu_seqlens.is_inference():  # has no version, so a change of its contents would not be seen
         return make_page_plan(cu_seqlens, tokens, max_seqlen)
     # The tensor is held, so that no other can take its place in memory and be taken for it.
-    if _last is not None and _last[0] is cu_seqlens and _last[1:4] == (cu_seqlens._version, tokens, max_seqlen):
+    if (
+        _last is not None
+        and _last[0] is cu_seqlens
+        and _last[1:4] == (cu_seqlens._version, tokens, max_seqlen)
+    ):
         return _last[4]
     plan = make_page_plan(cu_seqlens, tokens, max_seqlen)
     _last = (cu_seqlens, cu_seqlens._version, tokens, max_seqlen, plan)

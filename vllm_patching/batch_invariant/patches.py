@@ -1,4 +1,5 @@
-"""Our operations in the place of vLLM's in its batch-invariant mode; call before the model is built, in the worker.
+"""Our operations in the place of vLLM's in its batch-invariant mode; call before the model is
+built, in the worker.
 
     vLLM 0.26                                          ours
     RMSNorm: fused CUDA kernel, chosen by token count  one block per row (kernels)
@@ -28,27 +29,38 @@ def apply_patches() -> list[str]:
     Raises:
         UnsupportedVllm: one of them is not where the supported versions have it.
     """
-    return replace_batch_invariant(_rms_norm, _linear, ops.log_softmax, ops.token_logprobs, _softmax)
+    return replace_batch_invariant(
+        _rms_norm, _linear, ops.log_softmax, ops.token_logprobs, _softmax
+    )
 
 
 def _rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if weight is None:
-        raise NotImplementedError("deterministic mode has no RMSNorm without a weight; this model is not supported")
+        raise NotImplementedError(
+            "deterministic mode has no RMSNorm without a weight; this model is not supported"
+        )
     if residual is None:
         return ops.rms_norm(x, weight, eps)
     return ops.fused_add_rms_norm(x, residual, weight, eps)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     return ops.linear(x, weight, bias)
 
 
 def _softmax(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
     """Stands for aten::_softmax, whose third argument is whether to widen halves."""
     if dim not in (-1, x.dim() - 1):
-        raise NotImplementedError(f"deterministic mode takes a softmax over the last dimension alone, not over {dim}")
+        raise NotImplementedError(
+            f"deterministic mode takes a softmax over the last dimension alone, not over {dim}"
+        )
     flat = x.reshape(-1, x.shape[-1])
     result = ops.log_softmax(flat).exp_().view(x.shape)
     return result if dtype else result.to(x.dtype)

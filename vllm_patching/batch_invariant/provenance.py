@@ -1,4 +1,6 @@
-"""Which kernels a process runs in deterministic mode: both sides must name the same, or they refuse to pair."""
+"""Which kernels a process runs in deterministic mode: both sides must name the same, or they refuse
+to pair.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,18 @@ OPERATIONS = (
 def provenance() -> dict[str, str]:
     """Operation -> kernel with version and settings, and what they share (`machine`, `torch`).
 
-    Two processes that return equal dictionaries run the same code with the same settings on the same kind of GPU. It says
-    nothing about whether the kernels are right; that is what the self-test and the comparison of every token are for.
+    Two processes that return equal dictionaries run the same code with the same settings on the
+    same kind of GPU. It says nothing about whether the kernels are right; that is what the
+    self-test and the comparison of every token are for.
     """
     shared = {"torch": f"{torch.__version__} cuda {torch.version.cuda}"}
     if not torch.cuda.is_available():
-        return {**{name: _REFERENCE for name in OPERATIONS}, **shared, "machine": "cpu", "reference": _reference_hash()}
+        return {
+            **{name: _REFERENCE for name in OPERATIONS},
+            **shared,
+            "machine": "cpu",
+            "reference": _reference_hash(),
+        }
     from vllm_patching.batch_invariant import kernels
 
     vllm = f"vllm {importlib.import_module('vllm').__version__}"
@@ -55,21 +63,29 @@ def provenance() -> dict[str, str]:
 
 
 def provenance_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """The first entry in which two provenances differ, as "name: ours ... theirs ..."; empty if they are equal."""
+    """The first entry in which two provenances differ, as "name: ours ... theirs ..."; empty if
+    they are equal.
+    """
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
-            return f"{name}: {ours.get(name, 'missing')!r} here, {theirs.get(name, 'missing')!r} there"
+            return (
+                f"{name}: {ours.get(name, 'missing')!r} here, {theirs.get(name, 'missing')!r} there"
+            )
     return ""
 
 
 def table_hash(table: torch.Tensor) -> str:
-    """Of a rotary table's shape, dtype and bits: how both sides find out that they rotate by the same angles."""
+    """Of a rotary table's shape, dtype and bits: how both sides find out that they rotate by the
+    same angles.
+    """
     raw = table.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
     return hashlib.sha256(f"{tuple(table.shape)} {table.dtype} ".encode() + raw).hexdigest()[:16]
 
 
 def _replaced_linear(major: int) -> str:
-    """Name vLLM's replacement of torch's product, which its mode installs on some GPUs older than Hopper."""
+    """Name vLLM's replacement of torch's product, which its mode installs on some GPUs older than
+    Hopper.
+    """
     replaced = major < 9 and torch._C._dispatch_has_kernel_for_dispatch_key("aten::linear", "CUDA")
     return " replaced by vLLM's Triton kernel" if replaced else ""
 

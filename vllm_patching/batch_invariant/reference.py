@@ -1,4 +1,7 @@
-"""The operations on a CPU, row by row: slow, but a row's bits do not depend on its neighbours. Any floating dtype."""
+"""The operations on a CPU, row by row: slow, but a row's bits do not depend on its neighbours.
+
+Any floating dtype.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import torch
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [rows, in] @ weight[out, in].T, each row a product of its own, since a library orders sums by the number of rows."""
+    """x [rows, in] @ weight[out, in].T, each row a product of its own, since a library orders sums
+    by the number of rows.
+    """
     out = x.new_empty(x.shape[0], weight.shape[0])
     for row in range(x.shape[0]):
         # A copy, because libraries also look at how the memory is aligned.
@@ -34,14 +39,20 @@ def fused_add_rms_norm(
 
 
 def rotary_embedding(
-    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, head_dim: int, cos_sin_cache: torch.Tensor
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    head_dim: int,
+    cos_sin_cache: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ops.rotary_embedding."""
     cos, sin = cos_sin_cache[positions].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         first, second = x.reshape(x.shape[0], -1, head_dim).chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).reshape(x.shape)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).reshape(
+            x.shape
+        )
 
     return rotate(q), rotate(k)
 
@@ -55,15 +66,22 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ops.attention_varlen. One query at a time: a token has the bits of decoding it, however its sequence goes on."""
+    """See ops.attention_varlen.
+
+    One query at a time: a token has the bits of decoding it, however its sequence goes on.
+    """
     group = q.shape[1] // k.shape[1]
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q[:0]).dtype)
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        keys = _wide(k[start:end]).repeat_interleave(group, dim=1).transpose(0, 1).contiguous()  # [heads, keys, dim]
+        keys = (
+            _wide(k[start:end]).repeat_interleave(group, dim=1).transpose(0, 1).contiguous()
+        )  # [heads, keys, dim]
         values = _wide(v[start:end]).repeat_interleave(group, dim=1).transpose(0, 1).contiguous()
         for token in range(start, end):
             seen = token - start + 1
-            scores = (keys[:, :seen] * _wide(q[token]).unsqueeze(1)).sum(-1) * scale  # [heads, seen]
+            scores = (keys[:, :seen] * _wide(q[token]).unsqueeze(1)).sum(
+                -1
+            ) * scale  # [heads, seen]
             total = torch.logsumexp(scores, dim=-1)
             weights = torch.exp(scores - total.unsqueeze(-1))
             out[token] = (values[:, :seen] * weights.unsqueeze(-1)).sum(1).to(q.dtype)

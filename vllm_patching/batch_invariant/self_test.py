@@ -1,4 +1,6 @@
-"""Test at every start that the operations keep their bits on this GPU and this model's shapes: no library promises it."""
+"""Test at every start that the operations keep their bits on this GPU and this model's shapes: no
+library promises it.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def self_test(model: Any) -> dict[str, Any]:
         model: vLLM's, a dense decoder, on the GPU.
 
     Returns:
-        {"checks": batches compared, "failure": "" or one line on the first difference, "rotary_table", "seconds"}
+        {"checks": batches compared, "failure": "" or one line on the first difference,
+        "rotary_table", "seconds"}
     """
     started = time.monotonic()
     try:
@@ -150,14 +153,19 @@ def first_difference(name: str, operation: Operation, total: int) -> str:
     """
     whole = operation(slice(0, total))
     batches = [(start, size) for size in _sizes(total) for start in {0, total - size}]
-    # All are started before the first result is waited for, so that a test takes no longer than the products.
-    counts = [(_bits(operation(slice(a, a + n))) != _bits(whole[a : a + n])).sum() for a, n in batches]
+    # All are started before the first result is waited for, so that a test takes no longer than the
+    # products.
+    counts = [
+        (_bits(operation(slice(a, a + n))) != _bits(whole[a : a + n])).sum() for a, n in batches
+    ]
     wrong = torch.stack(counts).tolist()
     for (start, size), count in zip(batches, wrong, strict=True):
         if count:
             again = operation(slice(start, start + size))
             where = describe_difference(again, whole[start : start + size])
-            said = f"of {size} rows by themselves and of the same among {total}, {count} values differ"
+            said = (
+                f"of {size} rows by themselves and of the same among {total}, {count} values differ"
+            )
             return f"{name} depends on the batch: {said}, {where}"
     return ""
 
@@ -193,11 +201,14 @@ def _operations(model: Any, layer: Any) -> Iterator[tuple[str, int, Operation]]:
         "gate_up_proj": mlp.gate_up_proj,
         "down_proj": mlp.down_proj,
     }
-    weights = {name: (module.weight.data, getattr(module, "bias", None)) for name, module in named.items()}
+    weights = {
+        name: (module.weight.data, getattr(module, "bias", None)) for name, module in named.items()
+    }
     for name, (weight, bias) in {**weights, "lm_head": (head_weight, None)}.items():
         total = HEAD_ROWS if weight.shape[0] > _WIDE else ROWS
         x = _random(total, weight.shape[1], like=weight)
-        yield f"linear {name} {list(weight.shape)}", total, lambda s, x=x, w=weight, b=bias: ops.linear(x[s], w, b)  # type: ignore[misc]
+        title = f"linear {name} {list(weight.shape)}"
+        yield title, total, partial(_linear_rows, x, weight, bias)
     norm = layer.input_layernorm
     x, residual = (_random(ROWS, len(norm.weight), like=norm.weight, seed=seed) for seed in (1, 2))
     eps = norm.variance_epsilon
@@ -212,16 +223,30 @@ def _operations(model: Any, layer: Any) -> Iterator[tuple[str, int, Operation]]:
     q, k, _ = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
     if hasattr(attention, "q_norm"):
         weight = attention.q_norm.weight
-        yield f"rms_norm of heads [{dim}]", ROWS, lambda s: ops.rms_norm(q[s].unflatten(-1, (-1, dim)), weight, eps)
+        yield (
+            f"rms_norm of heads [{dim}]",
+            ROWS,
+            lambda s: ops.rms_norm(q[s].unflatten(-1, (-1, dim)), weight, eps),
+        )
     table = attention.rotary_emb.cos_sin_cache
     positions = torch.arange(ROWS, device=x.device) % table.shape[0]
-    yield "rotary_embedding", ROWS, lambda s: _both(ops.rotary_embedding(positions[s], q[s], k[s], dim, table))
+    yield (
+        "rotary_embedding",
+        ROWS,
+        lambda s: _both(ops.rotary_embedding(positions[s], q[s], k[s], dim, table)),
+    )
     gate_up = _random(ROWS, weights["gate_up_proj"][0].shape[0], like=norm.weight, seed=4)
     yield f"silu_and_mul [{gate_up.shape[1]}]", ROWS, lambda s: ops.silu_and_mul(gate_up[s])
     logits = 4 * _random(HEAD_ROWS, head_weight.shape[0], like=norm.weight, seed=5)
     ids = torch.arange(HEAD_ROWS, device=x.device).unsqueeze(1) % logits.shape[1]
     yield "chosen_logprobs", HEAD_ROWS, lambda s: ops.token_logprobs(logits[s], ids[s])
     yield "softmax of the sampler", HEAD_ROWS, lambda s: ops.log_softmax(logits[s]).exp_()
+
+
+def _linear_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: slice
+) -> torch.Tensor:
+    return ops.linear(x[rows], weight, bias)
 
 
 def _both(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -235,7 +260,10 @@ def _layers_failure(layer: Any) -> str:
     x, residual = (_random(rows, len(norm.weight), like=norm.weight, seed=seed) for seed in (6, 7))
     positions = torch.arange(rows, device=x.device) % attention.rotary_emb.cos_sin_cache.shape[0]
     qkv = ops.linear(x, attention.qkv_proj.weight, getattr(attention.qkv_proj, "bias", None))
-    q, k, _ = (part.contiguous() for part in qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1))
+    q, k, _ = (
+        part.contiguous()
+        for part in qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+    )
     gate_up = ops.linear(x, mlp.gate_up_proj.weight, getattr(mlp.gate_up_proj, "bias", None))
     dim, table = attention.head_dim, attention.rotary_emb.cos_sin_cache
     pairs = {
@@ -261,4 +289,6 @@ def _layers_failure(layer: Any) -> str:
 def _attention(layer: Any) -> str:
     attention = layer.self_attn
     dim = attention.head_dim
-    return attention_failure(attention.q_size // dim, attention.kv_size // dim, dim, layer.input_layernorm.weight)
+    return attention_failure(
+        attention.q_size // dim, attention.kv_size // dim, dim, layer.input_layernorm.weight
+    )

@@ -1,4 +1,6 @@
-"""What torch and cuBLAS must be told so that a product's sums have one order, the same in vLLM's workers and in the trainer."""
+"""What torch and cuBLAS must be told so that a product's sums have one order, the same in vLLM's
+workers and in the trainer.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any
 import torch
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-"""Workspaces too small to split a sum over. Read by torch once, at the first product of a process."""
+"""Workspaces too small to split a sum over. Read by torch once, at the first product of a
+process."""
 
 
 class SettingsError(RuntimeError):
@@ -28,7 +31,8 @@ def enable_settings() -> dict[str, str]:
     """
     _pin_environment()
     matmul = torch.backends.cuda.matmul
-    # (reduced precision, split-K): the second is what matters; the first keeps partial sums in float32.
+    # (reduced precision, split-K): the second is what matters; the first keeps partial sums in
+    # float32.
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
     matmul.fp32_precision = "ieee"
@@ -73,7 +77,9 @@ def nccl_variables() -> dict[str, str]:
 
 
 def restore_nccl(variables: dict[str, str]) -> None:
-    """Make `variables` all that the environment says to NCCL, which reads it when its first group is formed."""
+    """Make `variables` all that the environment says to NCCL, which reads it when its first group
+    is formed.
+    """
     for name in nccl_variables().keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
@@ -82,8 +88,14 @@ def restore_nccl(variables: dict[str, str]) -> None:
 def _flags() -> dict[str, Any]:
     matmul = torch.backends.cuda.matmul
     return {
-        "bf16": (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k),
-        "fp16": (matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k),
+        "bf16": (
+            matmul.allow_bf16_reduced_precision_reduction,
+            matmul.allow_bf16_reduced_precision_reduction_split_k,
+        ),
+        "fp16": (
+            matmul.allow_fp16_reduced_precision_reduction,
+            matmul.allow_fp16_reduced_precision_reduction_split_k,
+        ),
         "matmul": matmul.fp32_precision,
         "conv": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
         "rnn": torch.backends.cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]

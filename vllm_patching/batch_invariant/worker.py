@@ -1,4 +1,6 @@
-"""What a vLLM worker does in deterministic mode. vLLM imports this module before it builds the model, which patches vLLM."""
+"""What a vLLM worker does in deterministic mode. vLLM imports this module before it builds the
+model, which patches vLLM.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class DeterministicWorker:
         """Test the operations on this machine and on this model's shapes.
 
         Returns:
-            {"provenance", "rotary_table": its hash, "checks": how many, "failure": "" or one line, "seconds"}
+            {"provenance", "rotary_table": its hash, "checks": how many, "failure": "" or one line,
+            "seconds"}
         """
         model = self.get_model()  # type: ignore[attr-defined]
         report = self_test(model)
@@ -41,8 +44,9 @@ class DeterministicSharedWorker(DeterministicWorker, LockstepWorkerExtension):
     def lockstep_setup(self, share_storage: bool) -> dict[str, Any]:
         """See LockstepWorkerExtension.
 
-        vLLM's batch-invariant mode makes NCCL sum in one order, by variables that also choose protocols. There is nothing to
-        sum with one rank, and the bridge's broadcast waits for ever if the trainer's NCCL has chosen another protocol.
+        vLLM's batch-invariant mode makes NCCL sum in one order, by variables that also choose
+        protocols. There is nothing to sum with one rank, and the bridge's broadcast waits for ever
+        if the trainer's NCCL has chosen another protocol.
         """
         restore_nccl(_NCCL)
         return super().lockstep_setup(share_storage)

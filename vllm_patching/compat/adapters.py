@@ -24,19 +24,30 @@ def adapter_manager(worker: Any) -> Any:
         UnsupportedVllm: it is not where the supported versions have it.
     """
     manager = getattr(getattr(worker.model_runner, "lora_manager", None), "_adapter_manager", None)
-    seams = ("add_adapter", "activate_adapter", "remove_adapter", "list_adapters", "lora_index_to_id", "capacity")
+    seams = (
+        "add_adapter",
+        "activate_adapter",
+        "remove_adapter",
+        "list_adapters",
+        "lora_index_to_id",
+        "capacity",
+    )
     if not all(hasattr(manager, seam) for seam in seams):
         raise UnsupportedVllm(seam_missing("model_runner.lora_manager._adapter_manager"))
     return manager
 
 
 def add_adapter(
-    manager: Any, adapter_id: int, rank: int, scale: float, projections: Mapping[str, Mapping[str, torch.Tensor]]
+    manager: Any,
+    adapter_id: int,
+    rank: int,
+    scale: float,
+    projections: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> None:
     """Give a worker's manager an adapter from tensors, without vLLM's own reading of files.
 
-    The manager multiplies each lora_B by the scale, in place. The adapter is put into a slot at once if one is free; else vLLM
-    does that when the adapter is first used.
+    The manager multiplies each lora_B by the scale, in place. The adapter is put into a slot at
+    once if one is free; else vLLM does that when the adapter is first used.
     """
     layer = importlib.import_module("vllm.lora.lora_weights").LoRALayerWeights
     model = importlib.import_module("vllm.lora.lora_model").LoRAModel

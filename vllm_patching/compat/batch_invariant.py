@@ -18,7 +18,8 @@ def replace_batch_invariant(
     token_logprobs: Callable[..., Any],
     softmax: Callable[..., Any],
 ) -> list[str]:
-    """Put functions in the place of those that vLLM's batch-invariant mode uses; call before a worker sets up its device.
+    """Put functions in the place of those that vLLM's batch-invariant mode uses; call before a
+    worker sets up its device.
 
     Args:
         rms_norm: (x, weight, eps, residual) -> y, or (y, new residual).
@@ -78,7 +79,9 @@ def start_batch_invariance() -> bool:
     else:
         start()
     is_on = getattr(module, "vllm_is_batch_invariant", None)
-    return bool(is_on() if is_on is not None else importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT)
+    return bool(
+        is_on() if is_on is not None else importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT
+    )
 
 
 def _flash_attention_backend() -> Any:
@@ -121,6 +124,8 @@ def pin_flash_attention(args: Any, version: int) -> None:
 
 
 def graphs_without_compilation() -> Any:
-    """vLLM's compilation settings for CUDA graphs of decode steps over layers that run as they are written."""
+    """vLLM's compilation settings for CUDA graphs of decode steps over layers that run as they are
+    written.
+    """
     config = importlib.import_module("vllm.config").CompilationConfig
     return config(mode=0, cudagraph_mode="FULL_DECODE_ONLY")

@@ -1,9 +1,12 @@
-"""The memory of a worker's keys and values: given back to the device, and taken again under the same addresses.
+"""The memory of a worker's keys and values: given back to the device, and taken again under the
+same addresses.
 
-CUDA graphs hold the addresses of the tensors that they were captured with, so those must not change. On a GPU the memory comes
-from the allocator of vLLM's sleep mode, which takes pages away from addresses and puts others there (CUDA's virtual memory
-management). The weights must not come from it: what it maps cannot be opened by another process, and a trainer of a single copy
-opens them. So sleep mode itself stays off, and of all that it knows only the keys and values are put there.
+CUDA graphs hold the addresses of the tensors that they were captured with, so those must not
+change. On a GPU the memory comes from the allocator of vLLM's sleep mode, which takes pages away
+from addresses and puts others there (CUDA's virtual memory management). The weights must not come
+from it: what it maps cannot be opened by another process, and a trainer of a single copy opens
+them. So sleep mode itself stays off, and of all that it knows only the keys and values are put
+there.
 
 On a CPU the storage of the tensors is emptied and made anew. Nothing there remembers an address.
 """
@@ -23,13 +26,17 @@ from vllm_patching.compat.versions import UnsupportedVllm, seam_missing, vllm_ve
 TAG = "kv_cache"
 """What vLLM calls the pool of keys and values."""
 _ROUNDING = 2 << 20
-"""Bytes by which the allocator rounds up. A piece of memory with more than that beside a tensor holds other things too."""
+"""Bytes by which the allocator rounds up. A piece of memory with more than that beside a tensor
+holds other things too."""
 _ALLOCATOR = "vllm.device_allocator.cumem"
 _SEAMS = ("CuMemAllocator", "create_and_map", "unmap_and_release", "libcudart")
 
 
 class CacheMemory:
-    """The keys' and values' memory of one worker. Call on its main thread, while no step is in flight."""
+    """The keys' and values' memory of one worker.
+
+    Call on its main thread, while no step is in flight.
+    """
 
     def __init__(self, worker: Any) -> None:
         """
@@ -37,11 +44,14 @@ class CacheMemory:
             worker: vLLM's, with its cache made.
 
         Raises:
-            UnsupportedVllm: the cache is not where the supported versions have it, or its memory cannot be given back.
+            UnsupportedVllm: the cache is not where the supported versions have it, or its memory
+                cannot be given back.
         """
         self._storages = list(_storages(worker))
         self._device = self._storages[0].device
-        self._places: _Storages | _Pages = _Pages(self._storages) if self._device.type == "cuda" else _Storages(self._storages)
+        self._places: _Storages | _Pages = (
+            _Pages(self._storages) if self._device.type == "cuda" else _Storages(self._storages)
+        )
         self.bytes = self._places.bytes
         """All that is given back, or taken again."""
 
@@ -65,11 +75,16 @@ class CacheMemory:
         free = self._free()
         short = f"{wanted:,} bytes of keys and values are wanted again on {self._device}"
         if free is not None and free < wanted:
-            return f"{short} and {free:,} are free: what else uses it must give back {wanted - free:,}"
+            return (
+                f"{short} and {free:,} are free: what else uses it must give back {wanted - free:,}"
+            )
         try:
             for place in self._places.away():
                 self._places.take(place)
-        except (MemoryError, RuntimeError) as error:  # the CUDA driver's and torch's are RuntimeErrors
+        except (
+            MemoryError,
+            RuntimeError,
+        ) as error:  # the CUDA driver's and torch's are RuntimeErrors
             told = str(error).strip().splitlines() or [type(error).__name__]
             left = self._free()
             return f"{short}{'' if left is None else f', {left:,} are free'}, and the device refuses: {told[0][:300]}"
@@ -110,7 +125,9 @@ class _Storages:
     def take(self, place: int) -> None:
         storage, size = self._found[place]
         storage.resize_(size)
-        torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # what is masked is multiplied by 0, which makes NaN of a NaN
+        torch.empty(0, dtype=torch.uint8).set_(
+            storage
+        ).zero_()  # what is masked is multiplied by 0, which makes NaN of a NaN
 
 
 class _Pages:
@@ -162,8 +179,8 @@ class _Pages:
 
 
 def pool_keys_and_values() -> None:
-    """Have vLLM's GPU worker make its keys and values, and nothing else, in the pool of sleep mode's allocator. Call before the
-    worker makes them.
+    """Have vLLM's GPU worker make its keys and values, and nothing else, in the pool of sleep
+    mode's allocator. Call before the worker makes them.
 
     Raises:
         UnsupportedVllm: there is no such pool, or no such place in the worker.
@@ -188,16 +205,23 @@ def _allocator_module() -> Any:
     try:
         module = importlib.import_module(_ALLOCATOR)
     except ImportError as error:
-        raise UnsupportedVllm(f"this vLLM ({vllm_version()}) does not have {_ALLOCATOR}: {error}") from error
+        raise UnsupportedVllm(
+            f"this vLLM ({vllm_version()}) does not have {_ALLOCATOR}: {error}"
+        ) from error
     missing = [seam for seam in _SEAMS if not hasattr(module, seam)]
     if missing or not getattr(module, "cumem_available", False):
         what = ", ".join(missing) or "the library of its allocator"
-        raise UnsupportedVllm(f"this vLLM ({vllm_version()}) does not have {what} of {_ALLOCATOR}; leave --colocate out")
+        raise UnsupportedVllm(
+            f"this vLLM ({vllm_version()}) does not have {what} of {_ALLOCATOR}; leave --colocate out"
+        )
     return module
 
 
 def _storages(worker: Any) -> Iterator[torch.UntypedStorage]:
-    """Each storage below the worker's keys and values, once. Raises UnsupportedVllm if there are none."""
+    """Each storage below the worker's keys and values, once.
+
+    Raises UnsupportedVllm if there are none.
+    """
     caches = getattr(getattr(worker, "model_runner", None), "kv_caches", None)
     seen: set[int] = set()
     for tensor in _tensors(caches):

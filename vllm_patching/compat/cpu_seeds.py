@@ -11,20 +11,26 @@ from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
 def take_back_cpu_draws() -> None:
     """Let a prompt be computed in pieces on a CPU when its request has a seed.
 
-    vLLM samples after every piece and throws away what came before the last one, and takes the draw back by the generator's
-    offset. PyTorch's CPU generators have none: the engine would end, with all requests, on "CPU Generator does not use offset".
-    Here such a generator's state is put back instead. Call before the engine runs; does nothing elsewhere than on a CPU.
+    vLLM samples after every piece and throws away what came before the last one, and takes the draw
+    back by the generator's offset. PyTorch's CPU generators have none: the engine would end, with
+    all requests, on "CPU Generator does not use offset". Here such a generator's state is put back
+    instead. Call before the engine runs; does nothing elsewhere than on a CPU.
     """
     if not importlib.import_module("vllm.platforms").current_platform.is_cpu():
         return
     runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
     for name in ("_sample", "_bookkeeping_sync"):
         if not hasattr(runner, name):
-            raise UnsupportedVllm(seam_missing(f"vllm.v1.worker.gpu_model_runner.GPUModelRunner.{name}"))
+            raise UnsupportedVllm(
+                seam_missing(f"vllm.v1.worker.gpu_model_runner.GPUModelRunner.{name}")
+            )
     sample, bookkeeping = runner._sample, runner._bookkeeping_sync
 
     def sample_and_put_back(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = [(generator, generator.get_state()) for generator in _of_unfinished_prompts(self).values()]
+        before = [
+            (generator, generator.get_state())
+            for generator in _of_unfinished_prompts(self).values()
+        ]
         output = sample(self, *args, **kwargs)
         for generator, state in before:
             generator.set_state(state)
@@ -32,7 +38,9 @@ def take_back_cpu_draws() -> None:
 
     def bookkeeping_without_offsets(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators, put_back = self.input_batch.generators, _of_unfinished_prompts(self)
-        self.input_batch.generators = {index: one for index, one in generators.items() if index not in put_back}
+        self.input_batch.generators = {
+            index: one for index, one in generators.items() if index not in put_back
+        }
         try:
             return bookkeeping(self, *args, **kwargs)
         finally:
@@ -42,6 +50,12 @@ def take_back_cpu_draws() -> None:
 
 
 def _of_unfinished_prompts(runner: Any) -> dict[int, Any]:
-    """The generators, by their requests' places in the batch, whose sample of this step is thrown away."""
+    """The generators, by their requests' places in the batch, whose sample of this step is thrown
+    away.
+    """
     discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
-    return {index: generator for index, generator in runner.input_batch.generators.items() if discarded[index]}
+    return {
+        index: generator
+        for index, generator in runner.input_batch.generators.items()
+        if discarded[index]
+    }

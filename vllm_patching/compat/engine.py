@@ -1,8 +1,9 @@
 """Commands to vLLM's engine cores, and what is known of them.
 
-A server has one engine core, or several with `--data-parallel-size`: replicas of the model, each with ranks, a scheduler and
-requests of its own. vLLM's commands to pause and to go on reach all of them and wait for all; of its other calls only the first
-replica's answer is handed on, so the replicas are asked one by one here, all at the same time.
+A server has one engine core, or several with `--data-parallel-size`: replicas of the model, each
+with ranks, a scheduler and requests of its own. vLLM's commands to pause and to go on reach all of
+them and wait for all; of its other calls only the first replica's answer is handed on, so the
+replicas are asked one by one here, all at the same time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def replicas(engine: Any) -> int:
 
 
 def memory_share(engine: Any) -> float | None:
-    """The server's --gpu-memory-utilization; None if another flag decides how much memory it takes, or it takes none."""
+    """The server's --gpu-memory-utilization; None if another flag decides how much memory it takes,
+    or it takes none.
+    """
     cache = getattr(getattr(engine, "vllm_config", None), "cache_config", None)
     if cache is None or getattr(cache, "kv_cache_memory_bytes", None):
         return None
@@ -31,7 +34,8 @@ def replica_of(vllm_config: Any) -> int:
     """Which replica of its server a worker belongs to, from 0.
 
     Args:
-        vllm_config: the worker's, in which vLLM leaves this number when it makes a replica of a dense model independent.
+        vllm_config: the worker's, in which vLLM leaves this number when it makes a replica of a
+            dense model independent.
     """
     return int(vllm_config.parallel_config.data_parallel_index)
 
@@ -39,11 +43,12 @@ def replica_of(vllm_config: Any) -> int:
 async def pause_and_keep(engine: Any, clear_cache: bool) -> None:
     """Stop scheduling and keep the requests; returns when no step is in flight, in any replica.
 
-    vLLM's own pause_generation does the same and then sleeps for 20 ms, so that outputs reach their callers first; ours may
-    reach them later, see follow_outputs.
+    vLLM's own pause_generation does the same and then sleeps for 20 ms, so that outputs reach their
+    callers first; ours may reach them later, see follow_outputs.
 
     Args:
-        clear_cache: drop every cached key and value; running requests compute theirs anew when they go on.
+        clear_cache: drop every cached key and value; running requests compute theirs anew when they
+            go on.
     """
     if clear_cache:
         # The front end's and the engine's caches of processed images must be emptied together.
@@ -58,14 +63,17 @@ def ask_engine_cores(engine: Any, method: str, *args: Any) -> list[Awaitable[Any
         for each replica, what its answer is awaited with; nothing is sent before.
 
     Raises:
-        UnsupportedVllm: there is no such way to call one; awaiting an answer raises it if the engine core has no such method.
+        UnsupportedVllm: there is no such way to call one; awaiting an answer raises it if the
+            engine core has no such method.
     """
     client, cores = engine.engine_core, _cores(engine)
     name = "_call_utility_async" if len(cores) > 1 else "call_utility_async"
     if not hasattr(client, name):
         raise UnsupportedVllm(seam_missing(f"EngineCoreClient.{name}"))
     if len(cores) > 1:
-        return [_known(client._call_utility_async(method, *args, engine=core), method) for core in cores]
+        return [
+            _known(client._call_utility_async(method, *args, engine=core), method) for core in cores
+        ]
     return [_known(client.call_utility_async(method, *args), method)]
 
 

@@ -10,13 +10,16 @@ from typing import Any
 from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
 
 
-def follow_outputs(engine: Any, known: Callable[[str], None], before: Callable[[float], None]) -> None:
+def follow_outputs(
+    engine: Any, known: Callable[[str], None], before: Callable[[float], None]
+) -> None:
     """Be told what the engine's front end does.
 
     Args:
-        known: called with the id (the one its caller chose) of each request that it has begun to follow.
-        before: called before outputs are handed to their requests, with the moment at which they left the engine
-            (time.monotonic, seconds).
+        known: called with the id (the one its caller chose) of each request that it has begun to
+            follow.
+        before: called before outputs are handed to their requests, with the moment at which they
+            left the engine (time.monotonic, seconds).
     """
     processor = engine.output_processor
     add, process = processor.add_request, processor.process_outputs
@@ -26,7 +29,9 @@ def follow_outputs(engine: Any, known: Callable[[str], None], before: Callable[[
         known(getattr(request, "external_req_id", None) or request.request_id)
         return answer
 
-    def tell_and_process(outputs: Any, moment: float | None = None, *args: Any, **kwargs: Any) -> Any:
+    def tell_and_process(
+        outputs: Any, moment: float | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         if moment is not None:
             before(moment)
         return process(outputs, moment, *args, **kwargs)
@@ -35,7 +40,9 @@ def follow_outputs(engine: Any, known: Callable[[str], None], before: Callable[[
 
 
 class HeldOutputs:
-    """Makes the engine's front end wait, when asked, before it hands the next outputs to their requests."""
+    """Makes the engine's front end wait, when asked, before it hands the next outputs to their
+    requests.
+    """
 
     def __init__(self, engine: Any) -> None:
         """Call from within the event loop of `engine`."""
@@ -69,7 +76,9 @@ class HeldOutputs:
 
 
 def output_token_counts(engine: Any) -> dict[str, int]:
-    """How many tokens each running request has been given so far, by the request id that its caller chose."""
+    """How many tokens each running request has been given so far, by the request id that its caller
+    chose.
+    """
     counts = {}
     for state in engine.output_processor.request_states.values():
         request_id = getattr(state, "external_req_id", None) or state.request_id
@@ -84,8 +93,8 @@ def has_requests(engine: Any) -> bool:
 
 
 def take_logprobs_together() -> None:
-    """Have vLLM's front end put the logprobs of all new tokens of a request into its flat lists at once, where nobody asked for
-    alternatives or text; it goes through them one by one otherwise.
+    """Have vLLM's front end put the logprobs of all new tokens of a request into its flat lists at
+    once, where nobody asked for alternatives or text; it goes through them one by one otherwise.
     """
     processor = importlib.import_module("vllm.v1.engine.logprobs").LogprobsProcessor
     flat_kind = importlib.import_module("vllm.logprobs").FlatLogprobs

@@ -9,15 +9,17 @@ from typing import Any
 
 _MODULE = "vllm.distributed.device_communicators.shm_broadcast"
 COPIED_BY_ZMQ = 1 << 16
-"""zmq copies a frame smaller than this as it is sent (zmq.COPY_THRESHOLD); a larger one it reads where it lies, later."""
+"""zmq copies a frame smaller than this as it is sent (zmq.COPY_THRESHOLD); a larger one it reads
+where it lies, later."""
 
 
 def wait_without_spinning() -> None:
     """Have whoever waits for a message from another rank on this host sleep until it is announced.
 
-    For a second after each message vLLM's ranks look for the next one without a pause, so that every process of a server takes
-    a core while it waits. That is right beside GPUs; on a CPU those cores are what the others compute with. Both ways of
-    waiting are vLLM's own: after that second it sleeps, too. Does nothing where vLLM waits in another way.
+    For a second after each message vLLM's ranks look for the next one without a pause, so that
+    every process of a server takes a core while it waits. That is right beside GPUs; on a CPU those
+    cores are what the others compute with. Both ways of waiting are vLLM's own: after that second
+    it sleeps, too. Does nothing where vLLM waits in another way.
     """
     condition = getattr(importlib.import_module(_MODULE), "SpinCondition", None)
     if hasattr(condition, "record_read"):
@@ -29,13 +31,16 @@ def _note_nothing(condition: Any) -> None:
 
 
 def keep_payloads_whole(encoder: Any, process: Any) -> None:
-    """Have no message of an engine core to its front end overwritten by the next one while it is being sent.
+    """Have no message of an engine core to its front end overwritten by the next one while it is
+    being sent.
 
-    vLLM encodes messages into buffers that it uses again, and asks zmq when one is free. vLLM 0.26 asks that of a message's
-    last frame: where arrays go along in frames of their own, small ones, the answer is yes at once, while zmq still reads a
-    large payload from the buffer (https://github.com/vllm-project/vllm/pull/50053). The front end then takes tokens for other
-    requests', or ends because it cannot read the message. Hundreds of requests whose outputs are sent together, as before a
-    pause, make such messages. Here the payload is copied out of the buffer. Does nothing where vLLM asks of its frame.
+    vLLM encodes messages into buffers that it uses again, and asks zmq when one is free. vLLM 0.26
+    asks that of a message's last frame: where arrays go along in frames of their own, small ones,
+    the answer is yes at once, while zmq still reads a large payload from the buffer
+    (https://github.com/vllm-project/vllm/pull/50053). The front end then takes tokens for other
+    requests', or ends because it cannot read the message. Hundreds of requests whose outputs are
+    sent together, as before a pause, make such messages. Here the payload is copied out of the
+    buffer. Does nothing where vLLM asks of its frame.
 
     Args:
         encoder: the class that encodes, MsgpackEncoder.

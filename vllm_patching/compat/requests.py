@@ -10,13 +10,17 @@ from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
 
 
 def check_requests(engine: Any, check: Callable[[Any], None]) -> None:
-    """Call `check(sampling parameters)` for every request before it is accepted; its ValueError becomes the caller's answer."""
+    """Call `check(sampling parameters)` for every request before it is accepted; its ValueError
+    becomes the caller's answer.
+    """
     processor = engine.input_processor
     if not hasattr(processor, "process_inputs"):
         raise UnsupportedVllm(seam_missing("InputProcessor.process_inputs"))
     process = processor.process_inputs
 
-    def check_and_process(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def check_and_process(
+        request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         check(params)
         return process(request_id, prompt, params, *args, **kwargs)
 
@@ -24,7 +28,9 @@ def check_requests(engine: Any, check: Callable[[Any], None]) -> None:
 
 
 def salt_prefix_cache(engine: Any, salt: Callable[[], str]) -> None:
-    """Have every request accepted from now on share cached prefixes only with requests of the same salt."""
+    """Have every request accepted from now on share cached prefixes only with requests of the same
+    salt.
+    """
     processor = engine.input_processor
     if not hasattr(processor, "assign_request_id"):
         raise UnsupportedVllm(seam_missing("InputProcessor.assign_request_id"))
@@ -44,8 +50,9 @@ async def tokenizer_of(engine: Any) -> Any:
 
 
 def logprobs_mode(engine: Any) -> str:
-    """Which logprobs the engine hands out (`--logprobs-mode`): `processed_logprobs`, of the distribution that is sampled from,
-    or `raw_logprobs`, before temperature and penalties; or logits of either kind.
+    """Which logprobs the engine hands out (`--logprobs-mode`): `processed_logprobs`, of the
+    distribution that is sampled from, or `raw_logprobs`, before temperature and penalties; or
+    logits of either kind.
     """
     return str(engine.model_config.logprobs_mode)
 
@@ -56,7 +63,10 @@ def vocabulary_size(engine: Any) -> int:
 
 
 def caller_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request that it does not accept. Versions from 0.32 on do not derive all of it from ValueError."""
+    """What vLLM raises for a request that it does not accept.
+
+    Versions from 0.32 on do not derive all of it from ValueError.
+    """
     try:
         from vllm import exceptions
     except ImportError:

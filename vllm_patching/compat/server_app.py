@@ -13,7 +13,10 @@ from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
 
 def server_module() -> ModuleType:
     """The module whose run_server, build_app and init_app_state make vLLM's OpenAI server."""
-    for name in ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"):
+    for name in (
+        "vllm.entrypoints.launchers.api_server.entry",
+        "vllm.entrypoints.openai.api_server",
+    ):
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -25,7 +28,9 @@ def server_module() -> ModuleType:
     raise UnsupportedVllm(seam_missing("run_server, build_app and init_app_state"))
 
 
-def make_server_parser(description: str, parser_class_hook: Callable[[type], type]) -> argparse.ArgumentParser:
+def make_server_parser(
+    description: str, parser_class_hook: Callable[[type], type]
+) -> argparse.ArgumentParser:
     """vLLM's own server flags, on a parser class that `parser_class_hook` may extend."""
     base = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
     for name in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
@@ -33,7 +38,9 @@ def make_server_parser(description: str, parser_class_hook: Callable[[type], typ
             module = importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-        parser: argparse.ArgumentParser = module.make_arg_parser(parser_class_hook(base)(description=description))
+        parser: argparse.ArgumentParser = module.make_arg_parser(
+            parser_class_hook(base)(description=description)
+        )
         return parser
     raise UnsupportedVllm(seam_missing("make_arg_parser"))
 
@@ -54,7 +61,9 @@ def wrap_server(
     on_app: Callable[[Any], None],
     on_state: Callable[[Any, Any], Awaitable[None]],
 ) -> None:
-    """Call `on_app(app)` when vLLM has built its app and `on_state(engine_client, app.state)` when its engine is ready."""
+    """Call `on_app(app)` when vLLM has built its app and `on_state(engine_client, app.state)` when
+    its engine is ready.
+    """
     build_app, init_app_state = module.build_app, module.init_app_state
 
     def build_app_and_extend(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +71,9 @@ def wrap_server(
         on_app(app)
         return app
 
-    async def init_app_state_and_extend(engine_client: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+    async def init_app_state_and_extend(
+        engine_client: Any, state: Any, *args: Any, **kwargs: Any
+    ) -> None:
         await init_app_state(engine_client, state, *args, **kwargs)
         await on_state(engine_client, state)
 

@@ -1,11 +1,17 @@
-"""torchao's log lines that say nothing about a run. transformers imports it with every model, and so does vLLM."""
+"""torchao's log lines that say nothing about a run. transformers imports it with every model, and
+so does vLLM.
+"""
 
 from __future__ import annotations
 
 import logging
 
-_UNIMPORTANT = {"torchao": "Failed to load ", "torch.utils._pytree": " is an Enum subclass and is now natively supported"}
-"""Logger -> a part of its lines: GPU extensions that do not fit this PyTorch, and that nothing here uses; a deprecation."""
+_UNIMPORTANT = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": " is an Enum subclass and is now natively supported",
+}
+"""Logger -> a part of its lines: GPU extensions that do not fit this PyTorch, and that nothing here
+uses; a deprecation."""
 
 
 class _Without(logging.Filter):

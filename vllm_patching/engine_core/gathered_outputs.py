@@ -1,12 +1,15 @@
-"""Sampled tokens in few messages instead of many, for requests whose caller waits for the last of them anyway.
+"""Sampled tokens in few messages instead of many, for requests whose caller waits for the last of
+them anyway.
 
-After every step vLLM's engine core sends each request's new token to the front end in an object of its own, with its logprob in
-three arrays. With hundreds of requests that is most of the work of both processes. Whoever asked for the final output alone
-(FINAL_ONLY) sees nothing of it before the end, so the engine core keeps such a request's tokens for some steps and sends them
-as one output, as if one step had sampled them all (steps with accepted drafts look the same).
+After every step vLLM's engine core sends each request's new token to the front end in an object of
+its own, with its logprob in three arrays. With hundreds of requests that is most of the work of
+both processes. Whoever asked for the final output alone (FINAL_ONLY) sees nothing of it before the
+end, so the engine core keeps such a request's tokens for some steps and sends them as one output,
+as if one step had sampled them all (steps with accepted drafts look the same).
 
-What is kept is sent before a pause begins, and while the engine is paused nothing is kept: the front end then knows every token
-of the old weights by a message that left the engine before the pause was answered, on which version_spans rests.
+What is kept is sent before a pause begins, and while the engine is paused nothing is kept: the
+front end then knows every token of the old weights by a message that left the engine before the
+pause was answered, on which version_spans rests.
 """
 
 from __future__ import annotations
@@ -19,21 +22,25 @@ from typing import Any
 import numpy as np
 
 STEPS_PER_MESSAGE = 64
-"""From here on a message costs little beside what it carries; at 70 steps a second each request is heard of once a second."""
+"""From here on a message costs little beside what it carries; at 70 steps a second each request is
+heard of once a second."""
 _STEPS_BETWEEN_CLEANINGS = 64
 _ALWAYS_SENT = ("request_id", "new_token_ids", "new_logprobs")
-"""Fields of vLLM's EngineCoreOutput that every sampled token has. An output in which another one is set is not kept."""
+"""Fields of vLLM's EngineCoreOutput that every sampled token has. An output in which another one is
+set is not kept."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept of a request: what its outputs hold, not they themselves. Their many small objects would drive others out of
-    the processor's caches, and Python's collector of garbage would look at them again and again.
+    """What is kept of a request: what its outputs hold, not they themselves. Their many small
+    objects would drive others out of the processor's caches, and Python's collector of garbage
+    would look at them again and again.
 
     Attributes:
         client: the front end that it is for.
-        turn: of the steps of a message, the one after which it is sent. They are dealt out evenly: if all requests, which go on
-            together after a pause, were sent together, that step would take longer than the GPU's work behind which it hides.
+        turn: of the steps of a message, the one after which it is sent. They are dealt out evenly:
+            if all requests, which go on together after a pause, were sent together, that step would
+            take longer than the GPU's work behind which it hides.
         last: the last output.
         token_ids: of all outputs.
         ids, logprobs, ranks: bytes of the columns of vLLM's LogprobsLists.
@@ -48,8 +55,8 @@ class _Kept:
     ranks: bytearray = field(default_factory=bytearray)
 
     def fits(self, output: Any) -> bool:
-        """Whether an output's rows of logprobs have the form of those that are kept: a step's are as wide as its widest request
-        wants them.
+        """Whether an output's rows of logprobs have the form of those that are kept: a step's are
+        as wide as its widest request wants them.
         """
         if self.last is None:
             return True
@@ -68,7 +75,10 @@ class _Kept:
             self.ranks += rows[2].tobytes()
 
     def whole(self) -> Any:
-        """All as one output: all tokens and logprobs, and whatever else the last one says. Nothing is kept afterwards."""
+        """All as one output: all tokens and logprobs, and whatever else the last one says.
+
+        Nothing is kept afterwards.
+        """
         whole, rows = self.last, self.last.new_logprobs
         whole.new_token_ids = self.token_ids
         if rows is not None:
@@ -92,7 +102,9 @@ class GatheredOutputs:
         kind: vLLM's EngineCoreOutput.
     """
 
-    def __init__(self, request_of: Callable[[str], Any], may_wait: Callable[[Any], bool], kind: type) -> None:
+    def __init__(
+        self, request_of: Callable[[str], Any], may_wait: Callable[[Any], bool], kind: type
+    ) -> None:
         others = [name for name in kind.__struct_fields__ if name not in _ALWAYS_SENT]  # type: ignore[attr-defined]
         self._request_of, self._may_wait = request_of, may_wait
         self._others = attrgetter(*others)
@@ -149,15 +161,18 @@ class GatheredOutputs:
 
     def _forget_those_gone(self) -> None:
         """Requests that their callers called off end without an output."""
-        for request_id in [request_id for request_id in self._kept if self._request_of(request_id) is None]:
+        for request_id in [
+            request_id for request_id in self._kept if self._request_of(request_id) is None
+        ]:
             del self._kept[request_id]
 
 
 def waits_for_the_end(request: Any) -> bool:
-    """Whether a request's caller sees nothing of it before it ends, and nothing but the engine core can end it.
+    """Whether a request's caller sees nothing of it before it ends, and nothing but the engine core
+    can end it.
 
-    Stop strings are found by the front end, which so must see every token at once; and of an input that comes in parts each
-    part has an end.
+    Stop strings are found by the front end, which so must see every token at once; and of an input
+    that comes in parts each part has an end.
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -171,20 +186,27 @@ def waits_for_the_end(request: Any) -> bool:
     return bool(sampling.output_kind is RequestOutputKind.FINAL_ONLY)
 
 
-def install(core_class: Any, process_class: Any, output_kind: type, outputs_kind: Callable[..., Any]) -> None:
+def install(
+    core_class: Any, process_class: Any, output_kind: type, outputs_kind: Callable[..., Any]
+) -> None:
     """Have vLLM's engine core gather.
 
     Args:
-        core_class: EngineCore, whose `step` and `step_with_batch_queue` return a step's outputs by front end.
-        process_class: EngineCoreProc, which sends what is put into its `output_queue` and obeys `pause_scheduler`.
+        core_class: EngineCore, whose `step` and `step_with_batch_queue` return a step's outputs by
+            front end.
+        process_class: EngineCoreProc, which sends what is put into its `output_queue` and obeys
+            `pause_scheduler`.
         output_kind, outputs_kind: EngineCoreOutput and EngineCoreOutputs.
     """
     if hasattr(core_class, "lockstep_gathered"):
-        return  # plugins are loaded more than once, and a forked process has what its parent installed
+        # plugins are loaded more than once, and a forked process has what its parent installed
+        return
 
     def gathered(core: Any) -> GatheredOutputs:
         if core.lockstep_gathered is None:
-            core.lockstep_gathered = GatheredOutputs(core.scheduler.requests.get, waits_for_the_end, output_kind)
+            core.lockstep_gathered = GatheredOutputs(
+                core.scheduler.requests.get, waits_for_the_end, output_kind
+            )
         kept: GatheredOutputs = core.lockstep_gathered
         return kept
 
@@ -198,7 +220,9 @@ def install(core_class: Any, process_class: Any, output_kind: type, outputs_kind
             if outputs and hasattr(core, "output_queue") and not core.is_scheduler_paused():
                 for client, message in outputs.items():
                     message.outputs = gathered(core).step(client, message.outputs)
-                outputs = {client: message for client, message in outputs.items() if not _is_empty(message)}
+                outputs = {
+                    client: message for client, message in outputs.items() if not _is_empty(message)
+                }
             return outputs, executed
 
         return step_and_gather
@@ -217,5 +241,8 @@ def install(core_class: Any, process_class: Any, output_kind: type, outputs_kind
 
 def _is_empty(message: Any) -> bool:
     """Whether there is nothing in a step's message to a front end that anybody would miss."""
-    rest: Iterable[Any] = (getattr(message, name, None) for name in ("scheduler_stats", "finished_requests", "utility_output"))
+    rest: Iterable[Any] = (
+        getattr(message, name, None)
+        for name in ("scheduler_stats", "finished_requests", "utility_output")
+    )
     return not message.outputs and not any(rest)

@@ -1,7 +1,8 @@
-"""Stores of PyTorch by which vLLM's workers meet, on loopback where all of them are on this machine.
+"""Stores of PyTorch by which vLLM's workers meet, on loopback where all of them are on this
+machine.
 
-A TCPStore listens on every address, whatever host it is given, and it answers anyone. vLLM gives it 127.0.0.1 for the workers
-of one machine.
+A TCPStore listens on every address, whatever host it is given, and it answers anyone. vLLM gives it
+127.0.0.1 for the workers of one machine.
 """
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ _MODULES = ("torch.distributed.rendezvous", "vllm.distributed.utils")
 
 
 class LoopbackStore(TCPStore):
-    """A TCPStore whose listening end, if it has a loopback host, is reached from this machine alone."""
+    """A TCPStore whose listening end, if it has a loopback host, is reached from this machine
+    alone.
+    """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         given = dict(zip(_ARGUMENTS, arguments, strict=False)) | named
-        hosts = given.get("is_master") and named.get("master_listen_fd") is None and len(arguments) <= len(_ARGUMENTS)
+        hosts = (
+            given.get("is_master")
+            and named.get("master_listen_fd") is None
+            and len(arguments) <= len(_ARGUMENTS)
+        )
         listening = _listen(str(given["host_name"]), int(given["port"])) if hosts else None
         if listening is None:
             super().__init__(*arguments, **named)
@@ -37,7 +44,9 @@ class LoopbackStore(TCPStore):
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """Return a socket on loopback; None for another host, and where torch itself must report that there is none."""
+    """Return a socket on loopback; None for another host, and where torch itself must report that
+    there is none.
+    """
     if not is_loopback(host):
         return None
     try:

@@ -1,8 +1,10 @@
-"""Progress of vLLM's engine core: its steps, and a mark in shared memory while a step of a new shape is under way.
+"""Progress of vLLM's engine core: its steps, and a mark in shared memory while a step of a new
+shape is under way.
 
-The engine core answers questions between two steps alone. A step whose shape never ran before may compile kernels, which takes
-minutes, and no message can say so meanwhile. So the engine core writes the begin of such a step into a file that the server's
-API process has mapped, too. Everything here runs on the engine core's main thread.
+The engine core answers questions between two steps alone. A step whose shape never ran before may
+compile kernels, which takes minutes, and no message can say so meanwhile. So the engine core writes
+the begin of such a step into a file that the server's API process has mapped, too. Everything here
+runs on the engine core's main thread.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from vllm_patching.compat.engine import replica_of
 WATCH_STEPS, PROGRESS = "lockstep_watch_steps", "lockstep_progress"
 """Names of the methods that vLLM's engine core gets."""
 _SLOT = struct.Struct("=d")
-"""For each replica: time.monotonic() in seconds at which its step of a new shape began; 0.0 if none is under way."""
+"""For each replica: time.monotonic() in seconds at which its step of a new shape began; 0.0 if none
+is under way."""
 _NOT_DUE = ("WAITING_FOR_", "FINISHED_")
-"""Prefixes of vLLM's names for a request that no step advances: it waits for a grammar or for remote keys, or has ended."""
+"""Prefixes of vLLM's names for a request that no step advances: it waits for a grammar or for
+remote keys, or has ended."""
 
 
 class FirstSteps:
@@ -31,7 +35,8 @@ class FirstSteps:
     def __init__(self, path: Path, replicas: int) -> None:
         """
         Args:
-            path: of the file, which is made longer if it is too short. It may be removed once all sides have mapped it.
+            path: of the file, which is made longer if it is too short. It may be removed once all
+                sides have mapped it.
             replicas: number of slots.
         """
         self._path = path
@@ -60,10 +65,13 @@ class FirstSteps:
 class StepWatch:
     """Follows one engine core's steps.
 
-    Several batches may be under way at once; their results come in the order in which they were begun.
+    Several batches may be under way at once; their results come in the order in which they were
+    begun.
     """
 
-    def __init__(self, first_steps: FirstSteps, replica: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, first_steps: FirstSteps, replica: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.executed = 0
         """Batches with at least one token that were begun."""
         self._first_steps, self._replica, self._clock = first_steps, replica, clock
@@ -79,7 +87,9 @@ class StepWatch:
         self._begun += 1
         tokens = int(scheduled.total_num_scheduled_tokens)
         self.executed += tokens > 0
-        shape = shape_of(tokens, len(scheduled.num_scheduled_tokens), bool(scheduled.scheduled_new_reqs))
+        shape = shape_of(
+            tokens, len(scheduled.num_scheduled_tokens), bool(scheduled.scheduled_new_reqs)
+        )
         if shape not in self._shapes:
             self._shapes.add(shape)
             self._last_new = self._begun
@@ -94,7 +104,9 @@ class StepWatch:
 
 
 def shape_of(tokens: int, requests: int, prompts: bool) -> Hashable:
-    """Return the class of batches that one compilation serves: both counts up to the next power of two."""
+    """Return the class of batches that one compilation serves: both counts up to the next power of
+    two.
+    """
     return tokens.bit_length(), requests.bit_length(), prompts
 
 
@@ -108,7 +120,9 @@ def watch_steps(core: Any, path: str, replicas: int) -> None:
     """
     if core.lockstep_steps is not None:
         return
-    watch = core.lockstep_steps = StepWatch(FirstSteps(Path(path), replicas), replica_of(core.vllm_config))
+    watch = core.lockstep_steps = StepWatch(
+        FirstSteps(Path(path), replicas), replica_of(core.vllm_config)
+    )
     execute = core.model_executor.execute_model
 
     def note_and_execute(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,16 +136,26 @@ def progress(core: Any) -> dict[str, int]:
     """Return what the API process asks for again and again.
 
     Returns:
-        executed: batches begun since `watch_steps`. due: requests that the next steps should advance; 0 in a pause.
+        executed: batches begun since `watch_steps`. due: requests that the next steps should
+        advance; 0 in a pause.
     """
-    due = sum(not request.status.name.startswith(_NOT_DUE) for request in list(core.scheduler.requests.values()))
-    return {"executed": core.lockstep_steps.executed, "due": 0 if core.is_scheduler_paused() else due}
+    due = sum(
+        not request.status.name.startswith(_NOT_DUE)
+        for request in list(core.scheduler.requests.values())
+    )
+    return {
+        "executed": core.lockstep_steps.executed,
+        "due": 0 if core.is_scheduler_paused() else due,
+    }
 
 
 def install(core_class: Any) -> None:
-    """Give vLLM's EngineCore the two methods, and have its steps followed once `watch_steps` was called."""
+    """Give vLLM's EngineCore the two methods, and have its steps followed once `watch_steps` was
+    called.
+    """
     if hasattr(core_class, "lockstep_steps"):
-        return  # plugins are loaded more than once, and a forked process has what its parent installed
+        # plugins are loaded more than once, and a forked process has what its parent installed
+        return
 
     def following(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def step_and_note(core: Any) -> Any:

@@ -1,1 +1,4 @@
-"""What both sides of the weight bridge agree on: layouts, checksums, leases, messages. No vLLM and no HTTP."""
+"""What both sides of the weight bridge agree on: layouts, checksums, leases, messages.
+
+No vLLM and no HTTP.
+"""

@@ -1,9 +1,11 @@
-"""One number for a set of weights that changes when any bit of any weight changes its value or its place.
+"""One number for a set of weights that changes when any bit of any weight changes its value or its
+place.
 
-Each tensor's bytes are read as 32-bit integers x_0, x_1, … (zeros fill up the last one) and condensed to two 64-bit sums with
-wrapping arithmetic: sum(x_i) and sum(x_i * w_i), where w_i is an odd 32-bit number that depends on the position i. Integer
-sums do not depend on the order of additions, so a GPU and a CPU agree exactly. They guard against lost, stale, torn and
-misplaced weights, not against an adversary. The same pass counts NaN and infinity.
+Each tensor's bytes are read as 32-bit integers x_0, x_1, … (zeros fill up the last one) and
+condensed to two 64-bit sums with wrapping arithmetic: sum(x_i) and sum(x_i * w_i), where w_i is an
+odd 32-bit number that depends on the position i. Integer sums do not depend on the order of
+additions, so a GPU and a CPU agree exactly. They guard against lost, stale, torn and misplaced
+weights, not against an adversary. The same pass counts NaN and infinity.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GOLDEN = 0x9E3779B1
-"""2**32 divided by the golden ratio, made odd: neighbouring positions get weights that have nothing in common."""
+"""2**32 divided by the golden ratio, made odd: neighbouring positions get weights that have nothing
+in common."""
 
 _CHUNK, _CPU_CHUNK = 1 << 22, 1 << 18
-"""Words that are summed at once; a CPU's stay in its cache, which makes it several times as fast."""
+"""Words that are summed at once; a CPU's stay in its cache, which makes it several times as
+fast."""
 
 _Words = TypeVar("_Words", int, torch.Tensor)
 
-# Exponent bits that are all ones in NaN and infinity: of the element in a word's low half (0: a word is one element), and of
-# the element in its high half, or of the whole word.
+# Exponent bits that are all ones in NaN and infinity: of the element in a word's low half (0: a
+# word is one element), and of the element in its high half, or of the whole word.
 EXPONENTS = {
     torch.float32: (0, 0x7F800000),
     torch.bfloat16: (0x7F80, 0x7F800000),
@@ -79,37 +83,58 @@ class Part:
 class WeightSums:
     """Sums over a fixed list of tensors, computed anew as often as asked.
 
-    On a GPU everything is enqueued on the current stream, one kernel for any number of tensors, so a transfer can be checked
-    while it is still going on: `reset`, `add` for each part, `read`. A tensor may be added piece by piece, in any order, by one
-    process or by several (`of_parts`, `rows`, `summary_of`): the sums are those of the whole.
+    On a GPU everything is enqueued on the current stream, one kernel for any number of tensors, so
+    a transfer can be checked while it is still going on: `reset`, `add` for each part, `read`. A
+    tensor may be added piece by piece, in any order, by one process or by several (`of_parts`,
+    `rows`, `summary_of`): the sums are those of the whole.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], rounded: torch.dtype | None = None) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor]], rounded: torch.dtype | None = None
+    ) -> None:
         """
         Args:
-            named: pairs of a name and a contiguous tensor of float32, bfloat16 or float16, all on one device. Their memory
-                is read again at each pass.
-            rounded: sum what float32 tensors will be once they are rounded to this dtype, as copy_ rounds.
+            named: pairs of a name and a contiguous tensor of float32, bfloat16 or float16, all on
+                one device. Their memory is read again at each pass.
+            rounded: sum what float32 tensors will be once they are rounded to this dtype, as copy_
+                rounds.
         """
         if all(tensor.dtype is rounded for _, tensor in named):
             rounded = None
         rows = [Row(name, tuple(tensor.shape), rounded or tensor.dtype) for name, tensor in named]
         device = named[0][1].device if named else torch.device("cpu")
-        self._begin(rows, [Part(index, 0, tensor) for index, (_, tensor) in enumerate(named)], device, rounded)
+        self._begin(
+            rows,
+            [Part(index, 0, tensor) for index, (_, tensor) in enumerate(named)],
+            device,
+            rounded,
+        )
 
     @classmethod
-    def of_parts(cls, rows: Sequence[Row], parts: Sequence[Part], device: torch.device) -> WeightSums:
-        """Sums over tensors that are added in parts, which may lie anywhere on a device; `add` counts parts then."""
+    def of_parts(
+        cls, rows: Sequence[Row], parts: Sequence[Part], device: torch.device
+    ) -> WeightSums:
+        """Sums over tensors that are added in parts, which may lie anywhere on a device; `add`
+        counts parts then.
+        """
         made = cls.__new__(cls)
         made._begin(rows, parts, device, None)
         return made
 
-    def _begin(self, rows: Sequence[Row], parts: Sequence[Part], device: torch.device, rounded: torch.dtype | None) -> None:
+    def _begin(
+        self,
+        rows: Sequence[Row],
+        parts: Sequence[Part],
+        device: torch.device,
+        rounded: torch.dtype | None,
+    ) -> None:
         self._rounded = rounded
         self._rows = rows
         self._parts = [Part(part.row, part.start, part.values.detach()) for part in parts]
         self._sums = torch.zeros(len(rows), 3, dtype=torch.int64, device=device)
-        self._kernel = _gpu_kernel(self._parts, self._sums, rounded) if device.type == "cuda" else None
+        self._kernel = (
+            _gpu_kernel(self._parts, self._sums, rounded) if device.type == "cuda" else None
+        )
 
     def reset(self) -> None:
         """Begin a pass."""
@@ -124,7 +149,9 @@ class WeightSums:
             self._sums[part.row] += _torch_sums(part.values, self._rounded, part.start)
 
     def rows(self) -> list[list[int]]:
-        """For each tensor of the list the two sums, and the number of words with NaN or infinity; waits for them."""
+        """For each tensor of the list the two sums, and the number of words with NaN or infinity;
+        waits for them.
+        """
         found: list[list[int]] = self._sums.tolist()
         return found
 
@@ -161,25 +188,40 @@ def _wrapped(value: int) -> int:
 
 
 def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Checksum of named tensors; the order of the tensors counts. For a list that is summed once."""
+    """Checksum of named tensors; the order of the tensors counts.
+
+    For a list that is summed once.
+    """
     return WeightSums([(name, tensor.contiguous()) for name, tensor in named]).all().checksum
 
 
-def _gpu_kernel(parts: list[Part], sums: torch.Tensor, rounded: torch.dtype | None) -> SumsKernel | None:
-    """One kernel for all parts, or None (with a warning) where only torch's own operations can sum them."""
+def _gpu_kernel(
+    parts: list[Part], sums: torch.Tensor, rounded: torch.dtype | None
+) -> SumsKernel | None:
+    """One kernel for all parts, or None (with a warning) where only torch's own operations can sum
+    them.
+    """
     try:
         from vllm_patching.protocol.checksum_kernel import SumsKernel
 
         values = [part.values for part in parts]
         masks = [EXPONENTS[rounded or tensor.dtype] for tensor in values]
-        return SumsKernel(values, masks, sums, rounded, [(part.row, part.start // 4) for part in parts])
+        return SumsKernel(
+            values, masks, sums, rounded, [(part.row, part.start // 4) for part in parts]
+        )
     except (ImportError, ValueError) as error:
-        logger.warning("the weights are checked with many small operations, which is slow: %s", error)
+        logger.warning(
+            "the weights are checked with many small operations, which is slow: %s", error
+        )
         return None
 
 
-def _torch_sums(tensor: torch.Tensor, rounded: torch.dtype | None = None, start: int = 0) -> torch.Tensor:
-    """[3] int64: plain sum, weighted sum, number of words with NaN or infinity in them, of what begins `start` bytes on."""
+def _torch_sums(
+    tensor: torch.Tensor, rounded: torch.dtype | None = None, start: int = 0
+) -> torch.Tensor:
+    """[3] int64: plain sum, weighted sum, number of words with NaN or infinity in them, of what
+    begins `start` bytes on.
+    """
     dtype = rounded or tensor.dtype
     low, high = EXPONENTS[dtype]
     total = torch.zeros(3, dtype=torch.int64, device=tensor.device)
@@ -202,7 +244,9 @@ def _torch_sums(tensor: torch.Tensor, rounded: torch.dtype | None = None, start:
 
 @lru_cache(maxsize=4)
 def _first_weights(words: int, device: torch.device) -> torch.Tensor:
-    """[words] int32: position * GOLDEN, as 32 bits hold it; those further on are the same with something added."""
+    """[words] int32: position * GOLDEN, as 32 bits hold it; those further on are the same with
+    something added.
+    """
     product = torch.arange(words, dtype=torch.int64, device=device) * GOLDEN
     return _signed(product & 0xFFFFFFFF).to(torch.int32)
 

@@ -1,7 +1,8 @@
-"""The sums of `checksum` on a GPU: one kernel launch for any number of tensors. Needs Triton, which comes with CUDA builds.
+"""The sums of `checksum` on a GPU: one kernel launch for any number of tensors. Needs Triton, which
+comes with CUDA builds.
 
-A word holds one element of float32 or two of a 16-bit dtype. Tensors of float32 can be summed as what they will be when they
-are rounded to such a dtype; the rounded values exist in registers only.
+A word holds one element of float32 or two of a 16-bit dtype. Tensors of float32 can be summed as
+what they will be when they are rounded to such a dtype; the rounded values exist in registers only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _BLOCK = 8192
 _ROUNDED = {None: "", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-# first_block would otherwise be compiled in as one of several kinds of number, and each kind costs a compilation.
+# first_block would otherwise be compiled in as one of several kinds of number, and each kind costs
+# a compilation.
 @triton.jit(do_not_specialize=["first_block"])
 def _sum_words(  # type: ignore[no-untyped-def]
     first_block, block_tensor, block_start, pointers, words, masks, rows, starts, out,
@@ -50,14 +52,18 @@ def _sum_words(  # type: ignore[no-untyped-def]
         else:
             elements = tl.load(wide_base + pair, mask=(position < count)[:, None], other=0.0)
         if ROUNDED == "bf16":
-            # To the nearest, ties to even, in integers: the conversion of Triton's interpreter cuts off instead.
+            # To the nearest, ties to even, in integers: the conversion of Triton's interpreter cuts
+            # off instead.
             bits = elements.to(tl.int32, bitcast=True)
-            halves = tl.where(elements == elements, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+            halves = tl.where(
+                elements == elements, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0
+            )
         else:
             halves = elements.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         first, second = tl.split(halves)
         word = (first & 0xFFFF) | (second << 16)
-    # A part's place in its tensor counts, and its tensor's row. int32 arithmetic wraps as the sums of `checksum` do.
+    # A part's place in its tensor counts, and its tensor's row. int32 arithmetic wraps as the sums
+    # of `checksum` do.
     weight = ((position + tl.load(starts + tensor)) * -1640531535) | 1  # GOLDEN as int32
     row = tl.load(rows + tensor)
     wide = word.to(tl.int64)
@@ -86,10 +92,12 @@ class SumsKernel:
             masks: per tensor, the exponent bits of `checksum.EXPONENTS`.
             out: [rows, 3] int64; row i gets the sums of tensor i added.
             rounded: bfloat16 or float16: the tensors are float32, and summed as rounded to that.
-            places: for each tensor, if it is a part of one, that one's row in `out` and how many of its words come before.
+            places: for each tensor, if it is a part of one, that one's row in `out` and how many of
+                its words come before.
 
         Raises:
-            ValueError: a tensor is not made of whole 32-bit words at a multiple of 4 bytes, or is too large.
+            ValueError: a tensor is not made of whole 32-bit words at a multiple of 4 bytes, or is
+                too large.
         """
         if rounded is not None and any(tensor.dtype is not torch.float32 for tensor in tensors):
             raise ValueError(f"only float32 can be summed as if rounded to {rounded}")
@@ -97,22 +105,41 @@ class SumsKernel:
         self._rounded = _ROUNDED[rounded]
         for tensor in tensors:
             num_bytes = tensor.numel() * (rounded or tensor.dtype).itemsize
-            if num_bytes % 4 or tensor.data_ptr() % 4 or num_bytes // 4 >= 2**31 or not tensor.is_contiguous():
-                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} {tensor.dtype} cannot be summed in 32-bit words")
+            if (
+                num_bytes % 4
+                or tensor.data_ptr() % 4
+                or num_bytes // 4 >= 2**31
+                or not tensor.is_contiguous()
+            ):
+                raise ValueError(
+                    f"a tensor of shape {tuple(tensor.shape)} {tensor.dtype} cannot be summed in 32-bit words"
+                )
             counts.append(num_bytes // 4)
         device = out.device
         self._tensors = tensors  # the table holds bare addresses: keep what they point to
         self._out = out
         self._aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        self._pointers = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
+        self._pointers = torch.tensor(
+            [t.data_ptr() for t in tensors], dtype=torch.int64, device=device
+        )
         self._words = torch.tensor(counts, dtype=torch.int32, device=device)
         places = places or [(index, 0) for index in range(len(tensors))]
         self._rows = torch.tensor([row for row, _ in places], dtype=torch.int32, device=device)
-        self._starts = torch.tensor([start for _, start in places], dtype=torch.int32, device=device)
+        self._starts = torch.tensor(
+            [start for _, start in places], dtype=torch.int32, device=device
+        )
         self._masks = torch.tensor(masks, dtype=torch.int32, device=device).view(-1)
-        blocks = [(index, start) for index, count in enumerate(counts) for start in range(0, count, _BLOCK)]
-        self._block_tensor = torch.tensor([index for index, _ in blocks], dtype=torch.int32, device=device)
-        self._block_start = torch.tensor([start for _, start in blocks], dtype=torch.int32, device=device)
+        blocks = [
+            (index, start)
+            for index, count in enumerate(counts)
+            for start in range(0, count, _BLOCK)
+        ]
+        self._block_tensor = torch.tensor(
+            [index for index, _ in blocks], dtype=torch.int32, device=device
+        )
+        self._block_start = torch.tensor(
+            [start for _, start in blocks], dtype=torch.int32, device=device
+        )
         # First block of each tensor, so that a range of tensors is a range of blocks.
         self._first_block = [0]
         for count in counts:

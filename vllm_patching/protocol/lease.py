@@ -1,10 +1,11 @@
 """Who may write the weights that a paused server holds, without I/O.
 
-A lease is out from the moment at which the engine stands still for a writer until the writer is done: it has given the lease
-back, has handed it in with its commit, or is known to have ended. While one is out nobody can say that the weights are whole,
-whatever their checksum is just then; so the server serves nothing, and grants no other. The deadline of a lease ends the
-writer's right to write, and not the lease: a writer that was stopped between its look at the clock and its write does not know
-that it is late.
+A lease is out from the moment at which the engine stands still for a writer until the writer is
+done: it has given the lease back, has handed it in with its commit, or is known to have ended.
+While one is out nobody can say that the weights are whole, whatever their checksum is just then; so
+the server serves nothing, and grants no other. The deadline of a lease ends the writer's right to
+write, and not the lease: a writer that was stopped between its look at the clock and its write does
+not know that it is late.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from vllm_patching.protocol.writers import Writer
 
 
 class LeaseLost(RuntimeError):
-    """The lease that was shown is not one under which anything may be committed; the message says why."""
+    """The lease that was shown is not one under which anything may be committed; the message says
+    why.
+    """
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,10 @@ class Lease:
         id: what its holder shows.
         epoch, version: of the update that it is for.
         holder: who writes, for messages.
-        deadline: until when the holder may begin to write, and commit (time.monotonic() of this machine, seconds).
-        writers: the holder's processes; empty if the server's own workers write, in their updater threads.
+        deadline: until when the holder may begin to write, and commit (time.monotonic() of this
+            machine, seconds).
+        writers: the holder's processes; empty if the server's own workers write, in their updater
+            threads.
         unseen: those of them that cannot be looked up.
     """
 
@@ -48,7 +53,11 @@ class Lease:
     @property
     def has_ended(self) -> bool:
         """Whether every process of the holder is known to have ended. Asks the operating system."""
-        return bool(self.writers) and not self.unseen and all(writer.has_ended() for writer in self.writers)
+        return (
+            bool(self.writers)
+            and not self.unseen
+            and all(writer.has_ended() for writer in self.writers)
+        )
 
     @property
     def remedy(self) -> str:
@@ -92,8 +101,14 @@ class Leases:
         """
         lease = self.out
         if lease is None or shown != lease.id:
-            present = f"{lease.holder} holds one for version {lease.version}" if lease else "no lease is out"
-            raise LeaseLost(f"the lease {shown or '(none)'} does not count (any more): {present}. Nothing may be written now")
+            present = (
+                f"{lease.holder} holds one for version {lease.version}"
+                if lease
+                else "no lease is out"
+            )
+            raise LeaseLost(
+                f"the lease {shown or '(none)'} does not count (any more): {present}. Nothing may be written now"
+            )
         if now > lease.deadline:
             raise LeaseLost(
                 f"the lease for version {lease.version} ran out {now - lease.deadline:.1f} s ago: {lease.holder} is late. "
@@ -102,17 +117,25 @@ class Leases:
         return lease
 
     def give_back(self, epoch: int, shown: str | None) -> bool:
-        """The holder says that nothing of it is on the way to the weights, and that it will write nothing more.
+        """The holder says that nothing of it is on the way to the weights, and that it will write
+        nothing more.
 
         Args:
             epoch: the holder's.
-            shown: the lease's id; None from a holder that was never told it, and so has never written under it.
+            shown: the lease's id; None from a holder that was never told it, and so has never
+                written under it.
 
         Returns:
-            whether that was the lease which is out; it has ended then. The workers' own lease does not end so.
+            whether that was the lease which is out; it has ended then. The workers' own lease does
+            not end so.
         """
         lease = self.out
-        if lease is None or not lease.writers or epoch != lease.epoch or shown not in (None, lease.id):
+        if (
+            lease is None
+            or not lease.writers
+            or epoch != lease.epoch
+            or shown not in (None, lease.id)
+        ):
             return False
         self.out = None
         return True

@@ -1,4 +1,6 @@
-"""What a vLLM worker holds, in a form that both sides of the bridge compare before a single byte moves."""
+"""What a vLLM worker holds, in a form that both sides of the bridge compare before a single byte
+moves.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,15 @@ import torch
 from vllm_patching.protocol.sharding import ShardSpec, Slice
 
 ALIGNMENT = 16
-"""Bytes. Every slice starts at a multiple of this in the flat buffer, so that it can be viewed as any dtype."""
+"""Bytes. Every slice starts at a multiple of this in the flat buffer, so that it can be viewed as
+any dtype."""
 
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """One parameter of one rank: its shard, its dtype (`float32`, `bfloat16`, …) and its device (`cpu`, `cuda:0`)."""
+    """One parameter of one rank: its shard, its dtype (`float32`, `bfloat16`, …) and its device
+    (`cpu`, `cuda:0`).
+    """
 
     shard: ShardSpec
     dtype: str
@@ -38,15 +43,27 @@ class Manifest:
     entries: tuple[ManifestEntry, ...]
 
     def digest(self) -> str:
-        """Hex digest of everything that must agree for an update to be possible (devices may differ)."""
+        """Hex digest of everything that must agree for an update to be possible (devices may
+        differ).
+        """
         rows = [
-            (e.shard.name, e.shard.shape, e.shard.full_shape, [asdict(s) for s in e.shard.slices], e.dtype)
+            (
+                e.shard.name,
+                e.shard.shape,
+                e.shard.full_shape,
+                [asdict(s) for s in e.shard.slices],
+                e.dtype,
+            )
             for e in self.entries
         ]
-        return hashlib.sha256(json.dumps([self.tp_rank, self.tp_size, rows]).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps([self.tp_rank, self.tp_size, rows]).encode()).hexdigest()[
+            :32
+        ]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `param_mappings` maps each name to shape, full_shape, dtype, device and slices."""
+        """A JSON object; `param_mappings` maps each name to shape, full_shape, dtype, device and
+        slices.
+        """
         return {
             "tp_rank": self.tp_rank,
             "tp_size": self.tp_size,
@@ -73,7 +90,12 @@ class Manifest:
         try:
             entries = tuple(
                 ManifestEntry(
-                    ShardSpec(name, tuple(row["shape"]), tuple(row["full_shape"]), tuple(Slice(**s) for s in row["slices"])),
+                    ShardSpec(
+                        name,
+                        tuple(row["shape"]),
+                        tuple(row["full_shape"]),
+                        tuple(Slice(**s) for s in row["slices"]),
+                    ),
                     row["dtype"],
                     row["device"],
                 )
@@ -84,7 +106,9 @@ class Manifest:
         except (KeyError, TypeError) as error:
             raise ValueError(f"the manifest cannot be read: {error!r}") from error
         if manifest.digest() != digest:
-            raise ValueError(f"the manifest of rank {manifest.tp_rank} does not match its digest {digest}")
+            raise ValueError(
+                f"the manifest of rank {manifest.tp_rank} does not match its digest {digest}"
+            )
         return manifest
 
 
@@ -103,8 +127,8 @@ class FlatSlice:
 def flat_layout(manifest: Manifest) -> tuple[list[FlatSlice], int]:
     """Lay the slices of a rank one after another, aligned to 16 bytes.
 
-    Both sides compute this from the same manifest, so a buffer needs no headers. Returns the slices in order and the
-    buffer's total size in bytes.
+    Both sides compute this from the same manifest, so a buffer needs no headers. Returns the slices
+    in order and the buffer's total size in bytes.
     """
     layout: list[FlatSlice] = []
     offset = 0
@@ -114,15 +138,24 @@ def flat_layout(manifest: Manifest) -> tuple[list[FlatSlice], int]:
             shape = list(entry.shard.shape)
             shape[piece.dim] = piece.length
             num_bytes = itemsize * _product(shape)
-            layout.append(FlatSlice(entry.shard.name, piece, tuple(shape), entry.torch_dtype, offset, num_bytes))
+            layout.append(
+                FlatSlice(
+                    entry.shard.name, piece, tuple(shape), entry.torch_dtype, offset, num_bytes
+                )
+            )
             offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
     return layout, offset
 
 
-def flat_views(buffer: torch.Tensor, layout: Sequence[FlatSlice]) -> Iterator[tuple[FlatSlice, torch.Tensor]]:
+def flat_views(
+    buffer: torch.Tensor, layout: Sequence[FlatSlice]
+) -> Iterator[tuple[FlatSlice, torch.Tensor]]:
     """Each slice with its view on a flat uint8 buffer."""
     for item in layout:
-        yield item, buffer[item.offset : item.offset + item.num_bytes].view(item.dtype).view(item.shape)
+        yield (
+            item,
+            buffer[item.offset : item.offset + item.num_bytes].view(item.dtype).view(item.shape),
+        )
 
 
 def source_view(item: FlatSlice, full: torch.Tensor) -> torch.Tensor:
@@ -136,10 +169,11 @@ def local_view(item: FlatSlice, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def mismatches(manifest: Manifest, trainer: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
-    """What keeps `manifest` from being filled by a trainer with these parameters (name -> full shape, dtype).
+    """What keeps `manifest` from being filled by a trainer with these parameters (name -> full
+    shape, dtype).
 
-    Returns one sentence for each difference, naming the parameter and both values; empty when every parameter of each side
-    has its partner on the other.
+    Returns one sentence for each difference, naming the parameter and both values; empty when every
+    parameter of each side has its partner on the other.
     """
     problems = []
     served = {e.shard.name: e for e in manifest.entries}
@@ -152,7 +186,9 @@ def mismatches(manifest: Manifest, trainer: Mapping[str, tuple[tuple[int, ...], 
             continue
         shape, dtype = trainer[name]
         if tuple(shape) != entry.shard.full_shape:
-            problems.append(f"{name}: shape {tuple(shape)} in the trainer, {entry.shard.full_shape} in vLLM")
+            problems.append(
+                f"{name}: shape {tuple(shape)} in the trainer, {entry.shard.full_shape} in vLLM"
+            )
         if dtype != entry.dtype:
             problems.append(f"{name}: dtype {dtype} in the trainer, {entry.dtype} in vLLM")
     return problems

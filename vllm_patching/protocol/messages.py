@@ -9,18 +9,24 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class Route(StrEnum):
-    """How the weights of a broadcast travel. Whoever sends chooses, since it knows where both ends keep theirs."""
+    """How the weights of a broadcast travel.
+
+    Whoever sends chooses, since it knows where both ends keep theirs.
+    """
 
     NCCL = "nccl"
     """From GPU to GPU. Not between two processes on one GPU: NCCL does not connect them."""
     CUDA_IPC = "cuda_ipc"
-    """From GPU to GPU, some pair of them on one: the receivers that see the sender's GPU read its memory there."""
+    """From GPU to GPU, some pair of them on one: the receivers that see the sender's GPU read its
+    memory there."""
     GLOO = "gloo"
     """Through the host's memory, since one end keeps its weights there."""
 
     @property
     def handed_on(self) -> bool:
-        """Whether receivers may have their bytes from one another: one that takes none then keeps those behind it waiting."""
+        """Whether receivers may have their bytes from one another: one that takes none then keeps
+        those behind it waiting.
+        """
         return self is not Route.CUDA_IPC
 
 
@@ -30,7 +36,10 @@ Epoch = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 
 
 class Message(BaseModel):
-    """A request's body. It refuses unknown keys, and texts with half a surrogate pair, which no answer could repeat."""
+    """A request's body.
+
+    It refuses unknown keys, and texts with half a surrogate pair, which no answer could repeat.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,10 +55,14 @@ def _check_texts(value: Any) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{value[:80]!r} holds half a surrogate pair, which is not text: send whole characters") from None
+            raise ValueError(
+                f"{value[:80]!r} holds half a surrogate pair, which is not text: send whole characters"
+            ) from None
     elif isinstance(value, dict):
         _check_texts([*value.keys(), *value.values()])
-    elif isinstance(value, list) and {str, list, dict} & set(map(type, value)):  # a prompt has many numbers and no text
+    elif isinstance(value, list) and {str, list, dict} & set(
+        map(type, value)
+    ):  # a prompt has many numbers and no text
         for item in value:
             _check_texts(item)
 
@@ -59,7 +72,9 @@ class WriterBody(Message):
 
     host: str = Field(min_length=1)
     pid: int = Field(gt=0, le=LARGEST)
-    started: int = Field(ge=0, le=LARGEST, description="clock ticks from the machine's start to the process's")
+    started: int = Field(
+        ge=0, le=LARGEST, description="clock ticks from the machine's start to the process's"
+    )
 
 
 class InitBody(Message):
@@ -68,10 +83,21 @@ class InitBody(Message):
     trainer: str = Field(min_length=1, description="who joins, for messages: host and process id")
     mode: str = Field(pattern="^(broadcast|single_copy)$")
     transfer: str = Field(default="auto", pattern="^(auto|direct|overlapped)$")
-    parameters: dict[str, tuple[tuple[int, ...], str]] = Field(description="name -> (full shape, dtype) of the trainer")
-    weight_epoch: int = Field(default=0, ge=0, le=LARGEST, description="life of the trainer: Unix milliseconds of its start")
-    events: list[str] = Field(default=[], description="single copy on a GPU: for each rank, the event behind the writes")
-    writers: list[WriterBody] = Field(min_length=1, max_length=4096, description="every process of the trainer")
+    parameters: dict[str, tuple[tuple[int, ...], str]] = Field(
+        description="name -> (full shape, dtype) of the trainer"
+    )
+    weight_epoch: int = Field(
+        default=0,
+        ge=0,
+        le=LARGEST,
+        description="life of the trainer: Unix milliseconds of its start",
+    )
+    events: list[str] = Field(
+        default=[], description="single copy on a GPU: for each rank, the event behind the writes"
+    )
+    writers: list[WriterBody] = Field(
+        min_length=1, max_length=4096, description="every process of the trainer"
+    )
 
 
 class CohortBody(Message):
@@ -80,10 +106,20 @@ class CohortBody(Message):
     epoch: Epoch
     host: str = Field(default="", description="where the trainer's store is")
     port: int = Field(default=0, ge=0, lt=65536)
-    secret: str = Field(default="", max_length=200, repr=False, description="which that store requires")
-    key: str = Field(default="", max_length=200, description="prefix of the cohort in that store; no other cohort has it")
-    members: int = Field(ge=0, le=65536, description="receivers in each lane, of all servers; 0: only leave")
-    index: int = Field(default=0, ge=0, le=65536, description="of this server's first replica among them")
+    secret: str = Field(
+        default="", max_length=200, repr=False, description="which that store requires"
+    )
+    key: str = Field(
+        default="",
+        max_length=200,
+        description="prefix of the cohort in that store; no other cohort has it",
+    )
+    members: int = Field(
+        ge=0, le=65536, description="receivers in each lane, of all servers; 0: only leave"
+    )
+    index: int = Field(
+        default=0, ge=0, le=65536, description="of this server's first replica among them"
+    )
     lanes: int = Field(default=1, ge=1, le=1024, description="communicators for each rank")
     route: Route = Field(default=Route.GLOO, description="how the weights travel")
 
@@ -93,7 +129,11 @@ class BeginBody(Message):
 
     epoch: Epoch
     version: int = Field(ge=0, le=LARGEST)
-    cohort: str = Field(default="", max_length=200, description="key of the cohort that sends; none for a single copy")
+    cohort: str = Field(
+        default="",
+        max_length=200,
+        description="key of the cohort that sends; none for a single copy",
+    )
 
 
 class CommitBody(Message):
@@ -102,7 +142,9 @@ class CommitBody(Message):
     epoch: Epoch
     version: int = Field(ge=0, le=LARGEST)
     checksums: list[str] = Field(description="the trainer's, by vLLM rank")
-    lease: str | None = Field(default=None, description="the lease's id, as /bridge/begin answered it")
+    lease: str | None = Field(
+        default=None, description="the lease's id, as /bridge/begin answered it"
+    )
 
 
 class AbortBody(Message):
@@ -110,7 +152,9 @@ class AbortBody(Message):
 
     epoch: Epoch
     reason: str
-    lease: str | None = Field(default=None, description="the lease that is given back; none if none was received")
+    lease: str | None = Field(
+        default=None, description="the lease that is given back; none if none was received"
+    )
 
 
 class QuarantineBody(Message):

@@ -1,8 +1,10 @@
-"""How a rank's weights are cut to be sent: pieces of slices, in buckets of bounded size. Pure arithmetic.
+"""How a rank's weights are cut to be sent: pieces of slices, in buckets of bounded size. Pure
+arithmetic.
 
-Both sides compute the same buckets from the same manifest, so that nothing but weights goes over the wire. A large tensor goes
-in several pieces, each a range of its rows, so a bucket is bounded whatever the model; it is small enough that two of them are
-little memory, and large enough that a link is at its full speed.
+Both sides compute the same buckets from the same manifest, so that nothing but weights goes over
+the wire. A large tensor goes in several pieces, each a range of its rows, so a bucket is bounded
+whatever the model; it is small enough that two of them are little memory, and large enough that a
+link is at its full speed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import torch
 from vllm_patching.protocol.manifest import ALIGNMENT, FlatSlice
 
 BUCKET_BYTES = 128 << 20
-"""A bucket holds no more, unless the least that can be cut off a tensor is larger: both sides must agree."""
+"""A bucket holds no more, unless the least that can be cut off a tensor is larger: both sides must
+agree."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Piece:
     Attributes:
         item: number of the slice in the layout.
         first, last: rows first … last - 1 of the slice, counted from its own first one.
-        start: where the piece begins in its slice, bytes; a multiple of 16, so that its sums are those of whole words.
+        start: where the piece begins in its slice, bytes; a multiple of 16, so that its sums are
+            those of whole words.
         offset: where it begins in a buffer of its bucket, bytes; a multiple of 16.
         num_bytes: of the piece.
     """
@@ -73,8 +77,8 @@ def buckets(layout: Sequence[FlatSlice], limit: int = BUCKET_BYTES) -> list[Buck
     """Cut a layout (manifest.flat_layout) into buckets.
 
     Args:
-        limit: bytes of a bucket. Rows are not cut, and go in groups of which each begins at a multiple of 16 bytes; a group
-            that is larger than a bucket is one all the same.
+        limit: bytes of a bucket. Rows are not cut, and go in groups of which each begins at a
+            multiple of 16 bytes; a group that is larger than a bucket is one all the same.
     """
     found: list[Bucket] = []
     pieces: list[Piece] = []

@@ -1,7 +1,9 @@
-"""Which part of each full tensor a tensor-parallel rank of vLLM holds. Pure arithmetic, no I/O, no vLLM.
+"""Which part of each full tensor a tensor-parallel rank of vLLM holds. Pure arithmetic, no I/O, no
+vLLM.
 
-A *full* tensor is a parameter as the trainer holds it: vLLM's name and merged layout at tensor-parallel degree 1, the
-vocabulary not padded. A rank's parameter is made of slices of the full tensor of the same name:
+A *full* tensor is a parameter as the trainer holds it: vLLM's name and merged layout at
+tensor-parallel degree 1, the vocabulary not padded. A rank's parameter is made of slices of the
+full tensor of the same name:
 
     qkv_proj       [its q heads; its k heads; its v heads]; k and v heads are repeated when there are fewer than ranks
     gate_up_proj   [its gate rows; its up rows]
@@ -23,12 +25,16 @@ SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 
 class UnsupportedModel(ValueError):
-    """The model's architecture, or its split over this many ranks, is not one that the bridge knows how to map."""
+    """The model's architecture, or its split over this many ranks, is not one that the bridge knows
+    how to map.
+    """
 
 
 @dataclass(frozen=True)
 class Slice:
-    """`length` indices along `dim`: from `source_start` of the full tensor to `local_start` of the rank's parameter."""
+    """`length` indices along `dim`: from `source_start` of the full tensor to `local_start` of the
+    rank's parameter.
+    """
 
     dim: int
     source_start: int
@@ -44,7 +50,8 @@ class ShardSpec:
         name: vLLM's parameter name, the same as the trainer's.
         shape: the rank's shape, padding included.
         full_shape: the shape of the trainer's tensor.
-        slices: how the rank's values are taken from the full tensor. Elements that no slice covers are padding.
+        slices: how the rank's values are taken from the full tensor. Elements that no slice covers
+            are padding.
     """
 
     name: str
@@ -125,7 +132,9 @@ def _check_divisible(geometry: ModelGeometry, tp_size: int) -> None:
     if VOCAB_PADDING % tp_size:
         problems.append(f"a vocabulary padded to multiples of {VOCAB_PADDING}")
     if problems:
-        raise UnsupportedModel(f"cannot split {', '.join(problems)} over {tp_size} tensor-parallel ranks")
+        raise UnsupportedModel(
+            f"cannot split {', '.join(problems)} over {tp_size} tensor-parallel ranks"
+        )
 
 
 def _plan(g: ModelGeometry, rank: int, size: int) -> Iterator[ShardSpec]:
@@ -135,7 +144,9 @@ def _plan(g: ModelGeometry, rank: int, size: int) -> Iterator[ShardSpec]:
         yield _qkv(prefix + "self_attn.qkv_proj.weight", g, rank, size, (g.hidden_size,))
         if g.qkv_bias:
             yield _qkv(prefix + "self_attn.qkv_proj.bias", g, rank, size, ())
-        yield _columns(prefix + "self_attn.o_proj.weight", g.hidden_size, g.num_heads * g.head_dim, rank, size)
+        yield _columns(
+            prefix + "self_attn.o_proj.weight", g.hidden_size, g.num_heads * g.head_dim, rank, size
+        )
         if g.o_bias:
             yield _whole(prefix + "self_attn.o_proj.bias", (g.hidden_size,))
         if g.qk_norm:
@@ -144,7 +155,9 @@ def _plan(g: ModelGeometry, rank: int, size: int) -> Iterator[ShardSpec]:
         yield _gate_up(prefix + "mlp.gate_up_proj.weight", g, rank, size, (g.hidden_size,))
         if g.mlp_bias:
             yield _gate_up(prefix + "mlp.gate_up_proj.bias", g, rank, size, ())
-        yield _columns(prefix + "mlp.down_proj.weight", g.hidden_size, g.intermediate_size, rank, size)
+        yield _columns(
+            prefix + "mlp.down_proj.weight", g.hidden_size, g.intermediate_size, rank, size
+        )
         if g.mlp_bias:
             yield _whole(prefix + "mlp.down_proj.bias", (g.hidden_size,))
         yield _whole(prefix + "input_layernorm.weight", (g.hidden_size,))
@@ -158,7 +171,9 @@ def _whole(name: str, shape: tuple[int, ...]) -> ShardSpec:
     return ShardSpec(name, shape, shape, (Slice(0, 0, 0, shape[0]),))
 
 
-def _rows(name: str, pieces: list[tuple[int, int]], full_rows: int, rest: tuple[int, ...]) -> ShardSpec:
+def _rows(
+    name: str, pieces: list[tuple[int, int]], full_rows: int, rest: tuple[int, ...]
+) -> ShardSpec:
     """A parameter made of row ranges (start, length) of the full tensor, one below the other."""
     slices, local = [], 0
     for start, length in pieces:
@@ -183,7 +198,12 @@ def _qkv(name: str, g: ModelGeometry, rank: int, size: int, rest: tuple[int, ...
 
 def _gate_up(name: str, g: ModelGeometry, rank: int, size: int, rest: tuple[int, ...]) -> ShardSpec:
     mine = g.intermediate_size // size
-    return _rows(name, [(rank * mine, mine), (g.intermediate_size + rank * mine, mine)], 2 * g.intermediate_size, rest)
+    return _rows(
+        name,
+        [(rank * mine, mine), (g.intermediate_size + rank * mine, mine)],
+        2 * g.intermediate_size,
+        rest,
+    )
 
 
 def _columns(name: str, rows: int, full_columns: int, rank: int, size: int) -> ShardSpec:

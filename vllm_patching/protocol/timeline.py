@@ -1,4 +1,5 @@
-"""What a process was doing, and when: spans of time in a file of its own, if LOCKSTEP_TIMELINE names a folder.
+"""What a process was doing, and when: spans of time in a file of its own, if LOCKSTEP_TIMELINE
+names a folder.
 
 One JSON object a line. The first one of each process names it:
 
@@ -29,23 +30,32 @@ VARIABLE = "LOCKSTEP_TIMELINE"
 MOST_BYTES = 64 << 20
 """Of one file. Spans beyond are left out, and a warning says so once."""
 LONGEST_SPAN_SECONDS = 10.0
-"""An activity that lasts longer is written in pieces, at the first thing that is told after that: a kill loses no more."""
+"""An activity that lasts longer is written in pieces, at the first thing that is told after that: a
+kill loses no more."""
 
 Fact = int | float | str | bool
 
 _BEHIND = time.time_ns() - time.monotonic_ns()
-"""Unix time less the monotonic clock's, once for a process: a clock that is set meanwhile tears no span."""
+"""Unix time less the monotonic clock's, once for a process: a clock that is set meanwhile tears no
+span."""
 
 
 def unix_ns(moment: float | None = None) -> int:
-    """Unix nanoseconds of a moment of time.monotonic() or time.perf_counter(), in seconds; of now without one."""
+    """Unix nanoseconds of a moment of time.monotonic() or time.perf_counter(), in seconds; of now
+    without one.
+    """
     return _BEHIND + (time.monotonic_ns() if moment is None else int(moment * 1e9))
 
 
 class Timeline:
-    """The spans of one process. Safe to use from several threads; whatever goes wrong with the file ends the writing alone."""
+    """The spans of one process.
 
-    def __init__(self, path: Path | None, role: str, name: str, most_bytes: int = MOST_BYTES) -> None:
+    Safe to use from several threads; whatever goes wrong with the file ends the writing alone.
+    """
+
+    def __init__(
+        self, path: Path | None, role: str, name: str, most_bytes: int = MOST_BYTES
+    ) -> None:
         """
         Args:
             path: the file, which is continued; None: nothing is written.
@@ -63,7 +73,15 @@ class Timeline:
             self._left -= os.fstat(self._file).st_size
         except OSError as error:
             self._give_up(f"{error.strerror or error}")
-        self._line({"role": role, "name": name, "pid": os.getpid(), "host": socket.gethostname(), "began": unix_ns()})
+        self._line(
+            {
+                "role": role,
+                "name": name,
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "began": unix_ns(),
+            }
+        )
 
     @property
     def on(self) -> bool:
@@ -79,7 +97,9 @@ class Timeline:
             facts: such as the weight version.
         """
         if self.on:
-            self._line({"what": what, "begin": begin, "end": unix_ns() if end is None else end, **facts})
+            self._line(
+                {"what": what, "begin": begin, "end": unix_ns() if end is None else end, **facts}
+            )
 
     @contextmanager
     def span(self, what: str, **facts: Fact) -> Iterator[None]:
@@ -107,13 +127,16 @@ class Timeline:
             size = os.fstat(self._file).st_size
             try:
                 left = line
-                while left:  # usually at once, so that a kill leaves whole lines; a full disk may take a part
+                # usually at once, so that a kill leaves whole lines; a full disk may take a part
+                while left:
                     left = left[os.write(self._file, left) :]
             except OSError as error:
                 if os.fstat(self._file).st_size > size:
                     os.ftruncate(self._file, size)
                 reason = f"cannot write {len(line)} bytes: {error.strerror or error}"
-                self._give_up(f"{reason}; nothing more is written to it, make room before the next start")
+                self._give_up(
+                    f"{reason}; nothing more is written to it, make room before the next start"
+                )
 
     def _give_up(self, reason: str) -> None:
         logger.warning("%s (%s): %s", self._path, VARIABLE, reason)
@@ -126,7 +149,8 @@ class Timeline:
 
 
 def open_timeline(role: str, name: str) -> Timeline:
-    """The timeline of this process, in the folder that LOCKSTEP_TIMELINE names; one that writes nothing without it.
+    """The timeline of this process, in the folder that LOCKSTEP_TIMELINE names; one that writes
+    nothing without it.
 
     Args:
         role: trainer, generator, reference, parameter-server.

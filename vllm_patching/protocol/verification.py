@@ -1,4 +1,6 @@
-"""Whether weights are what the trainer sent: asked by the server's front end, and by vLLM's engine core before it goes on."""
+"""Whether weights are what the trainer sent: asked by the server's front end, and by vLLM's engine
+core before it goes on.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,19 @@ class BridgeRefusal(RuntimeError):
 def rank_name(answer: Mapping[str, Any]) -> str:
     """Whose answer it is, for messages: of several replicas the first is not named."""
     replica = answer.get("replica", 0)
-    return f"rank {answer['tp_rank']} of replica {replica}" if replica else f"rank {answer['tp_rank']}"
+    return (
+        f"rank {answer['tp_rank']} of replica {replica}" if replica else f"rank {answer['tp_rank']}"
+    )
 
 
-def compare(answers: Sequence[Mapping[str, Any]], expected: Sequence[str], version: int, what: str) -> None:
+def compare(
+    answers: Sequence[Mapping[str, Any]], expected: Sequence[str], version: int, what: str
+) -> None:
     """Refuse weights that are not what the trainer sent, or that nothing can be computed with.
 
     Args:
-        answers: of each rank: `tp_rank`, `checksum` and `not_finite`; `late` where the writes that it had to wait for did not
-            come in time.
+        answers: of each rank: `tp_rank`, `checksum` and `not_finite`; `late` where the writes that
+            it had to wait for did not come in time.
         expected: the trainer's checksums, by rank.
         version, what: for messages: which weights, and what the rank does with them.
 
@@ -41,8 +47,12 @@ def compare(answers: Sequence[Mapping[str, Any]], expected: Sequence[str], versi
         if answer.get("late"):
             raise BridgeRefusal(504, f"{who} does not have version {version}: {answer['late']}")
         if answer["not_finite"]:
-            raise BridgeRefusal(422, f"{who} refuses version {version}: {answer['not_finite']} holds NaN or infinity")
+            raise BridgeRefusal(
+                422,
+                f"{who} refuses version {version}: {answer['not_finite']} holds NaN or infinity",
+            )
         if answer["checksum"] != expected[rank]:
             raise BridgeRefusal(
-                502, f"{who} {what} checksum {answer['checksum']} of version {version}, the trainer's is {expected[rank]}"
+                502,
+                f"{who} {what} checksum {answer['checksum']} of version {version}, the trainer's is {expected[rank]}",
             )

@@ -1,7 +1,8 @@
 """The processes that can write a server's weights, and whether one is known to have ended.
 
-Known is the word: what follows from it is that nothing of that process can reach memory any more. A process that cannot be
-looked up (on another machine, in another process-id namespace) is never known to have ended, however long it is silent.
+Known is the word: what follows from it is that nothing of that process can reach memory any more. A
+process that cannot be looked up (on another machine, in another process-id namespace) is never
+known to have ended, however long it is silent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Writer:
     Attributes:
         host: name of its machine.
         pid: its process id there.
-        started: clock ticks from the machine's start to its own, which tells it apart from a later process of the same id.
+        started: clock ticks from the machine's start to its own, which tells it apart from a later
+            process of the same id.
     """
 
     host: str
@@ -51,8 +53,8 @@ class Writer:
     def has_ended(self) -> bool:
         """Whether a process that was seen here is known to have ended, with every thread of it.
 
-        The first thread of a killed process may be a zombie while others still run. With the last of them the memory and the
-        GPU contexts of the process go, and what they had enqueued.
+        The first thread of a killed process may be a zombie while others still run. With the last
+        of them the memory and the GPU contexts of the process go, and what they had enqueued.
         """
         try:
             started = _start_time(self.pid)
@@ -60,7 +62,9 @@ class Writer:
                 return (_PROC / "self/stat").exists()  # and not the whole of /proc is gone
             if started != self.started:
                 return True
-            return _is_dead(_PROC / f"{self.pid}/stat") and all(map(_is_dead, _PROC.glob(f"{self.pid}/task/*/stat")))
+            return _is_dead(_PROC / f"{self.pid}/stat") and all(
+                map(_is_dead, _PROC.glob(f"{self.pid}/task/*/stat"))
+            )
         except OSError as error:  # too many open files, say
             logger.warning("whether process %s has ended cannot be looked up: %s", self, error)
             return False
@@ -77,7 +81,9 @@ def process_here(pid: int) -> Writer:
 
 
 def _fields(stat: Path) -> list[str]:
-    """The fields after the command's name, which may hold anything; none if there is no such process."""
+    """The fields after the command's name, which may hold anything; none if there is no such
+    process.
+    """
     try:
         return stat.read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,11 +1,14 @@
-"""Who may ask this server for what: the API key, and without one the caller's machine and the names a browser came by.
+"""Who may ask this server for what: the API key, and without one the caller's machine and the names
+a browser came by.
 
 With a key, everything but the monitoring paths needs it. Without one
 
-* a request that another web page sent is refused, and so is a change for which a browser followed a link (see `browsers`);
+* a request that another web page sent is refused, and so is a change for which a browser followed a
+  link (see `browsers`);
 * a request is refused if its Host is a name that anybody may have pointed at this machine;
-* whoever reaches the port may look and sample, as with `vllm serve`. What pauses the engine or changes weights, adapters or
-  caches answers this machine alone. What may be asked for from afar is listed; all that is not listed is of that kind.
+* whoever reaches the port may look and sample, as with `vllm serve`. What pauses the engine or
+  changes weights, adapters or caches answers this machine alone. What may be asked for from afar is
+  listed; all that is not listed is of that kind.
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ from fastapi.responses import JSONResponse
 from vllm_patching.server.attempts import TRIES, TRY_SECONDS, Attempts
 from vllm_patching.server.browsers import SAFE_METHODS, BrowserHeaders
 
-MONITORING = frozenset({"/health", "/health_generate", "/metrics", "/metrics/", "/ping", "/version", "/weights"})
+MONITORING = frozenset(
+    {"/health", "/health_generate", "/metrics", "/metrics/", "/ping", "/version", "/weights"}
+)
 """Needs no key: neither a prompt nor a weight can be read there."""
 READING = MONITORING | {
     "/bridge/info", "/bridge/state", "/deterministic", "/docs", "/load", "/lora/info", "/lora/status", "/openapi.json",
     "/redoc", "/sampling", "/v1/models", "/vocabulary",
 }  # fmt: skip
-"""Paths whose GET changes nothing: a person may open them in a browser. Every other request counts as a change."""
+"""Paths whose GET changes nothing: a person may open them in a browser. Every other request counts
+as a change."""
 FROM_AFAR = MONITORING | {
     "/deterministic", "/detokenize", "/generate", "/inference/v1/generate", "/invocations", "/load", "/sampling", "/tokenize",
     "/vocabulary",
@@ -40,7 +46,8 @@ FROM_AFAR = MONITORING | {
 }  # fmt: skip
 """What another machine may ask for when there is no key: looking and sampling."""
 PROVE = "lockstep.prove"
-"""The ASGI extension by which the server's connections learn which of them belong to callers that are known."""
+"""The ASGI extension by which the server's connections learn which of them belong to callers that
+are known."""
 _SHOWN = 80
 """Characters of a header that a message quotes."""
 
@@ -51,7 +58,8 @@ class Asked:
 
     Attributes:
         path: as the routes see it, without a prefix that a proxy adds.
-        host, origin, fetch_site, fetch_mode, fetch_dest: the headers Host, Origin and Sec-Fetch-*; None for a missing one.
+        host, origin, fetch_site, fetch_mode, fetch_dest: the headers Host, Origin and Sec-Fetch-*;
+            None for a missing one.
         browser: what asks calls itself one.
         token: of `Authorization: Bearer`; empty if there is none.
         here: it was sent by a process on this machine.
@@ -84,7 +92,8 @@ class Door:
 
     Attributes:
         keys: any of them is the right one; with none, see the module.
-        bound_to: the address on which the server listens, or the name of it; empty for every address.
+        bound_to: the address on which the server listens, or the name of it; empty for every
+            address.
         names: further names by which it may be called, in lower case.
         origins: of web pages that may ask, as `scheme://host:port`.
     """
@@ -99,11 +108,16 @@ class Door:
         return self._without_the_key(asked) if self.keys else self._from_elsewhere(asked)
 
     def knows(self, asked: Asked) -> bool:
-        """Return whether the caller has sent a key; without keys, every caller that is let in is known."""
-        return not self.keys or any([hmac.compare_digest(asked.token, key.encode()) for key in self.keys])
+        """Return whether the caller has sent a key; without keys, every caller that is let in is
+        known.
+        """
+        return not self.keys or any(
+            [hmac.compare_digest(asked.token, key.encode()) for key in self.keys]
+        )
 
     def _without_the_key(self, asked: Asked) -> Refusal | None:
-        # A browser asks by OPTIONS, without the key, whether it may send it; no route does anything on OPTIONS.
+        # A browser asks by OPTIONS, without the key, whether it may send it; no route does anything
+        # on OPTIONS.
         if asked.path in MONITORING or asked.method == "OPTIONS":
             return None
         if self.knows(asked):
@@ -128,7 +142,11 @@ class Door:
                 f"{page}: a web page may not call a server without a key; use a program, start the server with VLLM_API_KEY, "
                 "or name the page's origin in --allowed-origins",
             )
-        if not asked.here and asked.path not in FROM_AFAR and not asked.path.startswith("/v1/responses/"):
+        if (
+            not asked.here
+            and asked.path not in FROM_AFAR
+            and not asked.path.startswith("/v1/responses/")
+        ):
             return Refusal(
                 403,
                 f"{asked.path[:_SHOWN]} answers only this machine, since the server was started without an API key: set "
@@ -139,8 +157,9 @@ class Door:
     def is_ours(self, host: str) -> bool:
         """Whether a Host header can only have come from who meant this server.
 
-        A page that was loaded under a name of the attacker's, which then gets this machine's address, sends that name. An
-        address cannot be made to point elsewhere, so it is as good as the socket that it came in by.
+        A page that was loaded under a name of the attacker's, which then gets this machine's
+        address, sends that name. An address cannot be made to point elsewhere, so it is as good as
+        the socket that it came in by.
         """
         name, bound = host_name(host), self.bound_to.lower()
         if not name:
@@ -169,11 +188,14 @@ class Door:
 
 
 def make_door(args: argparse.Namespace, environment: MutableMapping[str, str]) -> Door:
-    """The door that a server's flags and variables ask for, with a word on standard output where that deserves one.
+    """The door that a server's flags and variables ask for, with a word on standard output where
+    that deserves one.
 
     Args:
-        args: vLLM's and --allow-host. Afterwards they hold no key: vLLM writes into its log which flags it was given.
-        environment: its VLLM_API_KEY counts where --api-key is not given, and is removed where it is.
+        args: vLLM's and --allow-host. Afterwards they hold no key: vLLM writes into its log which
+            flags it was given.
+        environment: its VLLM_API_KEY counts where --api-key is not given, and is removed where it
+            is.
     """
     keys = args.api_key or [environment.get("VLLM_API_KEY", "")]
     if args.api_key:
@@ -181,7 +203,9 @@ def make_door(args: argparse.Namespace, environment: MutableMapping[str, str]) -
         args.api_key = None
         environment.pop("VLLM_API_KEY", None)
     names = frozenset(name.lower().removesuffix(".") for name in args.allow_host)
-    door = Door(tuple(filter(None, keys)), args.host or "", names, frozenset(args.allowed_origins) - {"*"})
+    door = Door(
+        tuple(filter(None, keys)), args.host or "", names, frozenset(args.allowed_origins) - {"*"}
+    )
     if not door.keys and not args.uds and not is_loopback(door.bound_to):
         _say(
             f"No VLLM_API_KEY: whoever reaches port {args.port} may sample; what changes the server (/bridge, /lora and all "
@@ -195,7 +219,9 @@ def _say(text: str) -> None:
 
 
 def host_name(host: str) -> str:
-    """`Example.com.:9001` → `example.com`, `[::1]:9001` → `::1`; empty if this is no host with or without a port."""
+    """`Example.com.:9001` → `example.com`, `[::1]:9001` → `::1`; empty if this is no host with or
+    without a port.
+    """
     try:
         parts = urlsplit(f"//{host}")
         _ = parts.port  # raises for what is no port
@@ -250,14 +276,16 @@ def is_from_here(client: tuple[str, int] | None, server: tuple[str, int | None] 
     """Whether a connection comes from a process on this machine.
 
     Args:
-        client: address and port of the other end; None over a Unix socket, and where a connection was reset before it was read.
+        client: address and port of the other end; None over a Unix socket, and where a connection
+            was reset before it was read.
         server: our end; a path and None, or nothing, for a Unix socket.
     """
     if client is None:
         return server is None or server[1] is None
     if not is_address(client[0]):
         return False
-    # Who asks by the machine's own address comes from it: the kernel drops what arrives from outside under that sender.
+    # Who asks by the machine's own address comes from it: the kernel drops what arrives from
+    # outside under that sender.
     same = server is not None and is_address(server[0]) and _plain(client[0]) == _plain(server[0])
     return same or _plain(client[0]).is_loopback
 
@@ -275,7 +303,10 @@ def _without_prefix(path: str, root: str) -> str:
 
 
 class AskAtTheDoor:
-    """ASGI middleware in front of all others. A WebSocket that is not let in is closed before it is accepted."""
+    """ASGI middleware in front of all others.
+
+    A WebSocket that is not let in is closed before it is accepted.
+    """
 
     def __init__(self, app: Any, door: Door, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._door, self._attempts = app, door, Attempts(clock)
@@ -288,21 +319,33 @@ class AskAtTheDoor:
         refusal = self._limited(asked, scope) or self._door.refusal(asked)
         if refusal is None:
             if PROVE in scope.get("extensions", {}) and self._door.knows(asked):
-                scope["extensions"][PROVE]["prove"]()  # the connection is kept when others are too many
+                scope["extensions"][PROVE][
+                    "prove"
+                ]()  # the connection is kept when others are too many
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
-            return await send({"type": "websocket.close", "code": 1008, "reason": refusal.message[:120]})
-        return await JSONResponse({"error": refusal.message}, refusal.status, refusal.headers)(scope, receive, send)
+            return await send(
+                {"type": "websocket.close", "code": 1008, "reason": refusal.message[:120]}
+            )
+        return await JSONResponse({"error": refusal.message}, refusal.status, refusal.headers)(
+            scope, receive, send
+        )
 
     def _limited(self, asked: Asked, scope: Mapping[str, Any]) -> Refusal | None:
-        """Count a key that a request carries, and refuse one from an address that sent too many wrong ones."""
+        """Count a key that a request carries, and refuse one from an address that sent too many
+        wrong ones.
+        """
         if not self._door.keys or not asked.token:
             return None
         client = scope["client"][0] if scope.get("client") else ""
         wait, is_right = self._attempts.wait(client), self._door.knows(asked)
-        # A host that works with the right key goes on if somebody else there guesses. A stranger's guess is not
-        # even answered as right while its address has to wait.
-        if is_right and (not wait or self._attempts.is_known(client) or is_from_here(scope.get("client"), scope.get("server"))):
+        # A host that works with the right key goes on if somebody else there guesses. A stranger's
+        # guess is not even answered as right while its address has to wait.
+        if is_right and (
+            not wait
+            or self._attempts.is_known(client)
+            or is_from_here(scope.get("client"), scope.get("server"))
+        ):
             self._attempts.succeeded(client)
             return None
         if not wait:

@@ -1,8 +1,9 @@
 """Adapters that nobody uses any more, until every worker has said that it holds them no longer.
 
-A removal may go without an answer: the engine is stalled, or a worker fails. Whether the adapter still takes its place is then
-not known, so it counts as if it did and the workers are asked again until they tell. An id is never used twice, so a removal
-that is carried out late, or twice, takes nothing else away.
+A removal may go without an answer: the engine is stalled, or a worker fails. Whether the adapter
+still takes its place is then not known, so it counts as if it did and the workers are asked again
+until they tell. An id is never used twice, so a removal that is carried out late, or twice, takes
+nothing else away.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ class AdapterRemovals:
     """Removes adapters in the background. Used on the event loop.
 
     Attributes:
-        trouble: why the last try to remove the pending ones did not succeed; empty if none has failed.
+        trouble: why the last try to remove the pending ones did not succeed; empty if none has
+            failed.
     """
 
-    def __init__(self, remove: Callable[[list[int]], Awaitable[list[list[int]]]], freed: Callable[[], None]) -> None:
+    def __init__(
+        self, remove: Callable[[list[int]], Awaitable[list[list[int]]]], freed: Callable[[], None]
+    ) -> None:
         """
         Args:
-            remove: asks the workers to forget adapters; answers with those that each rank holds then. Has a deadline.
+            remove: asks the workers to forget adapters; answers with those that each rank holds
+                then. Has a deadline.
             freed: called when there is room again.
         """
         self._remove, self._freed = remove, freed
@@ -56,7 +61,11 @@ class AdapterRemovals:
                     raise RuntimeError(f"a worker still holds {sorted(kept)}")
             except Exception as error:  # noqa: BLE001  # whatever it is, the places must be found out about
                 if not self.trouble:
-                    logger.error("[LoRA] cannot tell whether adapters %s are removed: %s; asking again", asked, error)
+                    logger.error(
+                        "[LoRA] cannot tell whether adapters %s are removed: %s; asking again",
+                        asked,
+                        error,
+                    )
                 self.trouble = str(error) or type(error).__name__
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -1,6 +1,7 @@
 """Limit on wrong keys in requests, by address. Pure, but for a clock that is passed in.
 
-The rollout service has the same limit (`atroposlib/web/access.py`), and may not be imported here. A test compares both.
+The rollout service has the same limit (`atroposlib/web/access.py`), and may not be imported here. A
+test compares both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ MOST_ADDRESSES = 10_000
 
 
 def network_of(address: str) -> str:
-    """Return the address, or the /64 network of an IPv6 address: one host may use any address in it."""
+    """Return the address, or the /64 network of an IPv6 address: one host may use any address in
+    it.
+    """
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -35,7 +35,9 @@ logger = logging.getLogger("vllm.lockstep.bridge")
 
 
 class Bridge:
-    """Opens the weights of an engine, and says where the bridge is; `BridgeController` changes that."""
+    """Opens the weights of an engine, and says where the bridge is; `BridgeController` changes
+    that.
+    """
 
     settles: type[Settlement] = Settlement
     """What ends updates that failed."""
@@ -91,29 +93,43 @@ class Bridge:
         self._clock = UpdateClock(timeout)
         self._writers = self._unseen = tuple[Writer, ...]()
         self._settlement = self.settles(self.state, self._ranks, self._leases, self._switch)
-        self.turns = Turns(self.state, self._ranks, self._switch, self._lock, lambda: (self._writers, self._unseen))
-        self._watchdog = BridgeWatchdog(self.state, self._ranks, self._settlement, self._clock, self._lock, self.turns)
+        self.turns = Turns(
+            self.state, self._ranks, self._switch, self._lock, lambda: (self._writers, self._unseen)
+        )
+        self._watchdog = BridgeWatchdog(
+            self.state, self._ranks, self._settlement, self._clock, self._lock, self.turns
+        )
 
     async def start(self) -> None:
-        """Open the workers' weights and write the config file. Raises whatever keeps the weights from being shared, or the
-        file from being written (bridge_config.ConfigFileError).
+        """Open the workers' weights and write the config file. Raises whatever keeps the weights
+        from being shared, or the file from being written (bridge_config.ConfigFileError).
         """
         await self._ranks.require_engine_core()
         # A trainer whose memory were one replica's would leave the others behind.
         share_storage = replicas(self._engine) == 1
-        of_all = sorted(await self._ranks.call("lockstep_setup", share_storage), key=lambda s: s["manifest"]["tp_rank"])
+        of_all = sorted(
+            await self._ranks.call("lockstep_setup", share_storage),
+            key=lambda s: s["manifest"]["tp_rank"],
+        )
         self._replicas = 1 + max(setup["replica"] for setup in of_all)
         setups = [setup for setup in of_all if setup["replica"] == 0]
         self._manifests = [Manifest.from_json(s["manifest"]) for s in setups]
         self._ranks.count(len(setups), self._replicas)
         self._handles = [s["handles"] for s in setups]
-        self._gpu_uuids = [s["gpu_uuid"] for s in sorted(of_all, key=lambda setup: setup["replica"])]
-        self._rank_bytes = self._replicas * sum(flat_layout(manifest)[1] for manifest in self._manifests)
+        self._gpu_uuids = [
+            s["gpu_uuid"] for s in sorted(of_all, key=lambda setup: setup["replica"])
+        ]
+        self._rank_bytes = self._replicas * sum(
+            flat_layout(manifest)[1] for manifest in self._manifests
+        )
         self.state.checksums = [s["checksum"] for s in setups]
         count = partial(output_token_counts, self._engine)
-        follow_outputs(self._engine, self._spans.known, lambda moment: self._spans.outputs_of(moment, count))
+        follow_outputs(
+            self._engine, self._spans.known, lambda moment: self._spans.outputs_of(moment, count)
+        )
         if self._keep_cache:
-            # What is accepted before a pause may go on with older keys and values; what is accepted after it never sees them.
+            # What is accepted before a pause may go on with older keys and values; what is accepted
+            # after it never sees them.
             salt_prefix_cache(self._engine, lambda: f"lockstep-{self._switch.pauses}-")
         self._config.claim()
         if self._config.awaited:
@@ -131,7 +147,9 @@ class Bridge:
         self._config.remove()
 
     def info(self) -> dict[str, Any]:
-        """Everything a trainer must know before it joins, but for the storage handles: only the config file has those."""
+        """Everything a trainer must know before it joins, but for the storage handles: only the
+        config file has those.
+        """
         return {
             "instance": self.instance,
             "model": self._model,
@@ -150,9 +168,10 @@ class Bridge:
         }
 
     def status(self) -> dict[str, Any]:
-        """The state as JSON, with the `instance`, which is another one after each start of the server; what the engine does;
-        who may write the weights; what the ranks' updater threads did at the last look (nothing is asked of them now); and for
-        how many seconds a call in progress has not been answered.
+        """The state as JSON, with the `instance`, which is another one after each start of the
+        server; what the engine does; who may write the weights; what the ranks' updater threads did
+        at the last look (nothing is asked of them now); and for how many seconds a call in progress
+        has not been answered.
         """
         lease, trouble = self._leases.out, self.trouble()
         return {
@@ -170,7 +189,9 @@ class Bridge:
         }
 
     def trouble(self) -> str:
-        """Why nothing can be sampled rightly, by what the engine does; empty if it can, or will when an update has ended."""
+        """Why nothing can be sampled rightly, by what the engine does; empty if it can, or will
+        when an update has ended.
+        """
         if self._watchdog.has_ended:
             return f"the bridge's watchdog has ended ({self._watchdog.end}), which notices lost updates; restart the server"
         if silent := self.engine_trouble():
@@ -178,7 +199,9 @@ class Bridge:
         if self.state.quarantine:
             return f"in quarantine: {self.state.quarantine}; a full update from a trainer heals it"
         if not self.state.healthy:
-            waits = f" (or until this is known: {self.state.undecided})" if self.state.undecided else ""
+            waits = (
+                f" (or until this is known: {self.state.undecided})" if self.state.undecided else ""
+            )
             return f"the weights are not whole: {self.state.last_error}; a full update from a trainer heals it{waits}"
         changing = self.state.in_update or self.turns.changing or self._switch.resting
         if not changing and self._switch.state is not EngineState.RUNNING:
@@ -187,9 +210,14 @@ class Bridge:
 
     @property
     def holds_engine(self) -> bool:
-        """Whether the engine stands still because it was told to. While it is told to pause, it should still answer."""
+        """Whether the engine stands still because it was told to.
+
+        While it is told to pause, it should still answer.
+        """
         in_update = self.state.in_update and self._switch.state is not EngineState.RUNNING
-        return (in_update or self.turns.changing or self._switch.resting) and not self._switch.pausing
+        return (
+            in_update or self.turns.changing or self._switch.resting
+        ) and not self._switch.pausing
 
     def _write_config(self) -> None:
         facts = {key: value for key, value in self.info().items() if key != "ranks"}

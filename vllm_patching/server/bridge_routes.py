@@ -10,7 +10,14 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from vllm_patching.protocol.messages import AbortBody, BeginBody, CohortBody, CommitBody, InitBody, QuarantineBody
+from vllm_patching.protocol.messages import (
+    AbortBody,
+    BeginBody,
+    CohortBody,
+    CommitBody,
+    InitBody,
+    QuarantineBody,
+)
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server.controller import BridgeController
@@ -45,7 +52,9 @@ def add_bridge_routes(router: APIRouter, service: Receives) -> None:
         return JSONResponse(service.weights_served())
 
     def bridge_route(
-        path: str, step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]], body: type[BaseModel]
+        path: str,
+        step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]],
+        body: type[BaseModel],
     ) -> None:
         async def endpoint(body: Any) -> JSONResponse:
             if service.bridge is None:
@@ -77,7 +86,8 @@ def add_bridge_routes(router: APIRouter, service: Receives) -> None:
     bridge_route(
         "/bridge/init",
         lambda b, body: b.init(
-            **body.model_dump(exclude={"writers"}), writers=[Writer(**writer.model_dump()) for writer in body.writers]
+            **body.model_dump(exclude={"writers"}),
+            writers=[Writer(**writer.model_dump()) for writer in body.writers],
         ),
         InitBody,
     )
@@ -85,7 +95,9 @@ def add_bridge_routes(router: APIRouter, service: Receives) -> None:
     bridge_route("/bridge/begin", lambda b, body: b.begin(**body.model_dump()), BeginBody)
     bridge_route("/bridge/commit", lambda b, body: b.commit(**body.model_dump()), CommitBody)
     bridge_route("/bridge/abort", lambda b, body: b.abort(**body.model_dump()), AbortBody)
-    bridge_route("/bridge/quarantine", lambda b, body: b.quarantine(**body.model_dump()), QuarantineBody)
+    bridge_route(
+        "/bridge/quarantine", lambda b, body: b.quarantine(**body.model_dump()), QuarantineBody
+    )
 
 
 def _error(status: int, message: str) -> JSONResponse:

@@ -1,8 +1,9 @@
 """Requests that a browser sends for somebody who may not have meant them. Pure.
 
-Browsers set `Origin` and `Sec-Fetch-*` themselves, and no page can change them. Programs such as curl, aiohttp
-and requests send none of these headers, so the rules here do not affect them. The rollout service has the same rules
-(atroposlib/web/access.py): neither package may import the other, and a test compares the two.
+Browsers set `Origin` and `Sec-Fetch-*` themselves, and no page can change them. Programs such as
+curl, aiohttp and requests send none of these headers, so the rules here do not affect them. The
+rollout service has the same rules (atroposlib/web/access.py): neither package may import the other,
+and a test compares the two.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 SAFE_METHODS = ("GET", "HEAD")
 """Methods that a browser also uses when its user follows a link."""
 SCRIPT_MODES = ("cors", "same-origin", "websocket")
-"""Values of Sec-Fetch-Mode for requests that a script makes. Links, forms, frames and images have others."""
+"""Values of Sec-Fetch-Mode for requests that a script makes. Links, forms, frames and images have
+others."""
 SCRIPT_DESTINATIONS = (None, "empty", "websocket")
 _SHOWN = 80
 """Characters of a header that a message quotes."""
@@ -43,7 +45,10 @@ class BrowserHeaders:
         if self.origin is not None and self.origin in self.origins:
             return ""
         host = self.host.lower()
-        if self.origin is not None and self.origin.lower() not in (f"http://{host}", f"https://{host}"):
+        if self.origin is not None and self.origin.lower() not in (
+            f"http://{host}",
+            f"https://{host}",
+        ):
             return f"the request comes from the Origin {self.origin[:_SHOWN]!r}"
         if self.site not in (None, "same-origin", "none"):
             return f"the request comes from another page (Sec-Fetch-Site: {self.site[:_SHOWN]})"
@@ -52,8 +57,8 @@ class BrowserHeaders:
     def unproven_change(self, method: str, path: str) -> str:
         """Return why a browser may not send this request, which changes something; empty if it may.
 
-        A browser must prove that a page of ours sends it. A link in an e-mail, a bookmark and a typed address
-        prove nothing, and neither does a link or an image that our own page shows.
+        A browser must prove that a page of ours sends it. A link in an e-mail, a bookmark and a
+        typed address prove nothing, and neither does a link or an image that our own page shows.
 
         Args:
             method: of the request.
@@ -68,9 +73,13 @@ class BrowserHeaders:
             if self.is_browser and self.site is None and self.mode is None:
                 return f"{named} comes from a browser that does not say from which page"
             # Some programs (Node's fetch) send Sec-Fetch-Mode: cors, and nothing else.
-            from_script = self.mode in (None, *SCRIPT_MODES) and self.destination in SCRIPT_DESTINATIONS
+            from_script = (
+                self.mode in (None, *SCRIPT_MODES) and self.destination in SCRIPT_DESTINATIONS
+            )
             is_program = not self.is_browser and self.site is None and from_script
-            return "" if is_program else f"{named} changes something, and the browser {self._shown()}"
+            return (
+                "" if is_program else f"{named} changes something, and the browser {self._shown()}"
+            )
         sends_mode = self.mode is not None or self.destination is not None or self.origin is None
         from_script = self.mode in SCRIPT_MODES and self.destination in SCRIPT_DESTINATIONS
         if method in SAFE_METHODS and sends_mode and not from_script:

@@ -1,4 +1,6 @@
-"""A wait for the workers that is broken off, because the trainer does not want any more what it is for."""
+"""A wait for the workers that is broken off, because the trainer does not want any more what it is
+for.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from contextlib import contextmanager
 
 
 class CallingOff:
-    """Why whoever waits for the workers should not go on waiting. Calls take turns by a lock, and one that waits for workers
-    has it; so the call that comes next says here that it is there.
+    """Why whoever waits for the workers should not go on waiting. Calls take turns by a lock, and
+    one that waits for workers has it; so the call that comes next says here that it is there.
     """
 
     def __init__(self) -> None:

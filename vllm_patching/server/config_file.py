@@ -1,8 +1,10 @@
-"""vllm_bridge_config.json: what a server publishes for trainers on its machine, and what it leaves behind when it is killed.
+"""vllm_bridge_config.json: what a server publishes for trainers on its machine, and what it leaves
+behind when it is killed.
 
-Each server has a file of its own. The first one in a folder takes the documented name; whoever finds that taken puts its port
-into the name. A server keeps its file locked (flock) for as long as it lives. The kernel lets go when the process ends, however
-it ends, so whether a file's server lives is known also where process ids say nothing, as in another container.
+Each server has a file of its own. The first one in a folder takes the documented name; whoever
+finds that taken puts its port into the name. A server keeps its file locked (flock) for as long as
+it lives. The kernel lets go when the process ends, however it ends, so whether a file's server
+lives is known also where process ids say nothing, as in another container.
 """
 
 from __future__ import annotations
@@ -49,15 +51,22 @@ class _Found:
 
     @property
     def trainer(self) -> str:
-        """The trainer that the file's server was serving or waiting for, if that may still live; else empty."""
+        """The trainer that the file's server was serving or waiting for, if that may still live;
+        else empty.
+        """
         trainer = self.facts.get("awaited_trainer", "")
         if self.facts.get("epoch", 0) != 0:
             trainer = self.facts.get("trainer", "")
-        return trainer if isinstance(trainer, str) and trainer and runs_here(trainer) is not False else ""
+        return (
+            trainer
+            if isinstance(trainer, str) and trainer and runs_here(trainer) is not False
+            else ""
+        )
 
 
 class ConfigFile:
-    """The file of one server: claimed before the server answers, rewritten when a trainer joins, removed when the server stops.
+    """The file of one server: claimed before the server answers, rewritten when a trainer joins,
+    removed when the server stops.
 
     Attributes:
         path: where it is; the documented name unless that belongs to another server.
@@ -68,7 +77,8 @@ class ConfigFile:
         """
         Args:
             folder: where it goes.
-            port: where the server listens; by it a server that was killed and started again knows its own file.
+            port: where the server listens; by it a server that was killed and started again knows
+                its own file.
         """
         self._folder, self._port = folder.absolute(), port
         self.path = self._folder / CONFIG_NAME
@@ -77,12 +87,14 @@ class ConfigFile:
         self._descriptor: int | None = None
 
     def claim(self) -> None:
-        """Take a name that no living server has, and learn what a killed server of this port left under it.
+        """Take a name that no living server has, and learn what a killed server of this port left
+        under it.
 
-        A server that was killed in the middle of a run leaves its file. If the trainer named there still lives (or cannot be
-        looked up, being on another machine), it holds newer weights, and will send them as soon as it finds this server. What
-        the servers of other ports left is theirs: it keeps nobody else waiting, and is overwritten only if no trainer that may
-        live waits for its server.
+        A server that was killed in the middle of a run leaves its file. If the trainer named there
+        still lives (or cannot be looked up, being on another machine), it holds newer weights, and
+        will send them as soon as it finds this server. What the servers of other ports left is
+        theirs: it keeps nobody else waiting, and is overwritten only if no trainer that may live
+        waits for its server.
 
         Raises:
             ConfigFileError: the folder cannot be written.
@@ -94,13 +106,18 @@ class ConfigFile:
                 self._replace({"awaited_trainer": self._awaited_trainer})
 
     def publish(
-        self, facts: Mapping[str, Any], manifests: Sequence[Manifest], handles: Sequence[Mapping[str, Any] | None]
+        self,
+        facts: Mapping[str, Any],
+        manifests: Sequence[Manifest],
+        handles: Sequence[Mapping[str, Any] | None],
     ) -> None:
-        """Write the file atomically, readable by this user alone: it holds the handles to the weights' memory.
+        """Write the file atomically, readable by this user alone: it holds the handles to the
+        weights' memory.
 
         Args:
             facts: the server's instance, model, versions, epoch and trainer.
-            manifests, handles: per rank, the layout and the storage handles (None where storage is not shared).
+            manifests, handles: per rank, the layout and the storage handles (None where storage is
+                not shared).
 
         Raises:
             ConfigFileError: it cannot be written.
@@ -113,7 +130,9 @@ class ConfigFile:
                 "MASTER_PORT": os.environ.get("MASTER_PORT", "29500"),
             },
             "param_mappings": manifests[0].to_json()["param_mappings"],
-            "ranks": [{**m.to_json(), "handles": h} for m, h in zip(manifests, handles, strict=True)],
+            "ranks": [
+                {**m.to_json(), "handles": h} for m, h in zip(manifests, handles, strict=True)
+            ],
         }
         with self._named(), _locked(self._folder):
             if not self._is_mine():
@@ -137,7 +156,9 @@ class ConfigFile:
         documented = self._folder / CONFIG_NAME
         with_port = documented.with_stem(f"{documented.stem}-{self._port}")
         found = {path: _look(path) for path in (documented, with_port)}
-        mine = [path for path, left in found.items() if left is not None and left.is_left_by(self._port)]
+        mine = [
+            path for path, left in found.items() if left is not None and left.is_left_by(self._port)
+        ]
         first, second = found[documented], found[with_port]
         if first is None or documented in mine or not (first.held or first.trainer):
             self.path = documented
@@ -145,7 +166,9 @@ class ConfigFile:
             self.path = with_port
         else:  # the same port at another address of this machine
             self.path = with_port.with_stem(f"{with_port.stem}-{os.getpid()}")
-        trainers = [left.trainer for path in mine if (left := found[path]) is not None and left.trainer]
+        trainers = [
+            left.trainer for path in mine if (left := found[path]) is not None and left.trainer
+        ]
         self._awaited_trainer = trainers[0] if trainers else ""
         self.awaited = self._reason() if trainers else ""
         if self.path != documented:
@@ -171,7 +194,12 @@ class ConfigFile:
 
     def _replace(self, data: Mapping[str, Any]) -> None:
         """Put a new file, already locked, in the place of what is under the name."""
-        where = {"port": self._port, "pid": os.getpid(), "hostname": os.uname().nodename, "config_path": str(self.path)}
+        where = {
+            "port": self._port,
+            "pid": os.getpid(),
+            "hostname": os.uname().nodename,
+            "config_path": str(self.path),
+        }
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         temporary.unlink(missing_ok=True)
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -202,8 +230,8 @@ class ConfigFile:
 
 
 def runs_here(trainer: str) -> bool | None:
-    """Whether the process of "trainer HOST:PID", or of anything else followed by these, runs on this machine; None if it is on
-    another one, and cannot be looked up.
+    """Whether the process of "trainer HOST:PID", or of anything else followed by these, runs on
+    this machine; None if it is on another one, and cannot be looked up.
     """
     host, _, pid = trainer.rpartition(" ")[2].rpartition(":")
     if host != os.uname().nodename or not pid.isdigit():
@@ -255,10 +283,15 @@ def _locked(folder: Path) -> Iterator[None]:
         deadline = time.monotonic() + _CLAIM_SECONDS
         while (locked := _lock(descriptor)) is False:
             if time.monotonic() > deadline:
-                raise OSError(f"another process has held a lock on the folder for {_CLAIM_SECONDS:g} s")
+                raise OSError(
+                    f"another process has held a lock on the folder for {_CLAIM_SECONDS:g} s"
+                )
             time.sleep(_POLL_SECONDS)
         if locked is None:
-            logger.warning("[Bridge] %s is on a file system without locks: start one server at a time there", folder)
+            logger.warning(
+                "[Bridge] %s is on a file system without locks: start one server at a time there",
+                folder,
+            )
         yield
     finally:
         os.close(descriptor)

@@ -1,4 +1,7 @@
-"""Carries the bridge's state machine out against a running engine. Lives in the server's API process, one per server."""
+"""Carries the bridge's state machine out against a running engine.
+
+Lives in the server's API process, one per server.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,14 @@ logger = logging.getLogger("vllm.lockstep.bridge")
 LATE = 410
 """HTTP status for a trainer that comes too late, which may do the update anew."""
 _EVENT_MARGIN_SECONDS = 2.0
-"""How much earlier than everything else a worker's wait for a trainer's writes ends, so that its answer is in time."""
+"""How much earlier than everything else a worker's wait for a trainer's writes ends, so that its
+answer is in time."""
 
 
 class BridgeController(Bridge):
-    """One method for each arrow of the state machine, each with a deadline and an answer for failure."""
+    """One method for each arrow of the state machine, each with a deadline and an answer for
+    failure.
+    """
 
     async def init(
         self,
@@ -44,28 +50,40 @@ class BridgeController(Bridge):
         Args:
             parameters: name -> (full shape, dtype) of the trainer's.
             writers: the trainer's processes, all of which can write a single copy.
-            transfer: auto, direct or overlapped; auto overlaps where there is room for a staging buffer.
-            events: handles of CUDA events, one for each rank, that a trainer of a single copy records behind its writes.
+            transfer: auto, direct or overlapped; auto overlaps where there is room for a staging
+                buffer.
+            events: handles of CUDA events, one for each rank, that a trainer of a single copy
+                records behind its writes.
             weight_epoch: of the weights that the trainer sends (see version_spans.Weights).
 
         Returns:
-            instance, epoch, transfer, weight_version, replicas, and follows_writes: checks wait for the events.
+            instance, epoch, transfer, weight_version, replicas, and follows_writes: checks wait for
+            the events.
         """
         async with self._lock:
             require_fitting(self._manifests, parameters, self._model)
             if mode == "single_copy" and self._replicas > 1:
                 n = self._replicas
-                raise BridgeRefusal(409, f"this server has {n} replicas, and a single copy is the memory of one: broadcast")
+                raise BridgeRefusal(
+                    409,
+                    f"this server has {n} replicas, and a single copy is the memory of one: broadcast",
+                )
             if events:
                 require_one_each("event", len(events), len(self._manifests))
             await self.turns.require_over(writers)
             if not self.state.in_update:  # else begin_epoch refuses
                 await self._settlement.require_no_writer(self.timeout)
             chosen = await self._ranks.choose_transfer(transfer) if mode == "broadcast" else ""
-            epoch = self._or_conflict(lambda: self.state.begin_epoch(trainer, mode, chosen, weight_epoch))
+            epoch = self._or_conflict(
+                lambda: self.state.begin_epoch(trainer, mode, chosen, weight_epoch)
+            )
             self._cohort = ""
-            # A process that could not be seen at first (in another container, say) has not ended if it cannot be seen.
-            self._writers, self._unseen = tuple(writers), tuple(writer for writer in writers if not writer.is_here())
+            # A process that could not be seen at first (in another container, say) has not ended if
+            # it cannot be seen.
+            self._writers, self._unseen = (
+                tuple(writers),
+                tuple(writer for writer in writers if not writer.is_here()),
+            )
             self._watchdog.follow([writer for writer in writers if writer not in self._unseen])
             if mode == "broadcast":
                 await self._ranks.call("lockstep_aim", chosen == "direct")
@@ -78,7 +96,12 @@ class BridgeController(Bridge):
                 self._write_config()
             except bridge_config.ConfigFileError as error:
                 raise BridgeRefusal(507, str(error)) from error
-            logger.info("[Bridge] %s joins as epoch %d (%s)", trainer, epoch, f"{mode}, {chosen}" if chosen else mode)
+            logger.info(
+                "[Bridge] %s joins as epoch %d (%s)",
+                trainer,
+                epoch,
+                f"{mode}, {chosen}" if chosen else mode,
+            )
             return {
                 "instance": self.instance,
                 "epoch": epoch,
@@ -100,8 +123,9 @@ class BridgeController(Bridge):
         lanes: int = 1,
         route: Route = Route.GLOO,
     ) -> dict[str, Any]:
-        """Have the workers' updater threads leave the lanes that they are in, and meet others at the trainer's store. Returns
-        at once: `begin` waits for them, and their phases stand in the status.
+        """Have the workers' updater threads leave the lanes that they are in, and meet others at
+        the trainer's store. Returns at once: `begin` waits for them, and their phases stand in the
+        status.
 
         Args:
             members: receivers in each lane, of all servers; 0: only leave.
@@ -111,15 +135,25 @@ class BridgeController(Bridge):
             lanes: communicators for each rank.
             route: how the weights travel in them.
         """
-        with self._calling_off.by("the trainer forms another cohort" if epoch == self.state.epoch else ""):
+        with self._calling_off.by(
+            "the trainer forms another cohort" if epoch == self.state.epoch else ""
+        ):
             async with self._lock:
                 self._or_conflict(lambda: self.state.check_epoch(epoch))
                 if self.state.in_update or self.state.mode != "broadcast":
-                    now = f"in an update to version {self.state.target_version}" if self.state.in_update else "no broadcast's"
-                    raise BridgeRefusal(409, f"no cohort can be formed: this server is {now}; abort that, or join as one")
+                    now = (
+                        f"in an update to version {self.state.target_version}"
+                        if self.state.in_update
+                        else "no broadcast's"
+                    )
+                    raise BridgeRefusal(
+                        409,
+                        f"no cohort can be formed: this server is {now}; abort that, or join as one",
+                    )
                 if members and index + self._replicas > members:
                     raise BridgeRefusal(
-                        422, f"members {index} to {index + self._replicas - 1} of a cohort of {members}: there is no such place"
+                        422,
+                        f"members {index} to {index + self._replicas - 1} of a cohort of {members}: there is no such place",
                     )
                 self._cohort = ""
                 if members:
@@ -127,20 +161,23 @@ class BridgeController(Bridge):
                     await self._ranks.call("lockstep_cohort", *place, epoch, self.timeout)
                     self._cohort = key
                 else:
-                    await self._ranks.call("lockstep_cohort", "", 0, "", "", 0, 0, 1, str(route), epoch, self.timeout)
+                    await self._ranks.call(
+                        "lockstep_cohort", "", 0, "", "", 0, 0, 1, str(route), epoch, self.timeout
+                    )
                 await self._ranks.statuses()
                 return {"epoch": epoch, "cohort": self._cohort, "ranks": self._ranks.last_seen}
 
     async def begin(self, epoch: int, version: int, cohort: str = "") -> dict[str, Any]:
-        """An update begins. Overlapped: the ranks receive beside the live weights. Otherwise the engine stops between two
-        steps, and a lease is granted: to the trainer, which may write a single copy then; or to the workers' updater threads,
-        which begin to receive (direct).
+        """An update begins. Overlapped: the ranks receive beside the live weights. Otherwise the
+        engine stops between two steps, and a lease is granted: to the trainer, which may write a
+        single copy then; or to the workers' updater threads, which begin to receive (direct).
 
         Args:
             cohort: key of the one in which every rank must be, for a broadcast.
 
         Returns:
-            state; lease: `id` and `deadline` (time.monotonic() of this machine, seconds), None if overlapped.
+            state; lease: `id` and `deadline` (time.monotonic() of this machine, seconds), None if
+            overlapped.
         """
         async with self._lock:
             self._or_conflict(lambda: self.state.check_begin(epoch, version))
@@ -148,10 +185,13 @@ class BridgeController(Bridge):
                 raise BridgeRefusal(503, self.trouble())
             if cohort != self._cohort or (self.state.mode == "broadcast" and not cohort):
                 raise BridgeRefusal(
-                    409, f"version {version} is to come in cohort {cohort!r}, this server is in {self._cohort!r}"
+                    409,
+                    f"version {version} is to come in cohort {cohort!r}, this server is in {self._cohort!r}",
                 )
             if cohort:
-                await self._until("ready", f"cohort {cohort}, for version {version}", also=("received",))
+                await self._until(
+                    "ready", f"cohort {cohort}, for version {version}", also=("received",)
+                )
             await self._settlement.require_no_writer(self.timeout)
             self._clock.begin()
             self.state.begin(version)
@@ -162,22 +202,29 @@ class BridgeController(Bridge):
                 await self._pause_engine()
                 deadline = self._clock.deadline
                 if self.state.transfer == "direct":
-                    lease = self._leases.grant(epoch, version, "the workers' updater threads", deadline)
+                    lease = self._leases.grant(
+                        epoch, version, "the workers' updater threads", deadline
+                    )
                     await self._ranks.call("lockstep_receive", version)
                 else:
-                    lease = self._leases.grant(epoch, version, self.state.trainer, deadline, self._writers, self._unseen)
+                    lease = self._leases.grant(
+                        epoch, version, self.state.trainer, deadline, self._writers, self._unseen
+                    )
             except BridgeRefusal as refusal:
                 await self._settlement.give_up(str(refusal))
                 raise
             return {"state": self.state.phase, "lease": lease.to_json()}
 
-    async def commit(self, epoch: int, version: int, checksums: list[str], lease: str | None = None) -> dict[str, Any]:
-        """Make the transferred weights the live ones on every rank, prove that they are what the trainer sent, and serve them.
+    async def commit(
+        self, epoch: int, version: int, checksums: list[str], lease: str | None = None
+    ) -> dict[str, Any]:
+        """Make the transferred weights the live ones on every rank, prove that they are what the
+        trainer sent, and serve them.
 
         Args:
             checksums: per rank, what the trainer computed from its own tensors.
-            lease: the id that /bridge/begin answered. It is handed in: its holder has nothing more to write, but for what lies
-                before the events that it shares.
+            lease: the id that /bridge/begin answered. It is handed in: its holder has nothing more
+                to write, but for what lies before the events that it shares.
         """
         async with self._lock:
             resumed_at = None
@@ -191,7 +238,9 @@ class BridgeController(Bridge):
                 if self.state.mode == "broadcast":
                     arrived = await self._until("received", f"transfer of version {version}")
                 else:
-                    arrived, resumed_at = await self._checked("lockstep_check_written", checksums, version)
+                    arrived, resumed_at = await self._checked(
+                        "lockstep_check_written", checksums, version
+                    )
                 if not any(answer.get("late") for answer in arrived):
                     self._leases.end()
                 self._clock.reach("transferred")
@@ -212,8 +261,9 @@ class BridgeController(Bridge):
         """The trainer gives the update up, and its lease back.
 
         Args:
-            lease: the id that it was answered; None if it never was, so that it has written nothing. Either way its word is
-                that nothing of it is on the way to the weights any more.
+            lease: the id that it was answered; None if it never was, so that it has written
+                nothing. Either way its word is that nothing of it is on the way to the weights any
+                more.
         """
         told = f"the trainer gave up: {reason}"
         with self._calling_off.by(told if epoch == self.state.epoch else ""):
@@ -227,14 +277,15 @@ class BridgeController(Bridge):
                 return self.status()
 
     async def quarantine(self, epoch: int, reason: str) -> dict[str, Any]:
-        """The trainer does not want this server to serve before a full update: nothing is answered from now on, an update in
-        progress ends, and the engine stands still.
+        """The trainer does not want this server to serve before a full update: nothing is answered
+        from now on, an update in progress ends, and the engine stands still.
         """
         self._or_conflict(lambda: self.state.check_epoch(epoch))
         self.state.put_in_quarantine(reason)
         with self._calling_off.by(f"quarantine: {reason}"):
             async with self._lock:
-                # What had the lock may have been the end of an update, or the next trainer that joins.
+                # What had the lock may have been the end of an update, or the next trainer that
+                # joins.
                 self.state.put_in_quarantine(reason)
                 logger.warning("[Bridge] In quarantine: %s", reason)
                 if self.state.in_update:
@@ -250,8 +301,12 @@ class BridgeController(Bridge):
         await self._switch.pause()
         self._clock.reach("paused")
 
-    async def _checked(self, method: str, checksums: list[str], version: int) -> tuple[list[Any], float | None]:
-        """Each rank's answer to a check, and when the engine went on: None if it was not given what it expected."""
+    async def _checked(
+        self, method: str, checksums: list[str], version: int
+    ) -> tuple[list[Any], float | None]:
+        """Each rank's answer to a check, and when the engine went on: None if it was not given what
+        it expected.
+        """
         if self._switch.resting:  # it goes on at the end of the trainer's turn
             return await self._ranks.call(method), None
         weights = Weights(self.state.next_weight_epoch, version)
@@ -263,14 +318,18 @@ class BridgeController(Bridge):
         self._switch.note(runs)
         return answers, resumed_at
 
-    async def _serve(self, epoch: int, version: int, checksums: list[str], resumed_at: float | None) -> dict[str, Any]:
+    async def _serve(
+        self, epoch: int, version: int, checksums: list[str], resumed_at: float | None
+    ) -> dict[str, Any]:
         """
         Args:
             resumed_at: when the engine went on by itself; it may stand still again.
         """
         begun = time.monotonic() if resumed_at is None else resumed_at
         self._spans.switch_at(begun, Weights(self.state.next_weight_epoch, version))
-        self._or_conflict(lambda: self.state.check_commit(epoch, version))  # it may have been put in quarantine meanwhile
+        self._or_conflict(
+            lambda: self.state.check_commit(epoch, version)
+        )  # it may have been put in quarantine meanwhile
         in_flight = has_requests(self._engine) and not self._switch.resting
         await self._switch.resume()
         self._or_conflict(lambda: self.state.check_commit(epoch, version))
@@ -280,13 +339,29 @@ class BridgeController(Bridge):
         self.state.last_update = self._clock.seconds
         self.timeline.updated(self._clock.began, version)
         self.state.last_bytes = self._rank_bytes if self.state.mode == "broadcast" else 0
-        logger.info("[Bridge] Serving weight version %d (epoch %d, %s)", version, self.state.epoch, self._clock)
-        return {"state": self.state.phase, "weight_version": version, "seconds": dict(self._clock.seconds)}
+        logger.info(
+            "[Bridge] Serving weight version %d (epoch %d, %s)",
+            version,
+            self.state.epoch,
+            self._clock,
+        )
+        return {
+            "state": self.state.phase,
+            "weight_version": version,
+            "seconds": dict(self._clock.seconds),
+        }
 
-    async def _until(self, wanted: str, what: str, also: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    async def _until(
+        self, wanted: str, what: str, also: tuple[str, ...] = ()
+    ) -> list[dict[str, Any]]:
         waiting = f"waiting for {self.state.trainer}"
         return await self._ranks.until(
-            wanted, what, waiting, also, may_block=self._switch.paused, called_off=lambda: self._calling_off.reason
+            wanted,
+            what,
+            waiting,
+            also,
+            may_block=self._switch.paused,
+            called_off=lambda: self._calling_off.reason,
         )
 
     def _or_conflict(self, step: Callable[[], Any]) -> Any:

@@ -1,7 +1,9 @@
-"""Whether vLLM's engine runs or stands still, as far as that is known, and the commands that change it.
+"""Whether vLLM's engine runs or stands still, as far as that is known, and the commands that change
+it.
 
-vLLM stops scheduling when it reads the command to pause, and answers when no step is in flight. So after a command that was not
-answered, or that failed, the engine may be in either state. Commands are carried out in order: one that is answered settles it.
+vLLM stops scheduling when it reads the command to pause, and answers when no step is in flight. So
+after a command that was not answered, or that failed, the engine may be in either state. Commands
+are carried out in order: one that is answered settles it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class EngineState(StrEnum):
 class EngineSwitch:
     """Stops the engine between two steps, with its requests kept, and lets it go on."""
 
-    def __init__(self, engine: Any, timeout: float, keep_cache: bool, silence: Silence | None = None) -> None:
+    def __init__(
+        self, engine: Any, timeout: float, keep_cache: bool, silence: Silence | None = None
+    ) -> None:
         """
         Args:
             engine: vLLM's AsyncLLM, running. Call from within its event loop.
@@ -42,7 +46,8 @@ class EngineSwitch:
         self.pausing = False
         """Whether it is told to pause and has not answered yet."""
         self.resting = False
-        """Whether its keys' and values' memory is away (see turns), without which it must not go on."""
+        """Whether its keys' and values' memory is away (see turns), without which it must not go
+        on."""
         self._engine, self._timeout, self._keep_cache = engine, timeout, keep_cache
         self._silence = silence or Silence()
         self._outputs = HeldOutputs(engine)
@@ -63,10 +68,12 @@ class EngineSwitch:
         return self.state is EngineState.PAUSED
 
     def hold_outputs(self, seconds: float) -> None:
-        """Hand out nothing that was sampled, until the engine is known to go on or to stand still for long, or for that long.
+        """Hand out nothing that was sampled, until the engine is known to go on or to stand still
+        for long, or for that long.
 
-        With hundreds of requests handing out takes longer than a whole update; and while an answer is late that says whether
-        the engine went on, nobody knows with which weights a token was sampled.
+        With hundreds of requests handing out takes longer than a whole update; and while an answer
+        is late that says whether the engine went on, nobody knows with which weights a token was
+        sampled.
         """
         self._outputs.hold(seconds)
 
@@ -78,19 +85,23 @@ class EngineSwitch:
         """Return when it stands still.
 
         Raises:
-            BridgeRefusal: it does not answer in time, failed or has died; it may stand still or not.
+            BridgeRefusal: it does not answer in time, failed or has died; it may stand still or
+                not.
         """
         self.state = EngineState.UNKNOWN
         self.pausing = True
         try:
-            await self._command(pause_and_keep(self._engine, clear_cache=not self._keep_cache), "a pause")
+            await self._command(
+                pause_and_keep(self._engine, clear_cache=not self._keep_cache), "a pause"
+            )
         finally:
             self.pausing = False
         self.state = EngineState.PAUSED
         self.pauses += 1
 
     async def resume(self) -> None:
-        """Return when it goes on, and hand out what was held; at once if it runs, or rests, which ends in another way.
+        """Return when it goes on, and hand out what was held; at once if it runs, or rests, which
+        ends in another way.
 
         Raises:
             BridgeRefusal: as `pause`.
@@ -112,6 +123,14 @@ class EngineSwitch:
     async def _command(self, command: Any, what: str) -> None:
         try:
             with self._silence.waiting():
-                await answer_in_time(self._engine, command, what, self._silence.patience(self._timeout), "vLLM's engine")
+                await answer_in_time(
+                    self._engine,
+                    command,
+                    what,
+                    self._silence.patience(self._timeout),
+                    "vLLM's engine",
+                )
         except BridgeRefusal as refusal:
-            raise BridgeRefusal(refusal.status, f"{refusal}; whether it stands still is not known") from refusal
+            raise BridgeRefusal(
+                refusal.status, f"{refusal}; whether it stands still is not known"
+            ) from refusal

@@ -20,13 +20,16 @@ logger = logging.getLogger("vllm.lockstep.engine")
 
 TICK_SECONDS = 0.5
 LONGEST_TICK_SECONDS = 1.0
-"""A tick that took longer counts as this: the API process was stopped or busy, and may not have read the engine's answer."""
+"""A tick that took longer counts as this: the API process was stopped or busy, and may not have
+read the engine's answer."""
 QUESTIONS = 10
 """The engine is asked so many times within the limit."""
 
 
 class EngineWatch:
-    """Asks every engine core for its progress, one question at a time, and applies the rule of `progress.py`."""
+    """Asks every engine core for its progress, one question at a time, and applies the rule of
+    `progress.py`.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,12 @@ class EngineWatch:
             held: return whether the engine stands still because it was told to.
             end_requests: answer every request in flight with a reason.
         """
-        self._engine, self._limit, self._held, self._end_requests = engine, limit, held, end_requests
+        self._engine, self._limit, self._held, self._end_requests = (
+            engine,
+            limit,
+            held,
+            end_requests,
+        )
         self._count = replicas(engine)
         self._progress = EngineProgress(limit, self._count)
         self._first_steps: FirstSteps | None = None
@@ -79,7 +87,11 @@ class EngineWatch:
 
     async def stop(self) -> None:
         """End the watch."""
-        tasks = [task for task in (self._task, self._ending, *self._questions.values()) if task is not None]
+        tasks = [
+            task
+            for task in (self._task, self._ending, *self._questions.values())
+            if task is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -94,14 +106,18 @@ class EngineWatch:
                 await self._tick(passed, now)
             except Exception as error:  # the watch must go on; the same error is logged once
                 if repr(error) != self._failure:
-                    logger.exception("[Engine] the watch over vLLM's engine failed in one look; it goes on")
+                    logger.exception(
+                        "[Engine] the watch over vLLM's engine failed in one look; it goes on"
+                    )
                 self._failure = repr(error)
 
     async def _tick(self, passed: float, now: float) -> None:
         assert self._first_steps is not None
         if engine_is_dead(self._engine):
             return
-        self._progress.passed(passed, [self._first_steps.under_way(number) for number in range(self._count)])
+        self._progress.passed(
+            passed, [self._first_steps.under_way(number) for number in range(self._count)]
+        )
         if self._held():
             self._progress.excused()
         if self._trouble or now - self._asked >= self._limit / QUESTIONS:
@@ -110,18 +126,24 @@ class EngineWatch:
         before, self._trouble = self._trouble, self._progress.trouble
         if self._trouble and not before:
             logger.error("[Engine] UNHEALTHY: %s; requests in flight end with 503", self._trouble)
-            self._ending = asyncio.create_task(self._end_requests(self._trouble), name="end of requests")
+            self._ending = asyncio.create_task(
+                self._end_requests(self._trouble), name="end of requests"
+            )
         elif before and not self._trouble:
             logger.warning("[Engine] vLLM's engine makes progress again: requests are answered")
 
     def _ask(self) -> None:
         """Ask those engine cores that have answered the question before."""
-        free = [n for n in range(self._count) if n not in self._questions or self._questions[n].done()]
+        free = [
+            n for n in range(self._count) if n not in self._questions or self._questions[n].done()
+        ]
         if not free:
             return
         for number, question in enumerate(ask_engine_cores(self._engine, PROGRESS)):
             if number in free:
-                self._questions[number] = asyncio.create_task(self._answer(number, question), name=f"progress of {number}")
+                self._questions[number] = asyncio.create_task(
+                    self._answer(number, question), name=f"progress of {number}"
+                )
             elif asyncio.iscoroutine(question):
                 question.close()
 

@@ -1,4 +1,6 @@
-"""The server's command line: vLLM's flags, ours, and what of both cannot be had together; each refusal is one line."""
+"""The server's command line: vLLM's flags, ours, and what of both cannot be had together; each
+refusal is one line.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,17 @@ def fail(message: str) -> NoReturn:
 
 
 def one_line_errors(base: type) -> type:
-    """A parser class that answers a wrong flag with one line and the nearest right one, not with pages of usage."""
+    """A parser class that answers a wrong flag with one line and the nearest right one, not with
+    pages of usage.
+    """
 
     class Parser(base):
         def error(self, message: str) -> NoReturn:
             if "unrecognized arguments:" in message:
                 flag = message.split("unrecognized arguments:")[1].split()[0]
-                near = difflib.get_close_matches(flag.split("=")[0], self._option_string_actions, n=1)
+                near = difflib.get_close_matches(
+                    flag.split("=")[0], self._option_string_actions, n=1
+                )
                 message = f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "")
             fail(f"{message} (--help lists the flags)")
 
@@ -112,7 +118,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """vLLM's flags with our defaults, checked as far as that goes without loading anything."""
     try:
-        parser = make_server_parser("vLLM's OpenAI server with /generate and the weight bridge.", one_line_errors)
+        parser = make_server_parser(
+            "vLLM's OpenAI server with /generate and the weight bridge.", one_line_errors
+        )
     except RuntimeError as error:
         if "device type" not in str(error):
             raise
@@ -124,9 +132,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(port=DEFAULT_PORT, max_loras=ADAPTERS_AT_ONCE, logprobs_mode=None)
     args = parser.parse_args(arguments)
     args.model = getattr(args, "model_tag", None) or args.model
-    # What is sampled from is what logprobs are of. Deterministic mode allows no other distribution than the raw one.
-    args.logprobs_mode = args.logprobs_mode or ("raw_logprobs" if args.deterministic else "processed_logprobs")
-    for flag, seconds in (("--bridge-timeout", args.bridge_timeout), ("--engine-timeout", args.engine_timeout)):
+    # What is sampled from is what logprobs are of. Deterministic mode allows no other distribution
+    # than the raw one.
+    args.logprobs_mode = args.logprobs_mode or (
+        "raw_logprobs" if args.deterministic else "processed_logprobs"
+    )
+    for flag, seconds in (
+        ("--bridge-timeout", args.bridge_timeout),
+        ("--engine-timeout", args.engine_timeout),
+    ):
         if not seconds > 0:
             fail(f"{flag} {seconds:g} must be larger than 0 (seconds)")
     if args.api_server_count not in (None, 1):
@@ -134,7 +148,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             f"--api-server-count {args.api_server_count}: one process must own the bridge's state and count which weights each "
             "token was sampled with; leave it out, and start several servers where one is not enough"
         )
-    for flag, value in (("--weight-version", args.weight_version), ("--weight-epoch", args.weight_epoch)):
+    for flag, value in (
+        ("--weight-version", args.weight_version),
+        ("--weight-epoch", args.weight_epoch),
+    ):
         if value < 0:
             fail(f"{flag} {value} must be 0 or larger")
     return args
@@ -147,7 +164,10 @@ def refuse_what_moves_weights(args: argparse.Namespace) -> None:
         "pipeline_parallel_size": (1, "only tensor parallelism is supported"),
         "quantization": (None, "quantised weights differ from the trainer's"),
         "cpu_offload_gb": (0, "offloaded weights move"),
-        "weight_transfer_config": (None, "vLLM's own way of updating weights would overwrite the trainer's unseen"),
+        "weight_transfer_config": (
+            None,
+            "vLLM's own way of updating weights would overwrite the trainer's unseen",
+        ),
         "enable_eplb": (False, "balancing experts moves weights"),
         "enable_elastic_ep": (False, "replicas that come and go would miss updates"),
         **_SPREAD_REPLICAS,
@@ -156,11 +176,15 @@ def refuse_what_moves_weights(args: argparse.Namespace) -> None:
     for name, (allowed, why) in refused.items():
         value = getattr(args, name, allowed)
         if value not in (allowed, None):
-            fail(f"--{name.replace('_', '-')} {value} cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: {why}")
+            fail(
+                f"--{name.replace('_', '-')} {value} cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: {why}"
+            )
 
 
 def refuse_dev_mode(bridge: str) -> None:
-    """End with one line if vLLM's routes for developers are on, by which anybody could change the server under the bridge."""
+    """End with one line if vLLM's routes for developers are on, by which anybody could change the
+    server under the bridge.
+    """
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0"):
         fail(
             f"VLLM_SERVER_DEV_MODE={os.environ['VLLM_SERVER_DEV_MODE']} cannot be combined with {bridge}: /pause, /sleep, "
@@ -170,7 +194,10 @@ def refuse_dev_mode(bridge: str) -> None:
 
 
 def prepare_lora(args: argparse.Namespace, shared: bool) -> None:
-    """Settings for exchanging LoRA adapters while requests run. Ends with one line if another flag forbids it."""
+    """Settings for exchanging LoRA adapters while requests run.
+
+    Ends with one line if another flag forbids it.
+    """
     if shared:
         fail(
             "--enable-lora cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: the weights under adapters stay as they are; "
@@ -185,7 +212,9 @@ def prepare_lora(args: argparse.Namespace, shared: bool) -> None:
     if args.max_cpu_loras is None:
         args.max_cpu_loras = max(ADAPTERS_IN_MEMORY, args.max_loras)
     if args.max_cpu_loras < 2:
-        fail("--max-cpu-loras must be at least 2: the old adapter is kept until its last request has ended")
+        fail(
+            "--max-cpu-loras must be at least 2: the old adapter is kept until its last request has ended"
+        )
     args.worker_extension_cls = LORA_EXTENSION
 
 

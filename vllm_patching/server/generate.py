@@ -1,4 +1,6 @@
-"""POST /generate: token ids in, token ids with logprobs and weight versions out, so that no text is ever tokenised twice."""
+"""POST /generate: token ids in, token ids with logprobs and weight versions out, so that no text is
+ever tokenised twice.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ class GenerateRequest(Message):
     repetition_penalty: Finite = Field(default=1.0, ge=1e-6, le=1e6)
     """Logits are divided or multiplied by it; further out they overflow float32."""
     logprobs: int = Field(
-        default=0, ge=0, le=20, description="alternatives beside each sampled token; 0: the sampled one alone"
+        default=0,
+        ge=0,
+        le=20,
+        description="alternatives beside each sampled token; 0: the sampled one alone",
     )
     token_logprobs: bool = Field(
         default=False,
@@ -60,7 +65,10 @@ class GenerateRequest(Message):
     )
     return_text: bool = Field(default=True, description="answer the completions as text too")
     prompt_logprobs: int | None = Field(
-        default=None, ge=0, le=20, description="score the prompt's tokens: alternatives beside each; 0: the token itself alone"
+        default=None,
+        ge=0,
+        le=20,
+        description="score the prompt's tokens: alternatives beside each; 0: the token itself alone",
     )
     prompt_token_logprobs: bool = Field(
         default=False,
@@ -69,7 +77,10 @@ class GenerateRequest(Message):
 
     @model_validator(mode="after")
     def _numbers_or_tables(self) -> GenerateRequest:
-        for tables, numbers in (("logprobs", "token_logprobs"), ("prompt_logprobs", "prompt_token_logprobs")):
+        for tables, numbers in (
+            ("logprobs", "token_logprobs"),
+            ("prompt_logprobs", "prompt_token_logprobs"),
+        ):
             if getattr(self, numbers) and getattr(self, tables):
                 raise ValueError(
                     f"{tables} {getattr(self, tables)} asks for alternatives, for which {numbers} has no place: leave one out"
@@ -82,52 +93,73 @@ class GenerateRequest(Message):
         return self.prompt_token_logprobs or self.prompt_logprobs is not None
 
     def sampling_parameters(self, sample: int) -> dict[str, Any]:
-        """Keyword arguments of vLLM's SamplingParams for one sample of the group; each sample has a seed of its own."""
-        ours = {"prompt", "n", "seed", "token_logprobs", "return_text", "prompt_logprobs", "prompt_token_logprobs"}
+        """Keyword arguments of vLLM's SamplingParams for one sample of the group; each sample has a
+        seed of its own.
+        """
+        ours = {
+            "prompt",
+            "n",
+            "seed",
+            "token_logprobs",
+            "return_text",
+            "prompt_logprobs",
+            "prompt_token_logprobs",
+        }
         values = self.model_dump(exclude=ours, exclude_none=True)
         if self.seed is not None:
             values["seed"] = self.seed + sample
-        if self.scores_prompt and sample == 0:  # the samples share the prompt, and its logprobs with it
+        if (
+            self.scores_prompt and sample == 0
+        ):  # the samples share the prompt, and its logprobs with it
             values["prompt_logprobs"] = self.prompt_logprobs or 0
-        # Of each token vLLM would otherwise make an object, and its text twice: for the completion and for the logprob.
+        # Of each token vLLM would otherwise make an object, and its text twice: for the completion
+        # and for the logprob.
         values["flat_logprobs"] = True
         values["detokenize"] = self.return_text or bool(self.stop)
         return values
 
 
 IMPOSSIBLE = -9999.0
-"""The logprob, in nats, that is answered for a token of the prompt that the model holds impossible: JSON has no infinity.
-vLLM's own routes answer the same."""
+"""The logprob, in nats, that is answered for a token of the prompt that the model holds impossible:
+JSON has no infinity. vLLM's own routes answer the same."""
 
 
 class LogprobNotFinite(RuntimeError):
-    """The model gave a logprob that is no number, which JSON does not have and nobody can learn from."""
+    """The model gave a logprob that is no number, which JSON does not have and nobody can learn
+    from.
+    """
 
 
 CUT_OFF = ("abort", "error")
-"""vLLM's reasons for a sample that ended before its time; a server that is told to end answers all that it has in this way."""
+"""vLLM's reasons for a sample that ended before its time; a server that is told to end answers all
+that it has in this way."""
 
 
 class CutOff(RuntimeError):
-    """vLLM broke a sample off: what there is of it is no sample of the model, and nobody should score it."""
+    """vLLM broke a sample off: what there is of it is no sample of the model, and nobody should
+    score it.
+    """
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
     """Every list has one item per completion, but for prompt_token_ids.
 
-    `token_logprobs[completion][position]` is the float32 logprob of the sampled token under the distribution that it was
-    sampled from: after penalties, temperature, top-k, top-p and min-p (at temperature 0, before the choice of the likeliest).
-    With `--logprobs-mode raw_logprobs`, and in deterministic mode, it is before all of them.
-    `logprobs[completion][position]` maps token ids to such logprobs; it always holds the sampled token. An answer has one of
-    the two, and `text` only where it was asked for.
-    `weight_version_spans` has [version, number of tokens] in the order in which the weights were served, `weight_epoch_spans`
-    the weight epoch of each. `weight_versions` and `weight_epochs` are those of the first span: the oldest weights that a token
-    of the completion was sampled with. Their version need not be the smallest, for a trainer that resumes goes back.
+    `token_logprobs[completion][position]` is the float32 logprob of the sampled token under the
+    distribution that it was sampled from: after penalties, temperature, top-k, top-p and min-p (at
+    temperature 0, before the choice of the likeliest). With `--logprobs-mode raw_logprobs`, and in
+    deterministic mode, it is before all of them. `logprobs[completion][position]` maps token ids to
+    such logprobs; it always holds the sampled token. An answer has one of the two, and `text` only
+    where it was asked for. `weight_version_spans` has [version, number of tokens] in the order in
+    which the weights were served, `weight_epoch_spans` the weight epoch of each. `weight_versions`
+    and `weight_epochs` are those of the first span: the oldest weights that a token of the
+    completion was sampled with. Their version need not be the smallest, for a trainer that resumes
+    goes back.
 
-    `prompt_token_logprobs[position]` or `prompt_logprobs[position]`, where they were asked for, is the same of the prompt's
-    tokens given those before each: null or {} for the first, which nothing predicts; as a number never below -9999, which
-    stands for a token that is impossible. They are those of the model itself, at temperature 1, whatever the sampling
-    parameters and `--logprobs-mode` are.
+    `prompt_token_logprobs[position]` or `prompt_logprobs[position]`, where they were asked for, is
+    the same of the prompt's tokens given those before each: null or {} for the first, which nothing
+    predicts; as a number never below -9999, which stands for a token that is impossible. They are
+    those of the model itself, at temperature 1, whatever the sampling parameters and
+    `--logprobs-mode` are.
     """
 
     text: list[str] | msgspec.UnsetType = msgspec.UNSET
@@ -159,7 +191,8 @@ class Generator:
         """Sample `n` completions.
 
         Raises:
-            ValueError: the engine refuses the prompt or the sampling parameters; the message is for the caller.
+            ValueError: the engine refuses the prompt or the sampling parameters; the message is for
+                the caller.
             LogprobNotFinite, CutOff: see there.
         """
         text = request.prompt if isinstance(request.prompt, str) else None
@@ -170,21 +203,35 @@ class Generator:
         else:
             token_ids = request.prompt.prompt_token_ids
         if request.scores_prompt and (mode := logprobs_mode(self._engine)).endswith("_logits"):
-            raise ValueError(f"this server runs with --logprobs-mode {mode} and has logits where logprobs are asked for")
-        if request.stop_token_ids and max(request.stop_token_ids) >= (size := vocabulary_size(self._engine)):
+            raise ValueError(
+                f"this server runs with --logprobs-mode {mode} and has logits where logprobs are asked for"
+            )
+        if request.stop_token_ids and max(request.stop_token_ids) >= (
+            size := vocabulary_size(self._engine)
+        ):
             # vLLM would index the logits with it, which ends the engine.
-            raise ValueError(f"stop_token_ids holds {max(request.stop_token_ids)}, and the model's ids go from 0 to {size - 1}")
-        tasks = [asyncio.create_task(self._one(token_ids, request.sampling_parameters(i))) for i in range(request.n)]
+            raise ValueError(
+                f"stop_token_ids holds {max(request.stop_token_ids)}, and the model's ids go from 0 to {size - 1}"
+            )
+        tasks = [
+            asyncio.create_task(self._one(token_ids, request.sampling_parameters(i)))
+            for i in range(request.n)
+        ]
         try:
             outputs = await asyncio.gather(*tasks)
         except BaseException:
-            # One sample failed or the client has gone: the rest of the group would be work for nobody.
+            # One sample failed or the client has gone: the rest of the group would be work for
+            # nobody.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         completions = [output.outputs[0] for output, _ in outputs]
-        if cut := [completion.finish_reason for completion in completions if completion.finish_reason in CUT_OFF]:
+        if cut := [
+            completion.finish_reason
+            for completion in completions
+            if completion.finish_reason in CUT_OFF
+        ]:
             raise CutOff(
                 f"{len(cut)} of {len(completions)} samples were broken off ({cut[0]}): this server is ending, or its log says "
                 "why; ask again, or another server"
@@ -199,27 +246,39 @@ class Generator:
             text=[c.text for c in completions] if request.return_text else msgspec.UNSET,
             prompt=text,
             finish_reasons=[c.finish_reason for c in completions],
-            logprobs=msgspec.UNSET if request.token_logprobs else [_tables(c.logprobs) for c in completions],
+            logprobs=msgspec.UNSET
+            if request.token_logprobs
+            else [_tables(c.logprobs) for c in completions],
             token_logprobs=sampled if request.token_logprobs else msgspec.UNSET,
             prompt_logprobs=_tables(of_prompt) if as_tables else msgspec.UNSET,
-            prompt_token_logprobs=_of_prompt(token_ids, of_prompt) if request.prompt_token_logprobs else msgspec.UNSET,
+            prompt_token_logprobs=_of_prompt(token_ids, of_prompt)
+            if request.prompt_token_logprobs
+            else msgspec.UNSET,
             token_ids=[list(c.token_ids) for c in completions],
             prompt_token_ids=token_ids,
             weight_versions=[spans[0].weights.version for spans in served],
             weight_epochs=[spans[0].weights.epoch for spans in served],
-            weight_version_spans=[[(span.weights.version, span.tokens) for span in spans] for spans in served],
+            weight_version_spans=[
+                [(span.weights.version, span.tokens) for span in spans] for spans in served
+            ],
             weight_epoch_spans=[[span.weights.epoch for span in spans] for spans in served],
         )
 
     async def check(self, timeout: float) -> float:
         """Really sample one token; returns the seconds it took. Raises TimeoutError."""
         started = time.perf_counter()
-        request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids=[1]), max_tokens=1, temperature=0.0)
+        request = GenerateRequest(
+            prompt=TokenPrompt(prompt_token_ids=[1]), max_tokens=1, temperature=0.0
+        )
         await asyncio.wait_for(self.generate(request), timeout)
         return time.perf_counter() - started
 
-    async def _one(self, token_ids: list[int], parameters: dict[str, Any]) -> tuple[Any, list[Span]]:
-        """vLLM's final RequestOutput, which has one completion, and under which weights its tokens were sampled."""
+    async def _one(
+        self, token_ids: list[int], parameters: dict[str, Any]
+    ) -> tuple[Any, list[Span]]:
+        """vLLM's final RequestOutput, which has one completion, and under which weights its tokens
+        were sampled.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -228,7 +287,9 @@ class Generator:
         self._spans.start(request_id)
         try:
             final = None
-            async for output in self._engine.generate({"prompt_token_ids": token_ids}, sampling, request_id):
+            async for output in self._engine.generate(
+                {"prompt_token_ids": token_ids}, sampling, request_id
+            ):
                 final = output
             if final is None:
                 raise RuntimeError("the engine ended the request without an output")
@@ -245,7 +306,8 @@ def _sampled(flat: Any) -> list[float]:
 
 
 def _of_prompt(tokens: Sequence[int], flat: Any) -> list[float | None]:
-    """Logprobs of the prompt's tokens, which vLLM puts first at each position of its FlatLogprobs; the first token has none.
+    """Logprobs of the prompt's tokens, which vLLM puts first at each position of its FlatLogprobs;
+    the first token has none.
 
     Raises:
         RuntimeError: vLLM scored other tokens than the prompt's, or not all of them.
@@ -261,10 +323,18 @@ def _of_prompt(tokens: Sequence[int], flat: Any) -> list[float | None]:
 
 
 def _tables(flat: Any) -> list[dict[int, float]]:
-    """For each position of vLLM's FlatLogprobs, the logprobs by token id, but for alternatives of probability 0."""
-    rows = (slice(start, end) for start, end in zip(flat.start_indices, flat.end_indices, strict=True))
+    """For each position of vLLM's FlatLogprobs, the logprobs by token id, but for alternatives of
+    probability 0.
+    """
+    rows = (
+        slice(start, end) for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
+    )
     return [
-        {token: logprob for token, logprob in zip(flat.token_ids[row], flat.logprobs[row], strict=True) if logprob > -math.inf}
+        {
+            token: logprob
+            for token, logprob in zip(flat.token_ids[row], flat.logprobs[row], strict=True)
+            if logprob > -math.inf
+        }
         for row in rows
     ]
 

@@ -1,4 +1,6 @@
-"""The 503 of a server that cannot sample now: for new requests, for those in flight when its engine hangs, and at its end."""
+"""The 503 of a server that cannot sample now: for new requests, for those in flight when its engine
+hangs, and at its end.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ OPEN_PATHS = frozenset(
         "/health_generate",  # says itself why nothing can be generated
     }
 )
-"""Read with GET, they say something of the server and sample nothing. /health and /ping are not among them: vLLM's own say that
-all is well for as long as its engine lives, whatever its weights are."""
+"""Read with GET, they say something of the server and sample nothing. /health and /ping are not
+among them: vLLM's own say that all is well for as long as its engine lives, whatever its weights
+are."""
 OPEN_PREFIXES = ("/bridge/", "/lora/", "/turns/")
 """Ours, by any method: they mend what is wrong, and refuse by themselves what they cannot do."""
 TRY_AGAIN_LATER = 1013
@@ -37,7 +40,8 @@ TRY_AGAIN_LATER = 1013
 ENDING = "this server is ending, and what it was asked for with it: ask again, or another server"
 EVENT_STREAM = b"text/event-stream"
 LAST_WORD_SECONDS = 5.0
-"""Time for a client to take the answer that ends its request, and for the app to notice that the request has ended."""
+"""Time for a client to take the answer that ends its request, and for the app to notice that the
+request has ended."""
 
 logger = logging.getLogger("vllm.lockstep.engine")
 
@@ -50,14 +54,22 @@ class Availability(Protocol):
 
 
 def is_open(method: str, path: str) -> bool:
-    """Whether a request is answered also while nothing can be sampled rightly. What a list like this does not know, waits."""
+    """Whether a request is answered also while nothing can be sampled rightly.
+
+    What a list like this does not know, waits.
+    """
     if path.startswith(OPEN_PREFIXES):
         return True
-    return method in ("GET", "HEAD", "OPTIONS") and (path in OPEN_PATHS or path.startswith("/metrics/"))
+    return method in ("GET", "HEAD", "OPTIONS") and (
+        path in OPEN_PATHS or path.startswith("/metrics/")
+    )
 
 
 class _Answer:
-    """One guarded request in flight. Whoever ends it answers the client, and drops what the app sends later."""
+    """One guarded request in flight.
+
+    Whoever ends it answers the client, and drops what the app sends later.
+    """
 
     def __init__(self, scope: Mapping[str, Any], send: Any) -> None:
         self._scope, self._send = scope, send
@@ -71,7 +83,8 @@ class _Answer:
             return
         if message["type"] == "http.response.start":
             self._streams_events = any(
-                name.lower() == b"content-type" and value.startswith(EVENT_STREAM) for name, value in message.get("headers", ())
+                name.lower() == b"content-type" and value.startswith(EVENT_STREAM)
+                for name, value in message.get("headers", ())
             )
         self.begun = True
         await self._send(message)
@@ -79,8 +92,8 @@ class _Answer:
     async def end(self, reason: str, done: asyncio.Event) -> None:
         """Answer 503, and have the app end its work.
 
-        An answer that has begun cannot become a 503. A stream of events gets an error as its last event. Anything else is cut
-        off, which its client takes for a broken connection.
+        An answer that has begun cannot become a 503. A stream of events gets an error as its last
+        event. Anything else is cut off, which its client takes for a broken connection.
 
         Args:
             done: set once the app has returned.
@@ -91,32 +104,51 @@ class _Answer:
         try:
             async with asyncio.timeout(LAST_WORD_SECONDS):
                 if await self._last_word(reason):
-                    # After a whole answer uvicorn reports a disconnect to the app, which then aborts the request in the engine.
+                    # After a whole answer uvicorn reports a disconnect to the app, which then
+                    # aborts the request in the engine.
                     await done.wait()
         except TimeoutError:
-            logger.debug("[Engine] a request has not ended within %g s and is cancelled", LAST_WORD_SECONDS)
+            logger.debug(
+                "[Engine] a request has not ended within %g s and is cancelled", LAST_WORD_SECONDS
+            )
         if not done.is_set() and self._task is not None:
             self._task.cancel()
 
     async def _last_word(self, reason: str) -> bool:
-        """Send what ends the answer. Return False if nothing can, so that the connection has to be broken."""
+        """Send what ends the answer.
+
+        Return False if nothing can, so that the connection has to be broken.
+        """
         if self._scope["type"] == "websocket":
-            await self._send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason[:120]})
+            await self._send(
+                {"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason[:120]}
+            )
         elif not self.begun:
             await JSONResponse({"error": reason}, 503)(self._scope, _nothing, self._send)  # type: ignore[arg-type]
         elif self._streams_events:
-            error = {"error": {"message": reason, "type": "ServiceUnavailable", "param": None, "code": 503}}
-            await self._send({"type": "http.response.body", "body": f"data: {json.dumps(error)}\n\n".encode()})
+            error = {
+                "error": {
+                    "message": reason,
+                    "type": "ServiceUnavailable",
+                    "param": None,
+                    "code": 503,
+                }
+            }
+            await self._send(
+                {"type": "http.response.body", "body": f"data: {json.dumps(error)}\n\n".encode()}
+            )
         else:
             return False
         return True
 
 
 class RefuseWhileUnavailable:
-    """ASGI middleware: everything but what `is_open` lists gets a 503 with the reason while nothing can be sampled rightly.
+    """ASGI middleware: everything but what `is_open` lists gets a 503 with the reason while nothing
+    can be sampled rightly.
 
-    So does a request that is cancelled before its answer has begun. uvicorn cancels what is under way when the server ends, and
-    would answer 500: a fault of the server's, where the request is as good as before and belongs to another one.
+    So does a request that is cancelled before its answer has begun. uvicorn cancels what is under
+    way when the server ends, and would answer 500: a fault of the server's, where the request is as
+    good as before and belongs to another one.
     """
 
     def __init__(self, app: Any, service: Availability) -> None:
@@ -153,7 +185,9 @@ class RefuseWhileUnavailable:
         ends = [answer.end(reason, done) for answer, done in self._in_flight.items()]
         for failure in await asyncio.gather(*ends, return_exceptions=True):
             if failure is not None:
-                logger.warning("[Engine] a request in flight could not be answered with 503: %r", failure)
+                logger.warning(
+                    "[Engine] a request in flight could not be answered with 503: %r", failure
+                )
 
 
 async def _nothing() -> dict[str, Any]:

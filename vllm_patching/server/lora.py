@@ -1,8 +1,10 @@
-"""LoRA adapters, exchanged while the server runs: whoever names no adapter is served the newest one.
+"""LoRA adapters, exchanged while the server runs: whoever names no adapter is served the newest
+one.
 
-Every load gets an id and a name that were never used before. vLLM's prefix cache is keyed by the adapter's name, so what was
-computed under one adapter can never be found under another, and nothing has to be paused or cleared. A request keeps the
-adapter that it began with; an adapter is forgotten when its last request has ended.
+Every load gets an id and a name that were never used before. vLLM's prefix cache is keyed by the
+adapter's name, so what was computed under one adapter can never be found under another, and nothing
+has to be paused or cleared. A request keeps the adapter that it began with; an adapter is forgotten
+when its last request has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ NOT_ENABLED = (
     "without VLLM_ENABLE_SHARED_WEIGHTS=1"
 )
 SETUP_SECONDS = 1800.0
-"""For the checksum of the base model, once: a minute for some GB on a busy CPU, nothing on a GPU."""
+"""For the checksum of the base model, once: a minute for some GB on a busy CPU, nothing on a
+GPU."""
 FIRST_ID = 1_000_000
 """vLLM counts the adapters of its own flags and routes from 1."""
 
@@ -90,10 +93,21 @@ class Adapter:
     request: Any
     weight_epoch: int = 0
     requests: int = 0
-    loaded_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+    loaded_at: str = field(
+        default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
+    )
 
     def to_json(self) -> dict[str, Any]:
-        fields = ("name", "version", "weight_epoch", "path", "rank", "checksum", "requests", "loaded_at")
+        fields = (
+            "name",
+            "version",
+            "weight_epoch",
+            "path",
+            "rank",
+            "checksum",
+            "requests",
+            "loaded_at",
+        )
         return {name: getattr(self, name) for name in fields}
 
 
@@ -124,7 +138,9 @@ class LoraController:
         self.last_swap: dict[str, float] = {}
 
     async def start(self) -> None:
-        """Ask the workers what they hold, and stand before the engine: requests that name no adapter get the newest."""
+        """Ask the workers what they hold, and stand before the engine: requests that name no
+        adapter get the newest.
+        """
         self._geometry = ModelGeometry.from_hf_config(self._engine.model_config.hf_config.to_dict())
         self._ranks = await self._rpc("lora_setup", seconds=SETUP_SECONDS)
         self._engine.generate = self.generate
@@ -133,14 +149,21 @@ class LoraController:
             self._ranks[0]["max_rank"], self._ranks[0]["slots"], self._ranks[0]["capacity"],
         )  # fmt: skip
 
-    async def generate(self, *args: Any, lora_request: Any = None, **kwargs: Any) -> AsyncIterator[Any]:
-        """The engine's generate. Takes the newest adapter when the first output is asked for, unless another was named."""
+    async def generate(
+        self, *args: Any, lora_request: Any = None, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        """The engine's generate.
+
+        Takes the newest adapter when the first output is asked for, unless another was named.
+        """
         adapter = self._current if lora_request is None else None
         if adapter is not None:
             lora_request = adapter.request
             adapter.requests += 1
         try:
-            async with aclosing(self._generate(*args, lora_request=lora_request, **kwargs)) as outputs:
+            async with aclosing(
+                self._generate(*args, lora_request=lora_request, **kwargs)
+            ) as outputs:
                 async for output in outputs:
                     yield output
         finally:
@@ -171,7 +194,12 @@ class LoraController:
         }
 
     async def load(
-        self, path: str, version: int, checksum: str | None, replaces: str | None, weight_epoch: int = 0
+        self,
+        path: str,
+        version: int,
+        checksum: str | None,
+        replaces: str | None,
+        weight_epoch: int = 0,
     ) -> dict[str, Any]:
         """Serve the adapter in a folder to every request that begins from now on.
 
@@ -188,7 +216,9 @@ class LoraController:
         asked = time.perf_counter()
         async with self._lock:
             try:
-                return await self._load(path, Weights(weight_epoch, version), checksum, replaces, asked)
+                return await self._load(
+                    path, Weights(weight_epoch, version), checksum, replaces, asked
+                )
             except LoraRefusal as refusal:
                 self.last_error = str(refusal)
                 raise
@@ -207,12 +237,20 @@ class LoraController:
         serves = self._current.name if self._current else None
         # A server that was restarted serves no adapter and may be given any.
         if replaces is not None and serves not in (None, replaces):
-            raise LoraRefusal(409, f"{serves} is served, not {replaces}: another trainer or person has loaded it since")
+            raise LoraRefusal(
+                409,
+                f"{serves} is served, not {replaces}: another trainer or person has loaded it since",
+            )
         folder = Path(path)
         if not folder.is_absolute():
-            raise LoraRefusal(400, f"path {path!r} must be absolute: this server may run in another folder than you")
+            raise LoraRefusal(
+                400,
+                f"path {path!r} must be absolute: this server may run in another folder than you",
+            )
         try:
-            file = await asyncio.to_thread(open_adapter, folder, self._geometry, self._ranks[0]["max_rank"])
+            file = await asyncio.to_thread(
+                open_adapter, folder, self._geometry, self._ranks[0]["max_rank"]
+            )
         except AdapterError as error:
             raise LoraRefusal(400, str(error)) from error
         await self._wait_for_room()
@@ -222,26 +260,51 @@ class LoraController:
         began = time.perf_counter()
         answers = await self._load_on_ranks(path, adapter_id, checksum)
         took = time.perf_counter() - began
-        seconds |= {phase: max(answer["seconds"][phase] for answer in answers) for phase in answers[0]["seconds"]}
+        seconds |= {
+            phase: max(answer["seconds"][phase] for answer in answers)
+            for phase in answers[0]["seconds"]
+        }
         seconds["call"] = max(0.0, took - sum(seconds[phase] for phase in answers[0]["seconds"]))
         name = f"lora-v{version}-{adapter_id}"
         request = lora_request(name, adapter_id, path)
-        adapter = Adapter(adapter_id, name, version, path, file.rank, answers[0]["checksum"], request, weights.epoch)
+        adapter = Adapter(
+            adapter_id,
+            name,
+            version,
+            path,
+            file.rank,
+            answers[0]["checksum"],
+            request,
+            weights.epoch,
+        )
         self._replace_by(adapter)
         self.swaps += 1
         self.last_error = ""
         self.last_swap = {**seconds, "total": time.perf_counter() - asked}
-        logger.info("[LoRA] Serving %s (weight version %d, %.1f ms)", name, version, self.last_swap["total"] * 1e3)
+        logger.info(
+            "[LoRA] Serving %s (weight version %d, %.1f ms)",
+            name,
+            version,
+            self.last_swap["total"] * 1e3,
+        )
         in_use = [other.path for other in (adapter, *self._retiring.values())]
         return {**adapter.to_json(), "seconds": self.last_swap, "paths_in_use": in_use}
 
-    async def _load_on_ranks(self, path: str, adapter_id: int, checksum: str | None) -> list[dict[str, Any]]:
+    async def _load_on_ranks(
+        self, path: str, adapter_id: int, checksum: str | None
+    ) -> list[dict[str, Any]]:
         try:
             answers = await self._rpc("lora_load", path, adapter_id, checksum)
-        except BaseException:  # without an answer it may be there on some ranks, or come to be there later
+        except (
+            BaseException
+        ):  # without an answer it may be there on some ranks, or come to be there later
             self._removals.add(adapter_id)
             raise
-        failed = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
+        failed = [
+            f"rank {rank}: {answer['error']}"
+            for rank, answer in enumerate(answers)
+            if answer["error"]
+        ]
         if failed:
             self._removals.add(adapter_id)
             raise LoraRefusal(422, failed[0])
@@ -250,14 +313,19 @@ class LoraController:
     async def _wait_for_room(self) -> None:
         """Until another adapter can be held beside those that are in use."""
         capacity, deadline = self._ranks[0]["capacity"], time.monotonic() + self.timeout
-        while len(self._retiring) + len(self._removals.pending) + (self._current is not None) >= capacity:
+        while (
+            len(self._retiring) + len(self._removals.pending) + (self._current is not None)
+            >= capacity
+        ):
             self._room.clear()
             try:
                 await asyncio.wait_for(self._room.wait(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 taken = [f"{a.name} ({a.requests} requests)" for a in self._retiring.values()]
                 if self._removals.trouble:
-                    taken.append(f"{len(self._removals.pending)} whose removal is not certain ({self._removals.trouble})")
+                    taken.append(
+                        f"{len(self._removals.pending)} whose removal is not certain ({self._removals.trouble})"
+                    )
                 raise LoraRefusal(
                     503,
                     f"all {capacity} places for adapters were in use for {self.timeout:g} s: {', '.join(taken)}; "
@@ -266,7 +334,9 @@ class LoraController:
 
     def _replace_by(self, adapter: Adapter | None) -> None:
         old, self._current = self._current, adapter
-        self._spans.weights = Weights(adapter.weight_epoch, adapter.version) if adapter else self._base_weights
+        self._spans.weights = (
+            Weights(adapter.weight_epoch, adapter.version) if adapter else self._base_weights
+        )
         if old is not None:
             self._retiring[old.adapter_id] = old
             self._retire_if_idle(old)
@@ -288,12 +358,24 @@ class LoraController:
 class LoadBody(Message):
     """The body of POST /lora/load."""
 
-    path: str = Field(min_length=1, description="absolute path of a folder in PEFT's format, on the server's machine")
-    version: int = Field(ge=0, le=LARGEST, description="weight version that /generate reports for it")
-    checksum: str | None = Field(default=None, description="of the weights file, as the trainer computes it")
-    replaces: str | None = Field(default=None, description="name of the adapter that must be served now, if any is")
+    path: str = Field(
+        min_length=1,
+        description="absolute path of a folder in PEFT's format, on the server's machine",
+    )
+    version: int = Field(
+        ge=0, le=LARGEST, description="weight version that /generate reports for it"
+    )
+    checksum: str | None = Field(
+        default=None, description="of the weights file, as the trainer computes it"
+    )
+    replaces: str | None = Field(
+        default=None, description="name of the adapter that must be served now, if any is"
+    )
     weight_epoch: int = Field(
-        default=0, ge=0, le=LARGEST, description="life of the trainer that made it: Unix milliseconds of its start"
+        default=0,
+        ge=0,
+        le=LARGEST,
+        description="life of the trainer that made it: Unix milliseconds of its start",
     )
 
 

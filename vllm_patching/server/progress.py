@@ -30,8 +30,8 @@ class _Replica:
 class EngineProgress:
     """Counts how long each replica of an engine has made no progress.
 
-    A replica makes progress if it answers and either has begun another batch since its last answer, or has no request that a
-    step would advance. An engine in a pause has none.
+    A replica makes progress if it answers and either has begun another batch since its last answer,
+    or has no request that a step would advance. An engine in a pause has none.
     """
 
     def __init__(self, limit: float, replicas: int = 1) -> None:
@@ -75,7 +75,10 @@ class EngineProgress:
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be sampled; empty if all replicas make progress. The text stays the same while it lasts."""
+        """Why nothing can be sampled; empty if all replicas make progress.
+
+        The text stays the same while it lasts.
+        """
         for number, replica in enumerate(self._replicas):
             name = f"vLLM's engine core {number}" if len(self._replicas) > 1 else "vLLM's engine"
             if replica.silent > self._limit:

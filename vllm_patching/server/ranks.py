@@ -9,10 +9,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from vllm_patching.compat.engine import ask_engine_cores, ask_workers, engine_is_dead, pause_and_keep
+from vllm_patching.compat.engine import (
+    ask_engine_cores,
+    ask_workers,
+    engine_is_dead,
+    pause_and_keep,
+)
 from vllm_patching.compat.versions import UnsupportedVllm
 from vllm_patching.protocol.manifest import Manifest, mismatches
-from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal, rank_name
+from vllm_patching.protocol.verification import (
+    CAN_VERIFY_AND_RESUME,
+    VERIFY_AND_RESUME,
+    BridgeRefusal,
+    rank_name,
+)
 from vllm_patching.server.silence import Silence
 
 logger = logging.getLogger("vllm.lockstep.bridge")
@@ -20,14 +30,20 @@ logger = logging.getLogger("vllm.lockstep.bridge")
 _POLL_SECONDS = 0.002
 _PATIENCE_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
-"""How long before the end of our own wait the engine must not go on any more: its answer has to arrive in time."""
+"""How long before the end of our own wait the engine must not go on any more: its answer has to
+arrive in time."""
 _STOP_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
 """How often it is looked whether the engine that is waited for has died."""
 
 
 async def answer_in_time(
-    engine: Any, question: Awaitable[Any], what: str, limit: float, who: str, silence: Silence | None = None
+    engine: Any,
+    question: Awaitable[Any],
+    what: str,
+    limit: float,
+    who: str,
+    silence: Silence | None = None,
 ) -> Any:
     """The answer of vLLM's engine.
 
@@ -35,8 +51,8 @@ async def answer_in_time(
         engine: vLLM's AsyncLLM.
         what, who: for messages: what is asked, and of whom.
         limit: seconds.
-        silence: told of a question that was not answered in time, which is left to be answered; without it the question is
-            taken back.
+        silence: told of a question that was not answered in time, which is left to be answered;
+            without it the question is taken back.
 
     Raises:
         BridgeRefusal: there was none in time, or an error, or the engine has died.
@@ -55,23 +71,30 @@ async def answer_in_time(
         raise
     except Exception as error:
         if engine_is_dead(engine):
-            raise BridgeRefusal(503, "vLLM's engine process has died; restart the server") from error
+            raise BridgeRefusal(
+                503, "vLLM's engine process has died; restart the server"
+            ) from error
         told = str(error).strip().splitlines() or [type(error).__name__]
-        raise BridgeRefusal(502, f"{who} failed in {what}: {told[0][:500]}; the server's log has more") from error
+        raise BridgeRefusal(
+            502, f"{who} failed in {what}: {told[0][:500]}; the server's log has more"
+        ) from error
     finally:
         if not left:
             asked.cancel()
 
 
 async def answered(engine: Any, asked: asyncio.Future[Any], limit: float) -> bool:
-    """Wait for an answer of vLLM's engine, whatever it is. Returns whether it has come within `limit` seconds.
+    """Wait for an answer of vLLM's engine, whatever it is. Returns whether it has come within
+    `limit` seconds.
 
     Raises:
         BridgeRefusal: the engine's process has died. vLLM leaves what it was asked unanswered then.
     """
     deadline = time.monotonic() + limit
     while True:
-        await asyncio.wait({asked}, timeout=max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
+        await asyncio.wait(
+            {asked}, timeout=max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))
+        )
         if asked.done():
             return True
         if engine_is_dead(engine):
@@ -82,7 +105,9 @@ async def answered(engine: Any, asked: asyncio.Future[Any], limit: float) -> boo
 
 
 def _went_on(question: asyncio.Future[Any]) -> float | None:
-    """When an engine core that was asked for VERIFY_AND_RESUME went on (time.monotonic()); None: not, as far as known."""
+    """When an engine core that was asked for VERIFY_AND_RESUME went on (time.monotonic()); None:
+    not, as far as known.
+    """
     if not question.done() or question.exception() is not None:
         return None
     moment: float | None = question.result()["resumed_at"]
@@ -109,7 +134,9 @@ def _tell_late(answer: asyncio.Future[Any], resumed: Callable[[float], None]) ->
 
 
 class RankCalls:
-    """Methods of a worker extension (worker_extension, lora_worker), carried out on the main thread of every rank's worker."""
+    """Methods of a worker extension (worker_extension, lora_worker), carried out on the main thread
+    of every rank's worker.
+    """
 
     def __init__(self, engine: Any, timeout: float, silence: Silence | None = None) -> None:
         """
@@ -128,7 +155,11 @@ class RankCalls:
     def count(self, ranks: int, replicas: int = 1) -> None:
         """How many ranks there are in each replica, for messages."""
         of_all = f" of {replicas} replicas" if replicas > 1 else ""
-        self._who = "vLLM's worker of rank 0" if ranks == 1 else f"one of vLLM's workers of ranks 0 to {ranks - 1}"
+        self._who = (
+            "vLLM's worker of rank 0"
+            if ranks == 1
+            else f"one of vLLM's workers of ranks 0 to {ranks - 1}"
+        )
         self._who += of_all
 
     async def call(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
@@ -147,30 +178,33 @@ class RankCalls:
     async def verify_and_resume(
         self, method: str, expected: Sequence[str], version: int, resumed: Callable[[float], None]
     ) -> tuple[list[Any], float | None, bool]:
-        """Ask all ranks for checksums and, if they are as expected, let the paused engine go on, all in one message.
+        """Ask all ranks for checksums and, if they are as expected, let the paused engine go on,
+        all in one message.
 
-        Of several replicas each compares the answers of its own ranks and goes on by itself. If then not all go on, those that
-        did are stopped again.
+        Of several replicas each compares the answers of its own ranks and goes on by itself. If
+        then not all go on, those that did are stopped again.
 
-        An engine that answers late may have gone on at the last moment. It is told to stand still then; since it answers in
-        order, its first answer has come when it has done so.
+        An engine that answers late may have gone on at the last moment. It is told to stand still
+        then; since it answers in order, its first answer has come when it has done so.
 
         Args:
             method: of the workers, whose answers are those that `compare` wants.
             expected: the trainer's checksums, by rank.
             version: of the weights.
-            resumed: called with the moment at which an engine core went on, if this call raises, or raised before that became
-                known, or if not all went on.
+            resumed: called with the moment at which an engine core went on, if this call raises, or
+                raised before that became known, or if not all went on.
 
         Returns:
-            one answer of each rank of each replica; when the first engine core went on (time.monotonic(), seconds), None if
-            none did; and whether all of them still run.
+            one answer of each rank of each replica; when the first engine core went on
+            (time.monotonic(), seconds), None if none did; and whether all of them still run.
 
         Raises:
             BridgeRefusal: one has not answered, and may run or not; or it failed or has died.
         """
         deadline = time.monotonic() + max(self._timeout / 2, self._timeout - _ANSWER_SECONDS)
-        asked = ask_engine_cores(self._engine, VERIFY_AND_RESUME, method, list(expected), version, deadline)
+        asked = ask_engine_cores(
+            self._engine, VERIFY_AND_RESUME, method, list(expected), version, deadline
+        )
         questions = [asyncio.ensure_future(question) for question in asked]
         all_asked = asyncio.ensure_future(asyncio.wait(questions))
         runs = True
@@ -187,7 +221,11 @@ class RankCalls:
                     runs = False
                     await answered(self._engine, all_asked, _STOP_SECONDS)
         moments = [moment for question in questions if (moment := _went_on(question)) is not None]
-        failed = [question for question in questions if question.done() and question.exception() is not None]
+        failed = [
+            question
+            for question in questions
+            if question.done() and question.exception() is not None
+        ]
         if moments and len(moments) < len(questions):
             resumed(min(moments))
         for question in questions:
@@ -195,9 +233,13 @@ class RankCalls:
                 question.add_done_callback(lambda late: _tell_late(late, resumed))
                 self._silence.overdue(question, self._timeout)
         if failed:
-            await answer_in_time(self._engine, failed[0], method, self._timeout, self._who)  # raises
+            await answer_in_time(
+                self._engine, failed[0], method, self._timeout, self._who
+            )  # raises
         if not all_asked.done():
-            raise BridgeRefusal(504, f"{self._who} did not answer {method} within {self._timeout:g} s")
+            raise BridgeRefusal(
+                504, f"{self._who} did not answer {method} within {self._timeout:g} s"
+            )
         if runs and 0 < len(moments) < len(questions):
             await self._stop(self._timeout)
             runs = False
@@ -210,16 +252,27 @@ class RankCalls:
             await self._in_time(question, CAN_VERIFY_AND_RESUME, self._timeout)
 
     async def _stop(self, limit: float) -> None:
-        """Return when no replica samples any more. Raises BridgeRefusal if one does not answer within `limit` seconds."""
+        """Return when no replica samples any more.
+
+        Raises BridgeRefusal if one does not answer within `limit` seconds.
+        """
         stop = pause_and_keep(self._engine, clear_cache=False)
         await answer_in_time(self._engine, stop, "a pause", limit, self._who)
 
     async def _in_time(self, question: Awaitable[Any], what: str, limit: float) -> Any:
         with self._silence.waiting():
-            return await answer_in_time(self._engine, question, what, self._silence.patience(limit), self._who, self._silence)
+            return await answer_in_time(
+                self._engine,
+                question,
+                what,
+                self._silence.patience(limit),
+                self._who,
+                self._silence,
+            )
 
     async def choose_transfer(self, asked: str) -> str:
-        """`direct` or `overlapped`: what was asked for, or with `auto` overlapped if every rank has room for it.
+        """`direct` or `overlapped`: what was asked for, or with `auto` overlapped if every rank has
+        room for it.
 
         Raises:
             BridgeRefusal: overlapped was asked for, and there is no room.
@@ -236,27 +289,51 @@ class RankCalls:
         )
         if asked == "overlapped":
             raise BridgeRefusal(
-                409, f"{figures}: start vLLM with a lower --gpu-memory-utilization, or train with --weight-transfer direct"
+                409,
+                f"{figures}: start vLLM with a lower --gpu-memory-utilization, or train with --weight-transfer direct",
             )
         logger.info("[Bridge] Transfers go directly into the live weights: %s", figures)
         return "direct"
 
     async def first_step(self) -> float | None:
-        """When a rank 0 first began a step since weights were last received or checked (time.monotonic()); None: not yet."""
+        """When a rank 0 first began a step since weights were last received or checked
+        (time.monotonic()); None: not yet.
+        """
         answers = await self.call("lockstep_first_step")
-        began = [answer["began"] for answer in answers if answer["tp_rank"] == 0 and answer["began"] is not None]
+        began = [
+            answer["began"]
+            for answer in answers
+            if answer["tp_rank"] == 0 and answer["began"] is not None
+        ]
         return min(began, default=None)
 
     async def statuses(self, patience: float = 0.0) -> list[dict[str, Any]]:
-        """What the updater thread of each rank does, by replica and rank. Raises BridgeRefusal as `call` does.
+        """What the updater thread of each rank does, by replica and rank. Raises BridgeRefusal as
+        `call` does.
 
         Args:
             patience: seconds that a worker may wait for its thread's command to end.
         """
         answers = await self.call("lockstep_status", patience)
         statuses = sorted(answers, key=lambda status: (status.get("replica", 0), status["tp_rank"]))
-        blank = {"replica": 0, "cohort": "", "version": None, "received_bytes": 0, "waits": False, "error": ""}
-        keys = ("replica", "tp_rank", "phase", "cohort", "version", "received_bytes", "waits", "error")
+        blank = {
+            "replica": 0,
+            "cohort": "",
+            "version": None,
+            "received_bytes": 0,
+            "waits": False,
+            "error": "",
+        }
+        keys = (
+            "replica",
+            "tp_rank",
+            "phase",
+            "cohort",
+            "version",
+            "received_bytes",
+            "waits",
+            "error",
+        )
         self.last_seen = [{key: ({**blank, **status})[key] for key in keys} for status in statuses]
         return statuses
 
@@ -278,7 +355,8 @@ class RankCalls:
 
         Args:
             what, waiting: for messages: what is waited for, and for whom.
-            may_block: the engine is paused, so a worker may wait itself; otherwise that would hold up its next step.
+            may_block: the engine is paused, so a worker may wait itself; otherwise that would hold
+                up its next step.
             called_off: asked again and again; a reason not to wait any longer, or an empty string.
 
         Returns:
@@ -305,7 +383,9 @@ class RankCalls:
             await asyncio.sleep(0.0 if may_block else _POLL_SECONDS)
 
 
-def require_fitting(manifests: Sequence[Manifest], parameters: Mapping[str, tuple[tuple[int, ...], str]], model: str) -> None:
+def require_fitting(
+    manifests: Sequence[Manifest], parameters: Mapping[str, tuple[tuple[int, ...], str]], model: str
+) -> None:
     """Refuse a trainer whose parameters are not those of every rank.
 
     Args:

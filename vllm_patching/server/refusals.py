@@ -1,4 +1,6 @@
-"""Answers to bodies that do not validate: 400 with the field, the value and the bound, whatever the body holds."""
+"""Answers to bodies that do not validate: 400 with the field, the value and the bound, whatever the
+body holds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ LONGEST_VALUE = 80
 class RefusingRoute(APIRoute):
     """A route that refuses a wrong body by itself.
 
-    FastAPI's and vLLM's own answers repeat the value. They fail with 500 if JSON cannot hold it: NaN, or half a surrogate pair.
+    FastAPI's and vLLM's own answers repeat the value. They fail with 500 if JSON cannot hold it:
+    NaN, or half a surrogate pair.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -44,13 +47,19 @@ def describe(error: RequestValidationError) -> str:
 def _described(error: dict[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"] if part != "body") or "the body"
     message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] in ("missing", "json_invalid", "value_error"):  # the input is the whole body, or the message has it
+    if error["type"] in (
+        "missing",
+        "json_invalid",
+        "value_error",
+    ):  # the input is the whole body, or the message has it
         return f"{where}: {message}"
     return f"{where} is {_shown(error.get('input'))}: {message}"
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, int) and abs(value) >= 10**40:  # Python refuses to print integers of 4,300 digits
+    if (
+        isinstance(value, int) and abs(value) >= 10**40
+    ):  # Python refuses to print integers of 4,300 digits
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"

@@ -1,5 +1,5 @@
-"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling, /vocabulary, and those of
-bridge_routes.
+"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling,
+/vocabulary, and those of bridge_routes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from vllm_patching.server.turns import add_turn_routes
 logger = logging.getLogger("vllm.lockstep.routes")
 
 GENERATE_OPTIONS = ["return_text", "token_logprobs", "prompt_token_logprobs"]
-"""Fields of /generate that other servers refuse; GET /sampling names them for clients that speak to several kinds."""
+"""Fields of /generate that other servers refuse; GET /sampling names them for clients that speak to
+several kinds."""
 
 
 class LockstepService:
@@ -49,10 +50,12 @@ class LockstepService:
         self.weights: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Version and epoch of the weights that are served."""
         self.deterministic: dict[str, Any] | None = None
-        """Of the self-test, with the provenance of the kernels; None if the server is not in deterministic mode."""
+        """Of the self-test, with the provenance of the kernels; None if the server is not in
+        deterministic mode."""
 
     def weights_served(self) -> dict[str, Any]:
-        """What GET /weights answers: whether a request that is sent now would be answered, and by which weights.
+        """What GET /weights answers: whether a request that is sent now would be answered, and by
+        which weights.
 
         During the short pause of an update it would be: it waits.
         """
@@ -83,14 +86,18 @@ class LockstepService:
             await self.guard.end_requests(reason)
 
 
-def attach(app: Any, service: LockstepService, door: Door, timeline: ServerTimeline | None = None) -> None:
-    """Add our routes to vLLM's app, a guard in front of all that generates, and the door in front of everything.
+def attach(
+    app: Any, service: LockstepService, door: Door, timeline: ServerTimeline | None = None
+) -> None:
+    """Add our routes to vLLM's app, a guard in front of all that generates, and the door in front
+    of everything.
 
     Args:
         timeline: told of the requests that come through.
     """
     app.include_router(make_router(service))
-    # vLLM hands the app over with its middleware stack built, so ours goes around the finished stack.
+    # vLLM hands the app over with its middleware stack built, so ours goes around the finished
+    # stack.
     stack = app.middleware_stack or app.build_middleware_stack()
     if timeline is not None and timeline.on:
         stack = FollowRequests(stack, timeline)
@@ -112,7 +119,11 @@ def make_router(service: LockstepService) -> APIRouter:
         except TimeoutError:
             paused = service.bridge is not None and service.bridge.state.in_update
             resting = service.bridge.turns.reason if service.bridge is not None else ""
-            why = resting or "a weight update holds it" if resting or paused else "the engine is stuck or overloaded"
+            why = (
+                resting or "a weight update holds it"
+                if resting or paused
+                else "the engine is stuck or overloaded"
+            )
             return _error(503, f"no token within {CHECK_SECONDS:g} s: {why}")
         except CutOff as error:
             return _error(503, service.unavailable() or str(error))
@@ -148,14 +159,19 @@ def make_router(service: LockstepService) -> APIRouter:
         if service.engine is None:
             return _error(503, "the engine is still loading")
         if service.deterministic is None:
-            return _error(404, "this server is not in deterministic mode: stop it, and start it with --deterministic")
+            return _error(
+                404,
+                "this server is not in deterministic mode: stop it, and start it with --deterministic",
+            )
         return JSONResponse(service.deterministic)
 
     @router.get("/sampling")
     async def sampling() -> JSONResponse:
         if service.engine is None:
             return _error(503, "the engine is still loading")
-        return JSONResponse({"logprobs_mode": logprobs_mode(service.engine), "generate_options": GENERATE_OPTIONS})
+        return JSONResponse(
+            {"logprobs_mode": logprobs_mode(service.engine), "generate_options": GENERATE_OPTIONS}
+        )
 
     @router.get("/vocabulary")
     async def vocabulary() -> JSONResponse:
@@ -170,7 +186,9 @@ def make_router(service: LockstepService) -> APIRouter:
 
     add_bridge_routes(router, service)
     add_lora_routes(router, service)
-    add_turn_routes(router, lambda: service.bridge.turns if service.bridge is not None else None, NOT_SHARED)
+    add_turn_routes(
+        router, lambda: service.bridge.turns if service.bridge is not None else None, NOT_SHARED
+    )
     return router
 
 

@@ -18,19 +18,26 @@ LET_GO_SECONDS = 2.0
 
 
 class Settlement:
-    """Ends updates that failed: the engine goes on with the old version if its weights are proven to be whole, else it stands
-    still. Call with the controller's lock held.
+    """Ends updates that failed: the engine goes on with the old version if its weights are proven
+    to be whole, else it stands still. Call with the controller's lock held.
 
-    Whole means two things at once: nobody may write them (see lease), and their checksums are those of the version served.
-    While one of both is not known yet, the server is unhealthy and undecided, and `look_again` can still find that all is well.
+    Whole means two things at once: nobody may write them (see lease), and their checksums are those
+    of the version served. While one of both is not known yet, the server is unhealthy and
+    undecided, and `look_again` can still find that all is well.
     """
 
-    def __init__(self, state: BridgeState, ranks: RankCalls, leases: Leases, switch: EngineSwitch) -> None:
+    def __init__(
+        self, state: BridgeState, ranks: RankCalls, leases: Leases, switch: EngineSwitch
+    ) -> None:
         self._state, self._ranks, self._leases, self._switch = state, ranks, leases, switch
         self._said = ""
 
     async def give_up(self, reason: str, trainer_silent: bool = False) -> None:
-        """End the update. Never raises: what cannot be found out or done is left undecided. Arguments: see BridgeState.fail."""
+        """End the update.
+
+        Never raises: what cannot be found out or done is left undecided. Arguments: see
+        BridgeState.fail.
+        """
         version = self._state.target_version
         whole, undecided = await self._look()
         if whole and not self._state.awaits_weights:
@@ -46,7 +53,9 @@ class Settlement:
         logger.error("[Bridge] Update to version %s failed: %s; now %s", version, reason, outcome)
 
     async def look_again(self) -> None:
-        """Outside an update: see that an unhealthy engine stands still, and decide what was undecided if it is known now."""
+        """Outside an update: see that an unhealthy engine stands still, and decide what was
+        undecided if it is known now.
+        """
         if self._state.healthy:
             return
         await self.stand_still()
@@ -65,10 +74,13 @@ class Settlement:
                 *[self._state.weight_version] * 2,
             )
         else:
-            logger.error("[Bridge] The weights are not whole, as is known now: UNHEALTHY until a full update succeeds")
+            logger.error(
+                "[Bridge] The weights are not whole, as is known now: UNHEALTHY until a full update succeeds"
+            )
 
     async def require_no_writer(self, timeout: float) -> None:
-        """Return when nobody may write the weights under an earlier update. The server's own threads are waited for.
+        """Return when nobody may write the weights under an earlier update. The server's own
+        threads are waited for.
 
         Args:
             timeout: seconds.
@@ -84,7 +96,10 @@ class Settlement:
                 raise BridgeRefusal(409, f"nobody else may write the weights now: {lease.remedy}")
 
     async def stand_still(self) -> None:
-        """See that the engine stands still. If it does not answer, `look_again` tries anew; the same reason is told once."""
+        """See that the engine stands still.
+
+        If it does not answer, `look_again` tries anew; the same reason is told once.
+        """
         told = ""
         try:
             if not self._switch.paused:
@@ -93,12 +108,15 @@ class Settlement:
         except BridgeRefusal as refusal:
             told = str(refusal)
             if told != self._said:
-                logger.error("[Bridge] the engine, whose weights may not be whole, could not be stopped: %s", told)
+                logger.error(
+                    "[Bridge] the engine, whose weights may not be whole, could not be stopped: %s",
+                    told,
+                )
         self._said = told
 
     async def _look(self) -> tuple[bool, str]:
-        """Whether the live weights are those of the version served and nobody may write them; and if that cannot be known now,
-        why not.
+        """Whether the live weights are those of the version served and nobody may write them; and
+        if that cannot be known now, why not.
         """
         try:
             if self._state.mode == "broadcast" and self._state.in_update:
@@ -124,7 +142,11 @@ class Settlement:
         lease = self._leases.out
         if lease is None:
             return True
-        done = lease.has_ended if lease.writers else all(await self._ranks.call("lockstep_discard", LET_GO_SECONDS))
+        done = (
+            lease.has_ended
+            if lease.writers
+            else all(await self._ranks.call("lockstep_discard", LET_GO_SECONDS))
+        )
         if done:
             self._leases.end()
         return done

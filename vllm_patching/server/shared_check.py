@@ -1,4 +1,6 @@
-"""One sampled token that answers many callers: /health_generate is open to anybody and must not load the engine."""
+"""One sampled token that answers many callers: /health_generate is open to anybody and must not
+load the engine.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from collections.abc import Awaitable, Callable
 CHECK_SECONDS = 30.0
 """Deadline of a check."""
 SHARED_SECONDS = 5.0
-"""A check also answers those who ask within this time after its end, so that there is at most one in so many seconds."""
+"""A check also answers those who ask within this time after its end, so that there is at most one
+in so many seconds."""
 
 
 class SharedCheck:
@@ -28,7 +31,9 @@ class SharedCheck:
         Raises:
             whatever the check has raised, such as TimeoutError.
         """
-        if self._running is None or (self._running.done() and time.monotonic() - self._ended >= SHARED_SECONDS):
+        if self._running is None or (
+            self._running.done() and time.monotonic() - self._ended >= SHARED_SECONDS
+        ):
             self._running = asyncio.create_task(self._run(check), name="check for /health_generate")
         # A caller that goes away must not cancel the check that others wait for.
         seconds = await asyncio.shield(self._running)

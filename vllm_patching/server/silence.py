@@ -1,4 +1,6 @@
-"""For how long vLLM has not answered what it was asked, and for how long it is worth waiting for more."""
+"""For how long vLLM has not answered what it was asked, and for how long it is worth waiting for
+more.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 FURTHER_SECONDS = 1.0
-"""How long anything else is waited for while an answer is overdue. vLLM answers in order, so that it would come after that one;
-each step of giving an update up would else wait for as long as the first did."""
+"""How long anything else is waited for while an answer is overdue. vLLM answers in order, so that
+it would come after that one; each step of giving an update up would else wait for as long as the
+first did."""
 
 
 class Silence:

@@ -7,10 +7,11 @@
 
     quarantine, from anywhere ──▶ unhealthy
 
-`unhealthy` means that the live weights may be a mixture, or are not the trainer's, or that the engine could not be told to go
-on, or that the trainer has put the server in quarantine; the engine stands still then. It ends when a later update has been
-verified. While it is undecided, because somebody may still write or the workers do not answer, it also ends when the weights
-turn out to be whole; a quarantine does not.
+`unhealthy` means that the live weights may be a mixture, or are not the trainer's, or that the
+engine could not be told to go on, or that the trainer has put the server in quarantine; the engine
+stands still then. It ends when a later update has been verified. While it is undecided, because
+somebody may still write or the workers do not answer, it also ends when the weights turn out to be
+whole; a quarantine does not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Phase(StrEnum):
 
 
 class BridgeConflict(RuntimeError):
-    """A step was asked for that does not follow from the present state; the message says which would."""
+    """A step was asked for that does not follow from the present state; the message says which
+    would.
+    """
 
 
 class UpdateGivenUp(BridgeConflict):
@@ -45,15 +48,18 @@ class BridgeState:
         epoch: how many trainers have joined since the server started.
         trainer: who the present one is, for messages; empty before the first.
         mode: `broadcast` or `single_copy`; empty before the first trainer.
-        transfer: how a broadcast arrives: `direct` (into the live weights, paused) or `overlapped` (beside them, then copied);
-            empty for a single copy.
+        transfer: how a broadcast arrives: `direct` (into the live weights, paused) or `overlapped`
+            (beside them, then copied); empty for a single copy.
         checksums: per rank, of the weights that the server serves.
-        weight_epoch: of the weights that the server serves: the life of the trainer that made them (Unix milliseconds of its
-            start); 0 for the checkpoint's.
+        weight_epoch: of the weights that the server serves: the life of the trainer that made them
+            (Unix milliseconds of its start); 0 for the checkpoint's.
         last_error: why the last update failed; empty after one that succeeded.
-        quarantine: why the trainer does not want the server to serve before a full update; empty if it has not said so.
-        undecided: what has to be known before it can be said whether the weights are whole; empty if it is known.
-        gave_up_waiting: the version of the last update if that was given up because its trainer was silent; else None.
+        quarantine: why the trainer does not want the server to serve before a full update; empty if
+            it has not said so.
+        undecided: what has to be known before it can be said whether the weights are whole; empty
+            if it is known.
+        gave_up_waiting: the version of the last update if that was given up because its trainer was
+            silent; else None.
         updates: number of updates that were served.
         failures: number of updates that were given up.
         last_update: seconds by phase of the last update that was served.
@@ -90,7 +96,10 @@ class BridgeState:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests may be accepted. An update that mends unhealthy weights must be served before that."""
+        """Whether requests may be accepted.
+
+        An update that mends unhealthy weights must be served before that.
+        """
         return self.phase is not Phase.UNHEALTHY and not self._mending and not self.quarantine
 
     @property
@@ -103,7 +112,9 @@ class BridgeState:
         """The weight epoch of what the present trainer sends."""
         return self._trainer_weight_epoch
 
-    def begin_epoch(self, trainer: str, mode: str, transfer: str = "", weight_epoch: int = 0) -> int:
+    def begin_epoch(
+        self, trainer: str, mode: str, transfer: str = "", weight_epoch: int = 0
+    ) -> int:
         """A trainer joins; the one before it, if any, is out.
 
         Args:
@@ -120,7 +131,8 @@ class BridgeState:
         self.epoch += 1
         self.trainer, self.mode, self.transfer = trainer, mode, transfer
         self._trainer_weight_epoch = weight_epoch
-        # A new trainer may start from an older checkpoint than the last one reached, so its first version may be lower.
+        # A new trainer may start from an older checkpoint than the last one reached, so its first
+        # version may be lower.
         self._first_of_epoch = True
         self.gave_up_waiting = None
         return self.epoch
@@ -137,25 +149,35 @@ class BridgeState:
         """Raise BridgeConflict unless an update to `version` may begin now."""
         self.check_epoch(epoch)
         if self.in_update:
-            raise BridgeConflict(f"an update to version {self.target_version} is in progress; commit or abort it")
+            raise BridgeConflict(
+                f"an update to version {self.target_version} is in progress; commit or abort it"
+            )
         served = version == self.weight_version and self.phase is Phase.SERVING
         if not self._first_of_epoch and (served or version < self.weight_version):
-            raise BridgeConflict(f"version {version} is not newer than version {self.weight_version}, which is served")
+            raise BridgeConflict(
+                f"version {version} is not newer than version {self.weight_version}, which is served"
+            )
 
     def check_commit(self, epoch: int, version: int) -> None:
-        """Raise BridgeConflict unless the present update is this one: UpdateGivenUp if it was, was given up, and may be done
-        anew at once.
+        """Raise BridgeConflict unless the present update is this one: UpdateGivenUp if it was, was
+        given up, and may be done anew at once.
         """
         self.check_epoch(epoch)
         if not self.in_update:
             late = self._given_up == (epoch, version)
             reason = f" (the last update failed: {self.last_error})" if self.last_error else ""
             kind = UpdateGivenUp if late else BridgeConflict
-            raise kind(f"version {version} cannot be committed while the server is {self.phase}, only in an update{reason}")
+            raise kind(
+                f"version {version} cannot be committed while the server is {self.phase}, only in an update{reason}"
+            )
         if self._ends_in_quarantine:
-            raise BridgeConflict(f"version {version} cannot be served: the server is in quarantine: {self.quarantine}")
+            raise BridgeConflict(
+                f"version {version} cannot be served: the server is in quarantine: {self.quarantine}"
+            )
         if version != self.target_version:
-            raise BridgeConflict(f"version {version} is not the one that was begun ({self.target_version})")
+            raise BridgeConflict(
+                f"version {version} is not the one that was begun ({self.target_version})"
+            )
 
     def begin(self, version: int) -> None:
         """An update that `check_begin` allowed begins."""
@@ -176,18 +198,24 @@ class BridgeState:
         self.updates += 1
         self.phase = Phase.SERVING
 
-    def fail(self, reason: str, weights_intact: bool, undecided: str = "", trainer_silent: bool = False) -> None:
+    def fail(
+        self, reason: str, weights_intact: bool, undecided: str = "", trainer_silent: bool = False
+    ) -> None:
         """End the update without success.
 
         Args:
             reason: one sentence for whoever asks.
-            weights_intact: the live weights are proven to be those of `weight_version`, and nobody may write them.
-            undecided: what has to be known before that can be said; it may turn out to be so (`decide`).
+            weights_intact: the live weights are proven to be those of `weight_version`, and nobody
+                may write them.
+            undecided: what has to be known before that can be said; it may turn out to be so
+                (`decide`).
             trainer_silent: nothing but the trainer's next step was missing.
         """
         self.last_error = reason
         self.gave_up_waiting = self.target_version if trainer_silent else None
-        self._given_up = (0, None) if self._ends_in_quarantine else (self.epoch, self.target_version)
+        self._given_up = (
+            (0, None) if self._ends_in_quarantine else (self.epoch, self.target_version)
+        )
         self.target_version, self._mending = None, False
         self.failures += 1
         whole = weights_intact and not self.awaits_weights
@@ -201,17 +229,28 @@ class BridgeState:
             self.phase = Phase.SERVING
 
     def fall_back(self, version: int, weight_epoch: int, checksums: list[str]) -> None:
-        """What was served last is gone, and an older version is at hand, whole and verified: that is the one that is served."""
-        self.weight_version, self.weight_epoch, self.checksums = version, weight_epoch, list(checksums)
+        """What was served last is gone, and an older version is at hand, whole and verified: that
+        is the one that is served.
+        """
+        self.weight_version, self.weight_epoch, self.checksums = (
+            version,
+            weight_epoch,
+            list(checksums),
+        )
 
     def await_weights(self, reason: str) -> None:
-        """Serve nothing until a trainer has sent its weights: those at hand are not the ones that it trains."""
+        """Serve nothing until a trainer has sent its weights: those at hand are not the ones that
+        it trains.
+        """
         self.last_error = reason
         self._awaiting = True
         self.phase = Phase.UNHEALTHY
 
     def put_in_quarantine(self, reason: str) -> None:
-        """Serve nothing until a full update, whatever the weights are. An update in progress is to `fail` after it."""
+        """Serve nothing until a full update, whatever the weights are.
+
+        An update in progress is to `fail` after it.
+        """
         self.quarantine = reason
         if self.in_update:
             self._ends_in_quarantine = True

@@ -1,4 +1,6 @@
-"""When a server generated, stood still and took new weights, for the picture of a run (see protocol/timeline.py)."""
+"""When a server generated, stood still and took new weights, for the picture of a run (see
+protocol/timeline.py).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from vllm_patching.server.guard import is_open
 
 
 class ServerTimeline:
-    """Spans of a server: `generating` while at least one request is under way, `halted` while the engine stands still for an
-    update or a turn of the trainer's, and `update` from its begin to the answer that the new weights are served.
+    """Spans of a server: `generating` while at least one request is under way, `halted` while the
+    engine stands still for an update or a turn of the trainer's, and `update` from its begin to the
+    answer that the new weights are served.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -31,7 +34,9 @@ class ServerTimeline:
         self._tell()
 
     def engine(self, state: EngineState) -> None:
-        """The engine was seen to run or to stand still; while it is not known, what was known last counts."""
+        """The engine was seen to run or to stand still; while it is not known, what was known last
+        counts.
+        """
         if state is not EngineState.UNKNOWN:
             self._halted = state is EngineState.PAUSED
             self._tell()
@@ -50,7 +55,9 @@ class ServerTimeline:
 
 
 class PushTimeline(ServerTimeline):
-    """Of a server that holds weights and samples nothing: each update is a `push`, and no engine halts for it."""
+    """Of a server that holds weights and samples nothing: each update is a `push`, and no engine
+    halts for it.
+    """
 
     def engine(self, state: EngineState) -> None:
         """There is none."""
@@ -67,7 +74,11 @@ class FollowRequests:
         self._app, self._timeline = app, timeline
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or is_open("POST", get_route_path(scope)):
+        if (
+            scope["type"] != "http"
+            or scope["method"] != "POST"
+            or is_open("POST", get_route_path(scope))
+        ):
             return await self._app(scope, receive, send)
         self._timeline.requests(1)
         try:

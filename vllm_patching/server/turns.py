@@ -1,14 +1,16 @@
 """A server that takes turns with its trainer on one GPU (`--colocate`).
 
-While the trainer computes, the engine stands still and the memory of its keys and values is the trainer's; before anything is
-sampled it is vLLM's again. Requests that come meanwhile wait. The weights are one copy, which stays where it is.
+While the trainer computes, the engine stands still and the memory of its keys and values is the
+trainer's; before anything is sampled it is vLLM's again. Requests that come meanwhile wait. The
+weights are one copy, which stays where it is.
 
     sampling ── /turns/rest: pause, prefixes forgotten, memory given back ──▶ training
     training ── /turns/wake: memory taken again, the engine goes on       ──▶ sampling
 
-An update of the weights in the trainer's turn is an update as any other, but that the engine goes on with the wake. Whatever
-fails on either way, the server tries to sample again until it can, and is unhealthy until then. A trainer that ends in its turn
-is noticed by the watchdog: the turn ends with it, once what it may have written is settled (see settlement).
+An update of the weights in the trainer's turn is an update as any other, but that the engine goes
+on with the wake. Whatever fails on either way, the server tries to sample again until it can, and
+is unhealthy until then. A trainer that ends in its turn is noticed by the watchdog: the turn ends
+with it, once what it may have written is settled (see settlement).
 """
 
 from __future__ import annotations
@@ -58,14 +60,22 @@ class Turns:
         """
         Args:
             lock: the controller's; held by whoever changes the engine's or the bridge's state.
-            trainer: the processes of the present trainer, and those among them that could not be seen from here.
+            trainer: the processes of the present trainer, and those among them that could not be
+                seen from here.
         """
-        self._state, self._ranks, self._switch, self._lock, self._trainer = state, ranks, switch, lock, trainer
+        self._state, self._ranks, self._switch, self._lock, self._trainer = (
+            state,
+            ranks,
+            switch,
+            lock,
+            trainer,
+        )
         self.turn = Turn.SAMPLING
         self.bytes = 0
         """What each rank gives back, at least; 0 in a server without --colocate."""
         self.changing = False
-        """Whether the engine is being stopped or let go for a turn: requests that come meanwhile wait, as in the turn."""
+        """Whether the engine is being stopped or let go for a turn: requests that come meanwhile
+        wait, as in the turn."""
         self.trouble = ""
         """Why the server cannot sample though it should; empty if it can, or need not."""
         self._whose: Sequence[Writer] = ()
@@ -79,10 +89,13 @@ class Turns:
             BridgeRefusal: a rank has none, or did not answer.
         """
         self.bytes = min(answer["bytes"] for answer in await self._asked("lockstep_cache_bytes"))
-        logger.info("[Turns] The trainer's turn gives it %.2f GiB of keys and values", self.bytes / 2**30)
+        logger.info(
+            "[Turns] The trainer's turn gives it %.2f GiB of keys and values", self.bytes / 2**30
+        )
 
     async def rest(self, epoch: int) -> dict[str, Any]:
-        """The trainer's turn begins: the engine stands still, its requests are kept, its keys and values are gone.
+        """The trainer's turn begins: the engine stands still, its requests are kept, its keys and
+        values are gone.
 
         Returns:
             turn; bytes: freed by this call, over all ranks; seconds: that it took.
@@ -102,7 +115,12 @@ class Turns:
             if self.turn is Turn.TRAINING:
                 return self._told(0, 0.0)
             begun = time.monotonic()
-            self.turn, self._since, self._whose, self._name = Turn.TRAINING, begun, writers, self._state.trainer
+            self.turn, self._since, self._whose, self._name = (
+                Turn.TRAINING,
+                begun,
+                writers,
+                self._state.trainer,
+            )
             self.changing = True
             try:
                 await self._switch.pause()
@@ -116,14 +134,15 @@ class Turns:
             return self._told(sum(answer["bytes"] for answer in answers), time.monotonic() - begun)
 
     async def wake(self, epoch: int) -> dict[str, Any]:
-        """The trainer's turn ends: the memory is vLLM's again, and the engine goes on, if its weights are whole.
+        """The trainer's turn ends: the memory is vLLM's again, and the engine goes on, if its
+        weights are whole.
 
         Returns:
             turn; bytes: of each rank that are vLLM's again; seconds: that it took.
 
         Raises:
-            BridgeRefusal: the memory could not be taken again (507), or the engine does not answer. The server goes on trying;
-                ask again, or find out from /bridge/state.
+            BridgeRefusal: the memory could not be taken again (507), or the engine does not answer.
+                The server goes on trying; ask again, or find out from /bridge/state.
         """
         async with self._lock:
             self._require("wake", epoch)
@@ -153,15 +172,25 @@ class Turns:
         await self.look()
 
     async def look(self) -> None:
-        """The watchdog's, with the lock held and outside an update: try again to sample, or end the turn of a dead trainer."""
+        """The watchdog's, with the lock held and outside an update: try again to sample, or end the
+        turn of a dead trainer.
+        """
         if self.trouble:
             await self._sample_if_possible("")
         elif self.turn is Turn.TRAINING and (ended := self._ended()):
-            await self._sample_if_possible(f"{self._name} has ended in its turn (process {', '.join(ended)})")
+            await self._sample_if_possible(
+                f"{self._name} has ended in its turn (process {', '.join(ended)})"
+            )
 
     def to_json(self) -> dict[str, Any]:
-        """For /bridge/state: whose turn it is, for how many seconds, and why nothing is sampled now."""
-        return {"turn": str(self.turn), "turn_seconds": time.monotonic() - self._since, "turn_reason": self.reason}
+        """For /bridge/state: whose turn it is, for how many seconds, and why nothing is sampled
+        now.
+        """
+        return {
+            "turn": str(self.turn),
+            "turn_seconds": time.monotonic() - self._since,
+            "turn_reason": self.reason,
+        }
 
     @property
     def reason(self) -> str:
@@ -191,13 +220,18 @@ class Turns:
 
     async def _asked(self, method: str) -> list[dict[str, Any]]:
         answers = await self._ranks.call(method)
-        errors = [f"rank {answer['tp_rank']}: {answer['error']}" for answer in answers if answer["error"]]
+        errors = [
+            f"rank {answer['tp_rank']}: {answer['error']}" for answer in answers if answer["error"]
+        ]
         if errors:
             raise BridgeRefusal(NO_MEMORY, "; ".join(errors))
         return answers
 
     async def _sample(self) -> None:
-        """Take the memory again and go on. Raises BridgeRefusal, and says in `trouble`, what hinders."""
+        """Take the memory again and go on.
+
+        Raises BridgeRefusal, and says in `trouble`, what hinders.
+        """
         if self.turn is Turn.TRAINING:
             self.turn, self._since = Turn.SAMPLING, time.monotonic()
         self.changing = True

@@ -1,4 +1,6 @@
-"""Looks after a bridge between the trainer's calls: nobody else would notice a trainer that has ended or fallen silent."""
+"""Looks after a bridge between the trainer's calls: nobody else would notice a trainer that has
+ended or fallen silent.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,34 @@ _ENDING_SECONDS = 0.2
 
 
 class BridgeWatchdog:
-    """Gives up an update whose trainer has ended or is silent, or whose worker has lost it; decides what was left undecided.
+    """Gives up an update whose trainer has ended or is silent, or whose worker has lost it; decides
+    what was left undecided.
 
-    It outlives its own errors. Should it end all the same, `has_ended` says so, and no update may begin.
+    It outlives its own errors. Should it end all the same, `has_ended` says so, and no update may
+    begin.
     """
 
     def __init__(
-        self, state: BridgeState, ranks: RankCalls, settlement: Settlement, clock: UpdateClock, lock: asyncio.Lock, turns: Turns
+        self,
+        state: BridgeState,
+        ranks: RankCalls,
+        settlement: Settlement,
+        clock: UpdateClock,
+        lock: asyncio.Lock,
+        turns: Turns,
     ) -> None:
         """
         Args:
-            lock: held by whoever changes the state; while a call of the trainer's is under way, that one watches.
+            lock: held by whoever changes the state; while a call of the trainer's is under way,
+                that one watches.
         """
-        self._state, self._ranks, self._settlement, self._clock, self._lock = state, ranks, settlement, clock, lock
+        self._state, self._ranks, self._settlement, self._clock, self._lock = (
+            state,
+            ranks,
+            settlement,
+            clock,
+            lock,
+        )
         self._turns = turns
         self._writers: Sequence[Writer] = ()
         self._task: asyncio.Task[None] | None = None
@@ -48,7 +65,9 @@ class BridgeWatchdog:
         return self._task is not None and self._task.done()
 
     def follow(self, writers: Sequence[Writer]) -> None:
-        """The processes of the present trainer that can be seen from here: with one of them its update has ended."""
+        """The processes of the present trainer that can be seen from here: with one of them its
+        update has ended.
+        """
         self._writers = writers
 
     def start(self) -> None:
@@ -91,7 +110,9 @@ class BridgeWatchdog:
             else:
                 await self._note_first_step()
         except BridgeRefusal as refusal:
-            await self._settlement.give_up(str(refusal))  # of an update whose workers do not even answer
+            await self._settlement.give_up(
+                str(refusal)
+            )  # of an update whose workers do not even answer
         except Exception as error:  # noqa: BLE001 - told and outlived
             await self._survive(error)
 
@@ -112,24 +133,34 @@ class BridgeWatchdog:
         if self._state.mode == "broadcast":
             for status in await self._ranks.statuses():
                 if status["phase"] == "failed" or status["trainer_gone"]:
-                    # The connections of a process that is killed break before it is known to have ended.
+                    # The connections of a process that is killed break before it is known to have
+                    # ended.
                     await asyncio.sleep(_ENDING_SECONDS)
-                    return self._ended() or f"{rank_name(status)}: {status['error'] or f'{self._state.trainer} has ended'}"
+                    return (
+                        self._ended()
+                        or f"{rank_name(status)}: {status['error'] or f'{self._state.trainer} has ended'}"
+                    )
         return ""
 
     def _ended(self) -> str:
-        """That the trainer's processes have, or one of them; empty if none has, as far as can be seen here."""
+        """That the trainer's processes have, or one of them; empty if none has, as far as can be
+        seen here.
+        """
         ended = [str(writer) for writer in self._writers if writer.has_ended()]
         which = f" (process {', '.join(ended)})" if len(self._writers) > 1 else ""
         return f"{self._state.trainer} has ended{which}" if ended else ""
 
     async def _note_first_step(self) -> None:
         if self._clock.wants_first_step:
-            with suppress(BridgeRefusal):  # that the engine is dead or stuck is told by whatever needs it
+            with suppress(
+                BridgeRefusal
+            ):  # that the engine is dead or stuck is told by whatever needs it
                 self._clock.stepped(await self._ranks.first_step())
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if self._task is None:
             return  # it was stopped
         self.end = "cancelled" if task.cancelled() else repr(task.exception())
-        logger.error("[Bridge] the watchdog has ended, updates are refused from now on: %s", self.end)
+        logger.error(
+            "[Bridge] the watchdog has ended, updates are refused from now on: %s", self.end
+        )

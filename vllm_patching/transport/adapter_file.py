@@ -1,7 +1,8 @@
-"""Reading a LoRA adapter in PEFT's format, with every check that needs no model: what passes here can be served.
+"""Reading a LoRA adapter in PEFT's format, with every check that needs no model: what passes here
+can be served.
 
-The tensors of adapter_model.safetensors are read in one piece, so that a file of any number of tensors costs one read and one
-copy to a GPU.
+The tensors of adapter_model.safetensors are read in one piece, so that a file of any number of
+tensors costs one read and one copy to a GPU.
 """
 
 from __future__ import annotations
@@ -25,12 +26,21 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _PREFIX = "base_model.model."
 _LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors format
-_PLAIN = {"use_dora": False, "lora_bias": False, "fan_in_fan_out": False, "bias": "none", "modules_to_save": None}
-"""Switches of adapter_config.json and the value that each must have: others mean weights that are not served here."""
+_PLAIN = {
+    "use_dora": False,
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+    "bias": "none",
+    "modules_to_save": None,
+}
+"""Switches of adapter_config.json and the value that each must have: others mean weights that are
+not served here."""
 
 
 class AdapterError(ValueError):
-    """The folder holds no adapter that can be served on this model; the message says why, in one line."""
+    """The folder holds no adapter that can be served on this model; the message says why, in one
+    line.
+    """
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,9 @@ class AdapterFile:
             raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
 
     def tensors(self, data: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
-        """Views by projection and matrix on `data`, the file's data as one flat tensor of any dtype."""
+        """Views by projection and matrix on `data`, the file's data as one flat tensor of any
+        dtype.
+        """
         views: dict[str, dict[str, torch.Tensor]] = {}
         for item in self.matrices:
             first = item.start // self.dtype.itemsize
@@ -98,12 +110,16 @@ class AdapterFile:
         return views
 
     def summary(self, data: torch.Tensor) -> WeightSummary:
-        """Checksum over the header and the data, as whoever wrote the file computes it, and whether all of it is finite."""
+        """Checksum over the header and the data, as whoever wrote the file computes it, and whether
+        all of it is finite.
+        """
         return adapter_summary(self.header, data)
 
 
 def adapter_summary(header: bytes, data: torch.Tensor) -> WeightSummary:
-    """One pass over a safetensors file: over its header, and its data as one flat tensor, wherever that tensor is."""
+    """One pass over a safetensors file: over its header, and its data as one flat tensor, wherever
+    that tensor is.
+    """
     return WeightSums([(hashlib.sha256(header).hexdigest(), data)]).all()
 
 
@@ -120,7 +136,11 @@ def expected_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, int]]:
         "mlp.up_proj": (g.hidden_size, g.intermediate_size),
         "mlp.down_proj": (g.intermediate_size, g.hidden_size),
     }
-    return {f"model.layers.{i}.{name}": shape for i in range(g.num_layers) for name, shape in one_layer.items()}
+    return {
+        f"model.layers.{i}.{name}": shape
+        for i in range(g.num_layers)
+        for name, shape in one_layer.items()
+    }
 
 
 def open_adapter(folder: Path, geometry: ModelGeometry, max_rank: int) -> AdapterFile:
@@ -131,8 +151,9 @@ def open_adapter(folder: Path, geometry: ModelGeometry, max_rank: int) -> Adapte
         max_rank: the largest rank that the server was started for.
 
     Raises:
-        AdapterError: a file is missing or unreadable; the rank is too large; a tensor has no place in the model, is of
-            another shape, or lacks its partner; a feature is used that is not served.
+        AdapterError: a file is missing or unreadable; the rank is too large; a tensor has no place
+            in the model, is of another shape, or lacks its partner; a feature is used that is not
+            served.
     """
     rank, scale = _read_config(folder / CONFIG_FILE, max_rank)
     header, described, num_bytes = _read_header(folder / WEIGHTS_FILE)
@@ -148,14 +169,20 @@ def open_adapter(folder: Path, geometry: ModelGeometry, max_rank: int) -> Adapte
     for name, value in described.items():
         projection, matrix = _split(name, folder)
         if projection not in shapes:
-            raise AdapterError(f"{folder}: {name} has no place in the served model of {geometry.num_layers} layers")
+            raise AdapterError(
+                f"{folder}: {name} has no place in the served model of {geometry.num_layers} layers"
+            )
         inputs, outputs = shapes[projection]
         wanted = (rank, inputs) if matrix == "lora_A" else (outputs, rank)
         start, stop = value["data_offsets"]
         if tuple(value["shape"]) != wanted or stop - start != math.prod(wanted) * dtype.itemsize:
-            raise AdapterError(f"{folder}: {name} has shape {value['shape']}, the served model wants {list(wanted)}")
+            raise AdapterError(
+                f"{folder}: {name} has shape {value['shape']}, the served model wants {list(wanted)}"
+            )
         if start % dtype.itemsize or not 0 <= start < stop <= num_bytes:
-            raise AdapterError(f"{folder}: {name} lies at bytes {start} to {stop} of {num_bytes}; the file is damaged")
+            raise AdapterError(
+                f"{folder}: {name} lies at bytes {start} to {stop} of {num_bytes}; the file is damaged"
+            )
         matrices.append(Matrix(projection, matrix, start, wanted))
     matrices.sort(key=lambda item: (item.projection, item.matrix))
     _check_pairs(matrices, folder)
@@ -167,9 +194,13 @@ def _read_config(path: Path, max_rank: int) -> tuple[int, float]:
         config = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except OSError as error:
-        raise AdapterError(f"cannot read {path}: {error.strerror or error}; give a folder that this server can read") from error
+        raise AdapterError(
+            f"cannot read {path}: {error.strerror or error}; give a folder that this server can read"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise AdapterError(f"{path} is not PEFT's adapter_config.json of a LoRA adapter ({error!r})") from error
+        raise AdapterError(
+            f"{path} is not PEFT's adapter_config.json of a LoRA adapter ({error!r})"
+        ) from error
     if config.get("peft_type", "LORA") != "LORA":
         raise AdapterError(f"{path}: peft_type {config['peft_type']!r} is not LORA")
     for key, plain in _PLAIN.items():
@@ -177,7 +208,9 @@ def _read_config(path: Path, max_rank: int) -> tuple[int, float]:
             raise AdapterError(f"{path}: {key} {config[key]!r} is not supported, only {plain!r}")
     for key in ("rank_pattern", "alpha_pattern"):
         if config.get(key):
-            raise AdapterError(f"{path}: {key} is not supported; give every projection the same rank and alpha")
+            raise AdapterError(
+                f"{path}: {key} is not supported; give every projection the same rank and alpha"
+            )
     if not 1 <= rank <= max_rank:
         raise AdapterError(
             f"{path}: rank {rank} does not fit this server, which was started with --max-lora-rank {max_rank}; "
@@ -194,10 +227,16 @@ def _read_header(path: Path) -> tuple[bytes, Mapping[str, Any], int]:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
             if length > min(size - 8, _LARGEST_HEADER):
-                raise AdapterError(f"{path} is no safetensors file, or was cut short: it has {size} bytes")
+                raise AdapterError(
+                    f"{path} is no safetensors file, or was cut short: it has {size} bytes"
+                )
             header = file.read(length)
         described = json.loads(header)
-        ends = [int(value["data_offsets"][1]) for name, value in described.items() if name != "__metadata__"]
+        ends = [
+            int(value["data_offsets"][1])
+            for name, value in described.items()
+            if name != "__metadata__"
+        ]
     except OSError as error:
         raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -206,14 +245,22 @@ def _read_header(path: Path) -> tuple[bytes, Mapping[str, Any], int]:
         raise AdapterError(f"{path} is no safetensors file: {error!r}") from error
     num_bytes = size - 8 - length
     if max(ends, default=0) != num_bytes:
-        raise AdapterError(f"{path} holds {num_bytes} bytes of data, its header describes {max(ends, default=0)}")
+        raise AdapterError(
+            f"{path} holds {num_bytes} bytes of data, its header describes {max(ends, default=0)}"
+        )
     return header, described, num_bytes
 
 
 def _split(name: str, folder: Path) -> tuple[str, str]:
     projection, _, matrix = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
-    if not name.startswith(_PREFIX) or not name.endswith(".weight") or matrix not in ("lora_A", "lora_B"):
-        raise AdapterError(f"{folder}: {name} is not PEFT's name of a LoRA matrix ({_PREFIX}….lora_A.weight)")
+    if (
+        not name.startswith(_PREFIX)
+        or not name.endswith(".weight")
+        or matrix not in ("lora_A", "lora_B")
+    ):
+        raise AdapterError(
+            f"{folder}: {name} is not PEFT's name of a LoRA matrix ({_PREFIX}….lora_A.weight)"
+        )
     return projection, matrix
 
 

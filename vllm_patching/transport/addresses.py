@@ -1,8 +1,10 @@
-"""Which addresses a trainer and its servers meet at, and a plain answer when one of them cannot be reached.
+"""Which addresses a trainer and its servers meet at, and a plain answer when one of them cannot be
+reached.
 
-A machine has several addresses, and the one that its name resolves to is often 127.0.1.1, which nobody else reaches. What is
-used here is the address on the way to the other side, as the kernel's routes say it; MASTER_ADDR (the trainer's rendezvous) and
-GLOO_SOCKET_IFNAME (each side's groups) come before it where they are set.
+A machine has several addresses, and the one that its name resolves to is often 127.0.1.1, which
+nobody else reaches. What is used here is the address on the way to the other side, as the kernel's
+routes say it; MASTER_ADDR (the trainer's rendezvous) and GLOO_SOCKET_IFNAME (each side's groups)
+come before it where they are set.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 REACH_SECONDS = 10.0
-"""How long a rendezvous may take to accept a connection. It is there before a server is told of it."""
+"""How long a rendezvous may take to accept a connection. It is there before a server is told of
+it."""
 
 _ASK_SECONDS = 0.2
 _DISCARD = 9
@@ -29,7 +32,10 @@ _DISCARD = 9
 
 
 class RendezvousError(RuntimeError):
-    """The other side did not appear, or its address cannot be used. The message names address, rank and deadline."""
+    """The other side did not appear, or its address cannot be used.
+
+    The message names address, rank and deadline.
+    """
 
 
 def own_address(host: str, port: int = _DISCARD) -> str:
@@ -44,7 +50,9 @@ def own_address(host: str, port: int = _DISCARD) -> str:
     except OSError as error:
         found, reason = [], error
     # Both sides must choose alike where a name has addresses of both kinds.
-    for family, kind, protocol, _, target in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+    for family, kind, protocol, _, target in sorted(
+        found, key=lambda entry: entry[0] != socket.AF_INET
+    ):
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)
@@ -80,15 +88,17 @@ def is_here(host: str) -> bool:
 def rendezvous_address(servers: Sequence[str] = ()) -> tuple[str, int]:
     """Where servers and trainer meet: MASTER_ADDR and MASTER_PORT.
 
-    Where MASTER_ADDR is not set, it is this machine's address on the way to the first server that is elsewhere, and localhost
-    if all are here. NUM_INFERENCE_NODES says how many servers on other machines are waited for. Under torchrun, which sets
-    MASTER_ADDR and uses MASTER_PORT itself, a loopback address counts as not set, and the port is the one after that.
+    Where MASTER_ADDR is not set, it is this machine's address on the way to the first server that
+    is elsewhere, and localhost if all are here. NUM_INFERENCE_NODES says how many servers on other
+    machines are waited for. Under torchrun, which sets MASTER_ADDR and uses MASTER_PORT itself, a
+    loopback address counts as not set, and the port is the one after that.
 
     Args:
         servers: the hosts of the servers, as this trainer calls them.
 
     Raises:
-        RendezvousError: a variable holds no number, or the address is one that another machine cannot reach.
+        RendezvousError: a variable holds no number, or the address is one that another machine
+            cannot reach.
     """
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     host = os.environ.get("MASTER_ADDR", "")
@@ -96,7 +106,9 @@ def rendezvous_address(servers: Sequence[str] = ()) -> tuple[str, int]:
         host = ""
     nodes = os.environ.get("NUM_INFERENCE_NODES", "0")
     if not nodes.isdigit():
-        raise RendezvousError(f"NUM_INFERENCE_NODES={nodes!r} is not a number (0: vLLM runs on this machine)")
+        raise RendezvousError(
+            f"NUM_INFERENCE_NODES={nodes!r} is not a number (0: vLLM runs on this machine)"
+        )
     elsewhere = [server for server in servers if not is_here(server)]
     if (not host and not elsewhere) or is_loopback(host):
         host = host or "localhost"
@@ -124,13 +136,15 @@ def listening_address(host: str, elsewhere: str = "") -> str:
         elsewhere: a peer on another machine; empty if all are here.
 
     Returns:
-        empty, with a warning, where no address is known: behind a forwarded address whose peers are not known yet.
+        empty, with a warning, where no address is known: behind a forwarded address whose peers are
+        not known yet.
 
     Raises:
         RendezvousError: there is no route to `elsewhere`.
     """
     own = [address for address in _addresses(host) if _is_own(address)]
-    # A machine's name is often 127.0.1.1 in its own /etc/hosts. Other machines know it by another address.
+    # A machine's name is often 127.0.1.1 in its own /etc/hosts. Other machines know it by another
+    # address.
     if own and (is_loopback(host) or not elsewhere or not is_loopback(own[0])):
         return own[0]
     if elsewhere:
@@ -148,7 +162,9 @@ def _addresses(host: str) -> list[str]:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]
+    return [
+        str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
+    ]
 
 
 def _is_own(address: str) -> bool:
@@ -168,7 +184,8 @@ def reach(host: str, port: int, who: str, seconds: float = REACH_SECONDS) -> Non
         seconds: how long to try.
 
     Raises:
-        RendezvousError: it does not. The message says which address was tried, from where, what came back and what to set.
+        RendezvousError: it does not. The message says which address was tried, from where, what
+            came back and what to set.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -187,7 +204,8 @@ def reach(host: str, port: int, who: str, seconds: float = REACH_SECONDS) -> Non
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, host: str, timeout: float) -> Any:
-    """A Gloo group whose connections begin at this machine's address on the way to a host, or on GLOO_SOCKET_IFNAME's.
+    """A Gloo group whose connections begin at this machine's address on the way to a host, or on
+    GLOO_SOCKET_IFNAME's.
 
     Gloo alone takes the address of the machine's name.
 
@@ -205,7 +223,9 @@ def gloo_group(store: dist.Store, rank: int, size: int, host: str, timeout: floa
     options._timeout = timedelta(seconds=timeout)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interface:
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interface.split(",")]
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(interface=name) for name in interface.split(",")
+        ]
     else:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(host))]
     return dist.ProcessGroupGloo(store, rank, size, options)

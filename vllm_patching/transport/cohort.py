@@ -1,4 +1,6 @@
-"""A receiver's lanes, and how a rank's weights come in over them: bucket by bucket, summed up while the rest is under way."""
+"""A receiver's lanes, and how a rank's weights come in over them: bucket by bucket, summed up while
+the rest is under way.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,13 @@ class CohortPlace:
 
 
 def lane_places(
-    meeting: Meeting, key: str, tp_rank: int, lanes: Sequence[int], member: int, members: int, route: Route
+    meeting: Meeting,
+    key: str,
+    tp_rank: int,
+    lanes: Sequence[int],
+    member: int,
+    members: int,
+    route: Route,
 ) -> list[LanePlace]:
     """The places of one process in lanes of a cohort, as both sides name them.
 
@@ -68,7 +76,9 @@ def lane_places(
 class ReceivingCohort:
     """The lanes that one of vLLM's ranks receives over."""
 
-    def __init__(self, place: CohortPlace, device: torch.device, lost: Callable[[], str] = nobody_lost) -> None:
+    def __init__(
+        self, place: CohortPlace, device: torch.device, lost: Callable[[], str] = nobody_lost
+    ) -> None:
         """Form them; blocks until all members have come.
 
         Args:
@@ -80,17 +90,28 @@ class ReceivingCohort:
         self.place = place
         self._device = device
         places = lane_places(
-            place.meeting, place.key, place.tp_rank, range(place.lanes), place.member + 1, place.members, place.route
+            place.meeting,
+            place.key,
+            place.tp_rank,
+            range(place.lanes),
+            place.member + 1,
+            place.members,
+            place.route,
         )
-        what = f"vLLM rank {place.tp_rank} could not join the cohort {place.key} (epoch {place.epoch})"
+        what = (
+            f"vLLM rank {place.tp_rank} could not join the cohort {place.key} (epoch {place.epoch})"
+        )
         self._lanes = form_lanes(places, device, place.timeout, place.meeting_seconds, lost, what)
 
-    def receive(self, target: Target, lost: Callable[[], str], told: Callable[[int, bool], None]) -> WeightSummary:
+    def receive(
+        self, target: Target, lost: Callable[[], str], told: Callable[[int, bool], None]
+    ) -> WeightSummary:
         """Receive a rank's weights.
 
         Args:
             lost: as above.
-            told: how many bytes have come, and whether it waits for others that it has asked for; whenever that changes.
+            told: how many bytes have come, and whether it waits for others that it has asked for;
+                whenever that changes.
 
         Returns:
             What a pass over them found.
@@ -114,10 +135,14 @@ class ReceivingCohort:
             lane.close()
 
     def _message_by_message(
-        self, target: Target, deadline: float, lost: Callable[[], str], told: Callable[[int, bool], None]
+        self,
+        target: Target,
+        deadline: float,
+        lost: Callable[[], str],
+        told: Callable[[int, bool], None],
     ) -> None:
-        """Through memory that is not the target's: what Gloo brings comes there first, since what is broken off may still be
-        written to, and what the sender offers lies there.
+        """Through memory that is not the target's: what Gloo brings comes there first, since what
+        is broken off may still be written to, and what the sender offers lies there.
         """
         largest = max((bucket.num_bytes for bucket in target.buckets), default=0)
         free: list[torch.Tensor] = []
@@ -133,7 +158,9 @@ class ReceivingCohort:
                 raise LaneBroken(f"{lane.place.name}: {reason}")
             target.take(number, lane.arrived(step, buffer, target.buckets[number].num_bytes))
             if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()  # the copy has only been enqueued
+                torch.cuda.current_stream(
+                    self._device
+                ).synchronize()  # the copy has only been enqueued
             lane.taken()
             target.add(number)
             if lane.needs_memory:
@@ -153,8 +180,16 @@ class ReceivingCohort:
             total += settle()
         told(total, False)
 
-    def _enqueued(self, target: Target, deadline: float, lost: Callable[[], str], told: Callable[[int, bool], None]) -> None:
-        """NCCL: straight into the target, all of it handed to the GPU at once; each bucket is summed up behind its arrival."""
+    def _enqueued(
+        self,
+        target: Target,
+        deadline: float,
+        lost: Callable[[], str],
+        told: Callable[[int, bool], None],
+    ) -> None:
+        """NCCL: straight into the target, all of it handed to the GPU at once; each bucket is
+        summed up behind its arrival.
+        """
         current = torch.cuda.current_stream(self._device)
         for lane in self._lanes:
             assert lane.stream is not None
@@ -201,7 +236,9 @@ class Target:
         sums: over the slices, of which the pieces are added as they come.
     """
 
-    def __init__(self, layout: Sequence[FlatSlice], buckets: Sequence[Bucket], slices: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, layout: Sequence[FlatSlice], buckets: Sequence[Bucket], slices: Sequence[torch.Tensor]
+    ) -> None:
         """
         Args:
             layout, buckets: of the rank.
@@ -209,11 +246,16 @@ class Target:
         """
         self.buckets = buckets
         self._layout = layout
-        self._pieces = [[piece.of(slices[piece.item]) for piece in bucket.pieces] for bucket in buckets]
+        self._pieces = [
+            [piece.of(slices[piece.item]) for piece in bucket.pieces] for bucket in buckets
+        ]
         rows = [Row(item.name, tuple(item.shape), item.dtype) for item in layout]
         parts, self._first = [], [0]
         for bucket, tensors in zip(buckets, self._pieces, strict=True):
-            parts += [Part(piece.item, piece.start, t) for piece, t in zip(bucket.pieces, tensors, strict=True)]
+            parts += [
+                Part(piece.item, piece.start, t)
+                for piece, t in zip(bucket.pieces, tensors, strict=True)
+            ]
             self._first.append(len(parts))
         self.sums = WeightSums.of_parts(rows, parts, slices[0].device)
         if slices[0].device.type == "cuda":
@@ -226,7 +268,9 @@ class Target:
     def take(self, number: int, buffer: torch.Tensor) -> None:
         """Copy a bucket that has come in a buffer to its place."""
         with torch.no_grad():
-            for piece, tensor in zip(self.buckets[number].pieces, self._pieces[number], strict=True):
+            for piece, tensor in zip(
+                self.buckets[number].pieces, self._pieces[number], strict=True
+            ):
                 tensor.copy_(piece.in_buffer(buffer, self._layout[piece.item]))
 
     def add(self, number: int) -> None:

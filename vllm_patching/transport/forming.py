@@ -1,6 +1,8 @@
-"""How the members of a lane meet: each says at the sender's store that it is there, hears that all are, and connects.
+"""How the members of a lane meet: each says at the sender's store that it is there, hears that all
+are, and connects.
 
-A receiver that can reads the sender's memory (shared_lane.py); the others get what is sent over the network.
+A receiver that can reads the sender's memory (shared_lane.py); the others get what is sent over the
+network.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ import torch.distributed as dist
 
 from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError, gloo_group
-from vllm_patching.transport.lane import FAR, GO, NEAR, SENDER, GlooLane, Lane, LanePlace, NcclLane, nobody_lost
+from vllm_patching.transport.lane import (
+    FAR,
+    GO,
+    NEAR,
+    SENDER,
+    GlooLane,
+    Lane,
+    LanePlace,
+    NcclLane,
+    nobody_lost,
+)
 from vllm_patching.transport.rendezvous import connect_store, first_line, quiet_nccl_watchdog
 from vllm_patching.transport.shared_lane import NearReceiver, NearSender, OfferedMemory, SendMemory
 
@@ -28,10 +40,17 @@ _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 0.25
 
 
-def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: float, memory: SendMemory | None = None) -> Lane:
+def form_lane(
+    place: LanePlace,
+    device: torch.device,
+    timeout: float,
+    seconds: float,
+    memory: SendMemory | None = None,
+) -> Lane:
     """Form a lane; blocks, also inside torch: call it through `in_time`.
 
-    A receiver says that it is here, and waits for the sender's word. The sender gives it before (see Cohort).
+    A receiver says that it is here, and waits for the sender's word. The sender gives it before
+    (see Cohort).
 
     Args:
         timeout: seconds for each later step.
@@ -39,7 +58,8 @@ def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: f
         memory: that the sender sends from, and has offered.
 
     Raises:
-        RendezvousError: the store cannot be reached, the sender says why not, or members did not come.
+        RendezvousError: the store cannot be reached, the sender says why not, or members did not
+            come.
     """
     who = f"the sender of {place.name}" if place.member == SENDER else place.name
     store = connect_store(place.meeting, who, seconds)
@@ -81,8 +101,13 @@ def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: f
     return lane
 
 
-def _come(place: LanePlace, store: dist.Store, device: torch.device, seconds: float) -> OfferedMemory | None:
-    """Say that a receiver is here, and wait for the sender's word. Returns the sender's memory, if it is to be had here."""
+def _come(
+    place: LanePlace, store: dist.Store, device: torch.device, seconds: float
+) -> OfferedMemory | None:
+    """Say that a receiver is here, and wait for the sender's word.
+
+    Returns the sender's memory, if it is to be had here.
+    """
     offered = None
     try:
         store.wait([place.offer], timedelta(seconds=seconds))
@@ -90,7 +115,11 @@ def _come(place: LanePlace, store: dist.Store, device: torch.device, seconds: fl
         try:
             offered = OfferedMemory(offer, device) if offer else None
         except OSError as error:
-            logger.info("[Bridge] %s gets what is sent: the sender's memory cannot be read here (%s)", place.name, error)
+            logger.info(
+                "[Bridge] %s gets what is sent: the sender's memory cannot be read here (%s)",
+                place.name,
+                error,
+            )
         store.set(place.here(place.member), FAR if offered is None else NEAR)
         store.wait([place.word], timedelta(seconds=seconds))
     except (RuntimeError, dist.DistError) as error:
@@ -104,7 +133,9 @@ def _come(place: LanePlace, store: dist.Store, device: torch.device, seconds: fl
     return offered
 
 
-def _gloo(place: LanePlace, name: str, receivers: Sequence[int], under: dist.Store, seconds: float) -> Any:
+def _gloo(
+    place: LanePlace, name: str, receivers: Sequence[int], under: dist.Store, seconds: float
+) -> Any:
     """A group of the sender and some receivers."""
     rank, size = [SENDER, *receivers].index(place.member), len(receivers) + 1
     logger.info("[Bridge] Creating Gloo process group... (%s, %d members)", place.name, size)
@@ -114,26 +145,36 @@ def _gloo(place: LanePlace, name: str, receivers: Sequence[int], under: dist.Sto
 
 
 def _sent_lane(
-    place: LanePlace, receivers: Sequence[int], under: dist.Store, device: torch.device, timeout: float, seconds: float
+    place: LanePlace,
+    receivers: Sequence[int],
+    under: dist.Store,
+    device: torch.device,
+    timeout: float,
+    seconds: float,
 ) -> tuple[Any, Lane]:
     """A lane over the network, and the group by which its members met."""
     control = _gloo(place, "control", receivers, under, seconds)
     if place.route is not Route.NCCL:
-        logger.info("[Bridge] ✓ The weights go over it too (with GPUs: [Bridge] ✓ NCCL group created)")
+        logger.info(
+            "[Bridge] ✓ The weights go over it too (with GPUs: [Bridge] ✓ NCCL group created)"
+        )
         return control, GlooLane(place, control, timeout)
     lane = _nccl_lane(place, dist.PrefixStore("data", under), device, timeout, seconds)
     logger.info("[Bridge] ✓ NCCL group created (%s, %d members)", place.name, place.size)
     return control, lane
 
 
-def _nccl_lane(place: LanePlace, store: dist.Store, device: torch.device, timeout: float, seconds: float) -> Lane:
+def _nccl_lane(
+    place: LanePlace, store: dist.Store, device: torch.device, timeout: float, seconds: float
+) -> Lane:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * timeout + 60)  # ours comes first, and says more
     torch.cuda.set_device(device)
     with quiet_nccl_watchdog():
         group = dist.ProcessGroupNCCL(store, place.member, place.size, options)
     lane = NcclLane(place, group, timeout, device)
-    # The connection is made and the kernels are loaded now, and not in the first update, beside a running model.
+    # The connection is made and the kernels are loaded now, and not in the first update, beside a
+    # running model.
     first = [torch.zeros(8, device=device) for _ in range(2)]
     assert lane.stream is not None
     lane.stream.wait_stream(torch.cuda.current_stream(device))
@@ -152,17 +193,28 @@ def form_lanes(
 ) -> list[Lane]:
     """Form a process's lanes within a deadline; see `form_lane` and `in_time`.
 
-    NCCL's one after the other, in the order of cohorts and lanes that every process keeps: two that are formed at the same time
-    on a GPU may each wait for what the other holds there.
+    NCCL's one after the other, in the order of cohorts and lanes that every process keeps: two that
+    are formed at the same time on a GPU may each wait for what the other holds there.
     """
     works = [partial(form_lane, place, device, timeout, seconds, memory) for place in places]
-    return in_time(works, seconds + 1, lost, what, one_by_one=any(place.route is Route.NCCL for place in places))
+    return in_time(
+        works,
+        seconds + 1,
+        lost,
+        what,
+        one_by_one=any(place.route is Route.NCCL for place in places),
+    )
 
 
 def in_time(
-    works: Sequence[Callable[[], Lane]], seconds: float, lost: Callable[[], str], what: str, one_by_one: bool = False
+    works: Sequence[Callable[[], Lane]],
+    seconds: float,
+    lost: Callable[[], str],
+    what: str,
+    one_by_one: bool = False,
 ) -> list[Lane]:
-    """Form lanes, each in a thread of its own, since torch's own waits have no end that can be relied on.
+    """Form lanes, each in a thread of its own, since torch's own waits have no end that can be
+    relied on.
 
     A thread that is late is left behind; the lane that it may still form is closed at once.
 
@@ -170,7 +222,8 @@ def in_time(
         one_by_one: all in one thread, in their order.
 
     Raises:
-        RendezvousError: one failed, `lost` gave a reason, or they were not done in time; none is open then.
+        RendezvousError: one failed, `lost` gave a reason, or they were not done in time; none is
+            open then.
     """
     outcomes: list[Lane | BaseException | None] = [None] * len(works)
     changed = threading.Condition()
@@ -196,7 +249,9 @@ def in_time(
             if given_up or not isinstance(outcomes[index], Lane):
                 return
 
-    jobs: list[Callable[[], None]] = [form_all] if one_by_one else [partial(form, index) for index in range(len(works))]
+    jobs: list[Callable[[], None]] = (
+        [form_all] if one_by_one else [partial(form, index) for index in range(len(works))]
+    )
     for number, job in enumerate(jobs):
         threading.Thread(target=job, name=f"bridge rendezvous {number}", daemon=True).start()
     deadline, asked = time.monotonic() + seconds, time.monotonic()
@@ -205,7 +260,9 @@ def in_time(
         while not reason and any(outcome is None for outcome in outcomes):
             changed.wait(_LOOK_SECONDS)
             now = time.monotonic()
-            failed = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
+            failed = next(
+                (outcome for outcome in outcomes if isinstance(outcome, BaseException)), None
+            )
             if failed is not None:
                 reason = str(failed)
             elif now > deadline:

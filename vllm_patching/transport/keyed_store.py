@@ -1,7 +1,8 @@
 """A store for process groups that answers only programs with its secret.
 
-PyTorch's TCPStore listens on every address, lists its keys for everyone, and keeps whatever is sent to it. This store listens
-on one address. Both ends prove that they know the secret, which is never sent. Later bytes are not encrypted.
+PyTorch's TCPStore listens on every address, lists its keys for everyone, and keeps whatever is sent
+to it. This store listens on one address. Both ends prove that they know the secret, which is never
+sent. Later bytes are not encrypted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def connect(host: str, port: int, secret: str, seconds: float) -> socket.socket:
     """Connect to a store, and prove the secret in both directions.
 
     Raises:
-        OSError: the store cannot be reached, or closes the connection since the secret is another one.
+        OSError: the store cannot be reached, or closes the connection since the secret is another
+            one.
         StoreRefused: the other end does not know the secret.
     """
     connection = socket.create_connection((host, port), seconds)
@@ -41,8 +43,12 @@ def connect(host: str, port: int, secret: str, seconds: float) -> socket.socket:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         theirs, ours = read_bytes(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
         connection.sendall(ours + proof(secret, b"peer", theirs, ours))
-        if not hmac.compare_digest(read_bytes(connection, NONCE_BYTES), proof(secret, b"host", ours, theirs)):
-            raise StoreRefused(f"what listens at {host}:{port} does not know the secret of this trainer's rendezvous")
+        if not hmac.compare_digest(
+            read_bytes(connection, NONCE_BYTES), proof(secret, b"host", ours, theirs)
+        ):
+            raise StoreRefused(
+                f"what listens at {host}:{port} does not know the secret of this trainer's rendezvous"
+            )
     except BaseException:
         connection.close()
         raise
@@ -52,10 +58,13 @@ def connect(host: str, port: int, secret: str, seconds: float) -> socket.socket:
 class KeyedStore(dist.Store):
     """A peer's end, with a connection of its own. Keep the object for as long as a group uses it.
 
-    torch's groups call it from threads of theirs. A wait holds up every other call of the same object.
+    torch's groups call it from threads of theirs. A wait holds up every other call of the same
+    object.
     """
 
-    def __init__(self, host: str, port: int, secret: str, seconds: float, kept: StoreHost | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, secret: str, seconds: float, kept: StoreHost | None = None
+    ) -> None:
         """
         Args:
             seconds: for connecting, and for later waits without a time of their own.
@@ -108,7 +117,9 @@ class KeyedStore(dist.Store):
         return False
 
     def _limit(self) -> float:
-        """Seconds for a wait without a time of its own, as a PrefixStore around this one may have set it."""
+        """Seconds for a wait without a time of its own, as a PrefixStore around this one may have
+        set it.
+        """
         limit: timedelta = self.timeout  # type: ignore[attr-defined]
         return limit.total_seconds()
 
@@ -119,7 +130,8 @@ class KeyedStore(dist.Store):
                 self._connection.sendall(joined(parts))
                 outcome, *values = read_message(self._connection)
             except OSError as error:
-                self._connection.close()  # an answer that comes late would be taken for the next one
+                # an answer that comes late would be taken for the next one
+                self._connection.close()
                 raise RuntimeError(f"the rendezvous at {self._where} has gone: {error}") from error
         if outcome == b"ok":
             return values

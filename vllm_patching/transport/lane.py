@@ -1,8 +1,10 @@
-"""One communicator of a cohort: a sender, which is member 0, and receivers, members 1 to n. Each of them has all that it gets.
+"""One communicator of a cohort: a sender, which is member 0, and receivers, members 1 to n. Each of
+them has all that it gets.
 
-torch.distributed keeps one default group per process, and vLLM owns it: lanes are built directly, on a store that the trainer
-hosts, each under a prefix that no other lane ever has. Nothing here waits without a deadline, and nothing that is in flight is
-waited for when it is broken off: NCCL is aborted, and what Gloo still does ends in memory that nobody else uses.
+torch.distributed keeps one default group per process, and vLLM owns it: lanes are built directly,
+on a store that the trainer hosts, each under a prefix that no other lane ever has. Nothing here
+waits without a deadline, and nothing that is in flight is waited for when it is broken off: NCCL is
+aborted, and what Gloo still does ends in memory that nobody else uses.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from vllm_patching.transport.rendezvous import Meeting, first_line
 SENDER = 0
 """The sender's number among a lane's members."""
 GO = "go"
-"""What the sender writes once every receiver has come, and behind it the numbers of those that are NEAR; anything else is a
-reason why nothing is formed."""
+"""What the sender writes once every receiver has come, and behind it the numbers of those that are
+NEAR; anything else is a reason why nothing is formed."""
 NEAR, FAR = "near", "far"
 """What a receiver says as it comes: whether it can read the sender's memory."""
 
@@ -37,7 +39,10 @@ _SLACK_SECONDS = 5.0
 
 
 class LaneBroken(RuntimeError):
-    """What was under way did not arrive. The lane is of no use any more; the message says which lane, whose, and why."""
+    """What was under way did not arrive.
+
+    The lane is of no use any more; the message says which lane, whose, and why.
+    """
 
 
 def nobody_lost() -> str:
@@ -89,17 +94,21 @@ class Lane(ABC):
     def __init__(self, place: LanePlace, group: Any, timeout: float) -> None:
         self.place = place
         self.stream: torch.cuda.Stream | None = None
-        self.control: Any = None  # groups and store that formed it, kept while another member may still use them
+        self.control: Any = (
+            None  # groups and store that formed it, kept while another member may still use them
+        )
         self._group = group
         self._timeout = timeout
 
     @abstractmethod
     def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
-        """Begin to broadcast one bucket. Returns what `wait` wants; on a GPU it is enqueued on the lane's stream.
+        """Begin to broadcast one bucket. Returns what `wait` wants; on a GPU it is enqueued on the
+        lane's stream.
 
         Args:
             pieces: NCCL: the bucket's, contiguous, wherever they lie.
-            buffer: others: the whole bucket, uint8; nobody else may use it before `wait` has returned, or ever if that raises.
+            buffer: others: the whole bucket, uint8; nobody else may use it before `wait` has
+                returned, or ever if that raises.
 
         Raises:
             LaneBroken: it cannot.
@@ -114,7 +123,8 @@ class Lane(ABC):
             lost: asked now and then: a reason why waiting is in vain, or an empty string.
 
         Raises:
-            LaneBroken: `lost` gave a reason, the deadline has passed, or a member's connection has broken.
+            LaneBroken: `lost` gave a reason, the deadline has passed, or a member's connection has
+                broken.
         """
 
     def arrived(self, step: Any, buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
@@ -129,7 +139,10 @@ class Lane(ABC):
         return buffer[:num_bytes]
 
     def taken(self) -> None:
-        """The bucket that was waited for last has been copied: the sender may write to where it is. Receivers only."""
+        """The bucket that was waited for last has been copied: the sender may write to where it is.
+
+        Receivers only.
+        """
         return
 
     def rest(self) -> None:
@@ -156,11 +169,15 @@ class GlooLane(Lane):
         self._works: list[Any] = []
 
     def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
-        # Through the host's memory, so it is copied there here, where the sender's GPU is known to have packed it.
-        return self._start("broadcast", dist.BroadcastOptions(), buffer.cpu() if buffer.is_cuda else buffer)
+        # Through the host's memory, so it is copied there here, where the sender's GPU is known to
+        # have packed it.
+        return self._start(
+            "broadcast", dist.BroadcastOptions(), buffer.cpu() if buffer.is_cuda else buffer
+        )
 
     def collect(self, word: torch.Tensor) -> Any:
-        """Begin to add a word of every receiver's to the sender's; `wait` for it, on a receiver until its own is on its way.
+        """Begin to add a word of every receiver's to the sender's; `wait` for it, on a receiver
+        until its own is on its way.
 
         Raises:
             LaneBroken: it cannot.
@@ -169,7 +186,9 @@ class GlooLane(Lane):
 
     def _start(self, operation: str, options: Any, tensor: torch.Tensor) -> Any:
         options.rootRank = SENDER
-        options.timeout = timedelta(seconds=self._timeout + _SLACK_SECONDS)  # ours comes first, and says more
+        options.timeout = timedelta(
+            seconds=self._timeout + _SLACK_SECONDS
+        )  # ours comes first, and says more
         try:
             if self._group is None:
                 raise RuntimeError("it was closed")
@@ -182,7 +201,8 @@ class GlooLane(Lane):
     def wait(self, step: Any, deadline: float, lost: Callable[[], str]) -> None:
         asked = time.monotonic()
         while not step.is_completed():
-            # It raises when the look is over, and when the step has failed; which of them is asked below, of what has ended.
+            # It raises when the look is over, and when the step has failed; which of them is asked
+            # below, of what has ended.
             with suppress(RuntimeError):
                 step.wait(timedelta(seconds=_LOOK_SECONDS))
             now = time.monotonic()
@@ -202,7 +222,8 @@ class GlooLane(Lane):
         works = [work for work in self._works if not work.is_completed()]
         self._works = []
         if works:
-            # Dropping the group would wait for them, up to their own deadline, and hold up everything else in this process.
+            # Dropping the group would wait for them, up to their own deadline, and hold up
+            # everything else in this process.
             ended = ((group, control), works, self._timeout + 2 * _SLACK_SECONDS)
             threading.Thread(target=_let_end, args=ended, name="lane ends", daemon=True).start()
 
@@ -229,7 +250,8 @@ class NcclLane(Lane):
                 self._group._start_coalescing()
                 for piece in pieces:
                     self._group.broadcast([piece], options)
-                self._group._end_coalescing().wait()  # orders the lane's stream behind it, and returns at once
+                # orders the lane's stream behind it, and returns at once
+                self._group._end_coalescing().wait()
                 done = torch.cuda.Event()
                 done.record()
         except RuntimeError as error:
@@ -250,8 +272,8 @@ class NcclLane(Lane):
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        # The orderly shutdown waits for every member to do the same; one that goes on serving never does.
-        # The group uses the store that it was formed by until it has ended.
+        # The orderly shutdown waits for every member to do the same; one that goes on serving never
+        # does. The group uses the store that it was formed by until it has ended.
         group, control, self._group, self.control = self._group, self.control, None, None
         if group is not None:
             group.abort()

@@ -1,4 +1,6 @@
-"""The store of the trainer at which it meets its receivers, and how they notice that the trainer has ended."""
+"""The store of the trainer at which it meets its receivers, and how they notice that the trainer
+has ended.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from vllm_patching.transport.addresses import REACH_SECONDS, RendezvousError, listening_address, reach
+from vllm_patching.transport.addresses import (
+    REACH_SECONDS,
+    RendezvousError,
+    listening_address,
+    reach,
+)
 from vllm_patching.transport.keyed_store import KeyedStore, connect
 from vllm_patching.transport.store_host import StoreHost
 from vllm_patching.transport.store_wire import StoreRefused
@@ -37,8 +44,8 @@ def host_store(meeting: Meeting, timeout: float, address: str | None = None) -> 
     Args:
         meeting: with port 0, any free port is taken: the store's `kept.port`.
         timeout: seconds for later waits.
-        address: an IP address of this machine to listen on, and no other; empty for every address. By default the
-            address that the meeting's host has here.
+        address: an IP address of this machine to listen on, and no other; empty for every address.
+            By default the address that the meeting's host has here.
 
     Raises:
         RendezvousError: the port is taken, or the address belongs to another machine.
@@ -56,7 +63,8 @@ def host_store(meeting: Meeting, timeout: float, address: str | None = None) -> 
 
 
 def connect_store(meeting: Meeting, who: str, timeout: float) -> KeyedStore:
-    """Connect to the trainer's store, with a connection of one's own: a wait over one connection holds up all others over it.
+    """Connect to the trainer's store, with a connection of one's own: a wait over one connection
+    holds up all others over it.
 
     Args:
         who: for messages, such as `vLLM rank 0`.
@@ -66,7 +74,8 @@ def connect_store(meeting: Meeting, who: str, timeout: float) -> KeyedStore:
         RendezvousError: it cannot be reached in time, or it does not accept the secret.
     """
     host, port = meeting.host, meeting.port
-    # Half of the deadline: the trainer, whose own is as long, is still there to be told of an address that is wrong.
+    # Half of the deadline: the trainer, whose own is as long, is still there to be told of an
+    # address that is wrong.
     reach(host, port, who, min(REACH_SECONDS, timeout / 2))
     try:
         return KeyedStore(host, port, meeting.secret, timeout)
@@ -100,9 +109,10 @@ class PeerWatch:
 
 @contextmanager
 def quiet_nccl_watchdog() -> Iterator[None]:
-    """Make a group whose watchdog reports nothing and ends nothing: by default it aborts the whole process, vLLM's worker,
-    when an operation takes too long, and the first group of a process writes a stack to its log each second once the trainer
-    that holds the store has ended. The deadlines are ours.
+    """Make a group whose watchdog reports nothing and ends nothing: by default it aborts the whole
+    process, vLLM's worker, when an operation takes too long, and the first group of a process
+    writes a stack to its log each second once the trainer that holds the store has ended. The
+    deadlines are ours.
     """
     # The environment is the whole process's, and lanes are formed side by side.
     with _environment:
@@ -110,7 +120,11 @@ def quiet_nccl_watchdog() -> Iterator[None]:
 
 
 def _set_for_a_moment() -> Iterator[None]:
-    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    ours = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:

@@ -1,9 +1,11 @@
-"""A lane inside one machine: the receivers read the sender's memory, and nothing of the weights goes through a socket.
+"""A lane inside one machine: the receivers read the sender's memory, and nothing of the weights
+goes through a socket.
 
-In the host's memory it has no name (memfd): another process opens it through /proc, and it ends with the last process that has
-it mapped, however that ends. A receiver whose weights are there too maps it for the time of a transfer alone. On a GPU it is
-opened through CUDA IPC, by processes that see that GPU. What goes over Gloo are a few bytes for each bucket: where it lies, and
-that it was taken.
+In the host's memory it has no name (memfd): another process opens it through /proc, and it ends
+with the last process that has it mapped, however that ends. A receiver whose weights are there too
+maps it for the time of a transfer alone. On a GPU it is opened through CUDA IPC, by processes that
+see that GPU. What goes over Gloo are a few bytes for each bucket: where it lies, and that it was
+taken.
 """
 
 from __future__ import annotations
@@ -40,12 +42,16 @@ class SendMemory:
         offer: what a receiver is told, so that it can open them; empty: it cannot.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device = _CPU, fast_for_gpus: bool = False) -> None:
-        """Takes the memory now, all of it. Where the system has none to share, the buffers are this process's own.
+    def __init__(
+        self, sizes: Sequence[int], device: torch.device = _CPU, fast_for_gpus: bool = False
+    ) -> None:
+        """Takes the memory now, all of it. Where the system has none to share, the buffers are this
+        process's own.
 
         Args:
             device: where the memory is.
-            fast_for_gpus: lock what is in the host's memory, so that this process's GPU copies to it at full speed.
+            fast_for_gpus: lock what is in the host's memory, so that this process's GPU copies to
+                it at full speed.
         """
         starts = [_HEADER_BYTES]
         for size in sizes:
@@ -54,11 +60,16 @@ class SendMemory:
         try:
             self._memory = self._shared() if device.type == "cpu" else self._on_gpu(device)
         except (OSError, SharedMemoryError) as error:
-            logger.info("[Bridge] receivers on this machine are sent to, since no memory can be shared with them: %s", error)
+            logger.info(
+                "[Bridge] receivers on this machine are sent to, since no memory can be shared with them: %s",
+                error,
+            )
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         if fast_for_gpus and device.type == "cpu":
             _lock_pages(self, self._memory)
-        self.buffers = [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        self.buffers = [
+            self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
+        ]
 
     def offset_of(self, buffer: torch.Tensor) -> int:
         """Where a part of one of the buffers begins, as a receiver counts."""
@@ -94,11 +105,12 @@ class OfferedMemory:
             device: where the receiver copies it to.
 
         Raises:
-            OSError: it is not to be had here: the sender is on another machine or another user's, or has ended, or it is a
-                GPU's and this process does not see that.
+            OSError: it is not to be had here: the sender is on another machine or another user's,
+                or has ended, or it is a GPU's and this process does not see that.
         """
         told = json.loads(offer or "{}")
-        # What a GPU copies from stays open for as long as the lane is there: to open it takes longer than to copy.
+        # What a GPU copies from stays open for as long as the lane is there: to open it takes
+        # longer than to copy.
         self._kept: torch.Tensor | None = None
         if told.get("kind") == "cuda_ipc":
             if device.type != "cuda":
@@ -108,10 +120,15 @@ class OfferedMemory:
             except (SharedMemoryError, RuntimeError) as error:
                 raise OSError(first_line(error)) from error
             return
-        # The number of a process says nothing in another container, whose network is another one as a rule.
+        # The number of a process says nothing in another container, whose network is another one as
+        # a rule.
         if not told or told["network"] != _network():
             raise OSError("it is on another machine")
-        self._path, self._num_bytes, self._nonce = str(told["path"]), int(told["num_bytes"]), str(told["nonce"])
+        self._path, self._num_bytes, self._nonce = (
+            str(told["path"]),
+            int(told["num_bytes"]),
+            str(told["nonce"]),
+        )
         memory = self.map()
         if device.type == "cuda":
             self._kept = memory
@@ -126,7 +143,10 @@ class OfferedMemory:
             raise OSError(f"{self._path} is another process's")
         descriptor = os.open(self._path, os.O_RDWR)
         try:
-            if os.pread(descriptor, _NONCE_BYTES, 0).hex() != self._nonce or os.fstat(descriptor).st_size < self._num_bytes:
+            if (
+                os.pread(descriptor, _NONCE_BYTES, 0).hex() != self._nonce
+                or os.fstat(descriptor).st_size < self._num_bytes
+            ):
                 raise OSError(f"{self._path} is another sender's")
             return _mapped(f"/proc/self/fd/{descriptor}", self._num_bytes)
         finally:
@@ -136,7 +156,9 @@ class OfferedMemory:
 class NearSender(Lane):
     """The sender's end, to receivers on its machine, and over another lane to those elsewhere."""
 
-    def __init__(self, place: LanePlace, near: GlooLane, memory: SendMemory, far: Lane | None, timeout: float) -> None:
+    def __init__(
+        self, place: LanePlace, near: GlooLane, memory: SendMemory, far: Lane | None, timeout: float
+    ) -> None:
         """
         Args:
             near: to the receivers that read `memory`.
@@ -147,7 +169,10 @@ class NearSender(Lane):
 
     def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
         """See Lane.begin; `buffer` is of the memory."""
-        where, taken = torch.tensor([self._memory.offset_of(buffer)]), torch.zeros(1, dtype=torch.int64)
+        where, taken = (
+            torch.tensor([self._memory.offset_of(buffer)]),
+            torch.zeros(1, dtype=torch.int64),
+        )
         steps: list[tuple[Lane, Any, Any]] = [
             (self._near, self._near.begin((), where), where),
             (self._near, self._near.collect(taken), taken),
@@ -171,7 +196,9 @@ class NearReceiver(Lane):
 
     needs_memory = False
 
-    def __init__(self, place: LanePlace, near: GlooLane, offered: OfferedMemory, timeout: float) -> None:
+    def __init__(
+        self, place: LanePlace, near: GlooLane, offered: OfferedMemory, timeout: float
+    ) -> None:
         super().__init__(place, None, timeout)
         self._near, self._offered = near, offered
         self._mapped: torch.Tensor | None = None
@@ -188,10 +215,14 @@ class NearReceiver(Lane):
         try:
             memory = self._mapped = self._offered.map() if self._mapped is None else self._mapped
         except OSError as error:
-            raise self._broken(f"the sender's memory cannot be opened any more ({error})") from error
+            raise self._broken(
+                f"the sender's memory cannot be opened any more ({error})"
+            ) from error
         start = int(step)
         if start < _HEADER_BYTES or start + num_bytes > memory.numel():
-            raise self._broken(f"{num_bytes} bytes at {start} are not in the sender's memory of {memory.numel()}")
+            raise self._broken(
+                f"{num_bytes} bytes at {start} are not in the sender's memory of {memory.numel()}"
+            )
         return memory[start : start + num_bytes]
 
     def taken(self) -> None:
@@ -208,11 +239,15 @@ class NearReceiver(Lane):
 
 
 def _lock_pages(owner: object, memory: torch.Tensor) -> None:
-    """Have a GPU copy from and to a part of the host's memory at full speed, until its owner is gone."""
+    """Have a GPU copy from and to a part of the host's memory at full speed, until its owner is
+    gone.
+    """
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if code:
-        logger.info("[Bridge] copies take longer: memory cannot be locked for the GPU (CUDA error %d)", code)
+        logger.info(
+            "[Bridge] copies take longer: memory cannot be locked for the GPU (CUDA error %d)", code
+        )
         return
     weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
 

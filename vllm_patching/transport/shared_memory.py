@@ -1,7 +1,8 @@
 """Single copy: one allocation of the weights that vLLM reads and the trainer writes.
 
-On a CPU the weights move into a file in shared memory that both processes map; on a GPU they stay where vLLM put them and
-the trainer opens them through CUDA IPC. Either way a handle is plain JSON, so nothing is ever unpickled.
+On a CPU the weights move into a file in shared memory that both processes map; on a GPU they stay
+where vLLM put them and the trainer opens them through CUDA IPC. Either way a handle is plain JSON,
+so nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class SharedMemoryError(RuntimeError):
     """The weights could not be put into, or opened from, memory that two processes share."""
 
 
-def export_to_shared_memory(parameters: Mapping[str, torch.nn.Parameter], tag: str) -> dict[str, Any]:
+def export_to_shared_memory(
+    parameters: Mapping[str, torch.nn.Parameter], tag: str
+) -> dict[str, Any]:
     """Move CPU parameters into one file in shared memory, readable and writable by this user alone.
 
     Each parameter keeps its identity, name, shape, dtype and values; only its storage moves.
@@ -50,13 +53,20 @@ def export_to_shared_memory(parameters: Mapping[str, torch.nn.Parameter], tag: s
     table: dict[str, dict[str, Any]] = {}
     total = 0
     for name, parameter in parameters.items():
-        table[name] = {"offset": total, "shape": list(parameter.shape), "dtype": dtype_name(parameter.dtype)}
+        table[name] = {
+            "offset": total,
+            "shape": list(parameter.shape),
+            "dtype": dtype_name(parameter.dtype),
+        }
         total += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
     directory = SHM_DIR if SHM_DIR.is_dir() else Path(tempfile.gettempdir())
     remove_leftovers(directory)
-    descriptor, path = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getpid()}-{tag}-", suffix=".weights", dir=directory)
+    descriptor, path = tempfile.mkstemp(
+        prefix=f"{_PREFIX}{os.getpid()}-{tag}-", suffix=".weights", dir=directory
+    )
     try:
-        # Reserves the pages now: a full /dev/shm is an error here, not a SIGBUS in the middle of training.
+        # Reserves the pages now: a full /dev/shm is an error here, not a SIGBUS in the middle of
+        # training.
         os.posix_fallocate(descriptor, 0, max(total, 1))
     except OSError as error:
         os.unlink(path)
@@ -80,9 +90,13 @@ def remove_leftovers(directory: Path) -> None:
         if not owner.isdigit() or Path(f"/proc/{owner}").exists():
             continue
         with suppress(FileNotFoundError):  # another rank that starts now was faster
-            found = path.lstat()  # another user may have put a link there, which only that user can remove
+            found = (
+                path.lstat()
+            )  # another user may have put a link there, which only that user can remove
             if found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode):
-                logger.warning("removing %s: process %s, which shared its weights in it, is gone", path, owner)
+                logger.warning(
+                    "removing %s: process %s, which shared its weights in it, is gone", path, owner
+                )
                 path.unlink()
 
 
@@ -90,7 +104,8 @@ def export_cuda_ipc(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """CUDA IPC handles of tensors that stay where they are.
 
     Returns:
-        {"kind": "cuda_ipc", "gpu_uuid", "params": {name: the arguments that rebuild the tensor, bytes in base64}}
+        {"kind": "cuda_ipc", "gpu_uuid", "params": {name: the arguments that rebuild the tensor,
+        bytes in base64}}
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -136,7 +151,8 @@ def open_handles(handles: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors behind what one of the export functions returned, in another process.
 
     Raises:
-        SharedMemoryError: the memory is not there: the server has gone, is on another machine or belongs to another user.
+        SharedMemoryError: the memory is not there: the server has gone, is on another machine or
+            belongs to another user.
     """
     if handles["kind"] == "shm":
         buffer = _open_own(handles["path"], int(handles["num_bytes"]))
@@ -150,7 +166,8 @@ def _open_own(path: str, num_bytes: int) -> torch.Tensor:
     """Map a file that a server of this user made.
 
     Raises:
-        SharedMemoryError: it is not there, is not whole, or another user could have made or changed it.
+        SharedMemoryError: it is not there, is not whole, or another user could have made or changed
+            it.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -160,7 +177,9 @@ def _open_own(path: str, num_bytes: int) -> torch.Tensor:
             "Single copy needs the trainer on the server's machine; use --use-shared-memory (broadcast) otherwise."
         ) from None
     except OSError as error:
-        raise SharedMemoryError(f"{path} cannot be opened ({error.strerror}); start the vLLM server again") from error
+        raise SharedMemoryError(
+            f"{path} cannot be opened ({error.strerror}); start the vLLM server again"
+        ) from error
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -169,14 +188,18 @@ def _open_own(path: str, num_bytes: int) -> torch.Tensor:
                 "start the trainer as the vLLM server's user"
             )
         if found.st_size < num_bytes:
-            raise SharedMemoryError(f"{path} has {found.st_size} of {num_bytes} bytes: start the vLLM server again")
+            raise SharedMemoryError(
+                f"{path} has {found.st_size} of {num_bytes} bytes: start the vLLM server again"
+            )
         return _map(f"/proc/self/fd/{descriptor}", num_bytes)
     finally:
         os.close(descriptor)
 
 
 def share_event(device: torch.device) -> tuple[torch.cuda.Event, str]:
-    """A CUDA event of this GPU that another process's work can wait for, and its handle for `open_event`."""
+    """A CUDA event of this GPU that another process's work can wait for, and its handle for
+    `open_event`.
+    """
     with torch.cuda.device(device):  # which need not be the process's present one
         event = torch.cuda.Event(interprocess=True)
         event.record()  # it exists from its first record on
@@ -184,24 +207,30 @@ def share_event(device: torch.device) -> tuple[torch.cuda.Event, str]:
 
 
 def open_event(handle: str, device: torch.device) -> torch.cuda.Event:
-    """The event of another process: waiting for it means for what that process had enqueued at its last record.
+    """The event of another process: waiting for it means for what that process had enqueued at its
+    last record.
 
     Raises:
-        SharedMemoryError: the handle is none, this machine's driver does not share events, or the weights are on no GPU.
+        SharedMemoryError: the handle is none, this machine's driver does not share events, or the
+            weights are on no GPU.
     """
     if device.type != "cuda":
-        raise SharedMemoryError(f"the weights are on {device}, where there are no CUDA events to wait for")
+        raise SharedMemoryError(
+            f"the weights are on {device}, where there are no CUDA events to wait for"
+        )
     try:
         return torch.cuda.Event.from_ipc_handle(device, _decode(handle))
     except (RuntimeError, ValueError) as error:
-        raise SharedMemoryError(f"cannot open the trainer's CUDA event: {str(error).splitlines()[0]}") from error
+        raise SharedMemoryError(
+            f"cannot open the trainer's CUDA event: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def reached_in_time(event: torch.cuda.Event, seconds: float) -> bool:
     """Whether the GPU comes to where another process last recorded its event within that time.
 
-    A GPU made to wait for the event itself waits for ever if that process is killed before the GPU comes there, and whoever
-    synchronises with it does too. So the host asks, and can stop asking.
+    A GPU made to wait for the event itself waits for ever if that process is killed before the GPU
+    comes there, and whoever synchronises with it does too. So the host asks, and can stop asking.
 
     Raises:
         SharedMemoryError: the event can no longer be asked, as when its process has ended.
@@ -213,7 +242,9 @@ def reached_in_time(event: torch.cuda.Event, seconds: float) -> bool:
                 return False
             time.sleep(_EVENT_POLL_SECONDS)
     except RuntimeError as error:
-        raise SharedMemoryError(f"cannot ask the trainer's CUDA event: {str(error).splitlines()[0]}") from error
+        raise SharedMemoryError(
+            f"cannot ask the trainer's CUDA event: {str(error).splitlines()[0]}"
+        ) from error
     return True
 
 
@@ -225,7 +256,9 @@ def gpu_uuid(device: torch.device) -> str:
 def _open_cuda_ipc(handles: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    visible = {gpu_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    visible = {
+        gpu_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())
+    }
     if handles["gpu_uuid"] not in visible:
         raise SharedMemoryError(
             f"vLLM's weights are on GPU {handles['gpu_uuid']}, which this process does not see "
@@ -264,7 +297,11 @@ def _view(buffer: torch.Tensor, row: Mapping[str, Any]) -> torch.Tensor:
     numel = 1
     for extent in row["shape"]:
         numel *= extent
-    return buffer[row["offset"] : row["offset"] + numel * dtype.itemsize].view(dtype).view(row["shape"])
+    return (
+        buffer[row["offset"] : row["offset"] + numel * dtype.itemsize]
+        .view(dtype)
+        .view(row["shape"])
+    )
 
 
 def _encode(data: bytes) -> str:

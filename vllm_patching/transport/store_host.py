@@ -1,6 +1,7 @@
 """The listening end of a keyed store, in threads of the trainer's process.
 
-Before a connection has proved that it knows the secret, the host reads 64 bytes from it and keeps nothing.
+Before a connection has proved that it knows the secret, the host reads 64 bytes from it and keeps
+nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ logger = logging.getLogger(__name__)
 PROOF_SECONDS = 10.0
 """A connection that has not proved itself after so long is closed."""
 MOST_UNPROVED = 128
-"""Connections that may be without a proof at the same time. One more closes the oldest: a peer needs one round trip."""
+"""Connections that may be without a proof at the same time. One more closes the oldest: a peer
+needs one round trip."""
 
 _HELLO_BYTES = 2 * NONCE_BYTES
 _BACKLOG = 128
@@ -92,7 +94,9 @@ class _Values:
     def _wait(self, seconds: bytes, keys: Sequence[bytes]) -> None:
         (limit,) = SECONDS.unpack(seconds)
         if not self._changed.wait_for(lambda: all(key in self._values for key in keys), limit):
-            missing = b", ".join(key for key in keys if key not in self._values).decode(errors="replace")
+            missing = b", ".join(key for key in keys if key not in self._values).decode(
+                errors="replace"
+            )
             raise StoreTimeout(f"not set within {limit:g} s: {missing[:400]}")
 
 
@@ -103,7 +107,8 @@ _OPERATIONS: dict[bytes, Callable[..., list[bytes]]] = {
 
 
 class StoreHost:
-    """The listening end, in threads of this process. It ends with the object, and its port closes then.
+    """The listening end, in threads of this process. It ends with the object, and its port closes
+    then.
 
     Attributes:
         address, port: where it listens.
@@ -131,11 +136,14 @@ class StoreHost:
         self.address, self.port = address, int(listening.getsockname()[1])
         ended, end = os.pipe()
         weakref.finalize(self, _end, end)
-        threading.Thread(target=_accept, args=(listening, ended, secret), name="keyed store", daemon=True).start()
+        threading.Thread(
+            target=_accept, args=(listening, ended, secret), name="keyed store", daemon=True
+        ).start()
 
 
 def _end(pipe: int) -> None:
-    # A child process may hold the pipe open too: a byte ends the thread where closing alone would not.
+    # A child process may hold the pipe open too: a byte ends the thread where closing alone would
+    # not.
     os.write(pipe, b".")
     os.close(pipe)
 
@@ -163,7 +171,9 @@ class _Unproved:
 class _Acceptor:
     """Accepts connections, and gives each one with a proof a thread."""
 
-    def __init__(self, listening: socket.socket, secret: str, selector: selectors.BaseSelector) -> None:
+    def __init__(
+        self, listening: socket.socket, secret: str, selector: selectors.BaseSelector
+    ) -> None:
         self._listening, self._secret, self._selector = listening, secret, selector
         self._values, self._refuses = _Values(), False
         self._unproved: dict[socket.socket, _Unproved] = {}  # the oldest first
@@ -175,7 +185,9 @@ class _Acceptor:
         self._selector.register(ended, selectors.EVENT_READ)
         while True:
             oldest = next(iter(self._unproved.values()), None)
-            for key, _ in self._selector.select(None if oldest is None else max(0.0, oldest.deadline - time.monotonic())):
+            for key, _ in self._selector.select(
+                None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
+            ):
                 if key.fileobj == ended:
                     return
                 if key.fileobj is self._listening:
@@ -199,9 +211,14 @@ class _Acceptor:
             self._refuses = False
         except OSError as error:
             if not self._refuses:
-                logger.warning("[Bridge] the trainer's rendezvous cannot accept connections: %s", error.strerror or error)
+                logger.warning(
+                    "[Bridge] the trainer's rendezvous cannot accept connections: %s",
+                    error.strerror or error,
+                )
             self._refuses = True
-            time.sleep(_NO_FILES_SECONDS)  # without free files, select returns at once again and again
+            time.sleep(
+                _NO_FILES_SECONDS
+            )  # without free files, select returns at once again and again
             return
         while len(self._unproved) >= MOST_UNPROVED:
             self._drop(next(iter(self._unproved.values())))
@@ -235,7 +252,10 @@ class _Acceptor:
         self._proved.add(unproved.connection)
         answer = proof(self._secret, b"host", theirs, unproved.nonce)
         threading.Thread(
-            target=_serve, args=(unproved.connection, answer, self._values), name="keyed store peer", daemon=True
+            target=_serve,
+            args=(unproved.connection, answer, self._values),
+            name="keyed store peer",
+            daemon=True,
         ).start()
 
     def _drop(self, unproved: _Unproved) -> None:

@@ -1,4 +1,6 @@
-"""Bytes between a keyed store and its peers: the proof that each knows the secret, and messages of byte strings."""
+"""Bytes between a keyed store and its peers: the proof that each knows the secret, and messages of
+byte strings.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def read_bytes(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         more = connection.recv(size - len(data))
         if not more:
-            raise ConnectionResetError("the other end closed the connection, as it does where another secret is used")
+            raise ConnectionResetError(
+                "the other end closed the connection, as it does where another secret is used"
+            )
         data += more
     return bytes(data)
 

@@ -1,7 +1,8 @@
-"""What each vLLM worker can do for the bridge, called on the worker's main thread through collective_rpc.
+"""What each vLLM worker can do for the bridge, called on the worker's main thread through
+collective_rpc.
 
-vLLM imports this module in the worker before it builds the model and adds the class to the worker's bases, so every method
-is prefixed: the names share one space with vLLM's own.
+vLLM imports this module in the worker before it builds the model and adds the class to the worker's
+bases, so every method is prefixed: the names share one space with vLLM's own.
 """
 
 from __future__ import annotations
@@ -32,13 +33,18 @@ class LayoutError(RuntimeError):
 
 
 class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
-    """Mixed into vLLM's worker. Attributes are made by lockstep_setup, since vLLM never calls an __init__ of ours."""
+    """Mixed into vLLM's worker.
+
+    Attributes are made by lockstep_setup, since vLLM never calls an __init__ of ours.
+    """
 
     def lockstep_setup(self, share_storage: bool) -> dict[str, Any]:
-        """Find the parameters, check them against the plan, open them for sharing and start the updater thread.
+        """Find the parameters, check them against the plan, open them for sharing and start the
+        updater thread.
 
         Args:
-            share_storage: also export the storage, for a single-copy trainer (moves CPU weights into shared memory).
+            share_storage: also export the storage, for a single-copy trainer (moves CPU weights
+                into shared memory).
 
         Returns:
             {"manifest", "handles" or None, "gpu_uuid" or empty, "checksum"}
@@ -47,7 +53,9 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
         parameters = dict(model.named_parameters())
         # With a tied head vLLM may list the embedding a second time under the head's name.
         for name in ("lm_head.weight",):
-            if name in parameters and parameters[name] is parameters.get("model.embed_tokens.weight"):
+            if name in parameters and parameters[name] is parameters.get(
+                "model.embed_tokens.weight"
+            ):
                 del parameters[name]
         rank, size = _tensor_parallel()
         geometry = ModelGeometry.from_hf_config(self.vllm_config.model_config.hf_config.to_dict())  # type: ignore[attr-defined]
@@ -69,18 +77,27 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
         }
 
 
-def build_manifest(geometry: ModelGeometry, parameters: dict[str, torch.nn.Parameter], tp_rank: int, tp_size: int) -> Manifest:
-    """The manifest of a rank, after checking that vLLM built exactly the parameters that the plan names.
+def build_manifest(
+    geometry: ModelGeometry, parameters: dict[str, torch.nn.Parameter], tp_rank: int, tp_size: int
+) -> Manifest:
+    """The manifest of a rank, after checking that vLLM built exactly the parameters that the plan
+    names.
 
     Raises:
-        LayoutError: a parameter is missing, unexpected, of another shape or not contiguous; all differences are named.
+        LayoutError: a parameter is missing, unexpected, of another shape or not contiguous; all
+            differences are named.
     """
     specs = {spec.name: spec for spec in plan_shards(geometry, tp_rank, tp_size)}
-    problems = [f"{name} is planned but vLLM has no such parameter" for name in specs.keys() - parameters.keys()]
+    problems = [
+        f"{name} is planned but vLLM has no such parameter"
+        for name in specs.keys() - parameters.keys()
+    ]
     problems += [f"{name} is in vLLM but not planned" for name in parameters.keys() - specs.keys()]
     for name in specs.keys() & parameters.keys():
         if tuple(parameters[name].shape) != specs[name].shape:
-            problems.append(f"{name} is planned as {specs[name].shape}, vLLM has {tuple(parameters[name].shape)}")
+            problems.append(
+                f"{name} is planned as {specs[name].shape}, vLLM has {tuple(parameters[name].shape)}"
+            )
         elif not parameters[name].is_contiguous():
             problems.append(f"{name} is not contiguous in vLLM")
     if problems:
@@ -88,12 +105,16 @@ def build_manifest(geometry: ModelGeometry, parameters: dict[str, torch.nn.Param
             f"rank {tp_rank}: {len(problems)} of {len(specs)} parameters cannot be mapped: {'; '.join(sorted(problems)[:8])}"
         )
     entries = (
-        ManifestEntry(spec, dtype_name(parameters[name].dtype), str(parameters[name].device)) for name, spec in specs.items()
+        ManifestEntry(spec, dtype_name(parameters[name].dtype), str(parameters[name].device))
+        for name, spec in specs.items()
     )
     return Manifest(tp_rank, tp_size, tuple(entries))
 
 
 def _tensor_parallel() -> tuple[int, int]:
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
 
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()

@@ -9,8 +9,9 @@ from typing import Any
 class FirstStep:
     """The moment at which a vLLM worker begins its next step.
 
-    The front end learns that the engine goes on from an answer which competes with that very step for the interpreter, so by
-    its clock the engine stands still for longer than it does. All of it is called on the worker's main thread.
+    The front end learns that the engine goes on from an answer which competes with that very step
+    for the interpreter, so by its clock the engine stands still for longer than it does. All of it
+    is called on the worker's main thread.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -20,7 +21,8 @@ class FirstStep:
         """
         self._worker = worker
         self.began: float | None = None
-        """time.monotonic() in seconds, None as long as there has been no step since `watch`. Comparable within one host."""
+        """time.monotonic() in seconds, None as long as there has been no step since `watch`.
+        Comparable within one host."""
 
     def watch(self) -> None:
         """Note the next step. Later steps cost nothing."""

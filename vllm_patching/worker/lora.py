@@ -1,7 +1,8 @@
-"""What each vLLM worker can do for LoRA, called on the worker's main thread through collective_rpc, between two model steps.
+"""What each vLLM worker can do for LoRA, called on the worker's main thread through collective_rpc,
+between two model steps.
 
-vLLM imports this module in the worker before it builds the model and adds the class to the worker's bases, so every method
-is prefixed: the names share one space with vLLM's own.
+vLLM imports this module in the worker before it builds the model and adds the class to the worker's
+bases, so every method is prefixed: the names share one space with vLLM's own.
 """
 
 from __future__ import annotations
@@ -17,30 +18,42 @@ from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import dtype_name, flat_layout, local_view
 from vllm_patching.protocol.sharding import ModelGeometry
-from vllm_patching.transport.adapter_file import AdapterError, AdapterFile, expected_shapes, open_adapter
+from vllm_patching.transport.adapter_file import (
+    AdapterError,
+    AdapterFile,
+    expected_shapes,
+    open_adapter,
+)
 from vllm_patching.worker.extension import build_manifest
 
 logger = worker_logger("lockstep.lora")
 
 
 class LoraWorkerExtension:
-    """Mixed into vLLM's worker. Attributes are made by lora_setup, since vLLM never calls an __init__ of ours."""
+    """Mixed into vLLM's worker.
+
+    Attributes are made by lora_setup, since vLLM never calls an __init__ of ours.
+    """
 
     def lora_setup(self) -> dict[str, Any]:
         """Look at the base model and at the places for adapters.
 
         Returns:
-            {"manifest", "checksum" of the base weights, "dtype" of adapters, "max_rank", "slots", "capacity"}
+            {"manifest", "checksum" of the base weights, "dtype" of adapters, "max_rank", "slots",
+            "capacity"}
         """
         manager = adapter_manager(self)
-        self._lora_geometry = ModelGeometry.from_hf_config(self.vllm_config.model_config.hf_config.to_dict())  # type: ignore[attr-defined]
+        config = self.vllm_config.model_config.hf_config  # type: ignore[attr-defined]
+        self._lora_geometry = ModelGeometry.from_hf_config(config.to_dict())
         self._lora_config = manager.lora_config
         parameters = _base_parameters(self.get_model())  # type: ignore[attr-defined]
         manifest = build_manifest(self._lora_geometry, parameters, *tensor_parallel())
         self._lora_device = next(iter(parameters.values())).device
         self._lora_staging = self._lora_page_locked()
         layout, _ = flat_layout(manifest)
-        checksum = weights_checksum((item.name, local_view(item, parameters[item.name].data)) for item in layout)
+        checksum = weights_checksum(
+            (item.name, local_view(item, parameters[item.name].data)) for item in layout
+        )
         return {
             "manifest": manifest.to_json(),
             "checksum": checksum,
@@ -77,7 +90,9 @@ class LoraWorkerExtension:
             seconds["check"], started = _lap(started)
             manager = adapter_manager(self)
             if len(manager) >= manager.capacity:
-                raise AdapterError(f"{len(manager)} adapters are loaded, which --max-cpu-loras allows and no more")
+                raise AdapterError(
+                    f"{len(manager)} adapters are loaded, which --max-cpu-loras allows and no more"
+                )
             try:
                 with torch.inference_mode():
                     tensors = file.tensors(data.to(self._lora_config.lora_dtype))
@@ -94,18 +109,27 @@ class LoraWorkerExtension:
         return {"error": "", "checksum": found.checksum, "seconds": seconds}
 
     def lora_remove(self, adapter_ids: list[int]) -> list[int]:
-        """Forget adapters, of which some may be unknown here. Returns the ids of all that are held then."""
+        """Forget adapters, of which some may be unknown here.
+
+        Returns the ids of all that are held then.
+        """
         manager = adapter_manager(self)
         for adapter_id in adapter_ids:
             manager.remove_adapter(adapter_id)
         return sorted(manager.list_adapters())
 
     def _lora_page_locked(self) -> torch.Tensor:
-        """Memory that a GPU copies from directly, which takes long to get: enough for an adapter of the largest rank."""
+        """Memory that a GPU copies from directly, which takes long to get: enough for an adapter of
+        the largest rank.
+        """
         if self._lora_device.type == "cpu":
             return torch.empty(0, dtype=torch.uint8)
-        columns = sum(inputs + outputs for inputs, outputs in expected_shapes(self._lora_geometry).values())
-        num_bytes = columns * self._lora_config.max_lora_rank * self._lora_config.lora_dtype.itemsize
+        columns = sum(
+            inputs + outputs for inputs, outputs in expected_shapes(self._lora_geometry).values()
+        )
+        num_bytes = (
+            columns * self._lora_config.max_lora_rank * self._lora_config.lora_dtype.itemsize
+        )
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _lora_read(self, file: AdapterFile) -> torch.Tensor:
@@ -115,15 +139,21 @@ class LoraWorkerExtension:
             file.read_into(buffer)
             return buffer.view(file.dtype)
         if self._lora_staging.numel() < file.num_bytes:
-            self._lora_staging = torch.empty(file.num_bytes, dtype=torch.uint8, pin_memory=True)  # of a wider dtype
+            self._lora_staging = torch.empty(
+                file.num_bytes, dtype=torch.uint8, pin_memory=True
+            )  # of a wider dtype
         buffer = self._lora_staging[: file.num_bytes]
         file.read_into(buffer)
         return buffer.to(self._lora_device).view(file.dtype)
 
 
 def _base_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The model's own parameters under the names that they have without LoRA's wrappers around their layers."""
-    parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
+    """The model's own parameters under the names that they have without LoRA's wrappers around
+    their layers.
+    """
+    parameters = {
+        name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()
+    }
     embedding, head = parameters.get("model.embed_tokens.weight"), parameters.get("lm_head.weight")
     if head is not None and head is embedding:
         del parameters["lm_head.weight"]
@@ -132,7 +162,10 @@ def _base_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def tensor_parallel() -> tuple[int, int]:
     """This worker's rank and the number of ranks."""
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
 
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 

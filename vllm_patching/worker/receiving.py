@@ -1,7 +1,8 @@
-"""What each rank that receives weights can do for the bridge: vLLM's workers, and processes that hold weights for others.
+"""What each rank that receives weights can do for the bridge: vLLM's workers, and processes that
+hold weights for others.
 
-All of it is called on the main thread of the rank's process. Names are prefixed: in vLLM's worker they share one space with its
-own. Nothing here needs vLLM.
+All of it is called on the main thread of the rank's process. Names are prefixed: in vLLM's worker
+they share one space with its own. Nothing here needs vLLM.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ LEAVE_SECONDS = 2.0
 
 
 class WeightReceiver:
-    """Mixed into vLLM's worker. Attributes are made by `lockstep_open`, since vLLM never calls an __init__ of ours."""
+    """Mixed into vLLM's worker.
+
+    Attributes are made by `lockstep_open`, since vLLM never calls an __init__ of ours.
+    """
 
     def lockstep_open(
         self,
@@ -56,12 +60,16 @@ class WeightReceiver:
         self._lockstep_sums = WeightSums(live)
         self._lockstep_written: torch.cuda.Event | None = None
         self._lockstep_writer = ("", 0.0)
-        self._lockstep_updater = updater or WeightUpdater(manifest.tp_rank, layout, num_bytes, live, logger)
+        self._lockstep_updater = updater or WeightUpdater(
+            manifest.tp_rank, layout, num_bytes, live, logger
+        )
         self._lockstep_updater.start()
         self._lockstep_first_step = FirstStep(self)
 
     def lockstep_room(self) -> dict[str, Any]:
-        """Bytes that a staging buffer needs, and bytes free for one (None on a CPU, where memory is not the question)."""
+        """Bytes that a staging buffer needs, and bytes free for one (None on a CPU, where memory is
+        not the question).
+        """
         updater = self._lockstep_updater
         free = None
         if self._lockstep_device.type == "cuda":
@@ -69,8 +77,8 @@ class WeightReceiver:
         return {"needed": 0 if updater.staging is not None else updater.num_bytes, "free": free}
 
     def lockstep_aim(self, direct: bool) -> None:
-        """Choose where transfers go from now on: into the live parameters, or into a staging buffer. Leaves the cohort that the
-        updater thread is in. Returns at once.
+        """Choose where transfers go from now on: into the live parameters, or into a staging
+        buffer. Leaves the cohort that the updater thread is in. Returns at once.
         """
         self._lockstep_updater.aim_at(direct)
 
@@ -104,24 +112,29 @@ class WeightReceiver:
             return
         member, rank = index + self._lockstep_replica, self._lockstep_rank
         meeting = Meeting(host, port, secret)
-        place = CohortPlace(meeting, key, members, member, lanes, rank, epoch, Route(route), timeout, timeout)
+        place = CohortPlace(
+            meeting, key, members, member, lanes, rank, epoch, Route(route), timeout, timeout
+        )
         self._lockstep_updater.join_cohort(place)
 
     def lockstep_leave(self) -> None:
-        """Have the updater thread leave its trainer and give its staging buffer back: the next one writes by itself."""
+        """Have the updater thread leave its trainer and give its staging buffer back: the next one
+        writes by itself.
+        """
         self._lockstep_updater.leave()
         self._lockstep_updater.wait(LEAVE_SECONDS)
 
     def lockstep_receive(self, version: int) -> None:
         """Have the updater thread receive the weights of `version`. Returns at once."""
         if self._lockstep_device.type == "cuda":
-            torch.cuda.synchronize()  # a direct transfer must not overtake a step that still reads the old weights
+            # a direct transfer must not overtake a step that still reads the old weights
+            torch.cuda.synchronize()
         self._lockstep_first_step.watch()
         self._lockstep_updater.receive(version)
 
     def lockstep_status(self, patience: float = 0.0) -> dict[str, Any]:
-        """The updater thread's status, the rank and whether the trainer has ended; waits up to `patience` seconds for the
-        thread's command to end.
+        """The updater thread's status, the rank and whether the trainer has ended; waits up to
+        `patience` seconds for the thread's command to end.
         """
         updater = self._lockstep_updater
         status = updater.wait(patience).to_json()
@@ -135,18 +148,25 @@ class WeightReceiver:
         return self.lockstep_check()
 
     def lockstep_first_step(self) -> dict[str, Any]:
-        """When this rank began its first step since weights were last received or checked (time.monotonic(), or None)."""
+        """When this rank began its first step since weights were last received or checked
+        (time.monotonic(), or None).
+        """
         return {"tp_rank": self._lockstep_rank, "began": self._lockstep_first_step.began}
 
     def lockstep_discard(self, patience: float) -> bool:
-        """Forget what was received; a transfer in flight is called off. Returns whether it has ended by then."""
+        """Forget what was received; a transfer in flight is called off.
+
+        Returns whether it has ended by then.
+        """
         return self._lockstep_updater.discard(patience)
 
     def lockstep_follow(self, events: list[str], trainer: str, seconds: float) -> str:
-        """Have checks of what a trainer of a single copy wrote wait for what it has enqueued by the time that it asks for one.
+        """Have checks of what a trainer of a single copy wrote wait for what it has enqueued by the
+        time that it asks for one.
 
         Args:
-            events: handle of an event for each rank, which the trainer records behind its writes; none: nothing to wait for.
+            events: handle of an event for each rank, which the trainer records behind its writes;
+                none: nothing to wait for.
             trainer: for messages.
             seconds: that a check waits at most.
 
@@ -156,7 +176,9 @@ class WeightReceiver:
         self._lockstep_written, self._lockstep_writer = None, (trainer, seconds)
         try:
             if events:
-                self._lockstep_written = open_event(events[self._lockstep_rank], self._lockstep_device)
+                self._lockstep_written = open_event(
+                    events[self._lockstep_rank], self._lockstep_device
+                )
         except SharedMemoryError as error:
             self._lockstep_logger.warning("[vLLM Patch] rank %d: %s", self._lockstep_rank, error)
             return str(error)
@@ -165,23 +187,28 @@ class WeightReceiver:
     def lockstep_check_written(self) -> dict[str, Any]:
         """As lockstep_check, behind the writes of the trainer that is followed.
 
-        Its process may have been killed after it recorded its event and before its GPU came there. So the wait has an end, and
-        `late` says then what did not come; the weights are not looked at.
+        Its process may have been killed after it recorded its event and before its GPU came there.
+        So the wait has an end, and `late` says then what did not come; the weights are not looked
+        at.
         """
         trainer, seconds = self._lockstep_writer
         late = ""
         try:
-            if self._lockstep_written is not None and not reached_in_time(self._lockstep_written, seconds):
+            if self._lockstep_written is not None and not reached_in_time(
+                self._lockstep_written, seconds
+            ):
                 late = f"{trainer} has not finished its writes on the GPU within {seconds:g} s"
         except SharedMemoryError as error:
             late = f"whether {trainer} has finished its writes cannot be known: {error}"
         if late:
-            # An answer and not an exception: vLLM would leave the other ranks' answers behind, for the next call to find.
+            # An answer and not an exception: vLLM would leave the other ranks' answers behind, for
+            # the next call to find.
             return {"tp_rank": self._lockstep_rank, "checksum": "", "not_finite": "", "late": late}
         return self.lockstep_check()
 
     def lockstep_check(self) -> dict[str, Any]:
-        """Checksum of the live parameters and the first of them that holds NaN or infinity (or an empty string).
+        """Checksum of the live parameters and the first of them that holds NaN or infinity (or an
+        empty string).
 
         On a GPU it comes after every step of the engine.
         """
@@ -189,4 +216,8 @@ class WeightReceiver:
             torch.cuda.synchronize()
         summary = self._lockstep_sums.all()
         self._lockstep_first_step.watch()
-        return {"tp_rank": self._lockstep_rank, "checksum": summary.checksum, "not_finite": summary.not_finite}
+        return {
+            "tp_rank": self._lockstep_rank,
+            "checksum": summary.checksum,
+            "not_finite": summary.not_finite,
+        }

@@ -1,5 +1,5 @@
-"""What each vLLM worker can do for a trainer that takes turns with it on one GPU, called on the worker's main thread through
-collective_rpc.
+"""What each vLLM worker can do for a trainer that takes turns with it on one GPU, called on the
+worker's main thread through collective_rpc.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ VARIABLE = "LOCKSTEP_COLOCATE"
 
 
 def prepare_worker() -> None:
-    """In a worker's process, before it makes its keys and values: have their memory be such that it can be given back. Does
-    nothing in a server without --colocate, and on a CPU.
+    """In a worker's process, before it makes its keys and values: have their memory be such that it
+    can be given back. Does nothing in a server without --colocate, and on a CPU.
 
     Raises:
         UnsupportedVllm: this vLLM has no such memory.
@@ -31,12 +31,14 @@ def prepare_worker() -> None:
 
 
 class TurnsWorkerExtension:
-    """Mixed into vLLM's worker. Answers and no exceptions: vLLM would leave the other ranks' answers behind, for the next call
-    to find.
+    """Mixed into vLLM's worker. Answers and no exceptions: vLLM would leave the other ranks'
+    answers behind, for the next call to find.
     """
 
     def lockstep_cache_bytes(self) -> dict[str, Any]:
-        """Bytes of keys and values that this rank can give back; `error` says why not, if it cannot."""
+        """Bytes of keys and values that this rank can give back; `error` says why not, if it
+        cannot.
+        """
         try:
             self._lockstep_cache = CacheMemory(self)
         except UnsupportedVllm as error:
@@ -44,16 +46,24 @@ class TurnsWorkerExtension:
         return self._lockstep_turn(self._lockstep_cache.bytes)
 
     def lockstep_give_back(self) -> dict[str, Any]:
-        """Free the keys' and values' memory; `bytes` were freed by this call. No step may be in flight."""
+        """Free the keys' and values' memory; `bytes` were freed by this call.
+
+        No step may be in flight.
+        """
         try:
             freed = self._lockstep_cache.give_back()
         except RuntimeError as error:
-            return self._lockstep_turn(0, f"the keys' and values' memory cannot be given back: {error}")
+            return self._lockstep_turn(
+                0, f"the keys' and values' memory cannot be given back: {error}"
+            )
         logger.info("[Turns] %.2f GiB of keys and values given back", freed / 2**30)
         return self._lockstep_turn(freed)
 
     def lockstep_take_again(self) -> dict[str, Any]:
-        """Have the keys' and values' memory again, empty. `error` names bytes wanted and free where that cannot be."""
+        """Have the keys' and values' memory again, empty.
+
+        `error` names bytes wanted and free where that cannot be.
+        """
         error = self._lockstep_cache.take_again()
         if error:
             logger.error("[Turns] %s", error)

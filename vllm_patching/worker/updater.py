@@ -1,11 +1,16 @@
-"""The thread in each vLLM worker that receives weights, so that the worker's main thread stays free.
+"""The thread in each vLLM worker that receives weights, so that the worker's main thread stays
+free.
 
-It owns the rendezvous with the trainer, the process groups, the staging buffer and the time-outs. A transfer is one of two:
+It owns the rendezvous with the trainer, the process groups, the staging buffer and the time-outs. A
+transfer is one of two:
 
-- overlapped: into the staging buffer while the model generates; the worker's main thread commits it between two steps;
-- direct: into the live parameters, while the engine is paused and no step runs. It needs no second copy of the weights.
+- overlapped: into the staging buffer while the model generates; the worker's main thread commits it
+  between two steps;
+- direct: into the live parameters, while the engine is paused and no step runs. It needs no second
+  copy of the weights.
 
-Either way what has arrived is summed and searched for NaN in the same pass, bucket by bucket, while the rest is under way.
+Either way what has arrived is summed and searched for NaN in the same pass, bucket by bucket, while
+the rest is under way.
 """
 
 from __future__ import annotations
@@ -41,7 +46,8 @@ class UpdaterStatus:
         received_bytes: of the transfer under way, or of the last one.
         waits: it has asked for all that it can take now, and waits for it to come.
         checksum: of what was received.
-        not_finite: name of the first parameter in it that holds NaN or infinity; empty if none does.
+        not_finite: name of the first parameter in it that holds NaN or infinity; empty if none
+            does.
         error: what went wrong last, empty while all is well.
     """
 
@@ -133,7 +139,9 @@ class WeightUpdater:
         if self._thread.is_alive() or self._status.phase == "idle":
             return self._status
         return UpdaterStatus(
-            phase="failed", epoch=self._status.epoch, error=self._status.error or f"thread {self.name} has died"
+            phase="failed",
+            epoch=self._status.epoch,
+            error=self._status.error or f"thread {self.name} has died",
         )
 
     @property
@@ -142,8 +150,8 @@ class WeightUpdater:
         return self._targets is self._live
 
     def aim_at(self, direct: bool) -> None:
-        """Choose for the transfers to come: the live weights, or a staging buffer, which is made or given back accordingly.
-        Leaves the present cohort. Returns at once; watch `status`.
+        """Choose for the transfers to come: the live weights, or a staging buffer, which is made or
+        given back accordingly. Leaves the present cohort. Returns at once; watch `status`.
         """
         self._call_off()
         self._submit(_Aim(UpdaterStatus(phase="leaving", epoch=self._status.epoch), direct))
@@ -151,10 +159,13 @@ class WeightUpdater:
     def join_cohort(self, place: CohortPlace) -> None:
         """Leave the present cohort, if any, and join another. Returns at once; watch `status`."""
         self._call_off()
-        self._submit(_Cohort(UpdaterStatus(phase="joining", epoch=place.epoch, cohort=place.key), place))
+        self._submit(
+            _Cohort(UpdaterStatus(phase="joining", epoch=place.epoch, cohort=place.key), place)
+        )
 
     def leave(self, keep_staging: bool = False) -> None:
-        """Leave the present trainer, if any, and give the staging buffer back. Returns at once; `wait` for it.
+        """Leave the present trainer, if any, and give the staging buffer back. Returns at once;
+        `wait` for it.
 
         Args:
             keep_staging: only leave the cohort; the trainer is going to form another.
@@ -165,7 +176,9 @@ class WeightUpdater:
     def receive(self, version: int) -> None:
         """Receive the weights of `version`. Returns at once; watch `status`."""
         now = self._status
-        self._submit(_Receive(UpdaterStatus(phase="receiving", epoch=now.epoch, cohort=now.cohort), version))
+        self._submit(
+            _Receive(UpdaterStatus(phase="receiving", epoch=now.epoch, cohort=now.cohort), version)
+        )
 
     def wait(self, seconds: float) -> UpdaterStatus:
         """Give the command in progress up to `seconds` to end; returns the status then."""
@@ -179,8 +192,8 @@ class WeightUpdater:
         return watch is not None and watch.gone()
 
     def discard(self, seconds: float) -> bool:
-        """Call a transfer off, and forget what was received. Returns whether the thread has let go of its target by then. A
-        cohort that it is about to meet is met.
+        """Call a transfer off, and forget what was received. Returns whether the thread has let go
+        of its target by then. A cohort that it is about to meet is met.
         """
         with self._at_rest:
             for transfer in self._transfers():
@@ -212,7 +225,9 @@ class WeightUpdater:
         self._commands.put(command)
 
     def _run(self) -> None:
-        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        stream: AbstractContextManager[Any] = (
+            torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        )
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         with stream:
@@ -223,8 +238,9 @@ class WeightUpdater:
                     self._at_rest.notify_all()
 
     def _obey(self, command: _Command) -> None:
-        # A failed command must not end the thread: the next trainer needs it. The reason is kept for whoever asks. Each command
-        # has a status of its own, so that one which ends late says nothing about what was asked since.
+        # A failed command must not end the thread: the next trainer needs it. The reason is kept
+        # for whoever asks. Each command has a status of its own, so that one which ends late says
+        # nothing about what was asked since.
         try:
             if isinstance(command, _Aim):
                 self._leave()
@@ -240,7 +256,12 @@ class WeightUpdater:
                     self._drop_staging()
                 command.status.phase = "idle"
         except Exception as error:  # noqa: BLE001
-            self._logger.error("[vLLM Patch] %s: %s failed: %s", self.name, type(command).__name__.strip("_").lower(), error)
+            self._logger.error(
+                "[vLLM Patch] %s: %s failed: %s",
+                self.name,
+                type(command).__name__.strip("_").lower(),
+                error,
+            )
             self._logger.debug("%s", traceback.format_exc())
             command.status.phase = "failed"
             command.status.error = f"{self.name}: {error}"
@@ -249,31 +270,43 @@ class WeightUpdater:
         self._leave()
         place = command.place
         meeting = place.meeting
-        reach(meeting.host, meeting.port, f"vLLM rank {place.tp_rank}", min(REACH_SECONDS, place.meeting_seconds / 2))
+        reach(
+            meeting.host,
+            meeting.port,
+            f"vLLM rank {place.tp_rank}",
+            min(REACH_SECONDS, place.meeting_seconds / 2),
+        )
         self._watch = PeerWatch(meeting, place.meeting_seconds)
         self._cohort = ReceivingCohort(place, self._device, self._lost)
         command.status.phase = "ready"
-        how = "directly into the live weights" if self.receives_directly else "into a staging buffer"
+        how = (
+            "directly into the live weights" if self.receives_directly else "into a staging buffer"
+        )
         self._logger.info(
             "[vLLM Patch] %s joined the trainer (epoch %d, cohort %s, receiver %d of %d), receives %s",
             self.name, place.epoch, place.key, place.member, place.members, how,
         )  # fmt: skip
 
     def aim(self, direct: bool) -> None:
-        """Choose where to receive into: the live weights, or a staging buffer, which is made or given back accordingly."""
+        """Choose where to receive into: the live weights, or a staging buffer, which is made or
+        given back accordingly.
+        """
         if direct:
             self._drop_staging()
             self._targets = self._live
         else:
             if self.staging is None:
                 self.staging = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
-            self._targets = [(item.name, view) for item, view in flat_views(self.staging, self._layout)]
+            self._targets = [
+                (item.name, view) for item, view in flat_views(self.staging, self._layout)
+            ]
         self._target = Target(self._layout, self._buckets, self.staged())
 
     def _drop_staging(self) -> None:
         had, self.staging, self._targets, self._target = self.staging is not None, None, (), None
         if had and self._stream is not None:
-            # PyTorch would keep the memory: to vLLM it would not look free, and a trainer beside it could not have it.
+            # PyTorch would keep the memory: to vLLM it would not look free, and a trainer beside it
+            # could not have it.
             self._stream.synchronize()
             torch.cuda.empty_cache()
 
@@ -294,11 +327,17 @@ class WeightUpdater:
             raise
         finally:
             status.waits = False
-        status.version, status.checksum, status.not_finite = command.version, summary.checksum, summary.not_finite
+        status.version, status.checksum, status.not_finite = (
+            command.version,
+            summary.checksum,
+            summary.not_finite,
+        )
         status.phase = "received"
 
     def _lost(self) -> str:
-        if self._open[0].called_off.is_set():  # asked by this thread alone, in the middle of a command
+        if self._open[
+            0
+        ].called_off.is_set():  # asked by this thread alone, in the middle of a command
             return "it was called off"
         return "the trainer's process has ended" if self.trainer_gone() else ""
 

@@ -3,7 +3,8 @@
     reward = registry.create({"type": "combined", "rewards": ["accuracy", {"type": "format", "weight": 0.5}]})
     scores = reward(completions, solution=gold)
 
-A reward that cannot be computed raises: it never becomes a score of zero, which would teach the model something.
+A reward that cannot be computed raises: it never becomes a score of zero, which would teach the
+model something.
 """
 
 from atroposlib.compat.reward_fns.combined_reward import CombinedReward

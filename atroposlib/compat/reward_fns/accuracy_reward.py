@@ -11,7 +11,12 @@ from typing import Any
 
 from atroposlib.compat.reward_fns.reward_function import RewardFunction, openings, references
 from atroposlib.utils.boxed import boxed_contents, last_boxed
-from atroposlib.utils.math_scoring import MathScorer, as_number, compare_plainly, equal_in_this_process
+from atroposlib.utils.math_scoring import (
+    MathScorer,
+    as_number,
+    compare_plainly,
+    equal_in_this_process,
+)
 from atroposlib.utils.thinking import answer_part
 
 logger = logging.getLogger(__name__)
@@ -47,7 +52,9 @@ def reference_answer(solution: str) -> str:
 
 
 def equal(gold: str, answer: str, tolerance: float) -> bool:
-    """Whether two answers are the same number, within an absolute tolerance, or the same expression."""
+    """Whether two answers are the same number, within an absolute tolerance, or the same
+    expression.
+    """
     expected, given = as_number(gold), as_number(answer)
     if expected is not None and given is not None:
         return abs(expected - given) <= Decimal(str(tolerance))
@@ -81,12 +88,15 @@ class AccuracyReward(RewardFunction):
         self.split_on_think_tag = split_on_think_tag
         self.max_boxed_threshold = max_boxed_threshold
 
-    def compute(self, completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any) -> list[float]:
+    def compute(
+        self, completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any
+    ) -> list[float]:
         """1.0 or 0.0 each.
 
         Args:
             completions: texts or messages.
-            solution: the reference for all, or one for each; may be a worked solution that ends with the answer.
+            solution: the reference for all, or one for each; may be a worked solution that ends
+                with the answer.
             ground_truth: another name for it.
             kwargs: `opened` or `prompts`, see `openings`.
 
@@ -96,7 +106,9 @@ class AccuracyReward(RewardFunction):
         golds = references(solution if solution is not None else ground_truth, len(completions))
         return [
             float(self._is_right(self.get_content(completion), gold, opened))
-            for completion, gold, opened in zip(completions, golds, openings(completions, kwargs), strict=True)
+            for completion, gold, opened in zip(
+                completions, golds, openings(completions, kwargs), strict=True
+            )
         ]
 
     def _is_right(self, text: str, gold: str, opened: str) -> bool:
@@ -109,10 +121,16 @@ class AccuracyReward(RewardFunction):
         return all(equal(expected, answer, self.tolerance) for answer in answers)
 
 
-def accuracy_reward(completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any) -> list[float]:
+def accuracy_reward(
+    completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any
+) -> list[float]:
     """See AccuracyReward, whose options come by keyword."""
     options = {
-        key: kwargs[key] for key in ("tolerance", "split_on_think_tag", "max_boxed_threshold", "weight") if key in kwargs
+        key: kwargs[key]
+        for key in ("tolerance", "split_on_think_tag", "max_boxed_threshold", "weight")
+        if key in kwargs
     }
     rest = {key: value for key, value in kwargs.items() if key not in options}
-    return AccuracyReward(**options)(completions, solution=solution, ground_truth=ground_truth, **rest)
+    return AccuracyReward(**options)(
+        completions, solution=solution, ground_truth=ground_truth, **rest
+    )

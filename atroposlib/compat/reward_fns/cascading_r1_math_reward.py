@@ -19,9 +19,13 @@ def get_completion_content(completion: Any) -> str:
     return RewardFunction.get_content(completion)
 
 
-def format_reward(completions: list[Any], reward_value: float = FORMAT_BONUS, **kwargs: Any) -> list[float]:
+def format_reward(
+    completions: list[Any], reward_value: float = FORMAT_BONUS, **kwargs: Any
+) -> list[float]:
     r"""`reward_value` for one block of reasoning followed, outside of any other tag, by an answer in \boxed{}; else 0."""
-    texts = zip(map(get_completion_content, completions), openings(completions, kwargs), strict=True)
+    texts = zip(
+        map(get_completion_content, completions), openings(completions, kwargs), strict=True
+    )
     return [reward_value if is_well_formed(text, opened) else 0.0 for text, opened in texts]
 
 

@@ -19,24 +19,32 @@ class CombinedReward(RewardFunction):
 
     Args:
         rewards: names or configurations, as `registry.create` takes them.
-        normalization: "none"; "sum", divided by the sum of the weights; or "minmax", stretched over 0 to 1 within each call
-            (left as it is where all are equal).
+        normalization: "none"; "sum", divided by the sum of the weights; or "minmax", stretched over
+            0 to 1 within each call (left as it is where all are equal).
         weight: factor of the whole.
     """
 
     def __init__(
-        self, rewards: Sequence[str | Mapping[str, Any]], normalization: str = "none", weight: float = 1.0, **kwargs: Any
+        self,
+        rewards: Sequence[str | Mapping[str, Any]],
+        normalization: str = "none",
+        weight: float = 1.0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(weight=weight, **kwargs)
         if normalization not in NORMALIZATIONS:
-            raise ValueError(f"normalization {normalization!r} is not known; there are {', '.join(NORMALIZATIONS)}")
+            raise ValueError(
+                f"normalization {normalization!r} is not known; there are {', '.join(NORMALIZATIONS)}"
+            )
         self.normalization = normalization
         self.reward_functions = [registry.create(entry) for entry in rewards]
 
     @property
     def name(self) -> str:
         """Its own name, or those of its parts."""
-        return self._name or f"combined({','.join(reward.name for reward in self.reward_functions)})"
+        return (
+            self._name or f"combined({','.join(reward.name for reward in self.reward_functions)})"
+        )
 
     def set_wandb_logger(self, logger: Any) -> None:
         """Log to this, and each part too."""
@@ -47,7 +55,11 @@ class CombinedReward(RewardFunction):
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
         """The combined scores."""
         parts = [reward(completions, **kwargs) for reward in self.reward_functions]
-        totals = [sum(scores) for scores in zip(*parts, strict=True)] if parts else [0.0] * len(completions)
+        totals = (
+            [sum(scores) for scores in zip(*parts, strict=True)]
+            if parts
+            else [0.0] * len(completions)
+        )
         if self.normalization == "sum":
             weights = sum(abs(reward.weight) for reward in self.reward_functions)
             return [total / weights for total in totals] if weights else totals

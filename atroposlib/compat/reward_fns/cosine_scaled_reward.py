@@ -1,6 +1,7 @@
 """Rewards meaning: the cosine between embeddings of a completion and of its reference.
 
-The embedding model runs through transformers, which loads PyTorch for it: nothing else of an environment does.
+The embedding model runs through transformers, which loads PyTorch for it: nothing else of an
+environment does.
 """
 
 from __future__ import annotations
@@ -48,10 +49,14 @@ class CosineScaledReward(RewardFunction):
         """Scores from `min_reward` to `max_reward`."""
         wanted = references(solution, len(completions))
         said = [self.get_content(completion) for completion in completions]
-        return [self._score(cosine(*self._embeddings(pair))) for pair in zip(said, wanted, strict=True)]
+        return [
+            self._score(cosine(*self._embeddings(pair))) for pair in zip(said, wanted, strict=True)
+        ]
 
     def _score(self, likeness: float) -> float:
-        return min(self.max_reward, max(self.min_reward, 1.0 - (1.0 - likeness) * self.scale_factor))
+        return min(
+            self.max_reward, max(self.min_reward, 1.0 - (1.0 - likeness) * self.scale_factor)
+        )
 
     def _embeddings(self, texts: tuple[str, ...]) -> list[np.ndarray]:
         """[hidden] float for each text: the mean over its tokens."""
@@ -88,7 +93,11 @@ def embedding_model(name: str) -> tuple[Any, Any]:
         ) from error
 
 
-def cosine_scaled_reward(completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
+def cosine_scaled_reward(
+    completions: list[Any], solution: Any = None, **kwargs: Any
+) -> list[float]:
     """See CosineScaledReward, whose options come by keyword."""
     names = ("model_name", "scale_factor", "min_reward", "max_reward", "weight")
-    return CosineScaledReward(**{key: kwargs[key] for key in names if key in kwargs})(completions, solution=solution)
+    return CosineScaledReward(**{key: kwargs[key] for key in names if key in kwargs})(
+        completions, solution=solution
+    )

@@ -20,9 +20,11 @@ class CrosswordFormatReward(RewardFunction):
     """`reward_value` for a completion with one of the patterns outside of its reasoning, else 0.
 
     Args:
-        format_patterns: compiled; the group `word`, if a pattern has it, is what is checked for invalid characters.
+        format_patterns: compiled; the group `word`, if a pattern has it, is what is checked for
+            invalid characters.
         reward_value: for a completion that fits.
-        penalize_invalid_chars: no reward if an answer has other characters than `valid_chars` and spaces.
+        penalize_invalid_chars: no reward if an answer has other characters than `valid_chars` and
+            spaces.
         valid_chars: capitals; lower case counts alike.
     """
 
@@ -44,7 +46,10 @@ class CrosswordFormatReward(RewardFunction):
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
         """`reward_value` or 0.0 each. Keywords: see `openings`."""
         texts = zip(map(self.get_content, completions), openings(completions, kwargs), strict=True)
-        return [self.reward_value if self._fits(answer_part(text, opened)) else 0.0 for text, opened in texts]
+        return [
+            self.reward_value if self._fits(answer_part(text, opened)) else 0.0
+            for text, opened in texts
+        ]
 
     def _fits(self, text: str) -> bool:
         found = [match for pattern in self.format_patterns for match in pattern.finditer(text)]

@@ -15,7 +15,8 @@ REASONING = frozenset(opening for opening, _ in TAGS)
 class FormatReward(RewardFunction):
     """1 for a completion with an opened and closed tag of those wanted, else 0.
 
-    A tag of reasoning that only closes counts: the prompt opened it. Any other tag counts outside of the reasoning alone.
+    A tag of reasoning that only closes counts: the prompt opened it. Any other tag counts outside
+    of the reasoning alone.
 
     Args:
         preferred_tags: names without brackets; by default think and answer.
@@ -32,7 +33,9 @@ class FormatReward(RewardFunction):
         **kwargs: Any,
     ) -> None:
         super().__init__(weight=weight, **kwargs)
-        self.preferred_tags = list(preferred_tags) if preferred_tags is not None else ["think", "answer"]
+        self.preferred_tags = (
+            list(preferred_tags) if preferred_tags is not None else ["think", "answer"]
+        )
         self.require_all_tags = require_all_tags
         self.case_sensitive = case_sensitive
 
@@ -40,7 +43,10 @@ class FormatReward(RewardFunction):
         """1.0 or 0.0 each. Keywords: see `openings`."""
         enough = all if self.require_all_tags else any
         texts = zip(map(self.get_content, completions), openings(completions, kwargs), strict=True)
-        return [float(enough(self._has(tag, text, opened) for tag in self.preferred_tags)) for text, opened in texts]
+        return [
+            float(enough(self._has(tag, text, opened) for tag in self.preferred_tags))
+            for text, opened in texts
+        ]
 
     def _has(self, tag: str, text: str, opened: str) -> bool:
         flags = re.NOFLAG if self.case_sensitive else re.IGNORECASE
@@ -55,8 +61,14 @@ class FormatReward(RewardFunction):
         return closing.search(whole) is not None and not leaves_open(opened)
 
 
-def format_reward(completions: list[Any], preferred_tags: Sequence[str] | None = None, **kwargs: Any) -> list[float]:
+def format_reward(
+    completions: list[Any], preferred_tags: Sequence[str] | None = None, **kwargs: Any
+) -> list[float]:
     """See FormatReward, whose options come by keyword."""
-    options = {key: kwargs[key] for key in ("require_all_tags", "case_sensitive", "weight") if key in kwargs}
+    options = {
+        key: kwargs[key]
+        for key in ("require_all_tags", "case_sensitive", "weight")
+        if key in kwargs
+    }
     rest = {key: value for key, value in kwargs.items() if key not in options}
     return FormatReward(preferred_tags, **options)(completions, **rest)

@@ -19,7 +19,8 @@ def parse_reasoning_response(text: str, opened: str = "") -> dict[str, Any]:
         opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
 
     Returns:
-        `thinking_content`, empty if the reasoning never ends; `response`; `multiple_thinking`, True for several blocks.
+        `thinking_content`, empty if the reasoning never ends; `response`; `multiple_thinking`, True
+        for several blocks.
     """
     parts = read_reasoning(text, opened)
     return {
@@ -57,11 +58,15 @@ class FormatReasoningReward(RewardFunction):
         if parsed["multiple_thinking"] and not self.allow_multiple_thinking:
             return False
         has_thinking, has_response = bool(parsed["thinking_content"]), bool(parsed["response"])
-        return (has_thinking or not self.require_thinking) and (has_response or not self.require_response)
+        return (has_thinking or not self.require_thinking) and (
+            has_response or not self.require_response
+        )
 
 
 class AccuracyXReward(RewardFunction):
-    """`reward_value` if the response, without the thinking, contains the reference (or, with `exact_match`, is it)."""
+    """`reward_value` if the response, without the thinking, contains the reference (or, with
+    `exact_match`, is it).
+    """
 
     def __init__(
         self,
@@ -84,8 +89,13 @@ class AccuracyXReward(RewardFunction):
         """
         golds = references(solution, len(completions))
         scores = []
-        for completion, gold, opened in zip(completions, golds, openings(completions, kwargs), strict=True):
-            response, wanted = parse_reasoning_response(self.get_content(completion), opened)["response"], gold.strip()
+        for completion, gold, opened in zip(
+            completions, golds, openings(completions, kwargs), strict=True
+        ):
+            response, wanted = (
+                parse_reasoning_response(self.get_content(completion), opened)["response"],
+                gold.strip(),
+            )
             if not self.case_sensitive:
                 response, wanted = response.lower(), wanted.lower()
             right = response == wanted if self.exact_match else wanted in response
@@ -96,7 +106,13 @@ class AccuracyXReward(RewardFunction):
 class R1Reward(RewardFunction):
     """Format and accuracy together."""
 
-    def __init__(self, format_weight: float = 0.5, accuracy_weight: float = 1.0, weight: float = 1.0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        format_weight: float = 0.5,
+        accuracy_weight: float = 1.0,
+        weight: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(weight=weight, **kwargs)
         self.format_reward = FormatReasoningReward(reward_value=1.0, weight=format_weight)
         self.accuracy_reward = AccuracyXReward(weight=accuracy_weight)
@@ -107,7 +123,10 @@ class R1Reward(RewardFunction):
         Raises:
             ValueError: no reference, or not one for each.
         """
-        both = (self.format_reward(completions, **kwargs), self.accuracy_reward(completions, solution=solution, **kwargs))
+        both = (
+            self.format_reward(completions, **kwargs),
+            self.accuracy_reward(completions, solution=solution, **kwargs),
+        )
         return [sum(scores) for scores in zip(*both, strict=True)]
 
 

@@ -21,17 +21,24 @@ PATTERNS = {
         re.IGNORECASE,
     ),
 }
-WEIGHTS = {"numbered_steps": 0.5, "list_numbers": 0.5, "bullet_points": 0.4, "transition_words": 0.3}
+WEIGHTS = {
+    "numbered_steps": 0.5,
+    "list_numbers": 0.5,
+    "bullet_points": 0.4,
+    "transition_words": 0.3,
+}
 
 
 class ReasoningStepsReward(RewardFunction):
-    """Between 0 and 1: `base_score` for a text of some length, and for each kind of step its weight.
+    """Between 0 and 1: `base_score` for a text of some length, and for each kind of step its
+    weight.
 
     Args:
         min_words: a shorter text has no base score.
         min_steps: so many steps of a kind earn its full weight; fewer earn a part.
         base_score: for the length.
-        pattern_weights: weight of each kind: numbered_steps, list_numbers, bullet_points, transition_words.
+        pattern_weights: weight of each kind: numbered_steps, list_numbers, bullet_points,
+            transition_words.
     """
 
     def __init__(
@@ -45,10 +52,14 @@ class ReasoningStepsReward(RewardFunction):
     ) -> None:
         super().__init__(weight=weight, **kwargs)
         self.min_words, self.min_steps, self.base_score = min_words, min_steps, base_score
-        self.pattern_weights = dict(pattern_weights) if pattern_weights is not None else dict(WEIGHTS)
+        self.pattern_weights = (
+            dict(pattern_weights) if pattern_weights is not None else dict(WEIGHTS)
+        )
         unknown = set(self.pattern_weights) - set(PATTERNS)
         if unknown:
-            raise ValueError(f"pattern_weights {sorted(unknown)} are not known; there are {', '.join(PATTERNS)}")
+            raise ValueError(
+                f"pattern_weights {sorted(unknown)} are not known; there are {', '.join(PATTERNS)}"
+            )
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
         """Scores from 0 to 1."""

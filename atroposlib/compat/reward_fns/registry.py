@@ -56,14 +56,18 @@ class RewardRegistry:
         self._entries: dict[str, Entry] = {}
 
     def register(self, cls: Any = None, name: str | None = None) -> Any:
-        """Register a class, by itself or as a decorator: `@registry.register`, `@registry.register(name="mine")`.
+        """Register a class, by itself or as a decorator: `@registry.register`,
+        `@registry.register(name="mine")`.
 
-        Without a name it is the class's in lower case, less a trailing "reward"; FormatReward is "format".
+        Without a name it is the class's in lower case, less a trailing "reward"; FormatReward is
+        "format".
         """
         if cls is None:
             return lambda decorated: self.register(decorated, name)
         if not (inspect.isclass(cls) and issubclass(cls, RewardFunction)):
-            raise TypeError(f"{cls!r} is no RewardFunction class; register_function takes functions")
+            raise TypeError(
+                f"{cls!r} is no RewardFunction class; register_function takes functions"
+            )
         self._entries[name or cls.__name__.lower().removesuffix("reward")] = cls
         return cls
 
@@ -83,16 +87,21 @@ class RewardRegistry:
         if short in self._entries:
             return self._entries[short]
         if short in NOT_OFFERED:
-            raise ImportError(f"reward function {name!r} is not offered: {NOT_OFFERED[short]}; register your own by that name")
+            raise ImportError(
+                f"reward function {name!r} is not offered: {NOT_OFFERED[short]}; register your own by that name"
+            )
         if short not in BUILT_IN:
-            raise ImportError(f"no reward function is called {name!r}; there are {', '.join(self.list_registered())}")
+            raise ImportError(
+                f"no reward function is called {name!r}; there are {', '.join(self.list_registered())}"
+            )
         module, _, attribute = BUILT_IN[short].partition(":")
         entry: Entry = getattr(importlib.import_module(f"{PACKAGE}.{module}"), attribute)
         self._entries[short] = entry
         return entry
 
     def create(self, name_or_config: str | Mapping[str, Any], **kwargs: Any) -> RewardFunction:
-        """A reward function by name, or by `{"type": name, "weight": …, "params": {…}}`; parameters may also stand beside type.
+        """A reward function by name, or by `{"type": name, "weight": …, "params": {…}}`; parameters
+        may also stand beside type.
 
         Raises:
             KeyError: the configuration names no type.
@@ -103,13 +112,17 @@ class RewardRegistry:
         else:
             options = dict(name_or_config)
             if "type" not in options:
-                raise KeyError(f"'type': a reward's configuration must name its type, but has only {sorted(options)}")
+                raise KeyError(
+                    f"'type': a reward's configuration must name its type, but has only {sorted(options)}"
+                )
             name = options.pop("type")
             options |= dict(options.pop("params", None) or {})
         options |= kwargs
         entry = self.get(name)
         is_class = isinstance(entry, type) and issubclass(entry, RewardFunction)
-        made: RewardFunction = entry(**options) if is_class else LegacyFunctionWrapper(entry, **options)
+        made: RewardFunction = (
+            entry(**options) if is_class else LegacyFunctionWrapper(entry, **options)
+        )
         if "name" in options:
             made._name = options["name"]
         return made
@@ -119,11 +132,12 @@ class RewardRegistry:
         return list(dict.fromkeys([*BUILT_IN, *self._entries]))
 
     def load_required_functions(self, config: Any) -> set[str]:
-        """Import all that a configuration names, so that one that is missing shows at the start, and return their names.
+        """Import all that a configuration names, so that one that is missing shows at the start,
+        and return their names.
 
         Args:
-            config: a name, a reward's configuration, a list of them, or an object or table that has such a list as
-                `reward_functions` or `rewards`.
+            config: a name, a reward's configuration, a list of them, or an object or table that has
+                such a list as `reward_functions` or `rewards`.
         """
         names: set[str] = set()
         if isinstance(config, str):
@@ -136,7 +150,9 @@ class RewardRegistry:
             if isinstance(fields.get("type"), str):
                 names.add(fields["type"])
             for inner in ("reward_functions", "rewards", "params"):
-                names |= self.load_required_functions(fields.get(inner)) if fields.get(inner) else set()
+                names |= (
+                    self.load_required_functions(fields.get(inner)) if fields.get(inner) else set()
+                )
         for name in names:
             self.get(name)
         return names

@@ -12,7 +12,12 @@ from atroposlib.compat.reward_fns.reward_function import RewardFunction
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = {"word_repetition": 0.3, "phrase_repetition": 0.4, "consecutive_repetition": 0.6, "beginning_repetition": 0.5}
+WEIGHTS = {
+    "word_repetition": 0.3,
+    "phrase_repetition": 0.4,
+    "consecutive_repetition": 0.6,
+    "beginning_repetition": 0.5,
+}
 STOPWORDS = frozenset(
     {
         "a",
@@ -91,17 +96,18 @@ def repeated(items: Sequence[Any]) -> float:
 class RepetitionPenaltyReward(RewardFunction):
     """Between -1 (repeats itself all the time) and 0 (does not).
 
-    Four shares between 0 and 1 are measured: of words (without stopwords) and phrases of three words that were there before,
-    of sentences that are the same as the one before, and of sentences that begin as an earlier one does. Those above the
-    threshold are weighted and added. Paragraphs that are there twice cost `paragraph_repetition_base_penalty` times their
-    share.
+    Four shares between 0 and 1 are measured: of words (without stopwords) and phrases of three
+    words that were there before, of sentences that are the same as the one before, and of sentences
+    that begin as an earlier one does. Those above the threshold are weighted and added. Paragraphs
+    that are there twice cost `paragraph_repetition_base_penalty` times their share.
 
     Args:
         threshold: shares up to this are no fault.
         min_words, min_sentences: below either, a text gets `short_text_penalty`.
         short_text_penalty: for a text too short to judge.
         paragraph_repetition_base_penalty: for repeated paragraphs.
-        component_weights: word_repetition, phrase_repetition, consecutive_repetition, beginning_repetition.
+        component_weights: word_repetition, phrase_repetition, consecutive_repetition,
+            beginning_repetition.
         stopwords: words that may be repeated.
     """
 
@@ -121,7 +127,9 @@ class RepetitionPenaltyReward(RewardFunction):
         self.threshold, self.min_words, self.min_sentences = threshold, min_words, min_sentences
         self.short_text_penalty = short_text_penalty
         self.paragraph_repetition_base_penalty = paragraph_repetition_base_penalty
-        self.component_weights = dict(component_weights) if component_weights is not None else dict(WEIGHTS)
+        self.component_weights = (
+            dict(component_weights) if component_weights is not None else dict(WEIGHTS)
+        )
         self.stopwords = set(stopwords) if stopwords is not None else set(STOPWORDS)
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
@@ -136,16 +144,27 @@ class RepetitionPenaltyReward(RewardFunction):
         long_enough = [sentence for sentence in sentences if len(sentence) >= PHRASE]
         shares = {
             "word_repetition": repeated([word for word in said if word not in self.stopwords]),
-            "phrase_repetition": repeated(list(zip(*(said[skip:] for skip in range(PHRASE)), strict=False))),
-            "consecutive_repetition": sum(a == b for a, b in pairwise(sentences)) / (len(sentences) - 1 or 1),
-            "beginning_repetition": repeated([tuple(sentence[:PHRASE]) for sentence in long_enough]),
+            "phrase_repetition": repeated(
+                list(zip(*(said[skip:] for skip in range(PHRASE)), strict=False))
+            ),
+            "consecutive_repetition": sum(a == b for a, b in pairwise(sentences))
+            / (len(sentences) - 1 or 1),
+            "beginning_repetition": repeated(
+                [tuple(sentence[:PHRASE]) for sentence in long_enough]
+            ),
         }
-        penalty = sum(self.component_weights.get(name, 0.0) * share for name, share in shares.items() if share > self.threshold)
+        penalty = sum(
+            self.component_weights.get(name, 0.0) * share
+            for name, share in shares.items()
+            if share > self.threshold
+        )
         paragraphs = [tuple(words(part)) for part in re.split(r"\n\s*\n", text) if words(part)]
         total = repeated(paragraphs) * self.paragraph_repetition_base_penalty - penalty
         return max(-1.0, min(0.0, total))
 
 
-def repetition_penalty_reward(completions: list[Any], threshold: float = 0.05, **kwargs: Any) -> list[float]:
+def repetition_penalty_reward(
+    completions: list[Any], threshold: float = 0.05, **kwargs: Any
+) -> list[float]:
     """See RepetitionPenaltyReward."""
     return RepetitionPenaltyReward(threshold=threshold)(completions)

@@ -36,17 +36,23 @@ class RewardFunction(ABC):
 
     @abstractmethod
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """Raw scores, one for each completion. What a caller knows besides, such as `solution`, comes by keyword."""
+        """Raw scores, one for each completion.
+
+        What a caller knows besides, such as `solution`, comes by keyword.
+        """
 
     def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
         """Weighted scores, logged if there is a logger.
 
         Raises:
-            ValueError: `compute` returned too many or too few scores, or one that is no finite number.
+            ValueError: `compute` returned too many or too few scores, or one that is no finite
+                number.
         """
         raw = self.compute(completions, **kwargs)
         if len(raw) != len(completions):
-            raise ValueError(f"reward {self.name} returned {len(raw)} scores for {len(completions)} completions")
+            raise ValueError(
+                f"reward {self.name} returned {len(raw)} scores for {len(completions)} completions"
+            )
         for index, score in enumerate(raw):
             if not math.isfinite(score):
                 raise ValueError(f"reward {self.name} returned {score} for completion {index}")
@@ -73,7 +79,8 @@ class RewardFunction(ABC):
 
     @staticmethod
     def get_content(completion: Any) -> str:
-        """The text of a completion: a string, a message, or a conversation, whose first assistant message counts.
+        """The text of a completion: a string, a message, or a conversation, whose first assistant
+        message counts.
 
         Raises:
             TypeError: it is none of these.
@@ -87,7 +94,9 @@ class RewardFunction(ABC):
                     content = message.get("content")
                     if isinstance(content, str):
                         return content
-        raise TypeError(f"no text of an assistant in {completion!r:.200}; give a string, a message or a list of messages")
+        raise TypeError(
+            f"no text of an assistant in {completion!r:.200}; give a string, a message or a list of messages"
+        )
 
 
 def openings(completions: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
@@ -95,7 +104,8 @@ def openings(completions: Sequence[Any], options: Mapping[str, Any]) -> list[str
 
     Args:
         completions: what is scored.
-        options: keywords of the reward. `opened` is one text for all or one for each. `prompts` are the texts of the prompts.
+        options: keywords of the reward. `opened` is one text for all or one for each. `prompts` are
+            the texts of the prompts.
 
     Raises:
         ValueError: there is not one entry for each completion.

@@ -42,7 +42,11 @@ def restarted(earlier: Stack, stack: Stack) -> list[Event]:
 
 
 def server_events(
-    before: Mapping[str, Any], after: Mapping[str, Any], now: float, version: int, run_ended: bool = False
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    now: float,
+    version: int,
+    run_ended: bool = False,
 ) -> Iterator[Event]:
     """The events of one server.
 
@@ -54,37 +58,72 @@ def server_events(
     url = after["url"]
     was, is_ = before["health"], after["health"]
     if is_ == "silent" and was != "silent" and run_ended:
-        yield make_event("server_lost", f"{url} has stopped after the end of the run", now, version, version)
+        yield make_event(
+            "server_lost", f"{url} has stopped after the end of the run", now, version, version
+        )
     elif is_ == "silent" and was != "silent":
-        text, remedy = f"{url} does not answer: {after['detail']}", "see its log; scripts/start.sh --resume starts it again"
+        text, remedy = (
+            f"{url} does not answer: {after['detail']}",
+            "see its log; scripts/start.sh --resume starts it again",
+        )
         yield make_event("server_lost", text, now, version, version, "error", remedy)
     elif was == "silent" and is_ in ("good", "bad"):
         yield make_event("server_back", f"{url} answers again", now, version, version)
     elif is_ == "bad" and was == "good":
-        yield make_event("quarantine", f"{url} serves nothing: {after['detail']}", now, version, version, "error")
+        yield make_event(
+            "quarantine", f"{url} serves nothing: {after['detail']}", now, version, version, "error"
+        )
     if before["instance"] and after["instance"] and before["instance"] != after["instance"]:
-        yield make_event("server_restarted", f"{url} was started anew", now, version, version, "warning")
+        yield make_event(
+            "server_restarted", f"{url} was started anew", now, version, version, "warning"
+        )
     elif (after["failures"] or 0) > (before["failures"] or 0):
         text = f"{url} refused an update: {after['last_error'] or 'it does not say why'}"
-        yield make_event("refused_update", text, now, version, version, "error", "the trainer sends it again; see its log")
+        yield make_event(
+            "refused_update",
+            text,
+            now,
+            version,
+            version,
+            "error",
+            "the trainer sends it again; see its log",
+        )
     if after["standing"] == "quarantined" != before["standing"]:
         remedy = "it comes back with the next whole update"
-        yield make_event("quarantine", f"{url} is kept out: {after['reason']}", now, version, version, "error", remedy)
+        yield make_event(
+            "quarantine",
+            f"{url} is kept out: {after['reason']}",
+            now,
+            version,
+            version,
+            "error",
+            remedy,
+        )
 
 
 def _of_trainer(before: Stack, after: Stack) -> Iterator[tuple[str, str, dict[str, Any]]]:
     old, new = before["trainer"], after["trainer"]
     if new["registration"] != old["registration"] and new["registered"]:
-        start, model = new["starting_step"], _name_of(new["model"] or "a model that it does not name")
+        start, model = (
+            new["starting_step"],
+            _name_of(new["model"] or "a model that it does not name"),
+        )
         if start:
             yield "resumed", f"the trainer went on from step {start} with {model}", {}
         else:
-            yield "trainer_registered", f"a trainer has registered: {model}, {new['of_steps']} steps", {}
+            yield (
+                "trainer_registered",
+                f"a trainer has registered: {model}, {new['of_steps']} steps",
+                {},
+            )
     if after["service"]["run_ended"] and not before["service"]["run_ended"]:
         yield "run_ended", f"the trainer says that the run is over, at version {new['step']}", {}
     skipped = new["batches_skipped"] - old["batches_skipped"]
     if skipped > 0:
-        text, remedy = f"the trainer skipped {skipped} batch{'es' * (skipped > 1)}", "its log says why"
+        text, remedy = (
+            f"the trainer skipped {skipped} batch{'es' * (skipped > 1)}",
+            "its log says why",
+        )
         yield "skipped_batch", text, {"severity": "warning", "remedy": remedy}
 
 
@@ -104,9 +143,14 @@ def _of_environments(before: Stack, after: Stack) -> Iterator[tuple[str, str, di
             severity = "info" if after["service"]["run_ended"] else "warning"
             yield "environment_left", f"{name} has said goodbye", {"severity": severity}
         elif one["connected"] and not after["service"]["run_ended"]:
-            was, is_ = (seconds > limit for seconds in (old["seconds_silent"], one["seconds_silent"]))
+            was, is_ = (
+                seconds > limit for seconds in (old["seconds_silent"], one["seconds_silent"])
+            )
             if is_ and not was:
-                more = {"severity": "warning", "remedy": "see its log; start it again if its process is gone"}
+                more = {
+                    "severity": "warning",
+                    "remedy": "see its log; start it again if its process is gone",
+                }
                 yield "environment_silent", f"{name} has said nothing for {limit:g} s", more
             elif was and not is_:
                 yield "environment_back", f"{name} is heard again", {}
@@ -122,7 +166,9 @@ class Drops:
     def events(self, stack: Stack) -> list[Event]:
         """Return the events to publish now."""
         counts = {one["reason"]: one["groups"] for one in stack["dropped"]}
-        if self._told is None or any(counts.get(reason, 0) < earlier_count for reason, earlier_count in self._told.items()):
+        if self._told is None or any(
+            counts.get(reason, 0) < earlier_count for reason, earlier_count in self._told.items()
+        ):
             self._told = counts  # the first look, or the service was reset
             return []
         now, version = stack["time"], stack["service"]["sampling_version"]
@@ -132,7 +178,17 @@ class Drops:
             if new and now - self._at.get(reason, 0.0) >= DROPS_SECONDS:
                 self._told[reason], self._at[reason] = count, now
                 text = f"{new} group{'s' * (new > 1)} dropped: {reason.replace('_', ' ')}"
-                events.append(make_event("dropped_groups", text, now, version, version, "warning", REMEDIES.get(reason)))
+                events.append(
+                    make_event(
+                        "dropped_groups",
+                        text,
+                        now,
+                        version,
+                        version,
+                        "warning",
+                        REMEDIES.get(reason),
+                    )
+                )
         return events
 
 

@@ -1,4 +1,7 @@
-"""Tells the pages that are open what is new. Each has a bounded queue; whoever does not keep up is let go of."""
+"""Tells the pages that are open what is new.
+
+Each has a bounded queue; whoever does not keep up is let go of.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ MAX_BYTES_WAITING = 8 << 20
 MAX_PAGES = 100
 """Pages with an open connection for events."""
 PACE_SECONDS = 0.5
-"""Between two sendings to a page: what is told within goes out together, as each sending costs more than what is in it."""
+"""Between two sendings to a page: what is told within goes out together, as each sending costs more
+than what is in it."""
 EVERY_RUN = ""
 """The name under which what is told concerns all pages, whichever run they show."""
 
@@ -44,7 +48,9 @@ class Subscription:
         """Something for the page, which is to be woken for it."""
         if self.over:
             return
-        if len(self._waiting) >= MAX_WAITING or (self._waiting and self._bytes + len(message) > MAX_BYTES_WAITING):
+        if len(self._waiting) >= MAX_WAITING or (
+            self._waiting and self._bytes + len(message) > MAX_BYTES_WAITING
+        ):
             self.end("too_slow")
             return
         self._waiting.append(message)
@@ -68,7 +74,9 @@ class Subscription:
         self._news.set()
 
     async def next(self, seconds: float) -> bytes | None:
-        """What waits, all of it together; None if nothing came in so many seconds, or nothing more will."""
+        """What waits, all of it together; None if nothing came in so many seconds, or nothing more
+        will.
+        """
         if not self._waiting and not self.over:
             self._news.clear()
             try:
@@ -103,7 +111,11 @@ class Hub:
     def full(self) -> str:
         """Why no page more is told what is new; empty if one may be."""
         there_is_room = len(self._pages) < MAX_PAGES
-        return "" if there_is_room else f"{MAX_PAGES} pages are open, and no more are told what is new: close some of them"
+        return (
+            ""
+            if there_is_room
+            else f"{MAX_PAGES} pages are open, and no more are told what is new: close some of them"
+        )
 
     def require_room(self) -> None:
         """One page more may be told.
@@ -126,7 +138,10 @@ class Hub:
             self._pages.discard(page)
 
     def tell(self, run: str, event: str, data: Any) -> None:
-        """Tell the pages that show a run, or all of them (EVERY_RUN). Encoded once, however many there are."""
+        """Tell the pages that show a run, or all of them (EVERY_RUN).
+
+        Encoded once, however many there are.
+        """
         pages = [page for page in self._pages if run in (EVERY_RUN, page.run)]
         if pages:
             message = encode(event, data)
@@ -134,7 +149,9 @@ class Hub:
                 page.put(message)
             if self._waking is None:
                 loop = asyncio.get_running_loop()
-                self._waking = loop.call_at(max(loop.time(), self._woken + PACE_SECONDS), self._send)
+                self._waking = loop.call_at(
+                    max(loop.time(), self._woken + PACE_SECONDS), self._send
+                )
 
     def tell_from_thread(self, run: str, event: str, data: Any) -> None:
         """The same, from any thread."""

@@ -1,5 +1,5 @@
-"""Looks at the service and its servers every second while a page is open, and more rarely while none is: tells the pages, and
-writes down what shall be seen later."""
+"""Looks at the service and its servers every second while a page is open, and more rarely while
+none is: tells the pages, and writes down what shall be seen later."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ class LiveSource:
         self.service, self.observed, self.hub, self.place = service, observed, hub, place
         self.watch = watch or ServerWatch()
         self.stack: dict[str, Any] = {}
-        self._thread = ThreadPoolExecutor(1, "page-notes")  # one, so that what is written stays in order
+        self._thread = ThreadPoolExecutor(
+            1, "page-notes"
+        )  # one, so that what is written stays in order
         self._drops = Drops()
         self._servers: dict[str, dict[str, Any]] = {}
         self._versions_written: dict[str, Any] = {}
@@ -85,7 +87,9 @@ class LiveSource:
         self._before = self._of_earlier_process()
 
     def _of_earlier_process(self) -> dict[str, Any]:
-        """The stack as an earlier process of this service wrote it down last, if the run goes on in this one; else empty."""
+        """The stack as an earlier process of this service wrote it down last, if the run goes on in
+        this one; else empty.
+        """
         trainer = self.service.queue.registration
         stack = self.observed.stack if trainer is not None else {}
         trainer_part = stack.get("trainer")
@@ -94,9 +98,13 @@ class LiveSource:
             self.service.heard_trainer(trainer_part.get("publishes") is True)
         rows = stack.get("servers")
         found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-        self.watch.remembered = {row["url"]: row for row in found if isinstance(row.get("url"), str)}
+        self.watch.remembered = {
+            row["url"]: row for row in found if isinstance(row.get("url"), str)
+        }
         self.watch.versions = read_versions(self.observed.path / "servers.jsonl") if found else {}
-        self._servers = {url: Server.remembered(url, row).row(None) for url, row in self.watch.remembered.items()}
+        self._servers = {
+            url: Server.remembered(url, row).row(None) for url, row in self.watch.remembered.items()
+        }
         return stack
 
     # ---- what routes ask ----
@@ -109,7 +117,14 @@ class LiveSource:
         root = self.place.run_folder or folder
         name = self.place.run_folder.absolute().name if self.place.run_folder is not None else model
         figures = (folder / "metrics.jsonl", folder / "evaluations.jsonl")
-        return RunFiles(LIVE, name or "this run", root, *figures, self.observed.path, environment=environment_rows(root))
+        return RunFiles(
+            LIVE,
+            name or "this run",
+            root,
+            *figures,
+            self.observed.path,
+            environment=environment_rows(root),
+        )
 
     def _figures(self) -> Path:
         """The trainer's folder: as it says itself, or as one finds it in the run's."""
@@ -151,7 +166,8 @@ class LiveSource:
                 try:
                     if looking is None or looking.done():
                         looking = asyncio.create_task(self.watch.look(self._urls()))
-                    # A server that does not answer holds nothing else up; the next round has what it says.
+                    # A server that does not answer holds nothing else up; the next round has what
+                    # it says.
                     await asyncio.wait([looking], timeout=WATCHED_SECONDS / 2)
                     if looking.done():
                         looking.result()
@@ -170,14 +186,25 @@ class LiveSource:
         await loop.run_in_executor(self._thread, self._read_files)
         self.stack = self._look()
         version = self.stack["service"]["sampling_version"]
-        events = [*happenings(before, self.stack), *self._drops.events(self.stack), *self._server_events(version)]
+        events = [
+            *happenings(before, self.stack),
+            *self._drops.events(self.stack),
+            *self._server_events(version),
+        ]
         if before is None:
             events += restarted(self._before, self.stack)
         if before is None or worth_telling(before) != worth_telling(self.stack):
             self.publish("stack", self.stack)
         versions = self._new_versions()
         if versions:
-            self.publish("weights", {"servers": [server.weights(history=False) for server in self.watch.servers.values()]})
+            self.publish(
+                "weights",
+                {
+                    "servers": [
+                        server.weights(history=False) for server in self.watch.servers.values()
+                    ]
+                },
+            )
         keep: dict[str, Any] = {}
         if events or time.monotonic() - self._kept >= KEEP_SECONDS:
             self._kept, keep = time.monotonic(), self.stack
@@ -186,7 +213,10 @@ class LiveSource:
     def _urls(self) -> list[str]:
         registration = self.service.queue.registration
         named = registration.inference_servers if registration is not None else None
-        return [*(self.service.fleet_status.urls() or []), *(url for one in named or [] if (url := _address(one)))]
+        return [
+            *(self.service.fleet_status.urls() or []),
+            *(url for one in named or [] if (url := _address(one))),
+        ]
 
     def _look(self) -> dict[str, Any]:
         service, queue, now = self.service, self.service.queue, time.monotonic()
@@ -195,14 +225,32 @@ class LiveSource:
         since = None if self._acked[1] is None else round(now - self._acked[1], 1)
         table = service.fleet_status
         age = table.age(service.clock())
-        published = {row["url"]: row for row in table.servers} if age is not None and age < FORGET_SECONDS else {}
+        published = (
+            {row["url"]: row for row in table.servers}
+            if age is not None and age < FORGET_SECONDS
+            else {}
+        )
         rows = [server.row(published.get(url)) for url, server in self.watch.servers.items()]
-        heard = TrainerHeard(since, service.clock() - service.trainer_heard, service.trainer_publishes)
+        heard = TrainerHeard(
+            since, service.clock() - service.trainer_heard, service.trainer_publishes
+        )
         ended = self._ended if queue.ended else None
-        return stack_of(queue, rows, time.time(), service.clock(), heard, self._processes, ended, service.post_space.figures())
+        return stack_of(
+            queue,
+            rows,
+            time.time(),
+            service.clock(),
+            heard,
+            self._processes,
+            ended,
+            service.post_space.figures(),
+        )
 
     def _read_files(self) -> None:
-        """Read what the run's folder says of processes and of the end of the run. In the thread that writes."""
+        """Read what the run's folder says of processes and of the end of the run.
+
+        In the thread that writes.
+        """
         self._processes = read_processes(self.files().folder)
         self._ended = number(self.observed.run.get("ended"))
 
@@ -211,11 +259,17 @@ class LiveSource:
         seen = {row["url"]: row for row in self.stack["servers"]}
         known = [(self._servers[url], row) for url, row in seen.items() if url in self._servers]
         self._servers = seen
-        return [event for before, after in known for event in server_events(before, after, now, version, ended)]
+        return [
+            event
+            for before, after in known
+            for event in server_events(before, after, now, version, ended)
+        ]
 
     def _new_versions(self) -> list[Mapping[str, Any]]:
         new: list[Mapping[str, Any]] = []
-        self._versions_written = {url: row for url, row in self._versions_written.items() if url in self.watch.servers}
+        self._versions_written = {
+            url: row for url, row in self._versions_written.items() if url in self.watch.servers
+        }
         for url, server in self.watch.servers.items():
             last = server.history[-1] if server.history else None
             if last is not None and self._versions_written.get(url) is not last:
@@ -229,13 +283,25 @@ class LiveSource:
         trainer: Registration | None = queue.registration
         if trainer is None:
             return {}
-        names = ("model", "num_steps", "checkpoint_dir", "log_dir", "batch_size", "weight_epoch", "starting_step")
+        names = (
+            "model",
+            "num_steps",
+            "checkpoint_dir",
+            "log_dir",
+            "batch_size",
+            "weight_epoch",
+            "starting_step",
+        )
         return {**{name: getattr(trainer, name) for name in names}, "is_over": queue.ended}
 
     # ---- in the thread that writes ----
 
     def _note(
-        self, events: list[Event], versions: list[Mapping[str, Any]], stack: Mapping[str, Any], told: Mapping[str, Any]
+        self,
+        events: list[Event],
+        versions: list[Mapping[str, Any]],
+        stack: Mapping[str, Any],
+        told: Mapping[str, Any],
     ) -> None:
         if told and told != self._run_written:
             self._run_written = dict(told)
@@ -248,7 +314,10 @@ class LiveSource:
     def _note_run(self, told: dict[str, Any]) -> None:
         before, now = self.observed.run, time.time()
         is_over = told.pop("is_over")
-        same = before.get("model") == told["model"] and before.get("checkpoint_dir") == told["checkpoint_dir"]
+        same = (
+            before.get("model") == told["model"]
+            and before.get("checkpoint_dir") == told["checkpoint_dir"]
+        )
         anew = told["starting_step"] == 0 and before.get("weight_epoch") != told["weight_epoch"]
         run = told | {"began": now, "ended": now if is_over else None}
         if before and same and not anew:

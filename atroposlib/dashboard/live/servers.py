@@ -1,4 +1,7 @@
-"""Asks the vLLM servers of a run how they are. A browser never does: it may not reach them, and has no key."""
+"""Asks the vLLM servers of a run how they are.
+
+A browser never does: it may not reach them, and has no key.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ logger = logging.getLogger(__name__)
 ASK_SECONDS = 4.0
 """For one server to answer everything."""
 MISSES = 2
-"""Questions in a row without an answer after which a server counts as silent: a busy one may miss one."""
+"""Questions in a row without an answer after which a server counts as silent: a busy one may miss
+one."""
 MAX_SERVERS = 256
 MAX_ANSWER = 1 << 20
 """Bytes."""
@@ -38,7 +42,13 @@ _READ_BYTES = 4 << 20
 """At the end of servers.jsonl."""
 MAX_DETAIL = 500
 """Characters of what is wrong with a server."""
-_BRIDGE = {"phase": "state", "mode": "mode", "transfer": "transfer", "last_error": "last_error", "quarantine": "quarantine"}
+_BRIDGE = {
+    "phase": "state",
+    "mode": "mode",
+    "transfer": "transfer",
+    "last_error": "last_error",
+    "quarantine": "quarantine",
+}
 """Name on the page -> name at the server, for texts of a bridge's state."""
 
 
@@ -51,7 +61,8 @@ class Server:
     """good, bad, silent or unknown."""
     detail: str = ""
     since: float | None = None
-    """Unix time since which its health is so: of a silent one, when it answered last, if that is known."""
+    """Unix time since which its health is so: of a silent one, when it answered last, if that is
+    known."""
     asked: float | None = None
     answered: float | None = None
     """Unix time of its last answer."""
@@ -61,7 +72,8 @@ class Server:
     weight_version: int | None = None
     weight_epoch: int | None = None
     bridge: dict[str, Any] = field(default_factory=dict)
-    """phase, mode, transfer, last_error, quarantine, checksums, updates, failures, last_update, last_bytes."""
+    """phase, mode, transfer, last_error, quarantine, checksums, updates, failures, last_update,
+    last_bytes."""
     longest_gap: float | None = None
     longest_gap_at: float | None = None
     longest_before: tuple[float | None, float | None] = (None, None)
@@ -70,8 +82,11 @@ class Server:
     misses: int = 0
 
     @classmethod
-    def remembered(cls, url: str, row: Mapping[str, Any], versions: Iterable[Mapping[str, Any]] = ()) -> Server:
-        """A server as an earlier process of this service saw it last, so that a silence that began then is told as that old.
+    def remembered(
+        cls, url: str, row: Mapping[str, Any], versions: Iterable[Mapping[str, Any]] = ()
+    ) -> Server:
+        """A server as an earlier process of this service saw it last, so that a silence that began
+        then is told as that old.
 
         Args:
             row: of that process, as `row` gave it.
@@ -87,7 +102,9 @@ class Server:
             instance=str(row.get("instance") or "")[:100],
             weight_version=whole(row.get("weight_version")),
             weight_epoch=whole(row.get("weight_epoch")),
-            bridge={name: row[name] for name in ("failures", "last_error") if row.get(name) is not None},
+            bridge={
+                name: row[name] for name in ("failures", "last_error") if row.get(name) is not None
+            },
         )
         for version in versions:
             server.history.append(dict(version))
@@ -95,7 +112,9 @@ class Server:
             server._note_gap(version["gap"], version["time"])
         return server
 
-    def heard(self, now: float, weights: Mapping[str, Any], bridge: Mapping[str, Any] | None) -> None:
+    def heard(
+        self, now: float, weights: Mapping[str, Any], bridge: Mapping[str, Any] | None
+    ) -> None:
         """It has answered.
 
         Args:
@@ -105,10 +124,13 @@ class Server:
         """
         trouble = str(weights.get("trouble") or "")[:MAX_DETAIL]
         self.misses, self.asked, self.answered = 0, now, now
-        self._is("good" if weights.get("serving") is not False and not trouble else "bad", trouble, now)
+        self._is(
+            "good" if weights.get("serving") is not False and not trouble else "bad", trouble, now
+        )
         self.instance = str(weights.get("instance") or "")[:100]
         self.in_flight = whole(weights.get("in_flight"))
-        # Between the two answers there may have been an update: the checksums are those of the bridge's version.
+        # Between the two answers there may have been an update: the checksums are those of the
+        # bridge's version.
         named = bridge if bridge is not None and "weight_version" in bridge else weights
         version, epoch = whole(named.get("weight_version")), whole(named.get("weight_epoch"))
         moved = (version, epoch) != (self.weight_version, self.weight_epoch)
@@ -132,7 +154,9 @@ class Server:
         self.health, self.detail = health, detail
 
     def _note_stall(self) -> None:
-        """How long an update really took is known half a second after it: what was noted before is replaced."""
+        """How long an update really took is known half a second after it: what was noted before is
+        replaced.
+        """
         noted, seconds = self.history[-1], self.bridge["last_update"]
         if "stalled" not in noted["seconds"] and noted["seconds"].items() <= seconds.items():
             self.history[-1] = noted | {"seconds": seconds, "gap": seconds["stalled"]}
@@ -166,8 +190,12 @@ class Server:
         return {
             "url": self.url,
             "standing": published_row.get("standing") or "",
-            "weight_version": published_row.get("weight_version") if self.weight_version is None else self.weight_version,
-            "weight_epoch": published_row.get("weight_epoch") if self.weight_epoch is None else self.weight_epoch,
+            "weight_version": published_row.get("weight_version")
+            if self.weight_version is None
+            else self.weight_version,
+            "weight_epoch": published_row.get("weight_epoch")
+            if self.weight_epoch is None
+            else self.weight_epoch,
             "standing_since": published_row.get("since"),
             "reason": published_row.get("reason") or "",
             "health": self.health,
@@ -202,7 +230,9 @@ class Server:
 
 
 def read_versions(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The versions that servers had, by address, as they were written down: the end of the file, oldest first."""
+    """The versions that servers had, by address, as they were written down: the end of the file,
+    oldest first.
+    """
     versions: dict[str, dict[Any, dict[str, Any]]] = {}
     for row in last_rows(path, _READ_BYTES):
         url, at = str(row.get("url", "?"))[:300], number(row.get("time"))
@@ -223,7 +253,9 @@ def _read_bridge(told: Mapping[str, Any]) -> dict[str, Any]:
     checksums = told.get("checksums")
     return {
         **{name: str(told.get(theirs) or "")[:MAX_DETAIL] for name, theirs in _BRIDGE.items()},
-        "checksums": [str(one)[:64] for one in checksums[:64]] if isinstance(checksums, list) else [],
+        "checksums": [str(one)[:64] for one in checksums[:64]]
+        if isinstance(checksums, list)
+        else [],
         "updates": whole(told.get("updates")),
         "failures": whole(told.get("failures")),
         "last_bytes": whole(told.get("last_bytes")),
@@ -236,12 +268,19 @@ def _read_bridge(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _why(error: BaseException) -> str:
-    """Why a server could not be asked: as the system says it, where the client says no more than that it did not work."""
+    """Why a server could not be asked: as the system says it, where the client says no more than
+    that it did not work.
+    """
     at: BaseException | None = error
     for _ in range(10):
         if isinstance(at, ExceptionGroup):
             at = at.exceptions[-1]
-        elif isinstance(at, OSError) and at.errno is not None and at.errno > 0 and not isinstance(at, socket.gaierror):
+        elif (
+            isinstance(at, OSError)
+            and at.errno is not None
+            and at.errno > 0
+            and not isinstance(at, socket.gaierror)
+        ):
             return os.strerror(at.errno).lower()
         elif at is not None:
             at = at.__cause__ or at.__context__
@@ -253,21 +292,27 @@ class ServerWatch:
 
     Args:
         api_key: key of the vLLM servers.
-        key_addresses: addresses, as `server_address` writes them, to which the key is sent. They must
-            come from this process's options: anyone who can register a trainer can name a server.
-            Other servers are polled without the key.
+        key_addresses: addresses, as `server_address` writes them, to which the key is sent. They
+            must come from this process's options: anyone who can register a trainer can name a
+            server. Other servers are polled without the key.
     """
 
-    def __init__(self, api_key: str | None = None, key_addresses: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, api_key: str | None = None, key_addresses: frozenset[str] = frozenset()
+    ) -> None:
         self.servers: dict[str, Server] = {}
         self.remembered: dict[str, Mapping[str, Any]] = {}
-        """Rows of an earlier process of this service, by address, until a server of that address is asked."""
+        """Rows of an earlier process of this service, by address, until a server of that address is
+        asked."""
         self.versions: Mapping[str, Sequence[Mapping[str, Any]]] = {}
         """And the versions that it saw there."""
         self._api_key, self._key_addresses = api_key, key_addresses
         self._reported_without_key: set[str] = set()
-        # No proxy: these are addresses inside the run. No redirects: the key goes to the named address only.
-        self._http = httpx.AsyncClient(timeout=ASK_SECONDS, trust_env=False, limits=LIMITS, follow_redirects=False)
+        # No proxy: these are addresses inside the run. No redirects: the key goes to the named
+        # address only.
+        self._http = httpx.AsyncClient(
+            timeout=ASK_SECONDS, trust_env=False, limits=LIMITS, follow_redirects=False
+        )
 
     async def look(self, urls: Iterable[str]) -> None:
         """Ask these servers, and forget all others."""
@@ -278,14 +323,21 @@ class ServerWatch:
 
     def _first(self, url: str) -> Server:
         row = self.remembered.pop(url, None)
-        return Server(url) if row is None else Server.remembered(url, row, self.versions.get(url, ()))
+        return (
+            Server(url) if row is None else Server.remembered(url, row, self.versions.get(url, ()))
+        )
 
     async def _ask(self, server: Server) -> None:
         try:
             async with asyncio.timeout(ASK_SECONDS):
                 weights = await self._get(server.url, "/weights")
-                bridge = await self._get(server.url, "/bridge/state") if weights is not None else None
-                if weights is None and (await self._http.get(f"{server.url}/health")).status_code == 200:
+                bridge = (
+                    await self._get(server.url, "/bridge/state") if weights is not None else None
+                )
+                if (
+                    weights is None
+                    and (await self._http.get(f"{server.url}/health")).status_code == 200
+                ):
                     weights = {}  # a server of another kind: it is there, and no more is known
         except TimeoutError:
             server.missed(time.time(), f"no answer in {ASK_SECONDS:g} s")
@@ -294,7 +346,9 @@ class ServerWatch:
             server.missed(time.time(), _why(error))
         else:
             if weights is None:
-                server.missed(time.time(), "it answers, but neither /weights nor /health says that it is well")
+                server.missed(
+                    time.time(), "it answers, but neither /weights nor /health says that it is well"
+                )
             else:
                 server.heard(time.time(), weights, bridge)
 
@@ -318,7 +372,11 @@ class ServerWatch:
         return answer if isinstance(answer, dict) else None
 
     def _report_without_key(self, server: str) -> None:
-        if not self._api_key or server in self._key_addresses or server in self._reported_without_key:
+        if (
+            not self._api_key
+            or server in self._key_addresses
+            or server in self._reported_without_key
+        ):
             return
         self._reported_without_key.add(server)
         logger.warning(

@@ -1,7 +1,8 @@
 """Find the processes of a run that have ended or give no sign any more. Pure.
 
-The page shows such a state instead of the last one that was seen. `ended` needs a reason: a recorded end, the end of the run,
-or a process that is gone. Otherwise a process that is merely slow or cannot be reached is called silent, with its last sign.
+The page shows such a state instead of the last one that was seen. `ended` needs a reason: a
+recorded end, the end of the run, or a process that is gone. Otherwise a process that is merely slow
+or cannot be reached is called silent, with its last sign.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from atroposlib.dashboard.run_folders.processes import RunProcess
 from atroposlib.web.keys import LOOPBACK
 
 STALE_SECONDS = 30.0
-"""A running service writes stack.json every ten seconds. An older file is of a service that has stopped, or stands still."""
+"""A running service writes stack.json every ten seconds. An older file is of a service that has
+stopped, or stands still."""
 SILENCES = 2.0
-"""A trainer that does not publish its servers may say nothing for this many times the service's --silent-after.
+"""A trainer that does not publish its servers may say nothing for this many times the service's
+--silent-after.
 
 It is a fault after that. So is the same silence of an environment for which the trainer waits."""
 
@@ -47,7 +50,8 @@ class Known:
 
     Attributes:
         now: Unix seconds.
-        written: Unix time at which the service wrote the stack down; None if the service itself answers.
+        written: Unix time at which the service wrote the stack down; None if the service itself
+            answers.
         ended: Unix time of the end of the run; None if it has not ended, as far as is known.
         processes: records of the run's folder.
         stopped: the service wrote the stack when it was stopped, so that nothing in it is fresh.
@@ -61,7 +65,10 @@ class Known:
 
     @property
     def age(self) -> float:
-        """Seconds since the stack was seen; 0 if the service answers. A clock that is behind makes nothing older."""
+        """Seconds since the stack was seen; 0 if the service answers.
+
+        A clock that is behind makes nothing older.
+        """
         return 0.0 if self.written is None else max(0.0, self.now - self.written)
 
     @property
@@ -75,7 +82,8 @@ class Known:
 
 
 def signs_of(stack: Mapping[str, Any], known: Known) -> dict[str, dict[str, Any]]:
-    """Return the signs by the names that the page has for processes. Those that run, as far as is known, are left out.
+    """Return the signs by the names that the page has for processes. Those that run, as far as is
+    known, are left out.
 
     The names are `service`, `trainer`, `environment-ID` and `server-URL`.
 
@@ -99,11 +107,13 @@ def _signs(stack: Mapping[str, Any], known: Known) -> Iterator[tuple[str, Sign |
         yield f"server-{one['url']}", _of_server(one, known, run_over)
 
 
-def _judged(quiet: bool, seen: float | None, processes: Sequence[RunProcess], run_over: bool) -> Sign | None:
+def _judged(
+    quiet: bool, seen: float | None, processes: Sequence[RunProcess], run_over: bool
+) -> Sign | None:
     """Judge a process by its records and by how long it has been quiet.
 
-    A recorded end counts at once. A process that does not exist here counts as ended only if it is quiet as well: it may run in
-    another container.
+    A recorded end counts at once. A process that does not exist here counts as ended only if it is
+    quiet as well: it may run in another container.
     """
     if processes and all(one.has_ended for one in processes):
         last = max(processes, key=lambda one: one.ended or 0.0)
@@ -112,7 +122,11 @@ def _judged(quiet: bool, seen: float | None, processes: Sequence[RunProcess], ru
         return None
     if processes and all(one.exists is False for one in processes):
         return Sign("ended", processes[0].describe_end(), seen)
-    return Sign("ended", "no sign since the end of the run", seen) if run_over else Sign("silent", "", seen)
+    return (
+        Sign("ended", "no sign since the end of the run", seen)
+        if run_over
+        else Sign("silent", "", seen)
+    )
 
 
 def _of_service(stack: Mapping[str, Any], known: Known, run_over: bool) -> Sign | None:
@@ -139,7 +153,9 @@ def _of_trainer(stack: Mapping[str, Any], known: Known, run_over: bool) -> Sign 
     return _judged(quiet, known.now - silent, known.of_kind("trainer"), run_over)
 
 
-def _of_environment(stack: Mapping[str, Any], one: Mapping[str, Any], known: Known, run_over: bool) -> Sign | None:
+def _of_environment(
+    stack: Mapping[str, Any], one: Mapping[str, Any], known: Known, run_over: bool
+) -> Sign | None:
     if one.get("connected") is False:
         return Sign("ended", "disconnected") if run_over else None
     silent = float(one.get("seconds_silent") or 0.0) + known.age
@@ -150,7 +166,9 @@ def _of_environment(stack: Mapping[str, Any], one: Mapping[str, Any], known: Kno
 def _of_server(one: Mapping[str, Any], known: Known, run_over: bool) -> Sign | None:
     address = urlsplit(str(one["url"]))
     # The record of a trainer that owns its server has the server's port.
-    here = [*known.of_kind("vllm"), *known.of_kind("trainer")] if address.hostname in LOOPBACK else []
+    here = (
+        [*known.of_kind("vllm"), *known.of_kind("trainer")] if address.hostname in LOOPBACK else []
+    )
     processes = [process for process in here if process.port and process.port == address.port]
     quiet = known.is_stale or (run_over and one.get("health") == "silent")
     seen = one.get("answered") or (known.written if known.is_stale else None)

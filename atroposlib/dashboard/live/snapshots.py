@@ -1,5 +1,5 @@
-"""What the rollout service writes down of a run, so that it can be seen when the service is gone: who it was, what happened,
-which weights its servers had, and how the stack was at the end."""
+"""What the rollout service writes down of a run, so that it can be seen when the service is gone:
+who it was, what happened, which weights its servers had, and how the stack was at the end."""
 
 from __future__ import annotations
 
@@ -37,16 +37,21 @@ def observed_folder(run_folder: Path | None, store: Path | None) -> ObservedFold
 
 
 class ObservedFolder:
-    """The folder, and how its files are written. Writing never fails for whoever calls: what cannot be written is complained
-    about once, and the run goes on. Not for several threads at a time.
+    """The folder, and how its files are written. Writing never fails for whoever calls: what cannot
+    be written is complained about once, and the run goes on. Not for several threads at a time.
 
     Args:
-        path: of the folder, which is made when something is written; None for one that is removed when this process ends.
+        path: of the folder, which is made when something is written; None for one that is removed
+            when this process ends.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="lockstep-page-") if path is None else None
-        self.path = path if path is not None else Path(self._temporary.name if self._temporary else "")
+        self._temporary = (
+            tempfile.TemporaryDirectory(prefix="lockstep-page-") if path is None else None
+        )
+        self.path = (
+            path if path is not None else Path(self._temporary.name if self._temporary else "")
+        )
         self._complained = False
         self._waiting: dict[str, bytes] = {}
         """Lines that the disk refused, by name of their file; they come with later ones."""
@@ -74,7 +79,9 @@ class ObservedFolder:
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add lines to `name`.jsonl."""
-        lines = self._waiting.pop(name, b"") + b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
+        lines = self._waiting.pop(name, b"") + b"".join(
+            orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows
+        )
         if not lines:
             return
         path = self.path / f"{name}.jsonl"
@@ -116,4 +123,7 @@ class ObservedFolder:
         if not self._complained:
             self._complained = True
             reason = cannot_write(path, error, n_bytes)
-            logger.warning("the page %s; make room there. The run goes on, and will not be seen whole later", reason)
+            logger.warning(
+                "the page %s; make room there. The run goes on, and will not be seen whole later",
+                reason,
+            )

@@ -1,4 +1,6 @@
-"""The processes of a run as the rollout service sees them: itself, the trainer, the environments and the vLLM servers."""
+"""The processes of a run as the rollout service sees them: itself, the trainer, the environments
+and the vLLM servers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Registration
 
 MAX_INSPECTED_GROUPS = 5000
-"""For the oldest version in the queue; in a longer one it is not looked for, which would hold up other requests."""
+"""For the oldest version in the queue; in a longer one it is not looked for, which would hold up
+other requests."""
 MAX_ENVIRONMENTS = 200
 MAX_LEASES = 50
 
@@ -32,7 +35,9 @@ class TrainerHeard(NamedTuple):
 
 
 def mark_of(trainer: Registration | None) -> str | None:
-    """Tells one registration from the next, and is not the uuid itself, with which one may speak for the trainer."""
+    """Tells one registration from the next, and is not the uuid itself, with which one may speak
+    for the trainer.
+    """
     return None if trainer is None else hashlib.sha256(str(trainer.uuid).encode()).hexdigest()[:8]
 
 
@@ -93,7 +98,9 @@ def stack_of(
         },
         "queue": stats.backlog(queue, MAX_INSPECTED_GROUPS),
         "leases": stats.leases(queue, MAX_LEASES),
-        "dropped": [{"reason": reason, "groups": count} for reason, count in sorted(dropped.items())],
+        "dropped": [
+            {"reason": reason, "groups": count} for reason, count in sorted(dropped.items())
+        ],
         "environments": stats.environments(queue, monotonic, MAX_ENVIRONMENTS),
         "servers": [dict(server) for server in servers],
     }
@@ -103,7 +110,9 @@ def stack_of(
 
 
 def worth_telling(stack: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a stack that counts when two are compared: all but the seconds that pass in each anyway."""
+    """Return the part of a stack that counts when two are compared: all but the seconds that pass
+    in each anyway.
+    """
     shown = {name: value for name, value in stack.items() if name != "time"}
     if (store := stack["service"].get("store")) is not None:
         shown["service"] = stack["service"] | {"store": store | {"free_bytes": None}}

@@ -1,9 +1,11 @@
-"""The file that keeps rollouts for people to read: one SQLite database of a bounded size, the oldest groups going first.
+"""The file that keeps rollouts for people to read: one SQLite database of a bounded size, the
+oldest groups going first.
 
-It is no part of the run: who writes it may be killed at any time, and what it wrote a moment before may be missing then. A
-rollout has a row of numbers by which it is found, its text for the search, and what the trainer told of its tokens; its group
-has the body as it was posted. A list in any order is a walk along one index for each environment, so a page of it takes the
-same time whatever the number of rollouts.
+It is no part of the run: who writes it may be killed at any time, and what it wrote a moment before
+may be missing then. A rollout has a row of numbers by which it is found, its text for the search,
+and what the trainer told of its tokens; its group has the body as it was posted. A list in any
+order is a walk along one index for each environment, so a page of it takes the same time whatever
+the number of rollouts.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from atroposlib.dashboard.rollouts.rollout_stats import (
 from atroposlib.dashboard.rollouts.text import TextOfTokens, preview, searched_text
 
 ARCHIVE = "rollouts.db"
-"""The archive's name in the folder of what the service observed; that of the second run there is `rollouts.2.db`, and so on."""
+"""The archive's name in the folder of what the service observed; that of the second run there is
+`rollouts.2.db`, and so on."""
 _NAMED = re.compile(r"rollouts(?:\.(\d+))?\.db")
 FORMAT = 1
 APPLICATION_ID = 0x4C6F526F
@@ -94,13 +97,17 @@ class PostedGroup:
 
 def newest_archive(folder: Path) -> Path | None:
     """The archive of the last run whose rollouts are kept in a folder; None if there is none."""
-    archives = {int(named[1] or 1): path for path in folder.glob("rollouts*.db") if (named := _NAMED.fullmatch(path.name))}
+    archives = {
+        int(named[1] or 1): path
+        for path in folder.glob("rollouts*.db")
+        if (named := _NAMED.fullmatch(path.name))
+    }
     return archives[max(archives)] if archives else None
 
 
 def archive_of_next_run(path: Path) -> Path:
-    """Where the rollouts of the run are kept that comes after the one of an archive. The one before that is removed: a folder
-    has the bytes of two archives at most."""
+    """Where the rollouts of the run are kept that comes after the one of an archive. The one before
+    that is removed: a folder has the bytes of two archives at most."""
     named = _NAMED.fullmatch(path.name)
     number = int(named[1] or 1) if named else 1
     for end in ("", "-wal", "-shm"):
@@ -118,7 +125,11 @@ def connect(path: Path, read_only: bool = False) -> sqlite3.Connection:
     try:
         mode = "?mode=ro" if read_only else ""
         connection = sqlite3.connect(
-            f"{path.resolve().as_uri()}{mode}", uri=True, timeout=10, isolation_level=None, check_same_thread=False
+            f"{path.resolve().as_uri()}{mode}",
+            uri=True,
+            timeout=10,
+            isolation_level=None,
+            check_same_thread=False,
         )
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -136,8 +147,12 @@ def connect(path: Path, read_only: bool = False) -> sqlite3.Connection:
 
 def _unusable(path: Path, error: sqlite3.Error) -> ArchiveError:
     if is_full(error):
-        return ArchiveFullError(f"the archive of rollouts {path} cannot be opened: {error}; make room there")
-    return ArchiveError(f"the archive of rollouts {path} cannot be opened: {error}; move it away for a new one")
+        return ArchiveFullError(
+            f"the archive of rollouts {path} cannot be opened: {error}; make room there"
+        )
+    return ArchiveError(
+        f"the archive of rollouts {path} cannot be opened: {error}; move it away for a new one"
+    )
 
 
 def is_full(error: sqlite3.Error) -> bool:
@@ -157,7 +172,9 @@ class Archive:
         ArchiveError: see connect.
     """
 
-    def __init__(self, path: Path, most_bytes: int = MAX_BYTES, most_rollouts: int = MAX_ROLLOUTS) -> None:
+    def __init__(
+        self, path: Path, most_bytes: int = MAX_BYTES, most_rollouts: int = MAX_ROLLOUTS
+    ) -> None:
         self.path, self.most_bytes, self.most_rollouts = path, most_bytes, most_rollouts
         self.text = TextOfTokens()
         """Of the model's tokens."""
@@ -166,7 +183,9 @@ class Archive:
         try:
             run("PRAGMA journal_mode = WAL")
             run("PRAGMA synchronous = NORMAL")
-            run("PRAGMA secure_delete = OFF")  # to write zeros over old groups would need space on a full disk
+            run(
+                "PRAGMA secure_delete = OFF"
+            )  # to write zeros over old groups would need space on a full disk
             run("PRAGMA temp_store = MEMORY")
             run("PRAGMA journal_size_limit = 16777216")
             if run("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
@@ -181,8 +200,12 @@ class Archive:
     def _look(self) -> None:
         """See what is in the file."""
         run = self._connection.execute
-        self._environments: dict[str, int] = dict(run("SELECT name, id FROM environments").fetchall())
-        self._bytes, self._rollouts = run("SELECT coalesce(sum(n_bytes), 0), coalesce(sum(size), 0) FROM groups").fetchone()
+        self._environments: dict[str, int] = dict(
+            run("SELECT name, id FROM environments").fetchall()
+        )
+        self._bytes, self._rollouts = run(
+            "SELECT coalesce(sum(n_bytes), 0), coalesce(sum(size), 0) FROM groups"
+        ).fetchone()
         (newest,) = run("SELECT coalesce(max(id), 0) FROM rollouts").fetchone()
         self._next = newest + 1
 
@@ -226,7 +249,9 @@ class Archive:
         numbers = measured(group, places)
         if not numbers:
             raise ValueError("a group has scores")
-        texts = [searched_text(group, index, self.text, places[index]) for index in range(len(numbers))]
+        texts = [
+            searched_text(group, index, self.text, places[index]) for index in range(len(numbers))
+        ]
         body = zlib.compress(posted.body, 1)
         environment, first = self._environment(posted.environment), self._next
         n_bytes = len(body) + sum(len(whole) + len(preview(whole)) + _ROW_BYTES for whole in texts)
@@ -240,9 +265,12 @@ class Archive:
              one.finish_reason[:64], preview(texts[index]))
             for index, one in enumerate(numbers)
         ]  # fmt: skip
-        self._connection.executemany("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, ?)", rows)
         self._connection.executemany(
-            "INSERT INTO texts VALUES (?, ?)", [(first + index, text) for index, text in enumerate(texts) if text]
+            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, ?)", rows
+        )
+        self._connection.executemany(
+            "INSERT INTO texts VALUES (?, ?)",
+            [(first + index, text) for index, text in enumerate(texts) if text],
         )
         self._next += len(numbers)
         self._bytes += n_bytes
@@ -254,19 +282,30 @@ class Archive:
         if known is None and len(self._environments) >= MAX_ENVIRONMENTS and name != OTHERS:
             return self._environment(OTHERS)
         if known is None:
-            self._connection.execute("INSERT OR IGNORE INTO environments (name) VALUES (?)", (name,))
-            (known,) = self._connection.execute("SELECT id FROM environments WHERE name = ?", (name,)).fetchone()
+            self._connection.execute(
+                "INSERT OR IGNORE INTO environments (name) VALUES (?)", (name,)
+            )
+            (known,) = self._connection.execute(
+                "SELECT id FROM environments WHERE name = ?", (name,)
+            ).fetchone()
             self._environments[name] = known
         return int(known)
 
     def group_of(self, seq: int) -> int | None:
         """The id of the newest group to which the service gave this number; None if it is not kept."""
-        row = self._connection.execute("SELECT id FROM groups WHERE seq = ? ORDER BY id DESC LIMIT 1", (seq,)).fetchone()
+        row = self._connection.execute(
+            "SELECT id FROM groups WHERE seq = ? ORDER BY id DESC LIMIT 1", (seq,)
+        ).fetchone()
         return None if row is None else int(row[0])
 
     def add_trained(self, group: int, told: Iterable[tuple[int, TrainedTokens]]) -> None:
-        """Keep what the trainer computed for rollouts of a group, by their place in it. What was kept before is replaced."""
-        first, size, body = self._connection.execute("SELECT first, size, body FROM groups WHERE id = ?", (group,)).fetchone()
+        """Keep what the trainer computed for rollouts of a group, by their place in it.
+
+        What was kept before is replaced.
+        """
+        first, size, body = self._connection.execute(
+            "SELECT first, size, body FROM groups WHERE id = ?", (group,)
+        ).fetchone()
         content = orjson.loads(zlib.decompress(body))
         masks = told_of_each(content, "masks")
         for place, trained in told:
@@ -274,7 +313,10 @@ class Archive:
                 continue
             logprobs, places = logprobs_of(content, place), sampled_places(masks[place])
             apart = drift(logprobs[places], trained) if len(logprobs) else None
-            columns = [row.astype("<f4").tobytes() for row in (trained.logprobs, trained.entropies, trained.advantages)]
+            columns = [
+                row.astype("<f4").tobytes()
+                for row in (trained.logprobs, trained.entropies, trained.advantages)
+            ]
             before = self._trained_bytes(first + place)
             self._connection.execute(
                 "INSERT OR REPLACE INTO trained VALUES (?, ?, ?, ?, ?, ?)",
@@ -285,12 +327,15 @@ class Archive:
                 (apart, trained.weight_version, first + place),
             )
             grown = sum(map(len, columns)) - before
-            self._connection.execute("UPDATE groups SET n_bytes = n_bytes + ? WHERE id = ?", (grown, group))
+            self._connection.execute(
+                "UPDATE groups SET n_bytes = n_bytes + ? WHERE id = ?", (grown, group)
+            )
             self._bytes += grown
 
     def _trained_bytes(self, rollout: int) -> int:
         row = self._connection.execute(
-            "SELECT length(logprobs) + length(entropies) + length(advantages) FROM trained WHERE id = ?", (rollout,)
+            "SELECT length(logprobs) + length(entropies) + length(advantages) FROM trained WHERE id = ?",
+            (rollout,),
         ).fetchone()
         return 0 if row is None else int(row[0])
 

@@ -1,4 +1,6 @@
-"""Reads an archive: lists in every order, a page of which costs the same however many rollouts there are; and whole groups."""
+"""Reads an archive: lists in every order, a page of which costs the same however many rollouts
+there are; and whole groups.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ MAX_QUERY_LENGTH = 400
 SEARCH_SECONDS = 0.6
 """After which a search answers with what it has found, and from where to go on."""
 SEARCHED_AT_ONCE, SCANNED_AT_ONCE = 1000, 5000
-"""Rollouts whose texts are looked at between two looks at the clock: one by one in an order, and as they lie in the file."""
+"""Rollouts whose texts are looked at between two looks at the clock: one by one in an order, and as
+they lie in the file."""
 MAX_CACHED_GROUPS, MAX_CACHED_BYTES = 4, 32 << 20
 T = TypeVar("T")
 
@@ -39,7 +42,8 @@ _KEYS: dict[str, tuple[str, bool]] = {
 }
 """What each order goes by, and whether the largest is first. Among equals the newest is."""
 _COLUMNS = (
-    "id, environment, score, tokens, sampled, mean_logprob, oldest, newest, finish_reason, drift, trained_version, preview"
+    "id, environment, score, tokens, sampled, mean_logprob, oldest, newest, finish_reason, drift, "
+    "trained_version, preview"
 )
 
 
@@ -139,13 +143,22 @@ class RolloutSource:
             try:
                 return work()
             except sqlite3.Error as error:
-                raise ArchiveError(f"the archive of rollouts {self.path} cannot be read: {error}") from None
+                raise ArchiveError(
+                    f"the archive of rollouts {self.path} cannot be read: {error}"
+                ) from None
 
     # ---- lists ----
 
     def environments(self) -> list[str]:
-        """Names of the environments that rollouts are from, in their order of appearance; "" for those that name none."""
-        return self._read(lambda: [name for (name,) in self._connection.execute("SELECT name FROM environments ORDER BY id")])
+        """Names of the environments that rollouts are from, in their order of appearance; "" for
+        those that name none.
+        """
+        return self._read(
+            lambda: [
+                name
+                for (name,) in self._connection.execute("SELECT name FROM environments ORDER BY id")
+            ]
+        )
 
     def total(self) -> int:
         """Return the number of rollouts."""
@@ -174,10 +187,11 @@ class RolloutSource:
         """A page of a list of rollouts.
 
         Args:
-            order: one of ORDERS. Rollouts without a score are in no list of scores, those without the trainer's logprobs in
-                none of drift.
+            order: one of ORDERS. Rollouts without a score are in no list of scores, those without
+                the trainer's logprobs in none of drift.
             environment: of this one alone.
-            text: only where this stands, in upper or lower case; a search that takes too long ends early, with `next`.
+            text: only where this stands, in upper or lower case; a search that takes too long ends
+                early, with `next`.
 
         Raises:
             QueryError: there is no such order, or the text is too long.
@@ -186,14 +200,22 @@ class RolloutSource:
         if order not in ORDERS:
             raise QueryError(f"sort {order[:40]!r} is unknown: {', '.join(ORDERS)}")
         if len(text) > MAX_QUERY_LENGTH:
-            raise QueryError(f"text has {len(text)} characters, and {MAX_QUERY_LENGTH} at most are searched for")
-        return self._read(lambda: self._listed(order, environment, text, after, max(1, min(limit, MAX_LISTED))))
+            raise QueryError(
+                f"text has {len(text)} characters, and {MAX_QUERY_LENGTH} at most are searched for"
+            )
+        return self._read(
+            lambda: self._listed(order, environment, text, after, max(1, min(limit, MAX_LISTED)))
+        )
 
-    def _listed(self, order: str, environment: str | None, text: str, after: Position | None, limit: int) -> Listed:
+    def _listed(
+        self, order: str, environment: str | None, text: str, after: Position | None, limit: int
+    ) -> Listed:
         names = dict(self._connection.execute("SELECT id, name FROM environments"))
         if text and order == "newest" and environment is None:
             return self._scanned(text, after, limit, names)
-        lines = [number for number, name in names.items() if environment is None or name == environment]
+        lines = [
+            number for number, name in names.items() if environment is None or name == environment
+        ]
         numbers: list[int] = []
         searched, position, deadline = 0, after, time.monotonic() + self._seconds
         while len(numbers) < limit:
@@ -213,7 +235,9 @@ class RolloutSource:
                 break
         return Listed(self._heads(numbers, names), position, searched, self._total())
 
-    def _scanned(self, text: str, after: Position | None, limit: int, names: dict[int, str]) -> Listed:
+    def _scanned(
+        self, text: str, after: Position | None, limit: int, names: dict[int, str]
+    ) -> Listed:
         """The newest rollouts with a text: their texts lie in the file in the order of the list."""
         oldest, newest = self._bounds()
         numbers: list[int] = []
@@ -230,54 +254,80 @@ class RolloutSource:
             if time.monotonic() > deadline:
                 break
         return Listed(
-            self._heads(numbers, names), Position(float(end), end) if end > oldest else None, begin - end, self._total()
+            self._heads(numbers, names),
+            Position(float(end), end) if end > oldest else None,
+            begin - end,
+            self._total(),
         )
 
-    def _page(self, order: str, lines: Iterable[int], after: Position | None, count: int) -> list[Position]:
-        """The next rollouts of some environments in an order: each one's list is read from an index, and they are merged."""
+    def _page(
+        self, order: str, lines: Iterable[int], after: Position | None, count: int
+    ) -> list[Position]:
+        """The next rollouts of some environments in an order: each one's list is read from an
+        index, and they are merged.
+        """
         key, falling = _KEYS[order]
         sign = -1.0 if falling else 1.0
-        some = [(sign * value, -number) for line in lines for value, number in self._page_of(line, key, falling, after, count)]
+        some = [
+            (sign * value, -number)
+            for line in lines
+            for value, number in self._page_of(line, key, falling, after, count)
+        ]
         some.sort()  # of a few lists that are in order: they are merged
         return [Position(float(sign * value), -number) for value, number in some[:count]]
 
-    def _page_of(self, line: int, key: str, falling: bool, after: Position | None, count: int) -> list[tuple[float, int]]:
+    def _page_of(
+        self, line: int, key: str, falling: bool, after: Position | None, count: int
+    ) -> list[tuple[float, int]]:
         run = self._connection.execute
         select = f"SELECT {key}, id FROM rollouts WHERE environment = ? AND {key} IS NOT NULL"
-        order = f"ORDER BY {key} {'DESC' if falling else 'ASC'}, id DESC LIMIT ?" if key != "id" else "ORDER BY id DESC LIMIT ?"
+        order = (
+            f"ORDER BY {key} {'DESC' if falling else 'ASC'}, id DESC LIMIT ?"
+            if key != "id"
+            else "ORDER BY id DESC LIMIT ?"
+        )
         if after is None:
             rows = run(f"{select} {order}", (line, count)).fetchall()
         elif key == "id":
             rows = run(f"{select} AND id < ? {order}", (line, after.id, count)).fetchall()
         else:  # equals of the last one first: an index is read from where they stand
             rows = run(
-                f"{select} AND {key} = ? AND id < ? ORDER BY id DESC LIMIT ?", (line, after.key, after.id, count)
+                f"{select} AND {key} = ? AND id < ? ORDER BY id DESC LIMIT ?",
+                (line, after.key, after.id, count),
             ).fetchall()
             if len(rows) < count:
                 beyond = "<" if falling else ">"
-                rows += run(f"{select} AND {key} {beyond} ? {order}", (line, after.key, count - len(rows))).fetchall()
+                rows += run(
+                    f"{select} AND {key} {beyond} ? {order}", (line, after.key, count - len(rows))
+                ).fetchall()
         return rows
 
     def _matching(self, ids: list[int], text: str) -> set[int]:
         places = ", ".join("?" * len(ids))
         rows = self._connection.execute(
-            f"SELECT id FROM texts WHERE id IN ({places}) AND text LIKE ? ESCAPE '\\'", [*ids, _pattern(text)]
+            f"SELECT id FROM texts WHERE id IN ({places}) AND text LIKE ? ESCAPE '\\'",
+            [*ids, _pattern(text)],
         )
         return {number for (number,) in rows}
 
     def _heads(self, ids: list[int], names: dict[int, str]) -> list[dict[str, Any]]:
         heads = []
         for number in ids:
-            row = self._connection.execute(f"SELECT {_COLUMNS} FROM rollouts WHERE id = ?", (number,)).fetchone()
+            row = self._connection.execute(
+                f"SELECT {_COLUMNS} FROM rollouts WHERE id = ?", (number,)
+            ).fetchone()
             group = self._connection.execute(
-                "SELECT id, first, time FROM groups WHERE first <= ? ORDER BY first DESC LIMIT 1", (number,)
+                "SELECT id, first, time FROM groups WHERE first <= ? ORDER BY first DESC LIMIT 1",
+                (number,),
             ).fetchone()
             if row is None or group is None:  # it has just gone
                 continue
             heads.append(self._head(row, group, names))
         return heads
 
-    def _head(self, row: tuple[Any, ...], group: tuple[int, int, float], names: dict[int, str]) -> dict[str, Any]:
+    def _head(
+        self, row: tuple[Any, ...], group: tuple[int, int, float], names: dict[int, str]
+    ) -> dict[str, Any]:
         head = dict(zip(_COLUMNS.split(", "), row, strict=True))
         head["environment"] = names.get(head["environment"], "")
         number, first, came = group
@@ -304,10 +354,15 @@ class RolloutSource:
         if row is None:
             low, high = run("SELECT min(id), max(id) FROM groups").fetchone()
             kept = "none is" if low is None else f"groups {low} to {high} are"
-            raise NoSuchError(f"group {number} is not kept: {kept}; the oldest go when there is no room for more")
+            raise NoSuchError(
+                f"group {number} is not kept: {kept}; the oldest go when there is no room for more"
+            )
         seq, came, name, first, size = row
         names = dict(run("SELECT id, name FROM environments"))
-        rows = run(f"SELECT {_COLUMNS} FROM rollouts WHERE id >= ? AND id < ? ORDER BY id", (first, first + size))
+        rows = run(
+            f"SELECT {_COLUMNS} FROM rollouts WHERE id >= ? AND id < ? ORDER BY id",
+            (first, first + size),
+        )
         heads = [self._head(one, (number, first, came), names) for one in rows]
         return KeptGroup(number, seq, came, name, first, heads, self._content(number))
 
@@ -316,12 +371,15 @@ class RolloutSource:
         if known is not None:
             self._at_hand.move_to_end(number)
             return known[1]
-        (body,) = self._connection.execute("SELECT body FROM groups WHERE id = ?", (number,)).fetchone()
+        (body,) = self._connection.execute(
+            "SELECT body FROM groups WHERE id = ?", (number,)
+        ).fetchone()
         raw = zlib.decompress(body)
         content: dict[str, Any] = orjson.loads(raw)
         self._at_hand[number] = (len(raw), content)
         while len(self._at_hand) > 1 and (
-            len(self._at_hand) > MAX_CACHED_GROUPS or sum(size for size, _ in self._at_hand.values()) > MAX_CACHED_BYTES
+            len(self._at_hand) > MAX_CACHED_GROUPS
+            or sum(size for size, _ in self._at_hand.values()) > MAX_CACHED_BYTES
         ):
             self._at_hand.popitem(last=False)
         return content
@@ -331,7 +389,8 @@ class RolloutSource:
 
         def work() -> tuple[int | None, int | None]:
             older, newer = self._connection.execute(
-                "SELECT (SELECT max(id) FROM groups WHERE id < ?), (SELECT min(id) FROM groups WHERE id > ?)", (number, number)
+                "SELECT (SELECT max(id) FROM groups WHERE id < ?), (SELECT min(id) FROM groups WHERE id > ?)",
+                (number, number),
             ).fetchone()
             return older, newer
 
@@ -342,12 +401,15 @@ class RolloutSource:
 
         def work() -> TrainedTokens | None:
             row = self._connection.execute(
-                "SELECT weight_version, trained, logprobs, entropies, advantages FROM trained WHERE id = ?", (rollout,)
+                "SELECT weight_version, trained, logprobs, entropies, advantages FROM trained WHERE id = ?",
+                (rollout,),
             ).fetchone()
             if row is None:
                 return None
             version, count, *columns = row
-            logprobs, entropies, advantages = (np.frombuffer(column, dtype="<f4").astype(np.float32) for column in columns)
+            logprobs, entropies, advantages = (
+                np.frombuffer(column, dtype="<f4").astype(np.float32) for column in columns
+            )
             return TrainedTokens(version, count, logprobs, entropies, advantages)
 
         return self._read(work)
@@ -356,12 +418,18 @@ class RolloutSource:
         """Text of the tokens; if the archive has no tokenizer, their ids."""
 
         def work() -> TextOfTokens:
-            row = self._connection.execute("SELECT length(value) FROM facts WHERE name = 'tokenizer'").fetchone()
+            row = self._connection.execute(
+                "SELECT length(value) FROM facts WHERE name = 'tokenizer'"
+            ).fetchone()
             size = 0 if row is None else row[0]
-            if self._text[0] != size:  # a run goes on with the tokenizer that it began with, or has none at first
+            if (
+                self._text[0] != size
+            ):  # a run goes on with the tokenizer that it began with, or has none at first
                 text = TextOfTokens()
                 if row is not None:
-                    (packed,) = self._connection.execute("SELECT value FROM facts WHERE name = 'tokenizer'").fetchone()
+                    (packed,) = self._connection.execute(
+                        "SELECT value FROM facts WHERE name = 'tokenizer'"
+                    ).fetchone()
                     text = TextOfTokens.of_file(zlib.decompress(packed))
                 self._text = (size, text)
             return self._text[1]
@@ -371,16 +439,24 @@ class RolloutSource:
     # ---- bit for bit ----
 
     def parity(self) -> dict[str, Any] | None:
-        """What was compared bit for bit: `compared` and `mismatched` tokens of the run, and `first`, the first token that
-        differed, with `group`, its group in the archive; None where nothing was compared."""
+        """What was compared bit for bit: `compared` and `mismatched` tokens of the run, and
+        `first`, the first token that differed, with `group`, its group in the archive; None where
+        nothing was compared."""
 
         def work() -> dict[str, Any] | None:
-            facts = dict(self._connection.execute("SELECT name, value FROM facts WHERE name IN ('parity', 'first_mismatch')"))
+            facts = dict(
+                self._connection.execute(
+                    "SELECT name, value FROM facts WHERE name IN ('parity', 'first_mismatch')"
+                )
+            )
             if "parity" not in facts:
                 return None
             first = orjson.loads(facts["first_mismatch"]) if "first_mismatch" in facts else None
             if first is not None:
-                first["batch_group"], first["group"] = first.get("group"), first.pop("archived", None)
+                first["batch_group"], first["group"] = (
+                    first.get("group"),
+                    first.pop("archived", None),
+                )
             return orjson.loads(facts["parity"]) | {"first": first}
 
         rows = self._read(work)

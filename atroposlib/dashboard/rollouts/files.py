@@ -1,4 +1,6 @@
-"""The rollouts of a run, from the archive that its service keeps or from the groups that its environment writes."""
+"""The rollouts of a run, from the archive that its service keeps or from the groups that its
+environment writes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class OpenArchives:
     """The archives that were read last, kept open. Every method is safe to call from any thread.
 
     Args:
-        tokenizer: folder or name of the tokenizer of files of groups; None if their messages are enough.
+        tokenizer: folder or name of the tokenizer of files of groups; None if their messages are
+            enough.
     """
 
     def __init__(self, tokenizer: str | None = None) -> None:
@@ -73,7 +76,9 @@ class OpenArchives:
                 f"no rollouts are kept of {files.name}: the service keeps them in {ARCHIVE} from the first group on, unless "
                 "--keep-rollouts is 0; an environment writes them with --env.data_path_to_save_groups FILE"
             )
-        return self._opened(stamp, lambda: GroupFiles([file for file, _ in stamp], self._tokenizer)).source()
+        return self._opened(
+            stamp, lambda: GroupFiles([file for file, _ in stamp], self._tokenizer)
+        ).source()
 
     def _opened(self, stamp: _Stamp, make: Callable[[], _Opened]) -> _Opened:
         with self._lock:
@@ -109,7 +114,8 @@ class KeptArchive:
 
 
 class GroupFiles:
-    """An archive of files of groups (JSON lines), made of their ends when it is first used, and extended as they grow.
+    """An archive of files of groups (JSON lines), made of their ends when it is first used, and
+    extended as they grow.
 
     Args:
         files: oldest first.
@@ -117,7 +123,9 @@ class GroupFiles:
         max_bytes: of all files, that are read the first time.
     """
 
-    def __init__(self, files: Sequence[Path], tokenizer: str | None = None, max_bytes: int = MAX_BYTES_READ) -> None:
+    def __init__(
+        self, files: Sequence[Path], tokenizer: str | None = None, max_bytes: int = MAX_BYTES_READ
+    ) -> None:
         self._files, self._tokenizer, self._max_bytes = files, tokenizer, max_bytes
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-rollouts-")
@@ -163,7 +171,9 @@ class GroupFiles:
         archive = self._archive = Archive(path)
         self._groups = 0
         share = self._max_bytes // len(self._files)
-        self._followers = [LineFollower(file, last_bytes=share, max_line=MAX_GROUP_BYTES) for file in self._files]
+        self._followers = [
+            LineFollower(file, last_bytes=share, max_line=MAX_GROUP_BYTES) for file in self._files
+        ]
         content = None if self._tokenizer is None else tokenizer_content(self._tokenizer)
         if content is not None:
             archive.begin()
@@ -173,7 +183,9 @@ class GroupFiles:
         return archive
 
     def _add_new(self, archive: Archive, follower: LineFollower) -> bool:
-        """Add the groups that were written since the last call, and return False if the file was rewritten."""
+        """Add the groups that were written since the last call, and return False if the file was
+        rewritten.
+        """
         skipped, too_long, more = 0, follower.too_long, True
         while more:
             new = follower.read_new()
@@ -183,14 +195,19 @@ class GroupFiles:
             if not new.lines and not follower.tail:
                 continue
             archive.begin()
-            skipped += sum(bool(line.strip()) and not self._add(archive, follower, line) for line in new.lines)
-            # A group at the end may lack nothing but the line's end. Otherwise, it is still being written.
+            skipped += sum(
+                bool(line.strip()) and not self._add(archive, follower, line) for line in new.lines
+            )
+            # A group at the end may lack nothing but the line's end. Otherwise, it is still being
+            # written.
             if not more and follower.tail and self._add(archive, follower, follower.tail):
                 follower.take_tail()
             archive.commit()
         skipped += follower.too_long - too_long
         if skipped:
-            logger.warning("%d lines of %s are no groups, and are passed over", skipped, follower.path)
+            logger.warning(
+                "%d lines of %s are no groups, and are passed over", skipped, follower.path
+            )
         return True
 
     def _add(self, archive: Archive, follower: LineFollower, line: bytes) -> bool:

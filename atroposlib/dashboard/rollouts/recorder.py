@@ -1,6 +1,8 @@
-"""Writes the archive while the service runs, in a thread of its own, so that no post and no trainer ever waits for it.
+"""Writes the archive while the service runs, in a thread of its own, so that no post and no trainer
+ever waits for it.
 
-What comes faster than the archive may cost is left out, whole groups at a time, and counted: the service has other work to do.
+What comes faster than the archive may cost is left out, whole groups at a time, and counted: the
+service has other work to do.
 """
 
 from __future__ import annotations
@@ -84,7 +86,10 @@ class Allowance:
         self._left, self._since = float(most), now
 
     def take(self, size: int, now: float) -> bool:
-        """Take so many bytes if they are there. What is larger than the bound may be taken when all is saved up."""
+        """Take so many bytes if they are there.
+
+        What is larger than the bound may be taken when all is saved up.
+        """
         self._left = min(self.most, self._left + (now - self._since) * self.per_second)
         self._since = now
         if self._left < min(size, self.most):
@@ -94,13 +99,16 @@ class Allowance:
 
 
 class RolloutRecorder:
-    """Keeps rollouts as the service gets them, and what the trainer tells of them. It neither waits nor raises.
+    """Keeps rollouts as the service gets them, and what the trainer tells of them. It neither waits
+    nor raises.
 
     Args:
         folder: of the archives, one for each run that is kept there; None keeps nothing.
         most_bytes, most_rollouts: see Archive.
-        tokenizer: folder or name of the sampled model's tokenizer; None for that of the model that the trainer names.
-        told: called with the id of the newest group and the number of groups after each transaction, in the thread.
+        tokenizer: folder or name of the sampled model's tokenizer; None for that of the model that
+            the trainer names.
+        told: called with the id of the newest group and the number of groups after each
+            transaction, in the thread.
         bytes_per_second: of bodies, in the long run.
 
     Attributes:
@@ -119,7 +127,10 @@ class RolloutRecorder:
         self.folder, self._most_bytes, self._most_rollouts = folder, most_bytes, most_rollouts
         self.told = told
         self.recorded = self.left_out = 0
-        self._allowance, self._per_second = Allowance(bytes_per_second, BURST_BYTES, time.monotonic()), bytes_per_second
+        self._allowance, self._per_second = (
+            Allowance(bytes_per_second, BURST_BYTES, time.monotonic()),
+            bytes_per_second,
+        )
         self._closing = threading.Event()
         self._changed = threading.Condition()
         """Guards what follows."""
@@ -162,11 +173,15 @@ class RolloutRecorder:
                     continue
                 self._waiting.append(PostedGroup(seq, now, environment, body))
                 self._waiting_bytes += size
-            if len(self._waiting) > before:  # to wake the thread for nothing costs more than to keep a group
+            if (
+                len(self._waiting) > before
+            ):  # to wake the thread for nothing costs more than to keep a group
                 self._changed.notify_all()
 
     def reported(self, seqs: Sequence[int], report: Any) -> None:
-        """The trainer says what it computed for tokens of a batch of these groups, in the order in which it got them."""
+        """The trainer says what it computed for tokens of a batch of these groups, in the order in
+        which it got them.
+        """
         with self._changed:
             if self._closed or self._reports >= MAX_REPORTS:
                 return
@@ -175,8 +190,8 @@ class RolloutRecorder:
             self._changed.notify_all()
 
     def another_run(self) -> None:
-        """What comes from now on is of another run, and goes into an archive of its own: the lists are of one run. From any
-        thread."""
+        """What comes from now on is of another run, and goes into an archive of its own: the lists
+        are of one run. From any thread."""
         with self._changed:
             if not self._closed:
                 self._waiting.append(_AnotherRun())
@@ -191,7 +206,11 @@ class RolloutRecorder:
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
             if self._thread.is_alive():
-                logger.warning("the archive of rollouts in %s is not written to its end after %g s", self.folder, CLOSE_SECONDS)
+                logger.warning(
+                    "the archive of rollouts in %s is not written to its end after %g s",
+                    self.folder,
+                    CLOSE_SECONDS,
+                )
 
     def stats(self) -> dict[str, int]:
         """Groups kept, and left out, since the service began."""
@@ -213,7 +232,9 @@ class RolloutRecorder:
         except (ArchiveError, OSError) as error:
             logger.warning("rollouts are not kept for the page: %s", error)
         except Exception:
-            logger.exception("rollouts are not kept for the page any more: the archive in %s failed", self.folder)
+            logger.exception(
+                "rollouts are not kept for the page any more: the archive in %s failed", self.folder
+            )
         finally:
             with self._changed:
                 self._closed = True
@@ -246,7 +267,9 @@ class RolloutRecorder:
             self._allowance.per_second = self._per_second * (BUSY_SHARE if busy else 1.0)
 
     def _opened(self) -> Archive:
-        """The archive of the present run, made when something comes: a service that gets nothing leaves nothing behind."""
+        """The archive of the present run, made when something comes: a service that gets nothing
+        leaves nothing behind.
+        """
         assert self.folder is not None
         if self._archive is None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -280,12 +303,17 @@ class RolloutRecorder:
     def _take_tokenizer(self, archive: Archive, model: str | None) -> None:
         content = None if model is None else tokenizer_content(model)
         if content is None:
-            logger.info("no tokenizer of %s is here: the page shows messages, or token ids; --tokenizer names one", model)
+            logger.info(
+                "no tokenizer of %s is here: the page shows messages, or token ids; --tokenizer names one",
+                model,
+            )
             return
         try:
             archive.text = TextOfTokens.of_file(content)
         except Exception as error:  # noqa: BLE001 - whatever another library raises: text is missing, no more
-            logger.warning("the tokenizer of %s cannot be read: %s", model, " ".join(str(error).split()))
+            logger.warning(
+                "the tokenizer of %s cannot be read: %s", model, " ".join(str(error).split())
+            )
             return
         try:
             archive.begin()
@@ -294,7 +322,9 @@ class RolloutRecorder:
         except sqlite3.Error as error:
             archive.roll_back()
             self._loaded = None  # the next groups bring it once more
-            self._say(f"the tokenizer of {model} is not kept for the page: {archive.path}: {error}; is the disk full?")
+            self._say(
+                f"the tokenizer of {model} is not kept for the page: {archive.path}: {error}; is the disk full?"
+            )
 
     def _write(self, archive: Archive, some: Sequence[PostedGroup | _Report]) -> None:
         newest, added = 0, 0
@@ -308,7 +338,9 @@ class RolloutRecorder:
                     newest = archive.add(one)
                     added += 1
                 except (ValueError, TypeError, LookupError, OverflowError) as error:
-                    self._say(f"group {one.seq} is not kept for the page: {type(error).__name__}: {error}")
+                    self._say(
+                        f"group {one.seq} is not kept for the page: {type(error).__name__}: {error}"
+                    )
                     with self._changed:
                         self.left_out += 1
             archive.commit()
@@ -331,7 +363,9 @@ class RolloutRecorder:
                 if group is not None:
                     archive.add_trained(group, [(place, trained)])
         except (ValueError, TypeError, LookupError, OverflowError) as error:
-            self._say(f"what the trainer reports of tokens is passed over: {type(error).__name__}: {error}")
+            self._say(
+                f"what the trainer reports of tokens is passed over: {type(error).__name__}: {error}"
+            )
 
     def _say(self, text: str) -> None:
         now = time.monotonic()

@@ -1,7 +1,8 @@
-"""What is known of one rollout, from its group as it was posted and from what the trainer told of it. Pure.
+"""What is known of one rollout, from its group as it was posted and from what the trainer told of
+it. Pure.
 
-A group is what an environment posted, so whatever was accepted must do: fields that are not what they should be count as not
-there.
+A group is what an environment posted, so whatever was accepted must do: fields that are not what
+they should be count as not there.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Measured:
     Attributes:
         score: the reward; None where that is no number.
         tokens, sampled: how many it has, and how many of them the model sampled.
-        mean_logprob: of the sampled ones under the sampler, in nats; None where nobody sent logprobs.
+        mean_logprob: of the sampled ones under the sampler, in nats; None where nobody sent
+            logprobs.
         oldest, newest: weight versions that sampled it; None where nobody said.
         finish_reason: why its sampling ended; empty where nobody said.
     """
@@ -69,7 +71,10 @@ def sequences_of(group: Mapping[str, Any]) -> int:
 
 
 def told_of_each(group: Mapping[str, Any], name: str) -> list[Any]:
-    """An entry for each rollout, None where nothing is said. What is no list of as many is the environment's own."""
+    """An entry for each rollout, None where nothing is said.
+
+    What is no list of as many is the environment's own.
+    """
     rows, count = group.get(name), sequences_of(group)
     return rows if isinstance(rows, list) and len(rows) == count else [None] * count
 
@@ -96,7 +101,9 @@ def measured(group: Mapping[str, Any], places: Sequence[npt.NDArray[np.int64]]) 
         known_versions = versions[versions != UNKNOWN_VERSION]
         found.append(
             Measured(
-                score=float(score) if isinstance(score, int | float) and math.isfinite(score) else None,
+                score=float(score)
+                if isinstance(score, int | float) and math.isfinite(score)
+                else None,
                 tokens=len(tokens[index] or []),
                 sampled=len(sampled),
                 mean_logprob=float(known.mean(dtype=np.float64)) if len(known) else None,
@@ -125,16 +132,23 @@ def logprobs_of(group: Mapping[str, Any], index: int) -> Floats:
 
 
 def versions_of(group: Mapping[str, Any], index: int, sampled: int) -> npt.NDArray[np.int64]:
-    """[sampled] int64: the weight version that each sampled token is of, UNKNOWN_VERSION where nobody said."""
+    """[sampled] int64: the weight version that each sampled token is of, UNKNOWN_VERSION where
+    nobody said.
+    """
     spans = told_of_each(group, "weight_version_spans")[index]
     if isinstance(spans, list) and spans and sum(count for _, count in spans) == sampled:
-        return np.repeat([version for version, _ in spans], [count for _, count in spans]).astype(np.int64)
+        return np.repeat([version for version, _ in spans], [count for _, count in spans]).astype(
+            np.int64
+        )
     version = told_of_each(group, "weight_versions")[index]
-    return np.full(sampled, version if isinstance(version, int) else UNKNOWN_VERSION, dtype=np.int64)
+    return np.full(
+        sampled, version if isinstance(version, int) else UNKNOWN_VERSION, dtype=np.int64
+    )
 
 
 def drift(sampler: Floats, trained: TrainedTokens) -> float | None:
-    """How far sampler and trainer differ on a rollout: the mean of |logprob of the trainer - of the sampler|, in nats a token.
+    """How far sampler and trainer differ on a rollout: the mean of |logprob of the trainer - of the
+    sampler|, in nats a token.
 
     Args:
         sampler: [sampled] float32, NaN where it is not known.
@@ -143,7 +157,9 @@ def drift(sampler: Floats, trained: TrainedTokens) -> float | None:
         None where nothing can be compared.
     """
     ours = trained.logprobs
-    behind = len(sampler) - trained.trained  # the first token of a sequence may be sampled, but never trained
+    behind = (
+        len(sampler) - trained.trained
+    )  # the first token of a sequence may be sampled, but never trained
     if behind not in (0, 1):
         return None
     theirs = sampler[behind : behind + len(ours)]
@@ -153,7 +169,8 @@ def drift(sampler: Floats, trained: TrainedTokens) -> float | None:
 
 
 def read_report(report: Any) -> list[tuple[int, int, TrainedTokens]]:
-    """What a trainer reported: group of the batch, sequence of the group, and what was computed for it.
+    """What a trainer reported: group of the batch, sequence of the group, and what was computed for
+    it.
 
     Raises:
         ValueError: it is no report; says what is wrong.
@@ -169,15 +186,26 @@ def read_report(report: Any) -> list[tuple[int, int, TrainedTokens]]:
             group, sequence, trained = int(row["group"]), int(row["sequence"]), int(row["trained"])
             logprobs, entropies = _floats(row["logprobs"]), _floats(row["entropies"])
             value = row["advantages"]
-            advantages = np.full(len(logprobs), value, dtype=np.float32) if isinstance(value, int | float) else _floats(value)
+            advantages = (
+                np.full(len(logprobs), value, dtype=np.float32)
+                if isinstance(value, int | float)
+                else _floats(value)
+            )
         except (KeyError, TypeError, binascii.Error) as error:
-            raise ValueError(f"a sequence of a report cannot be read: {type(error).__name__}: {error}") from None
-        if not len(logprobs) == len(entropies) == len(advantages) <= trained or min(group, sequence) < 0:
+            raise ValueError(
+                f"a sequence of a report cannot be read: {type(error).__name__}: {error}"
+            ) from None
+        if (
+            not len(logprobs) == len(entropies) == len(advantages) <= trained
+            or min(group, sequence) < 0
+        ):
             raise ValueError(
                 f"sequence {sequence} of group {group}: {len(logprobs)} logprobs, {len(entropies)} entropies and "
                 f"{len(advantages)} advantages of {trained} trained tokens"
             )
-        sequences.append((group, sequence, TrainedTokens(version, trained, logprobs, entropies, advantages)))
+        sequences.append(
+            (group, sequence, TrainedTokens(version, trained, logprobs, entropies, advantages))
+        )
     return sequences
 
 
@@ -189,8 +217,9 @@ def _floats(text: str) -> Floats:
 
 
 def parity_of(report: Any) -> dict[str, Any] | None:
-    """What a report says of the comparison bit for bit: weight_version, compared, mismatched, compared_in_all,
-    mismatched_in_all and `first`; None where it says nothing, or nothing that can be read."""
+    """What a report says of the comparison bit for bit: weight_version, compared, mismatched,
+    compared_in_all, mismatched_in_all and `first`; None where it says nothing, or nothing that can
+    be read."""
     parity = report.get("parity") if isinstance(report, Mapping) else None
     if not isinstance(parity, Mapping):
         return None
@@ -198,10 +227,14 @@ def parity_of(report: Any) -> dict[str, Any] | None:
     if not all(isinstance(parity.get(name), int) for name in names):
         return None
     first = parity.get("first")
-    return {name: parity[name] for name in names} | {"first": dict(first) if isinstance(first, Mapping) else None}
+    return {name: parity[name] for name in names} | {
+        "first": dict(first) if isinstance(first, Mapping) else None
+    }
 
 
-def of_each_token(length: int, places: Sequence[int] | npt.NDArray[np.int64], values: Floats) -> Floats:
+def of_each_token(
+    length: int, places: Sequence[int] | npt.NDArray[np.int64], values: Floats
+) -> Floats:
     """[length] float32: the values at these places, NaN elsewhere."""
     row = np.full(length, math.nan, dtype=np.float32)
     row[np.asarray(places, dtype=np.int64)[: len(values)]] = values

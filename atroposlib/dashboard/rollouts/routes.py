@@ -12,7 +12,14 @@ from starlette.routing import Route
 
 from atroposlib.dashboard.page import RunPage
 from atroposlib.dashboard.rollouts.archive import ArchiveError
-from atroposlib.dashboard.rollouts.archive_reader import ORDERS, KeptGroup, NoSuchError, Position, QueryError, RolloutSource
+from atroposlib.dashboard.rollouts.archive_reader import (
+    ORDERS,
+    KeptGroup,
+    NoSuchError,
+    Position,
+    QueryError,
+    RolloutSource,
+)
 from atroposlib.dashboard.rollouts.rollout_stats import told_of_each
 from atroposlib.dashboard.rollouts.transcript import described, transcript
 from atroposlib.dashboard.run_folders.catalogue import LIVE, UnknownRunError
@@ -43,7 +50,12 @@ def rollout_routes(page: RunPage) -> list[Route]:
         return page.render(request.scope, "rollouts.html")
 
     async def group(request: Request) -> Response:
-        return page.render(request.scope, "rollout.html", page_name="rollouts", group=number_in_path(request, "group"))
+        return page.render(
+            request.scope,
+            "rollout.html",
+            page_name="rollouts",
+            group=number_in_path(request, "group"),
+        )
 
     return [
         Route(f"{PREFIX}/rollouts", lists, methods=["GET"]),
@@ -54,7 +66,9 @@ def rollout_routes(page: RunPage) -> list[Route]:
     ]
 
 
-def refusing(page: RunPage, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def refusing(
+    page: RunPage, answer: Callable[[Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
     """The same, with a clear answer where it cannot be given."""
 
     @wraps(answer)
@@ -92,7 +106,9 @@ def list_json(request: Request, source: RolloutSource) -> dict[str, Any]:
 
 
 def group_json(request: Request, source: RolloutSource) -> dict[str, Any]:
-    """GET /ui/api/rollouts/GROUP: the numbers of its rollouts, side by side, and the groups before and after it."""
+    """GET /ui/api/rollouts/GROUP: the numbers of its rollouts, side by side, and the groups before
+    and after it.
+    """
     kept = source.group(number_in_path(request, "group"))
     older, newer = source.beside(kept.id)
     return {
@@ -108,19 +124,30 @@ def group_json(request: Request, source: RolloutSource) -> dict[str, Any]:
 
 def with_sampling(kept: KeptGroup, index: int) -> dict[str, Any]:
     """A rollout's numbers, and how it was sampled."""
-    return kept.heads[index] | {"sampling": described(told_of_each(kept.content, "sampling_params")[index])}
+    return kept.heads[index] | {
+        "sampling": described(told_of_each(kept.content, "sampling_params")[index])
+    }
 
 
 def rollout_json(request: Request, source: RolloutSource) -> dict[str, Any]:
     """GET /ui/api/rollouts/GROUP/ROLLOUT?begin=&count=: so many tokens of one; see transcript."""
     kept, index = source.group(number_in_path(request, "group")), number_in_path(request, "rollout")
     if index >= len(kept.heads):
-        raise NoSuchError(f"group {kept.id} has {len(kept.heads)} rollouts, and so no rollout {index}")
+        raise NoSuchError(
+            f"group {kept.id} has {len(kept.heads)} rollouts, and so no rollout {index}"
+        )
     query = request.query_params
-    begin, count = number_of(query.get("begin", "0"), "begin"), number_of(query.get("count", "2000"), "count")
+    begin, count = (
+        number_of(query.get("begin", "0"), "begin"),
+        number_of(query.get("count", "2000"), "count"),
+    )
     trained = source.trained(kept.first + index)
     shown = transcript(kept.content, index, source.text(), trained, begin, min(count, MAX_TOKENS))
-    return shown | {"group": kept.id, "rollout": index, "trained_version": None if trained is None else trained.weight_version}
+    return shown | {
+        "group": kept.id,
+        "rollout": index,
+        "trained_version": None if trained is None else trained.weight_version,
+    }
 
 
 def number_in_path(request: Request, name: str) -> int:
@@ -132,7 +159,9 @@ def number_in_path(request: Request, name: str) -> int:
     try:
         return number_of(request.path_params[name], name)
     except QueryError as error:
-        raise NoSuchError(f"{error}, or has more than 18 digits: no {name} has this number") from None
+        raise NoSuchError(
+            f"{error}, or has more than 18 digits: no {name} has this number"
+        ) from None
 
 
 def number_of(text: str, name: str) -> int:

@@ -1,6 +1,8 @@
-"""Text of tokens, without what an inference client's tokenizer brings along: the service has no room for it.
+"""Text of tokens, without what an inference client's tokenizer brings along: the service has no
+room for it.
 
-A tokenizer is read from its `tokenizer.json` alone; a model that has none, or none here, shows messages and token ids.
+A tokenizer is read from its `tokenizer.json` alone; a model that has none, or none here, shows
+messages and token ids.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ logger = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_PROMPT, MAX_BEGINNING, MAX_END = 4096, 8192, 4096
-"""Characters of a rollout that the search looks at: the end of its prompt, the beginning and the end of what was sampled."""
+"""Characters of a rollout that the search looks at: the end of its prompt, the beginning and the
+end of what was sampled."""
 PREVIEW_CHARACTERS = 200
 REPLACEMENT = "\ufffd"
 MAX_TOKENS_OF_PIECE = 16
@@ -48,8 +51,8 @@ class _Tokenizer:
 
 
 def _without_merges(content: bytes) -> bytes:
-    """A tokenizer of byte pairs without its merges, which only making tokens of text needs: it is read in half of the time, and
-    half as large in memory."""
+    """A tokenizer of byte pairs without its merges, which only making tokens of text needs: it is
+    read in half of the time, and half as large in memory."""
     try:
         tokenizer = orjson.loads(content)
         model = tokenizer["model"]
@@ -66,7 +69,9 @@ _reading = threading.Lock()
 
 
 def _read(content: bytes) -> _Tokenizer:
-    """The tokenizer, read once however many archives have it: one of 150,000 tokens takes a second and many MiB."""
+    """The tokenizer, read once however many archives have it: one of 150,000 tokens takes a second
+    and many MiB.
+    """
     digest = hashlib.sha256(content).digest()
     with _reading:
         tokenizer = _in_use.get(digest)
@@ -79,12 +84,15 @@ class TextOfTokens:
     """Decodes tokens, each distinct piece once.
 
     Args:
-        decode: text of token ids, special ones included; None where there is no tokenizer, and a token's text is its id.
+        decode: text of token ids, special ones included; None where there is no tokenizer, and a
+            token's text is its id.
         name: of a token in the vocabulary; None for one that is not there.
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str] | None = None, name: Callable[[int], str | None] | None = None
+        self,
+        decode: Callable[[list[int]], str] | None = None,
+        name: Callable[[int], str | None] | None = None,
     ) -> None:
         self._decode, self._name = decode, name
         self._known: dict[tuple[int, ...], str] = {}
@@ -93,7 +101,10 @@ class TextOfTokens:
     def of_file(cls, content: bytes) -> TextOfTokens:
         """By what a tokenizer.json holds. Raises whatever the library raises where that is none."""
         read = _read(content)
-        return cls(lambda tokens: str(read.tokenizer.decode(tokens, skip_special_tokens=False)), read.tokenizer.id_to_token)
+        return cls(
+            lambda tokens: str(read.tokenizer.decode(tokens, skip_special_tokens=False)),
+            read.tokenizer.id_to_token,
+        )
 
     @property
     def known(self) -> bool:
@@ -113,13 +124,24 @@ class TextOfTokens:
         if self._decode is None:
             return f"{tokens[0]} "
         text = self.whole(tokens)
-        # Some decoders take the space off the first token of a text, which a piece in the middle is not.
+        # Some decoders take the space off the first token of a text, which a piece in the middle is
+        # not.
         alone = tokens[0] if self._name is not None and len(tokens) == 1 else None
-        name = self._name(alone) if self._name is not None and type(alone) is int and 0 <= alone < LARGEST_ID else None
-        return f" {text}" if name and name.startswith(WORD_BEGINS) and not text.startswith(" ") else text
+        name = (
+            self._name(alone)
+            if self._name is not None and type(alone) is int and 0 <= alone < LARGEST_ID
+            else None
+        )
+        return (
+            f" {text}"
+            if name and name.startswith(WORD_BEGINS) and not text.startswith(" ")
+            else text
+        )
 
     def pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
-        """The text of each token, with 1; of tokens that are a character only together, their text with their number."""
+        """The text of each token, with 1; of tokens that are a character only together, their text
+        with their number.
+        """
         parts, begin = [], 0
         for end in range(1, len(tokens) + 1):
             some = tuple(tokens[begin:end])
@@ -136,7 +158,8 @@ class TextOfTokens:
 
 
 def tokenizer_content(name: str) -> bytes | None:
-    """The tokenizer.json of a local folder, or of a model that was downloaded before; None where there is none to be had.
+    """The tokenizer.json of a local folder, or of a model that was downloaded before; None where
+    there is none to be had.
 
     Nothing is downloaded: whoever sampled has the model.
     """
@@ -161,8 +184,11 @@ def tokenizer_content(name: str) -> bytes | None:
         return None
 
 
-def searched_text(group: Mapping[str, Any], index: int, text: TextOfTokens, places: npt.NDArray[np.int64]) -> str:
-    """What is sampled of a rollout, then the end of what it was given: what the search looks at; empty where there is no text.
+def searched_text(
+    group: Mapping[str, Any], index: int, text: TextOfTokens, places: npt.NDArray[np.int64]
+) -> str:
+    """What is sampled of a rollout, then the end of what it was given: what the search looks at;
+    empty where there is no text.
 
     Of tokens if they can be read, else of messages.
 
@@ -172,12 +198,21 @@ def searched_text(group: Mapping[str, Any], index: int, text: TextOfTokens, plac
     tokens = told_of_each(group, "tokens")[index]
     if text.known and isinstance(tokens, list):
         prompt = tokens[: int(places[0]) if len(places) else len(tokens)]
-        answer = text.whole([tokens[place] for place in places[: 2 * _SEARCHED_TOKENS].tolist()])[:MAX_BEGINNING]
+        answer = text.whole([tokens[place] for place in places[: 2 * _SEARCHED_TOKENS].tolist()])[
+            :MAX_BEGINNING
+        ]
         if len(places) > 2 * _SEARCHED_TOKENS:
-            answer += "\n" + text.whole([tokens[place] for place in places[-_SEARCHED_TOKENS:].tolist()])[-MAX_END:]
+            answer += (
+                "\n"
+                + text.whole([tokens[place] for place in places[-_SEARCHED_TOKENS:].tolist()])[
+                    -MAX_END:
+                ]
+            )
         return f"{answer}\n\n{text.whole(prompt[-_SEARCHED_TOKENS:])[-MAX_PROMPT:]}"
     messages = messages_of(told_of_each(group, "messages")[index])
-    answers = [content for role, content in messages if role == "assistant"] or [content for _, content in messages[-1:]]
+    answers = [content for role, content in messages if role == "assistant"] or [
+        content for _, content in messages[-1:]
+    ]
     others = [content for role, content in messages if role != "assistant"]
     answer = "\n".join(answers)
     if len(answer) > MAX_BEGINNING + MAX_END:
@@ -186,12 +221,20 @@ def searched_text(group: Mapping[str, Any], index: int, text: TextOfTokens, plac
 
 
 def messages_of(entry: Any) -> list[tuple[str, str]]:
-    """Role and text of each message of a rollout, which environments send as text, or as a list of texts or of messages."""
+    """Role and text of each message of a rollout, which environments send as text, or as a list of
+    texts or of messages.
+    """
     messages = []
     for message in entry if isinstance(entry, list) else [entry] if entry else []:
         if isinstance(message, Mapping):
             content = message.get("content")
-            text = content if isinstance(content, str) else "" if content is None else orjson.dumps(content).decode()
+            text = (
+                content
+                if isinstance(content, str)
+                else ""
+                if content is None
+                else orjson.dumps(content).decode()
+            )
             messages.append((str(message.get("role", "")), text))
         else:
             messages.append(("", str(message)))

@@ -1,1 +1,4 @@
-"""Readers of what a run writes into its folder: figures, evaluations, events. They follow files that grow."""
+"""Readers of what a run writes into its folder: figures, evaluations, events.
+
+They follow files that grow.
+"""

@@ -18,7 +18,8 @@ from atroposlib.utils.jsonl import JsonLinesFollower
 LIVE = "live"
 """Names the run of the service that serves the page."""
 MAX_OPEN = 8
-"""Runs in memory; fewer where they are so long that together they would have more than MAX_CELLS figures."""
+"""Runs in memory; fewer where they are so long that together they would have more than MAX_CELLS
+figures."""
 LOOK_SECONDS = 5.0
 """Largest age of the list of runs, in seconds."""
 QUIET_SECONDS = 600.0
@@ -34,11 +35,13 @@ class UnknownRunError(Exception):
 
 
 class RunCatalogue:
-    """Finds runs in folders and opens those that are asked for. Any method may be called from any thread; none is quick.
+    """Finds runs in folders and opens those that are asked for. Any method may be called from any
+    thread; none is quick.
 
     Args:
         roots: folders of runs.
-        live: the files of the service's own run, asked anew each time; None where there is no service.
+        live: the files of the service's own run, asked anew each time; None where there is no
+            service.
         on_change: called with a run and what is new of it, in whichever thread has read it.
     """
 
@@ -94,7 +97,9 @@ class RunCatalogue:
         matching = runs[:1] if not run else [files for files in runs if files.id == run]
         if not matching:
             where = ", ".join(map(str, self.roots)) or "no folder"
-            raise UnknownRunError(f"there is no run {run[:100]!r} in {where}; /ui/history lists those that are there")
+            raise UnknownRunError(
+                f"there is no run {run[:100]!r} in {where}; /ui/history lists those that are there"
+            )
         return matching[0]
 
     def get(self, run: str) -> Run:
@@ -125,19 +130,27 @@ class RunCatalogue:
         return sum(run.cells for run in self._open.values())
 
     def best_rewards(self, seconds: float) -> dict[str, dict[str, Any]]:
-        """The best reward of each run by its id: `reward_best`, `best_step`, and whether all of its rows were read (`is_read`).
+        """The best reward of each run by its id: `reward_best`, `best_step`, and whether all of its
+        rows were read (`is_read`).
 
         Args:
-            seconds: after which no more is read. What is missing then is read when somebody asks again.
+            seconds: after which no more is read. What is missing then is read when somebody asks
+                again.
         """
         until = time.monotonic() + seconds
         runs = self.list_runs()
         with self._reading:
-            self._rewards = {files.metrics: self._rewards.get(files.metrics) or _Rewards(files.metrics) for files in runs}
+            self._rewards = {
+                files.metrics: self._rewards.get(files.metrics) or _Rewards(files.metrics)
+                for files in runs
+            }
             return {files.id: self._rewards[files.metrics].best(until) for files in runs}
 
     def summaries(self) -> list[dict[str, Any]]:
-        """All runs, for the page of the history. A run that has not changed since is not looked at again."""
+        """All runs, for the page of the history.
+
+        A run that has not changed since is not looked at again.
+        """
         listed = []
         before, self._summaries = self._summaries, {}
         for files in self.list_runs():
@@ -156,7 +169,12 @@ class RunCatalogue:
             state = summary["state"]
             if state == "unknown" and (live or known.is_fresh(quiet_seconds(files))):
                 state = "running"
-            identity = {"id": files.id, "name": files.name, "folder": str(files.folder), "live": live}
+            identity = {
+                "id": files.id,
+                "name": files.name,
+                "folder": str(files.folder),
+                "live": live,
+            }
             listed.append({**identity, **summary, "state": state})
         return listed
 
@@ -188,7 +206,10 @@ class _Glance:
 
 
 class _Rewards:
-    """The rewards of one run, of which all rows have to be read once. Not for several threads at a time."""
+    """The rewards of one run, of which all rows have to be read once.
+
+    Not for several threads at a time.
+    """
 
     def __init__(self, metrics: Path) -> None:
         self._file, self._columns = JsonLinesFollower(metrics), Columns()
@@ -209,7 +230,9 @@ class _Rewards:
                 break
             if news.rewritten:
                 self._columns.clear()
-            self._columns.extend([{name: row.get(name) for name in ("step", REWARD)} for row in news.rows])
+            self._columns.extend(
+                [{name: row.get(name) for name in ("step", REWARD)} for row in news.rows]
+            )
             more = news.more
             self._is_read = not more
         value, step = self._columns.peak(REWARD) or (None, None)

@@ -1,6 +1,8 @@
-"""Figures over steps, a column for each name, and what a chart needs of them: as many points as it can show, and no more.
+"""Figures over steps, a column for each name, and what a chart needs of them: as many points as it
+can show, and no more.
 
-Many rows become one point with their mean, their lowest and their highest figure, so that no peak is lost.
+Many rows become one point with their mean, their lowest and their highest figure, so that no peak
+is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from numpy.typing import NDArray
 MAX_COLUMNS = 1000
 """Names that are kept; a row has about 130."""
 MAX_CELLS = 24_000_000
-"""Figures that are kept of a run, 8 bytes each. Beyond, every second row is let go of, and the rest stands for it."""
+"""Figures that are kept of a run, 8 bytes each. Beyond, every second row is let go of, and the rest
+stands for it."""
 MIN_POINTS, MAX_POINTS = 10, 100_000
 
 Floats = NDArray[np.float64]
@@ -41,8 +44,8 @@ class Series:
 
 
 class Columns:
-    """The numbers of rows `{"step": n, name: figure, …}`. Steps ascend: a row of a step that has passed, as a resumed run
-    writes, takes the place of those from there on."""
+    """The numbers of rows `{"step": n, name: figure, …}`. Steps ascend: a row of a step that has
+    passed, as a resumed run writes, takes the place of those from there on."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -102,7 +105,8 @@ class Columns:
         self._grow(self._kept + len(kept))
         begin, end = self._kept, self._kept + len(kept)
         self._step[begin:end] = steps
-        # In the order of the rows, and not of a set, or the names come in another order at each start.
+        # In the order of the rows, and not of a set, or the names come in another order at each
+        # start.
         for name in dict.fromkeys(name for row in kept for name in row):
             values = None if name == "step" else _numbers([row.get(name) for row in kept])
             column = self._column(name) if values is not None else None
@@ -123,9 +127,13 @@ class Columns:
         if rows <= len(self._step):
             return
         room = max(rows, 2 * len(self._step), 256)
-        self._step = np.concatenate([self._step[: self._kept], np.zeros(room - self._kept, np.int64)])
+        self._step = np.concatenate(
+            [self._step[: self._kept], np.zeros(room - self._kept, np.int64)]
+        )
         for name, column in self._columns.items():
-            self._columns[name] = np.concatenate([column[: self._kept], np.full(room - self._kept, math.nan)])
+            self._columns[name] = np.concatenate(
+                [column[: self._kept], np.full(room - self._kept, math.nan)]
+            )
 
     def _cut(self, step: int) -> None:
         """Let go of the rows from a step on."""
@@ -151,9 +159,13 @@ class Columns:
         return float(column[known[-1]]) if len(known) else None
 
     def totals(self, names: Sequence[str]) -> list[float] | None:
-        """The sums of columns, over the rows that have a figure in each of them; None where no row has, or where rows were let
-        go of."""
-        columns = [column[: self._kept] for name in names if (column := self._columns.get(name)) is not None]
+        """The sums of columns, over the rows that have a figure in each of them; None where no row
+        has, or where rows were let go of."""
+        columns = [
+            column[: self._kept]
+            for name in names
+            if (column := self._columns.get(name)) is not None
+        ]
         if self.thinned or len(columns) < len(names):
             return None
         known = np.logical_and.reduce([np.isfinite(column) for column in columns])
@@ -162,20 +174,29 @@ class Columns:
     def peak(self, name: str) -> tuple[float, int] | None:
         """The greatest figure of a column, and the first step that has it; None without one."""
         column = self._columns.get(name)
-        known = np.flatnonzero(np.isfinite(column[: self._kept])) if column is not None else np.empty(0, np.int64)
+        known = (
+            np.flatnonzero(np.isfinite(column[: self._kept]))
+            if column is not None
+            else np.empty(0, np.int64)
+        )
         if column is None or not len(known):
             return None
         at = known[np.argmax(column[known])]
         return float(column[at]), int(self._step[at])
 
     def beside(self, other: Columns) -> dict[str, Floats]:
-        """The columns of somebody else's rows at the steps of these, [rows] float64 each, NaN where it has none of a step."""
+        """The columns of somebody else's rows at the steps of these, [rows] float64 each, NaN where
+        it has none of a step.
+        """
         steps, theirs = self._step[: self._kept], other._step[: other._kept]
         if not len(steps) or not len(theirs):
             return {}
         places = np.minimum(np.searchsorted(theirs, steps), len(theirs) - 1)
         same = theirs[places] == steps
-        return {name: np.where(same, column[places], math.nan) for name, column in other._columns.items()}
+        return {
+            name: np.where(same, column[places], math.nan)
+            for name, column in other._columns.items()
+        }
 
     def series(
         self,
@@ -201,7 +222,8 @@ class Columns:
         columns = {**self._columns, **(more or {})}
         chosen = {name: columns.get(name) for name in names}
         shown = {
-            name: np.full(len(steps), math.nan) if column is None else column[begin:end] for name, column in chosen.items()
+            name: np.full(len(steps), math.nan) if column is None else column[begin:end]
+            for name, column in chosen.items()
         }
         if len(steps) <= points:
             shown = {name: column.copy() for name, column in shown.items()}
@@ -209,7 +231,9 @@ class Columns:
         edges = np.linspace(0, len(steps), points + 1).astype(np.int64)
         starts, ends = edges[:-1], edges[1:] - 1
         buckets = {name: _buckets(column, starts) for name, column in shown.items()}
-        means, lows, highs = ({name: bucket[place] for name, bucket in buckets.items()} for place in range(3))
+        means, lows, highs = (
+            {name: bucket[place] for name, bucket in buckets.items()} for place in range(3)
+        )
         return Series(steps[ends].copy(), False, means, lows, highs)
 
 
@@ -242,7 +266,10 @@ def _number(value: Any) -> float | None:
 
 
 def _buckets(column: Floats, starts: Integers) -> tuple[Floats, Floats, Floats]:
-    """Mean, lowest and highest figure of runs of a column, NaN where a run has none. Infinities count as unknown."""
+    """Mean, lowest and highest figure of runs of a column, NaN where a run has none.
+
+    Infinities count as unknown.
+    """
     known = np.isfinite(column)
     count = np.add.reduceat(known, starts, dtype=np.int64)
     lowest = np.minimum.reduceat(np.where(known, column, math.inf), starts)

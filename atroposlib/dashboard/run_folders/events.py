@@ -82,11 +82,19 @@ def events_of_row(row: Mapping[str, Any]) -> Iterable[Event]:
         yield make_event("skipped_batch", text, step=step, severity="warning", remedy=remedy)
     if skipped := number(row.get("updates_skipped")):
         text = f"{skipped:g} update{'s' * (skipped > 1)} of step {step} could not be taken"
-        yield make_event("skipped_batch", text, step=step, severity="warning", remedy="the trainer's log says why")
+        yield make_event(
+            "skipped_batch",
+            text,
+            step=step,
+            severity="warning",
+            remedy="the trainer's log says why",
+        )
     if mismatched := number(row.get("mismatched_tokens")):
         compared = number(row.get("compared_tokens")) or 0
         text = f"{mismatched:g} of {compared:g} tokens differ between sampler and trainer at step {step}"
-        remedy = "the Weights page shows the first one; docs/determinism.md lists what makes them differ"
+        remedy = (
+            "the Weights page shows the first one; docs/determinism.md lists what makes them differ"
+        )
         yield make_event("mismatch", text, step=step, severity="error", remedy=remedy)
 
 
@@ -95,8 +103,14 @@ def event_of_evaluation(row: Mapping[str, Any]) -> Event | None:
     metrics = row.get("metrics")
     if not isinstance(metrics, dict):
         return None
-    known = {str(name): value for name, metric in metrics.items() if (value := number(metric)) is not None}
-    listed = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in sorted(known.items())[:6])
+    known = {
+        str(name): value
+        for name, metric in metrics.items()
+        if (value := number(metric)) is not None
+    }
+    listed = ", ".join(
+        f"{name.removeprefix('eval/')} {value:.4g}" for name, value in sorted(known.items())[:6]
+    )
     text = f"{str(row.get('name', '?'))[:100]}: {listed or 'no numbers'}"
     version = whole(row.get("weight_version"))
     return make_event("evaluation", text, number(row.get("time")), whole(row.get("step")), version)

@@ -16,7 +16,8 @@ import orjson
 METRICS = re.compile(r"metrics(\.\d+)?\.jsonl")
 """The trainer's rows; an earlier run's in the same folder have a number."""
 OBSERVED = "observed"
-"""Folder of what the rollout service wrote down of a run; beside a store that lies elsewhere, NAME.observed."""
+"""Folder of what the rollout service wrote down of a run; beside a store that lies elsewhere,
+NAME.observed."""
 DEPTH = 3
 """Depth to which folders below a named one are searched."""
 MAX_RUNS = 500
@@ -24,7 +25,17 @@ _MAX_FOLDERS = 20_000
 _MAX_OBJECT = 1 << 22
 MAX_GROUP_BYTES = 64 << 20
 _NO_GROUPS = frozenset({"metrics.jsonl", "evaluations.jsonl", "events.jsonl", "servers.jsonl"})
-_PASSED_OVER = frozenset({"checkpoints", "tensorboard", "wandb", "logs", "node_modules", "__pycache__", "env_checkpoints"})
+_PASSED_OVER = frozenset(
+    {
+        "checkpoints",
+        "tensorboard",
+        "wandb",
+        "logs",
+        "node_modules",
+        "__pycache__",
+        "env_checkpoints",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,8 @@ class RunFiles:
         evaluations: what environments measured; likewise.
         observed: what the rollout service wrote down; None if there is nothing.
         groups: files of rollouts that environments wrote.
-        environment: rows of an environment's own, over every answer that was sampled; None if there are none.
+        environment: rows of an environment's own, over every answer that was sampled; None if there
+            are none.
     """
 
     id: str
@@ -53,7 +65,8 @@ class RunFiles:
 
 
 def find_runs(root: Path) -> list[RunFiles]:
-    """The runs in a folder and in those below it, newest first, at most MAX_RUNS; files of groups that belong to none, too.
+    """The runs in a folder and in those below it, newest first, at most MAX_RUNS; files of groups
+    that belong to none, too.
 
     A folder that cannot be read is passed over, and no link is followed.
 
@@ -71,22 +84,32 @@ def find_runs(root: Path) -> list[RunFiles]:
                 metrics.append(folder / name)
             elif name in ("run.json", "events.jsonl", "rollouts.db") and _is_observed(folder):
                 observed[folder.parent if folder.name == OBSERVED else folder] = folder
-            elif name.endswith(".jsonl") and not _is_observed(folder) and holds_groups(folder / name):
+            elif (
+                name.endswith(".jsonl") and not _is_observed(folder) and holds_groups(folder / name)
+            ):
                 groups.append(folder / name)
     for folder in list(observed.values()):
         if log_dir := told_log_dir(folder):
             observed[log_dir] = folder
     paths = [path for path in metrics if not _is_environments(path)]
-    runs = [_of_metrics(path, root, _observed_beside(path.parent, root, observed)) for path in paths]
+    runs = [
+        _of_metrics(path, root, _observed_beside(path.parent, root, observed)) for path in paths
+    ]
     shown = {run.observed for run in runs}
-    runs += [_of_observed(folder, root) for folder in dict.fromkeys(observed.values()) if folder not in shown]
+    runs += [
+        _of_observed(folder, root)
+        for folder in dict.fromkeys(observed.values())
+        if folder not in shown
+    ]
     shown_groups = {file for run in runs for file in run.groups}
     runs += [_of_groups(file, root) for file in groups if file not in shown_groups]
     return sorted(runs, key=lambda run: -changed(run))[:MAX_RUNS]
 
 
 def holds_groups(path: Path) -> bool:
-    """Return whether the first line of a file is a group: an object with scores, and tokens or messages."""
+    """Return whether the first line of a file is a group: an object with scores, and tokens or
+    messages.
+    """
     try:
         return path.stat().st_size > 0 and _begins_with_group(path, path.stat().st_ino)
     except OSError:
@@ -100,7 +123,11 @@ def _begins_with_group(path: Path, inode: int) -> bool:
             group = orjson.loads(file.readline(MAX_GROUP_BYTES))
         except ValueError:
             return False
-    return isinstance(group, dict) and bool(group.get("scores")) and bool(group.get("tokens") or group.get("messages"))
+    return (
+        isinstance(group, dict)
+        and bool(group.get("scores"))
+        and bool(group.get("tokens") or group.get("messages"))
+    )
 
 
 def groups_of(folder: Path) -> tuple[Path, ...]:
@@ -110,9 +137,15 @@ def groups_of(folder: Path) -> tuple[Path, ...]:
 
 
 def told_log_dir(observed: Path) -> Path | None:
-    """Where the trainer of a run that the service saw writes its figures; None if it did not say, or not to this machine."""
+    """Where the trainer of a run that the service saw writes its figures; None if it did not say,
+    or not to this machine.
+    """
     log_dir = read_object(observed / "run.json").get("log_dir")
-    return Path(log_dir) if isinstance(log_dir, str) and log_dir.startswith("/") and Path(log_dir).is_dir() else None
+    return (
+        Path(log_dir)
+        if isinstance(log_dir, str) and log_dir.startswith("/") and Path(log_dir).is_dir()
+        else None
+    )
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -126,7 +159,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def changed(run: RunFiles) -> float:
     """Unix time of the last change of the run's files; 0 if none is there."""
-    paths = [run.metrics, *run.groups, *([run.observed / "stack.json", run.observed / "run.json"] if run.observed else [])]
+    paths = [
+        run.metrics,
+        *run.groups,
+        *([run.observed / "stack.json", run.observed / "run.json"] if run.observed else []),
+    ]
     return max(modified(path) for path in paths)
 
 
@@ -150,7 +187,11 @@ def _folders(root: Path) -> Iterator[tuple[Path, list[str]]]:
                     looked += 1
                     if entry.is_file(follow_symlinks=False):
                         names.append(entry.name)
-                    elif depth < DEPTH and _may_hold_runs(entry.name) and entry.is_dir(follow_symlinks=False):
+                    elif (
+                        depth < DEPTH
+                        and _may_hold_runs(entry.name)
+                        and entry.is_dir(follow_symlinks=False)
+                    ):
                         waiting.append((folder / entry.name, depth + 1))
         except OSError:  # somebody else's folder, or one that has just been removed
             continue
@@ -194,7 +235,14 @@ def _of_metrics(path: Path, root: Path, observed: Path | None) -> RunFiles:
     if number:
         return RunFiles(_id(path, name), name, folder, path, evaluations)
     return RunFiles(
-        _id(path, name), name, folder, path, evaluations, observed, groups_of(folder), environment=environment_rows(folder)
+        _id(path, name),
+        name,
+        folder,
+        path,
+        evaluations,
+        observed,
+        groups_of(folder),
+        environment=environment_rows(folder),
     )
 
 
@@ -203,13 +251,27 @@ def _of_observed(folder: Path, root: Path) -> RunFiles:
     run = folder.parent if folder.name == OBSERVED else folder
     name = _name(run, root).removesuffix(f".{OBSERVED}")
     figures = told_log_dir(folder) or run
-    return RunFiles(_id(folder, name), name, run, figures / "metrics.jsonl", figures / "evaluations.jsonl", folder)
+    return RunFiles(
+        _id(folder, name),
+        name,
+        run,
+        figures / "metrics.jsonl",
+        figures / "evaluations.jsonl",
+        folder,
+    )
 
 
 def _of_groups(file: Path, root: Path) -> RunFiles:
     """A file of rollouts alone."""
     name = _name(file.with_suffix(""), root)
-    return RunFiles(_id(file, name), name, file.parent, file / "metrics.jsonl", file / "evaluations.jsonl", groups=(file,))
+    return RunFiles(
+        _id(file, name),
+        name,
+        file.parent,
+        file / "metrics.jsonl",
+        file / "evaluations.jsonl",
+        groups=(file,),
+    )
 
 
 def _name(folder: Path, root: Path) -> str:

@@ -1,4 +1,6 @@
-"""Read which processes of a run still exist, from the records that scripts/start.sh keeps in the run's folder."""
+"""Read which processes of a run still exist, from the records that scripts/start.sh keeps in the
+run's folder.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class RunProcess:
     Attributes:
         part: `service`, `environment`, `trainer`, `vllm`, `vllm-2` ….
         port: where it listens; 0 if nowhere.
-        exists: whether it runs on this machine; None if that cannot be known here, as after another boot or on another machine.
+        exists: whether it runs on this machine; None if that cannot be known here, as after another
+            boot or on another machine.
         code: exit status, 128 + n for signal n; None if it was not recorded.
         ended: Unix time of the end; None if it was not recorded.
     """
@@ -41,11 +44,16 @@ class RunProcess:
         """A few words about its end."""
         if self.code is None:
             return "its process is gone"
-        return f"killed by signal {self.code - 128}" if self.code > 128 else f"ended with status {self.code}"
+        return (
+            f"killed by signal {self.code - 128}"
+            if self.code > 128
+            else f"ended with status {self.code}"
+        )
 
 
 def read_processes(folder: Path) -> list[RunProcess]:
-    """Read the records of a run's folder; empty if there are none. A record that cannot be read is left out.
+    """Read the records of a run's folder; empty if there are none. A record that cannot be read is
+    left out.
 
     Args:
         folder: of the run.

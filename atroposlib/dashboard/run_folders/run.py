@@ -1,4 +1,6 @@
-"""One run as the page shows it: its figures, evaluations and events, brought up to date whenever somebody looks."""
+"""One run as the page shows it: its figures, evaluations and events, brought up to date whenever
+somebody looks.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ class Change:
     """What is new since the last look.
 
     Attributes:
-        rows: of the trainer, with what the environment said of their steps; a step that was told before may come again, with
-            that alone.
+        rows: of the trainer, with what the environment said of their steps; a step that was told
+            before may come again, with that alone.
         rewritten: what was read before no longer stands.
         events, evaluations: new ones.
     """
@@ -60,7 +62,12 @@ class Change:
         whole = not self.rewritten and len(self.rows) <= MAX_SENT_ROWS
         messages: list[tuple[str, Any]] = []
         if self.rewritten or self.rows:
-            head = {"run": run_id, "generation": run.generation, "rows": rows, "last_step": last_step}
+            head = {
+                "run": run_id,
+                "generation": run.generation,
+                "rows": rows,
+                "last_step": last_step,
+            }
             messages.append(("rows", head | {"new": self.rows if whole else None}))
         messages += [("evaluation", evaluation) for evaluation in self.evaluations]
         return messages + [("event", event.to_json()) for event in self.events]
@@ -70,7 +77,8 @@ class Change:
 
 
 class Run:
-    """Reads one run's files. Every method may be called from any thread, and waits for the one that reads.
+    """Reads one run's files. Every method may be called from any thread, and waits for the one that
+    reads.
 
     Args:
         files: where they are.
@@ -83,17 +91,22 @@ class Run:
         self._lock = threading.Lock()
         self._metrics = JsonLinesFollower(files.metrics)
         self._evaluations_file = JsonLinesFollower(files.evaluations)
-        self._events_file = JsonLinesFollower(files.observed / "events.jsonl") if files.observed else None
+        self._events_file = (
+            JsonLinesFollower(files.observed / "events.jsonl") if files.observed else None
+        )
         self._environment = JsonLinesFollower(files.environment) if files.environment else None
         self._columns, self._sampled = Columns(), Columns()
-        # Apart from the others: a table of so few columns keeps every row of millions, and a sum wants them all.
+        # Apart from the others: a table of so few columns keeps every row of millions, and a sum
+        # wants them all.
         self._counts = Columns()
         self._sampled_last: dict[str, Any] = {}
         self._beside: OrderedDict[int, dict[str, Any]] = OrderedDict()
         self._untold: set[int] = set()
         self._updates: deque[dict[str, Any]] = deque(maxlen=MAX_UPDATES)
         self._evaluations: OrderedDict[Any, dict[str, Any]] = OrderedDict()
-        self._events: dict[str, OrderedDict[str, Event]] = {name: OrderedDict() for name in ("rows", "evaluations", "file")}
+        self._events: dict[str, OrderedDict[str, Event]] = {
+            name: OrderedDict() for name in ("rows", "evaluations", "file")
+        }
         self._left_out = 0
         self._complained: set[str] = set()
 
@@ -120,7 +133,11 @@ class Run:
             except OSError as error:
                 if str(file.path) not in self._complained:
                     self._complained.add(str(file.path))
-                    logger.warning("the page cannot read %s: %s; let this user read it", file.path, error.strerror or error)
+                    logger.warning(
+                        "the page cannot read %s: %s; let this user read it",
+                        file.path,
+                        error.strerror or error,
+                    )
                 return
             more = news.more
             take(news.rows, news.rewritten, change)
@@ -139,7 +156,9 @@ class Run:
             kept = [update for update in self._updates if (whole(update["step"]) or 0) < first]
             self._updates.clear()
             self._updates.extend(kept)
-            gone = [event.id for event in self._events["rows"].values() if (event.step or 0) >= first]
+            gone = [
+                event.id for event in self._events["rows"].values() if (event.step or 0) >= first
+            ]
             for name in gone:
                 del self._events["rows"][name]
         change.rewritten |= rewritten or cut
@@ -147,14 +166,18 @@ class Run:
         change.rows = [*change.rows, *rows][-MAX_SENT_ROWS - 1 :]
         self._add("rows", [event for row in rows for event in events_of_row(row)], change)
 
-    def _take_environment(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
+    def _take_environment(
+        self, rows: list[dict[str, Any]], rewritten: bool, change: Change
+    ) -> None:
         if rewritten:
             self._sampled.clear()
             self._beside.clear()
             self._untold.clear()
         merged: list[dict[str, Any]] = []
         for row in rows:
-            figures = {f"environment/{name[6:]}": row[name] for name in row if name.startswith("train/")}
+            figures = {
+                f"environment/{name[6:]}": row[name] for name in row if name.startswith("train/")
+            }
             # It writes several rows at one step, and each figure in some of them.
             before = self._sampled_last if self._sampled_last.get("step") == row.get("step") else {}
             self._sampled_last = before | {"step": row.get("step")} | figures
@@ -168,16 +191,25 @@ class Run:
             self._untold.discard(self._beside.popitem(last=False)[0])
 
     def _tell_beside(self, change: Change) -> None:
-        """Add what the environment says of steps to the trainer's rows; of steps that were told before, by itself. Which of the
-        two files is ahead, nobody knows."""
+        """Add what the environment says of steps to the trainer's rows; of steps that were told
+        before, by itself. Which of the two files is ahead, nobody knows."""
         new = [whole(row.get("step")) for row in change.rows]
         last = self._columns.last_step
-        late = [step for step in sorted(self._untold.difference(new)) if last is not None and step <= last]
-        rows = [row | self._beside.get(step or 0, {}) for step, row in zip(new, change.rows, strict=True)]
+        late = [
+            step
+            for step in sorted(self._untold.difference(new))
+            if last is not None and step <= last
+        ]
+        rows = [
+            row | self._beside.get(step or 0, {})
+            for step, row in zip(new, change.rows, strict=True)
+        ]
         change.rows = [*(self._beside[step] for step in late), *rows]
         self._untold.difference_update(new, late)
 
-    def _take_evaluations(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
+    def _take_evaluations(
+        self, rows: list[dict[str, Any]], rewritten: bool, change: Change
+    ) -> None:
         if rewritten:
             self._evaluations.clear()
             self._events["evaluations"].clear()
@@ -186,7 +218,11 @@ class Run:
             metrics = row.get("metrics")
             if not isinstance(metrics, dict):
                 continue
-            numbers = {str(name)[:200]: value for name, metric in metrics.items() if (value := number(metric)) is not None}
+            numbers = {
+                str(name)[:200]: value
+                for name, metric in metrics.items()
+                if (value := number(metric)) is not None
+            }
             evaluation = {
                 "id": whole(row.get("id")), "time": number(row.get("time")), "step": whole(row.get("step")),
                 "name": str(row.get("name", "?"))[:200], "weight_version": whole(row.get("weight_version")),
@@ -196,10 +232,15 @@ class Run:
             change.evaluations = [*change.evaluations, evaluation][-MAX_SENT_ROWS:]
         while len(self._evaluations) > MAX_EVALUATIONS:
             self._evaluations.popitem(last=False)
-        self._add("evaluations", [event for row in rows if (event := event_of_evaluation(row)) is not None], change)
+        self._add(
+            "evaluations",
+            [event for row in rows if (event := event_of_evaluation(row)) is not None],
+            change,
+        )
 
     def _take_events(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
-        # Nothing is taken back if the file was begun anew, because it was full: what happened still did.
+        # Nothing is taken back if the file was begun anew, because it was full: what happened still
+        # did.
         self._add("file", [event for row in rows if (event := read_event(row)) is not None], change)
 
     def _add(self, source: str, events: Sequence[Event], change: Change) -> None:
@@ -227,19 +268,32 @@ class Run:
         with self._lock:
             return self._columns.rows, self._columns.last_step
 
-    def series(self, names: Sequence[str], points: int, first: int | None = None, last: int | None = None) -> Series:
+    def series(
+        self, names: Sequence[str], points: int, first: int | None = None, last: int | None = None
+    ) -> Series:
         """Points of figures; see Columns.series."""
         with self._lock:
-            more = self._columns.beside(self._sampled) if set(names) & set(self._sampled.names) else None
+            more = (
+                self._columns.beside(self._sampled)
+                if set(names) & set(self._sampled.names)
+                else None
+            )
             return self._columns.series(names, points, first, last, more)
 
     def newest(self, names: Sequence[str]) -> dict[str, float | None]:
-        """The last figure of each name that is known, of all rows: a point of a chart may stand for several."""
+        """The last figure of each name that is known, of all rows: a point of a chart may stand for
+        several.
+        """
         with self._lock:
-            return {name: (self._sampled if name in self._sampled.names else self._columns).last(name) for name in names}
+            return {
+                name: (self._sampled if name in self._sampled.names else self._columns).last(name)
+                for name in names
+            }
 
     def counts(self) -> list[float] | None:
-        """COUNTS, added up over all rows; None where none has them, or where they are too many to be kept."""
+        """COUNTS, added up over all rows; None where none has them, or where they are too many to
+        be kept.
+        """
         with self._lock:
             return self._counts.totals(COUNTS)
 
@@ -254,16 +308,20 @@ class Run:
             return list(self._evaluations.values())
 
     def events(self) -> tuple[list[Event], int]:
-        """Return the events in order of time, as far as it is known, and the number of older events left out."""
+        """Return the events in order of time, as far as it is known, and the number of older events
+        left out.
+        """
         with self._lock:
             merged = [event for events in self._events.values() for event in events.values()]
-            merged.sort(key=lambda event: (event.step if event.step is not None else -1, event.time or 0.0))
+            merged.sort(
+                key=lambda event: (event.step if event.step is not None else -1, event.time or 0.0)
+            )
             return merged[-MAX_EVENTS:], self._left_out + max(0, len(merged) - MAX_EVENTS)
 
 
 def update_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row of the trainer says of handing over its weights: `sync`, the trainer's phases, and `server`, the servers', in
-    seconds."""
+    """What a row of the trainer says of handing over its weights: `sync`, the trainer's phases, and
+    `server`, the servers', in seconds."""
     return {
         "step": row.get("step"), "checksum": row.get("checksum"), "weights_sha": row.get("weights_sha"),
         "seconds_sync": row.get("seconds_sync"), "bytes_moved": row.get("bytes_moved"),
@@ -275,7 +333,9 @@ def update_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def glance(files: RunFiles) -> dict[str, Any]:
-    """A run in a line, as GET /ui/api/runs lists it, from the ends of its files: there may be hundreds of runs."""
+    """A run in a line, as GET /ui/api/runs lists it, from the ends of its files: there may be
+    hundreds of runs.
+    """
     rows = [row for row in last_rows(files.metrics) if whole(row.get("step")) is not None]
     rewards = [reward for row in rows if (reward := number(row.get("reward_mean"))) is not None]
     return {

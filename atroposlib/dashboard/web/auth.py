@@ -1,12 +1,14 @@
 """Sign-in of the page, and the checks that every request for it passes.
 
-With a key, the page answers browsers that have signed in and programs that send the key. Without one, it answers this
-machine alone, by a name of its own. Two kinds of requests are refused in both cases: requests with a host name that was
-made to point here (DNS rebinding), and requests that another page sends. A link to the page may be followed.
+With a key, the page answers browsers that have signed in and programs that send the key. Without
+one, it answers this machine alone, by a name of its own. Two kinds of requests are refused in both
+cases: requests with a host name that was made to point here (DNS rebinding), and requests that
+another page sends. A link to the page may be followed.
 
-The sign-in is a cookie with its end and a number, signed with a key that is derived from the API key and a random salt.
-It ends at its time, and it is worthless after the API key or the salt has changed. A file holds the salt and the cookies
-that were signed out, so that both survive a restart. If the file is lost, all sign-ins end.
+The sign-in is a cookie with its end and a number, signed with a key that is derived from the API
+key and a random salt. It ends at its time, and it is worthless after the API key or the salt has
+changed. A file holds the salt and the cookies that were signed out, so that both survive a restart.
+If the file is lost, all sign-ins end.
 """
 
 from __future__ import annotations
@@ -51,11 +53,13 @@ PUBLIC_PATHS = (SIGN_IN, "/ui/static/")
 """Paths that show nothing of a run."""
 SESSION_SECONDS = 12 * 3600.0
 MAX_ENDED = 10_000
-"""Signed-out sessions that are remembered. At this number the service forgets the sessions that would have ended by now.
-If that does not make room, all sign-ins end."""
+"""Signed-out sessions that are remembered. At this number the service forgets the sessions that
+would have ended by now. If that does not make room, all sign-ins end."""
 STATE_FILE = "sessions.json"
 _SALT = re.compile(r"[0-9a-f]{32}")
-_COOKIE = re.compile(r"(?P<signed>1\.(?P<ends>[0-9a-f]{1,12})\.(?P<number>[0-9a-f]{32}))\.(?P<signature>[0-9a-f]{64})")
+_COOKIE = re.compile(
+    r"(?P<signed>1\.(?P<ends>[0-9a-f]{1,12})\.(?P<number>[0-9a-f]{32}))\.(?P<signature>[0-9a-f]{64})"
+)
 CONTENT_SECURITY_POLICY = "; ".join(
     [
         "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data: blob:", "font-src 'self'",
@@ -84,7 +88,9 @@ class Sessions:
         seconds: time for which a sign-in lasts.
     """
 
-    def __init__(self, api_key: str, clock: Callable[[], float], seconds: float = SESSION_SECONDS) -> None:
+    def __init__(
+        self, api_key: str, clock: Callable[[], float], seconds: float = SESSION_SECONDS
+    ) -> None:
         self.seconds, self._clock = seconds, clock
         self._api_key = api_key
         self._path: Path | None = None
@@ -93,8 +99,11 @@ class Sessions:
 
     def _use_salt(self, salt: str) -> None:
         self._salt = salt
-        self._secret = hmac.digest(self._api_key.encode(), b"lockstep: sessions of the page " + salt.encode(), "sha256")
-        # Services on other ports of a host see each other's cookies, so the cookie of each has its own name.
+        self._secret = hmac.digest(
+            self._api_key.encode(), b"lockstep: sessions of the page " + salt.encode(), "sha256"
+        )
+        # Services on other ports of a host see each other's cookies, so the cookie of each has its
+        # own name.
         self.cookie = f"lockstep_ui_{hashlib.sha256(self._secret).hexdigest()[:8]}"
 
     def keep_in(self, path: Path) -> None:
@@ -111,7 +120,9 @@ class Sessions:
         except FileNotFoundError:
             self._save()
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            logger.warning("%s cannot be read (%s): everybody has to sign in to the page again", path, error)
+            logger.warning(
+                "%s cannot be read (%s): everybody has to sign in to the page again", path, error
+            )
             self._save()
         else:
             self._ended = ended
@@ -126,8 +137,12 @@ class Sessions:
             write_whole(self._path, content, mode=0o600)
         except OSError as error:
             reason = cannot_write(self._path, error, len(content))
-            logger.warning("%s; make room there: all sign-ins to the page end when this service restarts", reason)
-            # Without the file the next process has another salt, so that no signed-out cookie is good again.
+            logger.warning(
+                "%s; make room there: all sign-ins to the page end when this service restarts",
+                reason,
+            )
+            # Without the file the next process has another salt, so that no signed-out cookie is
+            # good again.
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
@@ -141,18 +156,23 @@ class Sessions:
         return f"{signed}.{self._signature(signed)}"
 
     def ends(self, cookie: str | None) -> float | None:
-        """Return the Unix time at which the session of this cookie ends; None if it is over, or the cookie is not ours."""
+        """Return the Unix time at which the session of this cookie ends; None if it is over, or the
+        cookie is not ours.
+        """
         session = self._session(cookie)
         return None if session is None else session[1]
 
     def end(self, cookie: str | None) -> None:
-        """Sign out: no copy of the cookie is good any more, not even after a restart of the service."""
+        """Sign out: no copy of the cookie is good any more, not even after a restart of the
+        service.
+        """
         session = self._session(cookie)
         if session is None:
             return
         number, ends = session
         now = self._clock()
-        # Nothing is forgotten earlier: if the clock is ahead, a forgotten cookie would be good again later.
+        # Nothing is forgotten earlier: if the clock is ahead, a forgotten cookie would be good
+        # again later.
         if len(self._ended) >= MAX_ENDED:
             self._ended = {ended: at for ended, at in self._ended.items() if at >= now}
         if len(self._ended) < MAX_ENDED:
@@ -165,10 +185,16 @@ class Sessions:
     def _session(self, cookie: str | None) -> tuple[str, float] | None:
         """Return number and end of a session that has not ended."""
         parts = _COOKIE.fullmatch(cookie or "")
-        if parts is None or not hmac.compare_digest(parts["signature"], self._signature(parts["signed"])):
+        if parts is None or not hmac.compare_digest(
+            parts["signature"], self._signature(parts["signed"])
+        ):
             return None
         ends = float(int(parts["ends"], 16))
-        return (parts["number"], ends) if self._clock() < ends and parts["number"] not in self._ended else None
+        return (
+            (parts["number"], ends)
+            if self._clock() < ends and parts["number"] not in self._ended
+            else None
+        )
 
     def _signature(self, signed: str) -> str:
         return hmac.digest(self._secret, signed.encode(), "sha256").hex()
@@ -189,7 +215,12 @@ class PageAuth:
     attempts: Attempts = field(default_factory=lambda: Attempts(time.monotonic))
 
     @classmethod
-    def of_key(cls, api_key: str | None, hosts: frozenset[str] = frozenset(), seconds: float = SESSION_SECONDS) -> PageAuth:
+    def of_key(
+        cls,
+        api_key: str | None,
+        hosts: frozenset[str] = frozenset(),
+        seconds: float = SESSION_SECONDS,
+    ) -> PageAuth:
         """Return the rules of a service with this key, or without one."""
         return cls(Sessions(api_key, time.time, seconds) if api_key else None, hosts)
 
@@ -204,7 +235,11 @@ class PageAuth:
 
     def cookie(self, headers: Headers) -> str | None:
         """Return the caller's cookie, if it has one."""
-        return None if self.sessions is None else cookie_parser(headers.get("cookie", "")).get(self.sessions.cookie)
+        return (
+            None
+            if self.sessions is None
+            else cookie_parser(headers.get("cookie", "")).get(self.sessions.cookie)
+        )
 
     def refusal(self, scope: Scope, headers: Headers) -> str:
         """Return why this request is refused, signed in or not; empty if it is not."""
@@ -226,32 +261,59 @@ class PageAuth:
 
 
 def forwarded(headers: Headers) -> list[str]:
-    """Return the addresses that sent a request before, as its headers list them: a reason for doubt, never for trust."""
-    listed = [part.strip() for value in headers.getlist("x-forwarded-for") for part in value.split(",")]
+    """Return the addresses that sent a request before, as its headers list them: a reason for
+    doubt, never for trust.
+    """
+    listed = [
+        part.strip() for value in headers.getlist("x-forwarded-for") for part in value.split(",")
+    ]
     return listed + headers.getlist("forwarded")
 
 
 def foreign_page(scope: Scope, headers: Headers) -> str:
-    """Return why a browser may not send this request; empty if it may. A link to a part of the page may be followed."""
+    """Return why a browser may not send this request; empty if it may.
+
+    A link to a part of the page may be followed.
+    """
     method, path = scope["method"], scope["path"]
-    follows_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest", "document") == "document"
+    follows_link = (
+        headers.get("sec-fetch-mode") == "navigate"
+        and headers.get("sec-fetch-dest", "document") == "document"
+    )
     if method in SAFE_METHODS and follows_link and not path.startswith(API):
         return ""
     browser = BrowserHeaders.of(headers)
-    reason = browser.foreign_page() if method in SAFE_METHODS else browser.unproven_change(method, path)
-    return f"{reason}: only this page itself may send it; a proxy must hand on the Host" if reason else ""
+    reason = (
+        browser.foreign_page() if method in SAFE_METHODS else browser.unproven_change(method, path)
+    )
+    return (
+        f"{reason}: only this page itself may send it; a proxy must hand on the Host"
+        if reason
+        else ""
+    )
 
 
 def safe_next(target: str) -> str:
     """Return where the browser goes after the sign-in: a path of this page, never another site."""
     parts = urlsplit(target)
     ours = target == PREFIX or target.startswith((f"{PREFIX}/", f"{PREFIX}?"))
-    fine = ours and not parts.scheme and not parts.netloc and "\\" not in target and target.isprintable()
-    return target if fine and not target.startswith(SIGN_IN) and ".." not in parts.path.split("/") else PREFIX
+    fine = (
+        ours
+        and not parts.scheme
+        and not parts.netloc
+        and "\\" not in target
+        and target.isprintable()
+    )
+    return (
+        target
+        if fine and not target.startswith(SIGN_IN) and ".." not in parts.path.split("/")
+        else PREFIX
+    )
 
 
 class PageAuthMiddleware:
-    """ASGI middleware around the page: access rules, sign-in, and the headers that limit what the browser does.
+    """ASGI middleware around the page: access rules, sign-in, and the headers that limit what the
+    browser does.
 
     Args:
         app: the page.
@@ -284,7 +346,9 @@ class PageAuthMiddleware:
             if answer.started:
                 raise
             logger.exception("the page could not answer %s", scope["path"][:200])
-            failed = self.refuse(scope, 500, "the page has failed here; the log of its service says how")
+            failed = self.refuse(
+                scope, 500, "the page has failed here; the log of its service says how"
+            )
             await failed(scope, receive, answer.send)
 
     def _refusal(self, scope: Scope) -> Response | None:
@@ -297,7 +361,11 @@ class PageAuthMiddleware:
             return self.refuse(scope, 403, reason)
         if is_signed_in:
             prove_connection(scope)
-        return None if is_signed_in or scope["path"].startswith(PUBLIC_PATHS) else self._sign_in_first(scope)
+        return (
+            None
+            if is_signed_in or scope["path"].startswith(PUBLIC_PATHS)
+            else self._sign_in_first(scope)
+        )
 
     def _sign_in_first(self, scope: Scope) -> Response:
         path: str = scope["path"]

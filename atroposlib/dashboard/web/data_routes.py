@@ -1,4 +1,7 @@
-"""GET /ui/api/…: data for the scripts of the page. The page's own threads read files, never the event loop."""
+"""GET /ui/api/…: data for the scripts of the page.
+
+The page's own threads read files, never the event loop.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ logger = logging.getLogger(__name__)
 MAX_NAMES = 200
 """Figures of one request."""
 BEST_SECONDS = 0.5
-"""Time for one answer to read the rewards of all runs. The page repeats the request until all are read."""
+"""Time for one answer to read the rewards of all runs. The page repeats the request until all are
+read."""
 CLOCK_SECONDS = 5.0
 """Difference between the clocks of two machines that is ignored."""
 MAX_VERSIONS = 10_000
@@ -61,7 +65,9 @@ async def about(request: Request) -> Response:
 async def runs(request: Request) -> Response:
     """GET /ui/api/runs: a summary of each run."""
     page = page_of(request)
-    return await page.answer(request, lambda: {"runs": page.runs.summaries(), "current": page.runs.default()})
+    return await page.answer(
+        request, lambda: {"runs": page.runs.summaries(), "current": page.runs.default()}
+    )
 
 
 async def best(request: Request) -> Response:
@@ -84,8 +90,17 @@ async def series(request: Request) -> Response:
 
     def read(run: Run) -> dict[str, Any]:
         rows, last_step = run.extent()
-        state = {"run": run.files.id, "generation": run.generation, "rows": rows, "last_step": last_step}
-        return state | {"newest": run.newest(chosen)} | series_json(run.series(chosen, points, first, last))
+        state = {
+            "run": run.files.id,
+            "generation": run.generation,
+            "rows": rows,
+            "last_step": last_step,
+        }
+        return (
+            state
+            | {"newest": run.newest(chosen)}
+            | series_json(run.series(chosen, points, first, last))
+        )
 
     return await run_json(request, read)
 
@@ -148,7 +163,12 @@ async def stream(request: Request) -> Response:
     def read() -> dict[str, Any]:
         run = page.runs.get(run_id)
         rows, last_step = run.extent()
-        return describe(page) | {"run": run.files.id, "generation": run.generation, "rows": rows, "last_step": last_step}
+        return describe(page) | {
+            "run": run.files.id,
+            "generation": run.generation,
+            "rows": rows,
+            "last_step": last_step,
+        }
 
     hello = await page.in_thread(read)
     try:
@@ -171,7 +191,9 @@ HANDLERS: dict[str, Callable[[Request], Awaitable[Response]]] = {
     "weights": weights,
     "stream": stream,
 }
-DATA_ROUTES = [Route(f"{API}{path}", handler, methods=["GET"]) for path, handler in HANDLERS.items()]
+DATA_ROUTES = [
+    Route(f"{API}{path}", handler, methods=["GET"]) for path, handler in HANDLERS.items()
+]
 
 
 def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
@@ -186,10 +208,15 @@ def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
     if files.observed is None or told is None:
         return {"time": None, "live": False}
     ended = number(read_object(files.observed / "run.json").get("ended"))
-    # A time in the future comes from another clock. If the service's clock is behind, the file's own time is more accurate.
-    times = [at for at in (told, modified(files.observed / "stack.json")) if at <= now + CLOCK_SECONDS]
+    # A time in the future comes from another clock. If the service's clock is behind, the file's
+    # own time is more accurate.
+    times = [
+        at for at in (told, modified(files.observed / "stack.json")) if at <= now + CLOCK_SECONDS
+    ]
     try:
-        signs = signs_of(stack, Known(now, max(times, default=now), ended, read_processes(files.folder)))
+        signs = signs_of(
+            stack, Known(now, max(times, default=now), ended, read_processes(files.folder))
+        )
     except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or damaged
         signs = {}
     return stack | {"live": False, "signs": signs}
@@ -214,7 +241,9 @@ def names_of(request: Request) -> list[str]:
     """Return the figures in the query."""
     names = [name for name in request.query_params.get("names", "").split(",") if name]
     if len(names) > MAX_NAMES:
-        raise HTTPRefusal(400, f"{len(names)} names are more than {MAX_NAMES}: send several requests")
+        raise HTTPRefusal(
+            400, f"{len(names)} names are more than {MAX_NAMES}: send several requests"
+        )
     return list(dict.fromkeys(names))
 
 
@@ -250,7 +279,9 @@ def csv_of(series: Series) -> str:
     text = io.StringIO()
     rows = csv.writer(text)
     # A name that a spreadsheet would take for a formula is made text.
-    rows.writerow(["step", *(f"'{name}" if name[:1] in "=+-@\t\r" else name for name in series.mean)])
+    rows.writerow(
+        ["step", *(f"'{name}" if name[:1] in "=+-@\t\r" else name for name in series.mean)]
+    )
     columns = [column.tolist() for column in series.mean.values()]
     for place, step in enumerate(series.step.tolist()):
         values = [column[place] for column in columns]
@@ -259,12 +290,16 @@ def csv_of(series: Series) -> str:
 
 
 def newest_history(servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the servers with their newest versions, at most MAX_VERSIONS in all: the history of a fleet is long."""
+    """Return the servers with their newest versions, at most MAX_VERSIONS in all: the history of a
+    fleet is long.
+    """
     each = max(20, MAX_VERSIONS // max(1, len(servers)))
     return [server | {"history": server["history"][-each:]} for server in servers]
 
 
-def weights_json(run: Run, servers: list[dict[str, Any]] | None, parity: dict[str, Any] | None) -> dict[str, Any]:
+def weights_json(
+    run: Run, servers: list[dict[str, Any]] | None, parity: dict[str, Any] | None
+) -> dict[str, Any]:
     """Return weight versions, updates and token comparisons of a run.
 
     Args:
@@ -274,14 +309,18 @@ def weights_json(run: Run, servers: list[dict[str, Any]] | None, parity: dict[st
     """
     if servers is None:
         servers = newest_history(past_servers(run))
-    return {"servers": servers, "updates": run.updates(), "deterministic": deterministic_json(run, parity or {})}
+    return {
+        "servers": servers,
+        "updates": run.updates(),
+        "deterministic": deterministic_json(run, parity or {}),
+    }
 
 
 def deterministic_json(run: Run, parity: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of compared and of different tokens, and the first difference.
 
-    They come from the trainer's rows. If the rows hold none, or are too many to add up, they come from the trainer's
-    reports to the service.
+    They come from the trainer's rows. If the rows hold none, or are too many to add up, they come
+    from the trainer's reports to the service.
     """
     counts = run.counts()
     compared, mismatched = counts or (parity.get("compared", 0), parity.get("mismatched", 0))

@@ -21,12 +21,16 @@ TYPES = {
 }  # fmt: skip
 """Types of the files that are served; other files in the folder are not."""
 REVALIDATED = "no-cache"
-"""Modules name each other without a version, so the browser asks for each again. The ETag saves sending it."""
+"""Modules name each other without a version, so the browser asks for each again. The ETag saves
+sending it."""
 
 
 @cache
 def static_files() -> dict[str, Path]:
-    """Return the served files by their address below /ui/static/. A lookup, so that no address leads elsewhere."""
+    """Return the served files by their address below /ui/static/.
+
+    A lookup, so that no address leads elsewhere.
+    """
     files = [path for path in STATIC.rglob("*") if path.is_file() and path.suffix in TYPES]
     return {path.relative_to(STATIC).as_posix(): path for path in files}
 
@@ -51,7 +55,9 @@ async def static(request: Request) -> Response:
     if path is None:
         return page_of(request).refuse(request.scope, 404, "there is no such file")
     headers = {"Cache-Control": REVALIDATED}
-    answer = FileResponse(path, media_type=TYPES[path.suffix], headers=headers, stat_result=path.stat())
+    answer = FileResponse(
+        path, media_type=TYPES[path.suffix], headers=headers, stat_result=path.stat()
+    )
     tag = answer.headers["etag"]
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers | {"ETag": tag})
@@ -60,7 +66,9 @@ async def static(request: Request) -> Response:
 
 def sign_in_form(request: Request, target: str, status: int = 200, error: str = "") -> Response:
     """Return the sign-in page."""
-    return page_of(request).render(request.scope, "sign_in.html", status, error=error, next=target, run="")
+    return page_of(request).render(
+        request.scope, "sign_in.html", status, error=error, next=target, run=""
+    )
 
 
 async def show_sign_in(request: Request) -> Response:
@@ -82,7 +90,9 @@ async def sign_in(request: Request) -> Response:
     wait = attempts.wait(address)
     if wait > 0:
         again = int(wait) + 1
-        answer = sign_in_form(request, target, 429, f"Too many wrong keys were tried. Try again in {again} seconds.")
+        answer = sign_in_form(
+            request, target, 429, f"Too many wrong keys were tried. Try again in {again} seconds."
+        )
         answer.headers["Retry-After"] = str(again)
         return answer
     if not sessions.is_key(form.get("key", [""])[0].strip()):
@@ -92,7 +102,13 @@ async def sign_in(request: Request) -> Response:
     answer = RedirectResponse(target, 303)
     secure = request.scope.get("scheme") == "https"
     answer.set_cookie(
-        sessions.cookie, sessions.begin(), int(sessions.seconds), path=PREFIX, secure=secure, httponly=True, samesite="lax"
+        sessions.cookie,
+        sessions.begin(),
+        int(sessions.seconds),
+        path=PREFIX,
+        secure=secure,
+        httponly=True,
+        samesite="lax",
     )
     return answer
 

@@ -4,8 +4,8 @@ A page whose browser disconnects is forgotten. A page that does not read is clos
 
 * SEND_SECONDS have passed and the connection holds no more bytes,
 * too many messages wait for it (live/hub.py),
-* STREAM_SECONDS have passed. Every page then opens a new stream, because little data fits into the connection's
-  buffers, so that a page which reads nothing is not noticed before.
+* STREAM_SECONDS have passed. Every page then opens a new stream, because little data fits into the
+  connection's buffers, so that a page which reads nothing is not noticed before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ SEND_SECONDS = 20.0
 STREAM_SECONDS = 600.0
 RETRY = b"retry: 2000\n\n"
 HEARTBEAT = b"event: heartbeat\ndata: {}\n\n"
-"""An event, because scripts do not get comments, and a page must notice that its connection still works."""
+"""An event, because scripts do not get comments, and a page must notice that its connection still
+works."""
 
 
 class EventStream(Response):
@@ -38,12 +39,18 @@ class EventStream(Response):
         hub: source of the events.
         run: to show.
         hello: data of the first event.
-        session_ends: returns the Unix time at which the page's sign-in ends, or None if it has ended. It is called again
-            for each message, because a person may sign out on another page.
+        session_ends: returns the Unix time at which the page's sign-in ends, or None if it has
+            ended. It is called again for each message, because a person may sign out on another
+            page.
     """
 
-    def __init__(self, hub: Hub, run: str, hello: dict[str, object], session_ends: Callable[[], float | None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type="text/event-stream")
+    def __init__(
+        self, hub: Hub, run: str, hello: dict[str, object], session_ends: Callable[[], float | None]
+    ) -> None:
+        super().__init__(
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+            media_type="text/event-stream",
+        )
         del self.headers["content-length"]
         self._hub, self._run, self._hello, self._session_ends = hub, run, hello, session_ends
 
@@ -52,7 +59,13 @@ class EventStream(Response):
         with self._hub.subscribed(self._run) as page:
             gone = asyncio.create_task(_gone(receive, page))
             try:
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": self.status_code,
+                        "headers": self.raw_headers,
+                    }
+                )
                 await self._send(send, RETRY + encode("hello", self._hello))
                 await self._tell(page, send)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -69,10 +82,16 @@ class EventStream(Response):
         while True:
             ends = self._session_ends()
             if ends is None:
-                page.end("expired" if began_until is not None and time.time() >= began_until else "signed_out")
+                page.end(
+                    "expired"
+                    if began_until is not None and time.time() >= began_until
+                    else "signed_out"
+                )
             elif time.monotonic() >= renewed:
                 page.end("renew")
-            message = await page.next(min(HEARTBEAT_SECONDS, max(0.05, (ends or 0.0) - time.time())))
+            message = await page.next(
+                min(HEARTBEAT_SECONDS, max(0.05, (ends or 0.0) - time.time()))
+            )
             if page.over == "gone":
                 return
             if message is not None:

@@ -1,1 +1,3 @@
-"""The parts that run an environment: command line, settings, serving, processing, delivery, reports."""
+"""The parts that run an environment: command line, settings, serving, processing, delivery,
+reports.
+"""

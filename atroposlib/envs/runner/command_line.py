@@ -43,7 +43,9 @@ INTERRUPTED = 130
 
 
 def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
-    """Run a command and return the process's exit code: 0 done or stopped by SIGTERM, 1 failed, 2 wrong usage."""
+    """Run a command and return the process's exit code: 0 done or stopped by SIGTERM, 1 failed, 2
+    wrong usage.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     configure_logging()
     try:
@@ -70,13 +72,17 @@ def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
         print(f"error: {line}", file=sys.stderr, flush=True)
         return EnvironmentFailure.exit_code
     except (httpx.HTTPError, openai.APIError, RolloutFailure) as error:
-        # What a server refused, or a rollout that could not be made, is no fault of this program: no traceback.
+        # What a server refused, or a rollout that could not be made, is no fault of this program:
+        # no traceback.
         print(f"error: {' '.join(describe(error).split())}", file=sys.stderr, flush=True)
         return EnvironmentFailure.exit_code
 
 
 def config_class(env_cls: "type[BaseEnv]", command: str) -> type[BaseModel]:
-    """A model of a command's flags. Fields that are given count as flags: over YAML, over `config_init`."""
+    """A model of a command's flags.
+
+    Fields that are given count as flags: over YAML, over `config_init`.
+    """
 
     class Flags(BaseModel):
         model_config = ConfigDict(extra="forbid")
@@ -86,24 +92,36 @@ def config_class(env_cls: "type[BaseEnv]", command: str) -> type[BaseModel]:
             words = [command]
             for name in sorted(self.model_fields_set):
                 value = getattr(self, name)
-                words += [f"--{name}", value if isinstance(value, str) else "None" if value is None else json.dumps(value)]
+                words += [
+                    f"--{name}",
+                    value
+                    if isinstance(value, str)
+                    else "None"
+                    if value is None
+                    else json.dumps(value),
+                ]
             return main(env_cls, words)
 
     default_env, _ = env_cls.config_init()
-    fields: dict[str, Any] = {name: (Any, None) for name in known_flags(type(default_env), more_servers(env_cls))}
+    fields: dict[str, Any] = {
+        name: (Any, None) for name in known_flags(type(default_env), more_servers(env_cls))
+    }
     return create_model(f"Cli{command.capitalize()}Config", __base__=Flags, **fields)
 
 
 def more_servers(env_cls: "type[BaseEnv]") -> dict[str, Any]:
     """Defaults of servers beside the inference servers, by the prefix of their flags.
 
-    Only an environment with a teacher of its own (`TeacherDistillationEnv`) has the attribute that names such a prefix.
+    Only an environment with a teacher of its own (`TeacherDistillationEnv`) has the attribute that
+    names such a prefix.
     """
     prefix = getattr(env_cls, "teacher_namespace", None)
     return {} if prefix is None else {prefix: env_cls.teacher_config_init()}  # type: ignore[attr-defined]
 
 
-def command_defaults(command: str, env_cls: "type[BaseEnv]", default_env: BaseModel) -> dict[str, Any]:
+def command_defaults(
+    command: str, env_cls: "type[BaseEnv]", default_env: BaseModel
+) -> dict[str, Any]:
     """Return a command's changes to the environment's defaults. YAML and flags override them."""
     changes: dict[str, Any] = {}
     if getattr(default_env, "wandb_name", None) is None:
@@ -120,7 +138,10 @@ def command_defaults(command: str, env_cls: "type[BaseEnv]", default_env: BaseMo
 async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> None:
     """Construct the environment and run one command to its end."""
     env = env_cls(
-        config=settings.env, server_configs=settings.servers, slurm=settings.manager.slurm, testing=settings.manager.testing
+        config=settings.env,
+        server_configs=settings.servers,
+        slurm=settings.manager.slurm,
+        testing=settings.manager.testing,
     )
     if settings.more:
         env.take_servers(settings.more)  # type: ignore[attr-defined]  # of the class that more_servers asked
@@ -129,7 +150,8 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
         env.server.proxy_url, env.server.use_proxy = settings.manager.proxy_url, True
     if settings.manager.follow_fleet:
         env.server.follower = FleetFollower(
-            settings.env.rollout_server_url, given_or_variable(settings.env.rollout_server_api_key, SERVICE_KEY)
+            settings.env.rollout_server_url,
+            given_or_variable(settings.env.rollout_server_api_key, SERVICE_KEY),
         )
     if command == "process":
         env.n_groups_to_process = settings.env.total_steps
@@ -151,7 +173,9 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
 def write_evaluate_config(folder: Path, settings: Settings) -> None:
     """Keep with what an evaluation was run, without the keys: a YAML file that `--config` reads."""
     servers = settings.servers
-    shown_servers = [open_settings(one) for one in (servers if isinstance(servers, list) else [servers])]
+    shown_servers = [
+        open_settings(one) for one in (servers if isinstance(servers, list) else [servers])
+    ]
     content = {
         ENV_NAMESPACE: open_settings(settings.env),
         OPENAI_NAMESPACE: shown_servers if isinstance(servers, list) else shown_servers[0],
@@ -166,11 +190,15 @@ def say_where_groups_are(groups_path: str | None, env: "BaseEnv") -> None:
     if groups_path and Path(groups_path).is_file() and Path(groups_path).stat().st_size:
         tokenizer = getattr(env._tokenizer, "name_or_path", "")  # it is not to be loaded for this
         named = f" --tokenizer {tokenizer}" if tokenizer else ""
-        logger.info("wrote the groups to %s; read them with: view-run %s%s", groups_path, groups_path, named)
+        logger.info(
+            "wrote the groups to %s; read them with: view-run %s%s", groups_path, groups_path, named
+        )
 
 
 async def run_until_stopped(work: Awaitable[None]) -> int:
-    """Run to the end, or until SIGTERM or SIGINT, in which case the work is cancelled and may clean up."""
+    """Run to the end, or until SIGTERM or SIGINT, in which case the work is cancelled and may clean
+    up.
+    """
     task = asyncio.ensure_future(work)
     stopped_by: list[signal.Signals] = []
 
@@ -211,7 +239,11 @@ def help_text(env_cls: "type[BaseEnv]", default_env: BaseModel, default_servers:
     if env_cls.__doc__:
         lines += [env_cls.__doc__.strip().splitlines()[0], ""]
     lines += ["commands:", *(f"  {name:<10} {what}" for name, what in COMMANDS.items()), ""]
-    first = default_servers[0] if isinstance(default_servers, list) and default_servers else default_servers
+    first = (
+        default_servers[0]
+        if isinstance(default_servers, list) and default_servers
+        else default_servers
+    )
     server = first if isinstance(first, APIServerConfig) else APIServerConfig()
     sections = (("env.", default_env), ("openai.", server), ("", ServerManagerConfig()))
     for prefix, model in sections:
@@ -221,5 +253,7 @@ def help_text(env_cls: "type[BaseEnv]", default_env: BaseModel, default_servers:
             if info.description:
                 lines.append(f"        {info.description}")
         lines.append("")
-    lines.append("A YAML file holds the same names under `env:` and `openai:`; flags win over the file.")
+    lines.append(
+        "A YAML file holds the same names under `env:` and `openai:`; flags win over the file."
+    )
     return "\n".join(lines)

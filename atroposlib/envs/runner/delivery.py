@@ -12,7 +12,13 @@ from atroposlib.inference.teacher_client import TeacherRefused
 from atroposlib.service_client import RejectedByService
 from atroposlib.type_definitions import Item
 from atroposlib.utils.jsonl import encode, unencodable_fields
-from atroposlib.wire.groups import response_lengths, teaches_nothing, with_plain_numbers, without_empty_fields, wrong_shape
+from atroposlib.wire.groups import (
+    response_lengths,
+    teaches_nothing,
+    with_plain_numbers,
+    without_empty_fields,
+    wrong_shape,
+)
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -29,8 +35,12 @@ class Delivery:
         self.groups_sent = 0
         """Since metrics were logged."""
 
-    async def deliver(self, scored_data: Any, item: Item, post: bool, abort_when_too_long: bool) -> int:
-        """Check groups, keep them in the groups file, and post them; see `BaseEnv.handle_send_to_api`."""
+    async def deliver(
+        self, scored_data: Any, item: Item, post: bool, abort_when_too_long: bool
+    ) -> int:
+        """Check groups, keep them in the groups file, and post them; see
+        `BaseEnv.handle_send_to_api`.
+        """
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
         accepted: list[Any] = []
         refused: TeacherRefused | None = None
@@ -41,7 +51,9 @@ class Delivery:
             if reason := self.reason_to_drop(group, abort_when_too_long):
                 self.env.drops.add(reason)
                 if (position := current_item.get()) is not None:
-                    position.window.mark_without_group(position.number, group.get("weight_versions") or ())
+                    position.window.mark_without_group(
+                        position.number, group.get("weight_versions") or ()
+                    )
                 continue
             try:
                 await self.teaching.teach(group)
@@ -61,11 +73,16 @@ class Delivery:
         if refused is not None and not accepted:
             raise refused
         if accepted and post:
-            await self.env._send_scored_data_to_api(accepted if isinstance(scored_data, list) else accepted[0])
+            await self.env._send_scored_data_to_api(
+                accepted if isinstance(scored_data, list) else accepted[0]
+            )
         return len(accepted)
 
     def _keep(self, group: Any, needed: bool) -> None:
-        """Write a group to the groups file. Unless the file is all that is wanted, the group waits for space on a full disk."""
+        """Write a group to the groups file.
+
+        Unless the file is all that is wanted, the group waits for space on a full disk.
+        """
         assert self.env.jsonl_writer is not None
         if needed:
             self.env.jsonl_writer.write(group)
@@ -80,18 +97,25 @@ class Delivery:
         try:
             encode(group)
         except TypeError:
-            logger.error("a group was dropped: %s", "; ".join(f"{k!r}: {why}" for k, why in unencodable_fields(group).items()))
+            logger.error(
+                "a group was dropped: %s",
+                "; ".join(f"{k!r}: {why}" for k, why in unencodable_fields(group).items()),
+            )
             return "malformed"
-        # One response alone (group_size 1) is always "all equal", yet methods without groups train on it; and where the scores
-        # say nothing a teacher still does.
+        # One response alone (group_size 1) is always "all equal", yet methods without groups train
+        # on it; and where the scores say nothing a teacher still does.
         taught = self.teaching.teacher is not None or group.get("distill_logprobs") is not None
-        must_differ = self.env.config.ensure_scores_are_not_same and len(group["scores"]) > 1 and not taught
+        must_differ = (
+            self.env.config.ensure_scores_are_not_same and len(group["scores"]) > 1 and not taught
+        )
         if must_differ and teaches_nothing(group):
             return "equal_scores"
         longest = max(len(tokens) for tokens in group["tokens"])
         if abort_when_too_long and 0 < self.env.max_token_len <= longest:
             logger.warning(
-                "a group was dropped: a sequence of %d tokens, the trainer takes less than %d", longest, self.env.max_token_len
+                "a group was dropped: a sequence of %d tokens, the trainer takes less than %d",
+                longest,
+                self.env.max_token_len,
             )
             return "too_long"
         return None
@@ -126,6 +150,11 @@ class Delivery:
             if position is not None:
                 position.window.refuse(position.number)
             self.env.drops.add("dropped_by_service", dropped)
-            logger.warning("the rollout service dropped %d of %d group(s): %s", dropped, len(groups), answer.get("reason"))
+            logger.warning(
+                "the rollout service dropped %d of %d group(s): %s",
+                dropped,
+                len(groups),
+                answer.get("reason"),
+            )
         self.env.items_sent_this_step += len(groups) - dropped
         self.groups_sent += len(groups) - dropped

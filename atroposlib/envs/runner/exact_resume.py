@@ -1,10 +1,11 @@
 """Exact resume, the environment's half: which item comes next. Without I/O.
 
-- Items are numbered in the order of `get_next_item`. With weights, seeds and rewards that repeat, item number and weights
-  decide whether an item gives a group.
-- Of all unsettled items from `begin` on, the lowest comes next. No more items are in work than groups are missing.
-- So a batch holds the first items of the stream that give a group. Neither the order in which they finish nor a killed
-  process changes this, and no item behind them is ever begun.
+- Items are numbered in the order of `get_next_item`. With weights, seeds and rewards that repeat,
+  item number and weights decide whether an item gives a group.
+- Of all unsettled items from `begin` on, the lowest comes next. No more items are in work than
+  groups are missing.
+- So a batch holds the first items of the stream that give a group. Neither the order in which they
+  finish nor a killed process changes this, and no item behind them is ever begun.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,16 +36,21 @@ class ResumeWindow:
         """Take over the service's position in the stream of items.
 
         Args:
-            position: `life`, which changes when the trainer starts again at another step; `begin`, the first item
-                that is in no batch yet; `settled`, later items whose groups the service holds; `version`, the
-                version of the trainer's weights.
+            position: `life`, which changes when the trainer starts again at another step; `begin`,
+                the first item that is in no batch yet; `settled`, later items whose groups the
+                service holds; `version`, the version of the trainer's weights.
 
         Returns:
-            True if the window has changed. The caller then stops all items in work, and nothing of them counts: an
-            item without a group under the old weights may give one under the new weights.
+            True if the window has changed. The caller then stops all items in work, and nothing of
+            them counts: an item without a group under the old weights may give one under the new
+            weights.
         """
         changed = (position["life"], position["begin"]) != (self.life, self.first)
-        self.life, self.first, self._settled = position["life"], position["begin"], frozenset(position["settled"])
+        self.life, self.first, self._settled = (
+            position["life"],
+            position["begin"],
+            frozenset(position["settled"]),
+        )
         self.version = position["version"]
         if changed:
             self._done, self._in_work, self._refused = set(), set(), set()
@@ -62,14 +68,18 @@ class ResumeWindow:
         self._in_work.add(number)
 
     def refuse(self, number: int) -> None:
-        """Record that the service dropped the item's group. The item is then not settled when its work ends."""
+        """Record that the service dropped the item's group.
+
+        The item is then not settled when its work ends.
+        """
         self._refused.add(number)
 
     def mark_without_group(self, number: int, versions: Iterable[int]) -> None:
         """Record that an item gives no group, sampled with weights of these versions.
 
-        This settles the item, except if a version is older than the trainer's. A restarted server samples with old
-        weights until it has received the present ones, and without a group the service cannot refuse the item.
+        This settles the item, except if a version is older than the trainer's. A restarted server
+        samples with old weights until it has received the present ones, and without a group the
+        service cannot refuse the item.
         """
         if any(version < self.version for version in versions):
             self.refuse(number)
@@ -78,7 +88,8 @@ class ResumeWindow:
         """Record that an item is no longer in work.
 
         Args:
-            done: True if its group was posted, or if it gives none. False: it will be worked on again.
+            done: True if its group was posted, or if it gives none. False: it will be worked on
+                again.
         """
         self._in_work.discard(number)
         if done and number not in self._refused:

@@ -1,4 +1,7 @@
-"""`process`: roll out a number of items without a trainer and keep the groups. `evaluate`: measure once."""
+"""`process`: roll out a number of items without a trainer and keep the groups.
+
+`evaluate`: measure once.
+"""
 
 import asyncio
 import logging
@@ -33,7 +36,9 @@ async def make_groups(env: "BaseEnv") -> None:
     groups, failed_in_a_row, exhausted = 0, 0, False
     try:
         while groups < groups_to_make and (running or not exhausted):
-            while not exhausted and len(running) < min(env.max_num_workers, groups_to_make - groups):
+            while not exhausted and len(running) < min(
+                env.max_num_workers, groups_to_make - groups
+            ):
                 item = env.backlog.pop() if env.backlog else await env.next_item()
                 if item is None:
                     logger.info("no more items after %d groups", groups)
@@ -47,7 +52,9 @@ async def make_groups(env: "BaseEnv") -> None:
             env.curr_step = groups
             logger.info("%d of %d groups (%s dropped)", groups, groups_to_make, env.drops)
             if 0 < env.config.max_consecutive_failures <= failed_in_a_row:
-                raise EnvironmentFailure(f"the last {failed_in_a_row} items gave no group ({env.drops})")
+                raise EnvironmentFailure(
+                    f"the last {failed_in_a_row} items gave no group ({env.drops})"
+                )
     finally:
         for task in running:
             task.cancel()

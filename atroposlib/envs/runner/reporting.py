@@ -20,7 +20,12 @@ from atroposlib.inference.client import MODEL_NOT_NAMED
 from atroposlib.inference.generation import VersionRecord, current_versions
 from atroposlib.service_client import RejectedByService
 from atroposlib.utils.display import display_metrics_table
-from atroposlib.utils.jsonl import encode_repaired, open_kept_lines, replace_file, unencodable_fields
+from atroposlib.utils.jsonl import (
+    encode_repaired,
+    open_kept_lines,
+    replace_file,
+    unencodable_fields,
+)
 from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.wandb_login import offline_mode
 from atroposlib.utils.whole_files import KeptLines
@@ -87,7 +92,9 @@ class Reports:
             metrics["train/completion_lengths_std"] = float(lengths.std())
             metrics["train/completion_lengths_max"] = float(lengths.max())
             metrics["train/completion_lengths_min"] = float(lengths.min())
-            metrics["train/completion_lengths_p95"] = float((lengths > 0.95 * self.env.max_token_len).mean())
+            metrics["train/completion_lengths_p95"] = float(
+                (lengths > 0.95 * self.env.max_token_len).mean()
+            )
         self.env.completion_lengths = []
         metrics.update(self.env.drops.metrics())
         metrics = self.env.perf_stats(metrics)
@@ -96,11 +103,15 @@ class Reports:
             server_metrics = await server.wandb_metrics(server_metrics, f"server_{index}")
         self._log_line(metrics)
         if self.env.config.metrics_path:
-            self._write_metrics({"time": time.time(), "step": self.env.curr_step} | metrics | server_metrics)
+            self._write_metrics(
+                {"time": time.time(), "step": self.env.curr_step} | metrics | server_metrics
+            )
         if self._wandb is not None:
             metrics = await self.env.create_rollout_table(metrics)
             if self.env.wandb_prepend is not None:
-                metrics = {f"{self.env.wandb_prepend}_{key}": value for key, value in metrics.items()}
+                metrics = {
+                    f"{self.env.wandb_prepend}_{key}": value for key, value in metrics.items()
+                }
             # Servers are shared by environments, so their metrics carry no environment's name.
             self._wandb.log(metrics | server_metrics, step=self.env.curr_step)
         self.env.rollouts_for_wandb = []
@@ -111,11 +122,17 @@ class Reports:
             self._metrics_writer = open_kept_lines(Path(self.env.config.metrics_path or ""))
         wrong = unencodable_fields(row)
         for name, why in wrong.items():
-            logger.warning("metric %r is left out of %s: %s", name, self.env.config.metrics_path, why)
-        self._metrics_writer.write(encode_repaired({name: value for name, value in row.items() if name not in wrong}))
+            logger.warning(
+                "metric %r is left out of %s: %s", name, self.env.config.metrics_path, why
+            )
+        self._metrics_writer.write(
+            encode_repaired({name: value for name, value in row.items() if name not in wrong})
+        )
 
     def _log_line(self, metrics: dict[str, Any]) -> None:
-        """One line with what a person watches: the environment's own metrics first, queue and drops last."""
+        """One line with what a person watches: the environment's own metrics first, queue and drops
+        last.
+        """
         own = {
             key: value
             for key, value in metrics.items()
@@ -161,7 +178,10 @@ class Reports:
         keep = self.env.config.num_rollouts_per_group_for_logging
         count = len(scored_data["tokens"]) if keep < 0 else min(keep, len(scored_data["tokens"]))
         self.env.rollouts_for_wandb.append(
-            [(self.env.tokenizer.decode(scored_data["tokens"][i]), scored_data["scores"][i]) for i in range(count)]
+            [
+                (self.env.tokenizer.decode(scored_data["tokens"][i]), scored_data["scores"][i])
+                for i in range(count)
+            ]
         )
         del self.env.rollouts_for_wandb[: -self.env.config.num_rollouts_to_keep or None]
 
@@ -176,7 +196,10 @@ class Reports:
         return wandb_metrics
 
     async def recorded_evaluation(self) -> Any:
-        """An evaluation that knows which weights it met. A task of its own runs it, for the record stays set."""
+        """An evaluation that knows which weights it met.
+
+        A task of its own runs it, for the record stays set.
+        """
         current_versions.set(VersionRecord(sampled=None))
         return await self.env.evaluate()
 
@@ -194,7 +217,10 @@ class Reports:
         """See `BaseEnv.evaluate_log`."""
         now = time.time()
         start_time, end_time = start_time or now, end_time or now
-        given_name, task_name = task_name, task_name or f"{self.env.name or type(self.env).__name__}_eval"
+        given_name, task_name = (
+            task_name,
+            task_name or f"{self.env.name or type(self.env).__name__}_eval",
+        )
         model_name = model_name or self._model_name()
         if verbose:
             display_metrics_table(task_name, metrics, start_time, end_time)
@@ -202,19 +228,24 @@ class Reports:
             "config_general": {
                 "model_name": model_name,
                 "total_evaluation_time_seconds": str(end_time - start_time),
-                "generation_parameters": {"max_new_tokens": self.env.config.max_token_length} | (generation_parameters or {}),
+                "generation_parameters": {"max_new_tokens": self.env.config.max_token_length}
+                | (generation_parameters or {}),
             },
             "results": {f"atropos|{task_name}|0": metrics, "all": metrics},
         }
         try:
-            self._keep_evaluation(record, {"environment": self.env.name, "model": model_name} | metrics, samples)
+            self._keep_evaluation(
+                record, {"environment": self.env.name, "model": model_name} | metrics, samples
+            )
         except EnvironmentFailure as failure:
             if self.env.env_id is None:  # the files are all that is wanted
                 raise
             logger.error("an evaluation is posted but not kept: %s", failure)
         await self._post_evaluation(given_name or self.label, metrics)
 
-    def _keep_evaluation(self, record: dict[str, Any], metrics: dict[str, Any], samples: list[dict[str, Any]] | None) -> None:
+    def _keep_evaluation(
+        self, record: dict[str, Any], metrics: dict[str, Any], samples: list[dict[str, Any]] | None
+    ) -> None:
         """Write the files that the options name.
 
         Raises:
@@ -230,8 +261,8 @@ class Reports:
             write_json_lines(samples_path(output), samples)
 
     async def _post_evaluation(self, name: str, metrics: Mapping[str, Any]) -> None:
-        """Tell the rollout service what was measured, if the environment is registered there. That it cannot be told is
-        logged, and ends nothing."""
+        """Tell the rollout service what was measured, if the environment is registered there. That
+        it cannot be told is logged, and ends nothing."""
         numbers = numbers_of(metrics)
         if self.env.env_id is None or not numbers or not self.evaluations_taken:
             return
@@ -250,11 +281,17 @@ class Reports:
         except RejectedByService as rejection:
             if rejection.status in NO_SUCH_ROUTE:
                 self.evaluations_taken = False
-                logger.info("the rollout service takes no results of evaluations: they stay in the log and files here")
+                logger.info(
+                    "the rollout service takes no results of evaluations: they stay in the log and files here"
+                )
             else:
-                logger.error("the rollout service refused the result of evaluation %s: %s", name, rejection)
+                logger.error(
+                    "the rollout service refused the result of evaluation %s: %s", name, rejection
+                )
         except EnvironmentFailure as failure:
-            logger.error("the result of evaluation %s is not posted, the rollouts go on: %s", name, failure)
+            logger.error(
+                "the result of evaluation %s is not posted, the rollouts go on: %s", name, failure
+            )
 
     def _model_name(self) -> str | None:
         config = getattr(self.env.server.servers[0], "config", None)
@@ -272,7 +309,10 @@ class Reports:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among metrics that the rollout service takes. The weight version goes in a field of its own."""
+    """The numbers among metrics that the rollout service takes.
+
+    The weight version goes in a field of its own.
+    """
     numbers = {
         str(name).encode("utf-8", errors="backslashreplace").decode(): number
         for name, value in metrics.items()
@@ -305,7 +345,9 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_json_lines(path: Path, rows: list[dict[str, Any]] | None) -> None:
-    """Replace the file's content by these rows, or leave it as it is; nothing is written when there are none."""
+    """Replace the file's content by these rows, or leave it as it is; nothing is written when there
+    are none.
+    """
     if not rows:
         return
     replace_file(path, b"".join(encode_repaired(row) + b"\n" for row in rows))

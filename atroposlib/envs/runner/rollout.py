@@ -33,7 +33,10 @@ _item_number: ContextVar[int] = ContextVar("item_number")
 
 
 class Rollouts:
-    """Works on items. An error on the way is retried, counted and reported; it never becomes a score."""
+    """Works on items.
+
+    An error on the way is retried, counted and reported; it never becomes a score.
+    """
 
     def __init__(self, env: "BaseEnv"):
         self.env = env
@@ -63,7 +66,9 @@ class Rollouts:
             return None
         number = _item_number.get(None)
         if number is None:
-            raise RuntimeError("sampling_seed() is of the item in work: call it in collect_trajectories or what that calls")
+            raise RuntimeError(
+                "sampling_seed() is of the item in work: call it in collect_trajectories or what that calls"
+            )
         what = f"{self.env.config.seed} {number} {request}"
         return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "big")
 
@@ -94,7 +99,9 @@ class Rollouts:
         numbered = _item_number.set(self.begun if position is None else position.number)
         self.begun += 1
         try:
-            groups, backlog = await self.retried("collect_trajectories", lambda: self.env.collect_trajectories(item))
+            groups, backlog = await self.retried(
+                "collect_trajectories", lambda: self.env.collect_trajectories(item)
+            )
             if backlog and position is not None:
                 raise EnvironmentFailure(
                     f"{type(self.env).__name__} gives items for the backlog, which have no place in the order of its items: "
@@ -103,7 +110,9 @@ class Rollouts:
             self.env.backlog.extend(backlog or [])
             if not groups:
                 return None
-            groups = await self.retried("postprocess_histories", lambda: self.env.postprocess_histories(groups))
+            groups = await self.retried(
+                "postprocess_histories", lambda: self.env.postprocess_histories(groups)
+            )
         finally:
             current_versions.reset(token)
             _item_number.reset(numbered)
@@ -112,7 +121,9 @@ class Rollouts:
                 note_sampling(group, record)
         return groups or None
 
-    async def work_on(self, item: Item, collected: Callable[[], None] = lambda: None, send: bool = True) -> tuple[Any, int]:
+    async def work_on(
+        self, item: Item, collected: Callable[[], None] = lambda: None, send: bool = True
+    ) -> tuple[Any, int]:
         """One item from start to end.
 
         Args:
@@ -121,7 +132,8 @@ class Rollouts:
             send: post the groups; otherwise they are checked and kept only, however long they are.
 
         Returns:
-            Its groups as the environment made them (None for none), and how many of them passed the checks.
+            Its groups as the environment made them (None for none), and how many of them passed the
+            checks.
 
         Raises:
             RolloutFailure: it gave nothing. Whatever is wrong with one item ends that item only.
@@ -133,7 +145,11 @@ class Rollouts:
                 collected()
                 if groups is None:
                     return None, 0
-                how = {} if send else {"do_send_to_api": False, "abort_on_any_max_length_exceeded": False}
+                how = (
+                    {}
+                    if send
+                    else {"do_send_to_api": False, "abort_on_any_max_length_exceeded": False}
+                )
                 kept = await self.env.handle_send_to_api(groups, item, **how)
             finally:
                 await self.env.cleanup()
@@ -150,8 +166,8 @@ class Rollouts:
         return groups, kept
 
     async def roll_out_in_time(self, item: Item) -> Any:
-        """`roll_out`, cut off after `worker_timeout` seconds; those in which an inference server or a judge was away do not
-        count.
+        """`roll_out`, cut off after `worker_timeout` seconds; those in which an inference server or
+        a judge was away do not count.
 
         Raises:
             RolloutFailure: it was cut off, or failed by itself.
@@ -162,28 +178,45 @@ class Rollouts:
         work = asyncio.ensure_future(self.roll_out(item))
         started, away = time.monotonic(), self._seconds_away()
         try:
-            while (left := seconds - (time.monotonic() - started) + (self._seconds_away() - away)) > 0:
+            while (
+                left := seconds - (time.monotonic() - started) + (self._seconds_away() - away)
+            ) > 0:
                 done, _ = await asyncio.wait({work}, timeout=max(left, MIN_WAIT))
                 if done:
                     return work.result()
         finally:
             await stopped(work)
-        logger.warning("an item was cut off after %.0f s (--env.worker_timeout): %.200r", time.monotonic() - started, item)
+        logger.warning(
+            "an item was cut off after %.0f s (--env.worker_timeout): %.200r",
+            time.monotonic() - started,
+            item,
+        )
         self.env.drops.add("timeout")
         raise RolloutFailure(f"it took longer than {seconds:g} s (--env.worker_timeout)")
 
     def _seconds_away(self) -> float:
-        """For how long no inference server could be asked, or one of another role that rollouts ask."""
+        """For how long no inference server could be asked, or one of another role that rollouts
+        ask.
+        """
         manager = self.env.server
-        gates = {server.gate for server in [*manager.servers, *manager.beside] if isinstance(server, APIServer)}
+        gates = {
+            server.gate
+            for server in [*manager.servers, *manager.beside]
+            if isinstance(server, APIServer)
+        }
         return sum(gate.seconds_away for gate in gates)
 
 
 def note_sampling(group: Any, record: VersionRecord) -> None:
-    """What the environment itself does not say of how its sequences were sampled. Of their weights: the oldest that its
-    rollout met."""
+    """What the environment itself does not say of how its sequences were sampled. Of their weights:
+    the oldest that its rollout met."""
     rows, masks, oldest = group.get("tokens"), group.get("masks"), record.oldest_weights
-    if rows is not None and masks is not None and len(rows) == len(masks) and record.sampled is not None:
+    if (
+        rows is not None
+        and masks is not None
+        and len(rows) == len(masks)
+        and record.sampled is not None
+    ):
         recorded = record.sampled.fields_of(rows, masks)
         group.update({name: filled(group.get(name), values) for name, values in recorded.items()})
         unknown = any(entry is None for entry in group.get("sampling_params") or [None])
@@ -195,17 +228,23 @@ def note_sampling(group: Any, record: VersionRecord) -> None:
     if group.get("weight_versions") is None:
         group.update(weight_fields([oldest] * count))
     elif group.get("weight_epochs") is None and oldest.epoch:
-        # Versions without epochs, as environments give them that know of none: an older epoch never makes an item younger.
+        # Versions without epochs, as environments give them that know of none: an older epoch never
+        # makes an item younger.
         group["weight_epochs"] = [oldest.epoch] * count
 
 
 def filled(own: Any, told: list[Any]) -> Any:
-    """What an environment says of its sequences, with what else is known of those of which it says nothing."""
+    """What an environment says of its sequences, with what else is known of those of which it says
+    nothing.
+    """
     if own is None:
         return told
     if not isinstance(own, list) or len(own) != len(told):
         return own
-    return [known if own_value is None else own_value for own_value, known in zip(own, told, strict=True)]
+    return [
+        known if own_value is None else own_value
+        for own_value, known in zip(own, told, strict=True)
+    ]
 
 
 @cache
@@ -219,12 +258,17 @@ def say_that_sampling_differs() -> None:
 
 
 async def stopped(task: asyncio.Future[Any]) -> None:
-    """Cancel a task and let it clean up, but not for ever: code that swallows its cancellation must not hold up others."""
+    """Cancel a task and let it clean up, but not for ever: code that swallows its cancellation must
+    not hold up others.
+    """
     if task.done():
         return
     task.cancel()
     await asyncio.wait({task}, timeout=CLEAN_UP_SECONDS)
     if not task.done():
-        logger.warning("a rollout that was cut off goes on after %g s: its code ignores the cancellation", CLEAN_UP_SECONDS)
+        logger.warning(
+            "a rollout that was cut off goes on after %g s: its code ignores the cancellation",
+            CLEAN_UP_SECONDS,
+        )
     elif not task.cancelled() and (error := task.exception()) is not None:
         logger.warning("a rollout that was cut off ended with %r", error)

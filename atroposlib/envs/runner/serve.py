@@ -1,4 +1,6 @@
-"""The life of an environment that serves: set up, register, keep workers busy, evaluate when due, stop after training."""
+"""The life of an environment that serves: set up, register, keep workers busy, evaluate when due,
+stop after training.
+"""
 
 import asyncio
 import json
@@ -22,13 +24,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""How often the service is asked for the queue's state when nothing else happens; a finished worker asks at once. Where there
-is no worker, the answer comes as soon as the trainer does something."""
+"""How often the service is asked for the queue's state when nothing else happens; a finished worker
+asks at once. Where there is no worker, the answer comes as soon as the trainer does something."""
 
 MIN_POLL_SECONDS = 0.05
 
 LAST_EVALUATION_SECONDS = 120.0
-"""How long an evaluation may still run after training is over; the inference server may be stopped at any moment then."""
+"""How long an evaluation may still run after training is over; the inference server may be stopped
+at any moment then."""
 
 
 class Serving:
@@ -40,7 +43,8 @@ class Serving:
         self.trainer_steps = -1
         self._last_round: float | None = None
         self._handed_out: tuple[int, float] | None = None
-        """When every step was handed out: the step that was reached, and since when nothing has moved."""
+        """When every step was handed out: the step that was reached, and since when nothing has
+        moved."""
 
     async def serve(self) -> None:
         """See `BaseEnv.env_manager`."""
@@ -76,12 +80,16 @@ class Serving:
         return False
 
     async def _rest(self) -> None:
-        """Sleep until a worker finishes, for half a second at most. Where there is none, the service waits in our place."""
+        """Sleep until a worker finishes, for half a second at most.
+
+        Where there is none, the service waits in our place.
+        """
         await asyncio.sleep(MIN_POLL_SECONDS)
         if self._idle():
             return
         try:
-            # Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation, and SIGTERM with it.
+            # Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation, and SIGTERM
+            # with it.
             async with asyncio.timeout(POLL_SECONDS):
                 await self.workers.wake.wait()
         except TimeoutError:
@@ -90,10 +98,17 @@ class Serving:
             self.workers.wake.clear()
 
     def _idle(self) -> bool:
-        """Return whether nothing happens here before the trainer does something, and the service tells of that."""
-        return not self.env.workers and self.env.eval_runner is None and "moves" in self.env.status_dict
+        """Return whether nothing happens here before the trainer does something, and the service
+        tells of that.
+        """
+        return (
+            not self.env.workers
+            and self.env.eval_runner is None
+            and "moves" in self.env.status_dict
+        )
 
-    # ---- the service ---------------------------------------------------------------------------------------------------
+    # ---- the service
+    # ---------------------------------------------------------------------------------------------------
 
     async def setup_wandb(self) -> None:
         """Start a W&B run in the trainer's project and group."""
@@ -128,7 +143,9 @@ class Serving:
             try:
                 data = await self._post_registration()
             except RejectedByService as rejection:
-                raise EnvironmentFailure(f"the rollout service refused the registration: {rejection}") from rejection
+                raise EnvironmentFailure(
+                    f"the rollout service refused the registration: {rejection}"
+                ) from rejection
             if data.get("status") == "success":
                 break
             await patience.wait(str(data.get("reason") or data.get("status", data)))
@@ -142,9 +159,16 @@ class Serving:
         self.trainer_steps = data["num_steps"]
         if first_time:
             self.env.curr_step = data["starting_step"]
-            if self.env.curr_step > 0 and not self.env.config.exact_resume:  # there the service says which item comes next
+            if (
+                self.env.curr_step > 0 and not self.env.config.exact_resume
+            ):  # there the service says which item comes next
                 self.env.load_checkpoint()
-        logger.info("registered as %s (id %s), training to step %s", self.env.wandb_prepend, self.env.env_id, self._last_step())
+        logger.info(
+            "registered as %s (id %s), training to step %s",
+            self.env.wandb_prepend,
+            self.env.env_id,
+            self._last_step(),
+        )
 
     def _patience_for_trainer(self) -> Patience:
         return Patience(
@@ -174,12 +198,17 @@ class Serving:
     async def get_status(self) -> None:
         """Ask for the queue's state. Register again with a service that has lost this environment.
 
-        If every batch of the run had been handed out, such a service has begun another run, and this environment ends.
+        If every batch of the run had been handed out, such a service has begun another run, and
+        this environment ends.
         """
         patience: Patience | None = None
         while True:
             assert self.env.env_id is not None
-            known = (self.env.status_dict["moves"], POLL_SECONDS) if patience is None and self._idle() else ()
+            known = (
+                (self.env.status_dict["moves"], POLL_SECONDS)
+                if patience is None and self._idle()
+                else ()
+            )
             try:
                 status = await self.env.service.status_env(self.env.env_id, *known)
             except RejectedByService as rejection:
@@ -188,7 +217,10 @@ class Serving:
                 break
             why = f"does not know environment {self.env.env_id} ({status})"
             if self._handed_out is not None:
-                logger.info("the rollout service %s, and every batch of the run was handed out: the run is over", why)
+                logger.info(
+                    "the rollout service %s, and every batch of the run was handed out: the run is over",
+                    why,
+                )
                 self.env.status_dict = self.env.status_dict | {"run_ended": True}
                 return
             logger.warning("the rollout service %s: registering again", why)
@@ -199,21 +231,30 @@ class Serving:
             await self.env.register_env()
             await self.env.get_server_info()
         if status["current_step"] < self.env.curr_step:
-            logger.info("the trainer went back from step %d to %d", self.env.curr_step, status["current_step"])
+            logger.info(
+                "the trainer went back from step %d to %d",
+                self.env.curr_step,
+                status["current_step"],
+            )
             await self.env.get_server_info()
         self.env.status_dict = status
         self.workers.heed_position(status)
         await self.env.server.update_weight(status.get("env_weight", 1.0))
 
     def _last_step(self) -> int:
-        """The step after which there is nothing left to do; -1 when neither the trainer nor the configuration says."""
-        return min((step for step in (self.env.config.total_steps, self.trainer_steps) if step > 0), default=-1)
+        """The step after which there is nothing left to do; -1 when neither the trainer nor the
+        configuration says.
+        """
+        return min(
+            (step for step in (self.env.config.total_steps, self.trainer_steps) if step > 0),
+            default=-1,
+        )
 
     def _training_is_over(self) -> bool:
         """Return whether there is nothing more to do, as of the status asked for last.
 
-        That the last batch was handed out does not end the run: until the trainer says that it has, it may come back from a
-        checkpoint and ask for batches again.
+        That the last batch was handed out does not end the run: until the trainer says that it has,
+        it may come back from a checkpoint and ask for batches again.
         """
         status, last = self.env.status_dict, self._last_step()
         if status.get("run_ended"):
@@ -224,16 +265,24 @@ class Serving:
         if last == self.env.config.total_steps or "run_ended" not in status:
             return True  # our own limit, or a service that does not tell of the run's end
         if self._handed_out is None:
-            logger.info("every batch up to step %d is handed out: waiting for the trainer to end the run", last)
+            logger.info(
+                "every batch up to step %d is handed out: waiting for the trainer to end the run",
+                last,
+            )
         if self._handed_out is None or self._handed_out[0] != status["current_step"]:
-            # Beyond its last step, too: a trainer may have come back to do more steps than it first said.
+            # Beyond its last step, too: a trainer may have come back to do more steps than it first
+            # said.
             self._handed_out = status["current_step"], time.monotonic()
         if time.monotonic() - self._handed_out[1] < self.env.config.service_timeout:
             return False
-        logger.warning("the trainer did not end the run within %g s (--env.service_timeout)", self.env.config.service_timeout)
+        logger.warning(
+            "the trainer did not end the run within %g s (--env.service_timeout)",
+            self.env.config.service_timeout,
+        )
         return True
 
-    # ---- steps -----------------------------------------------------------------------------------------------------------
+    # ---- steps
+    # -----------------------------------------------------------------------------------------------------------
 
     async def after_a_step(self) -> None:
         """When the trainer has moved on: evaluate, keep state and log, as far as each is due."""
@@ -244,22 +293,31 @@ class Serving:
         every = self.env.config.steps_per_eval
         if every > 0 and crossed(previous, step, every):
             self.start_evaluation()
-        if self.env.checkpoint_interval > 0 and crossed(previous, step, self.env.checkpoint_interval):
-            self.env.save_checkpoint(step // self.env.checkpoint_interval * self.env.checkpoint_interval)
+        if self.env.checkpoint_interval > 0 and crossed(
+            previous, step, self.env.checkpoint_interval
+        ):
+            self.env.save_checkpoint(
+                step // self.env.checkpoint_interval * self.env.checkpoint_interval
+            )
         if self.env.items_sent_this_step >= self.env.config.min_items_sent_before_logging:
             self.env.items_sent_this_step = 0
             await self.env.wandb_log({})
 
     def start_evaluation(self) -> None:
         if self.env.eval_runner is not None and not self.env.eval_runner.done():
-            logger.warning("the previous evaluation still runs: the one due at step %d is left out", self.env.curr_step)
+            logger.warning(
+                "the previous evaluation still runs: the one due at step %d is left out",
+                self.env.curr_step,
+            )
             return
         logger.info("evaluating at step %d", self.env.curr_step)
         self.env.eval_runner = asyncio.create_task(self.env._reports.recorded_evaluation())
         self.env.eval_runner.add_done_callback(self._evaluation_done)
         if self.env.config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
             for item_id, running in list(self.env.running_items.items()):
-                if not running.collected:  # what is sampled already asks nothing more of the servers
+                if (
+                    not running.collected
+                ):  # what is sampled already asks nothing more of the servers
                     self.workers.put_back(item_id)
 
     def _evaluation_done(self, task: asyncio.Task[Any]) -> None:
@@ -273,7 +331,12 @@ class Serving:
 
     def _state_path(self, step: int) -> Path:
         env = self.env
-        return Path(env.checkpoint_dir) / "env_checkpoints" / (env.wandb_prepend or "env") / f"step-{step}.json"
+        return (
+            Path(env.checkpoint_dir)
+            / "env_checkpoints"
+            / (env.wandb_prepend or "env")
+            / f"step-{step}.json"
+        )
 
     def load_state(self) -> None:
         """See `BaseEnv.load_checkpoint`."""
@@ -313,5 +376,7 @@ class Serving:
 
 
 def crossed(previous: int, now: int, every: int) -> bool:
-    """Return whether a multiple of `every` lies in (previous, now]: the trainer may move several steps between two looks."""
+    """Return whether a multiple of `every` lies in (previous, now]: the trainer may move several
+    steps between two looks.
+    """
     return now // every > previous // every

@@ -1,4 +1,6 @@
-"""The servers that an environment asks: waiting for them, the tokenizer of what they serve, and letting go of them."""
+"""The servers that an environment asks: waiting for them, the tokenizer of what they serve, and
+letting go of them.
+"""
 
 import asyncio
 import logging
@@ -27,7 +29,9 @@ def tokenizer_name(env: "BaseEnv") -> str | None:
 
 
 def served_model_blocking(env: "BaseEnv") -> str:
-    """Ask the inference server for its model; waits for the server as long as `service_timeout` allows."""
+    """Ask the inference server for its model; waits for the server as long as `service_timeout`
+    allows.
+    """
     server = env.server.servers[0]
     if server.config.model_name not in MODEL_NOT_NAMED:
         return server.config.model_name
@@ -50,14 +54,17 @@ def served_model_blocking(env: "BaseEnv") -> str:
             response.raise_for_status()
             return response.json()["data"][0]["id"]
         except (httpx.HTTPError, LookupError, ValueError) as error:
-            patience.wait_blocking(f"{server.openai_url}/models names no model ({type(error).__name__})")
+            patience.wait_blocking(
+                f"{server.openai_url}/models names no model ({type(error).__name__})"
+            )
 
 
 async def wait_for_inference(env: "BaseEnv") -> None:
     """Wait until an inference server answers, and load the tokenizer."""
     await env.server.wait_until_well()
     name, server = tokenizer_name(env), env.server.pick()
-    # An endpoint that gives text only may serve a model whose tokenizer nobody can have: load it when it is used.
+    # An endpoint that gives text only may serve a model whose tokenizer nobody can have: load it
+    # when it is used.
     if name is None and isinstance(server, OpenAIRoutes) and not isinstance(server, OpenAIServer):
         try:
             name = await server.model()
@@ -66,7 +73,8 @@ async def wait_for_inference(env: "BaseEnv") -> None:
                 f"inference server at {server.root_url}: /v1/models failed ({error}); pass --env.tokenizer_name"
             ) from error
     if name is not None and env._tokenizer is None:
-        # Loading takes seconds: not in the event loop, where a signal to stop would have to wait for it.
+        # Loading takes seconds: not in the event loop, where a signal to stop would have to wait
+        # for it.
         env.tokenizer = await asyncio.to_thread(load_tokenizer, name)
     if env._tokenizer is not None and env.sends_chats:
         require_chat_template(env._tokenizer)

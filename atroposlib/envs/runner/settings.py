@@ -1,6 +1,7 @@
 """Flags, YAML and `config_init` merged into one configuration: flags over YAML over `config_init`.
 
-Pure: takes the arguments and the file's content, gives back models or raises `UsageError` with one line.
+Pure: takes the arguments and the file's content, gives back models or raises `UsageError` with one
+line.
 """
 
 import difflib
@@ -12,7 +13,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from atroposlib.envs.config import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE, SERVER_MANAGER_NAMESPACE, BaseEnvConfig
+from atroposlib.envs.config import (
+    ENV_NAMESPACE,
+    NAMESPACE_SEP,
+    OPENAI_NAMESPACE,
+    SERVER_MANAGER_NAMESPACE,
+    BaseEnvConfig,
+)
 from atroposlib.errors import UsageError
 from atroposlib.inference.openai_client import resolve_openai_configs
 from atroposlib.inference.server_manager import APIServerConfig, ServerBaseline, ServerManagerConfig
@@ -55,11 +62,19 @@ class Given:
 def known_flags(env_cls: type[BaseModel], more: Iterable[str] = ()) -> dict[str, tuple[str, str]]:
     """Flag without dashes -> (namespace, field). `more`: namespaces of servers beside `openai`."""
     flags = {"config": ("", "config")}
-    models: dict[str, type[BaseModel]] = {ENV_NAMESPACE: env_cls, **dict.fromkeys((OPENAI_NAMESPACE, *more), APIServerConfig)}
+    models: dict[str, type[BaseModel]] = {
+        ENV_NAMESPACE: env_cls,
+        **dict.fromkeys((OPENAI_NAMESPACE, *more), APIServerConfig),
+    }
     for namespace, model in models.items():
-        flags.update({f"{namespace}{NAMESPACE_SEP}{name}": (namespace, name) for name in model.model_fields})
+        flags.update(
+            {f"{namespace}{NAMESPACE_SEP}{name}": (namespace, name) for name in model.model_fields}
+        )
     for name in ServerManagerConfig.model_fields:
-        flags[name] = flags[f"{SERVER_MANAGER_NAMESPACE}{NAMESPACE_SEP}{name}"] = (SERVER_MANAGER_NAMESPACE, name)
+        flags[name] = flags[f"{SERVER_MANAGER_NAMESPACE}{NAMESPACE_SEP}{name}"] = (
+            SERVER_MANAGER_NAMESPACE,
+            name,
+        )
     return flags
 
 
@@ -73,16 +88,24 @@ def parse_flags(arguments: list[str], env_cls: type[BaseModel], more: Iterable[s
     """
     given = Given(more={namespace: {} for namespace in more})
     flags = known_flags(env_cls, given.more)
-    into = {ENV_NAMESPACE: given.env, OPENAI_NAMESPACE: given.openai, SERVER_MANAGER_NAMESPACE: given.manager} | given.more
+    into = {
+        ENV_NAMESPACE: given.env,
+        OPENAI_NAMESPACE: given.openai,
+        SERVER_MANAGER_NAMESPACE: given.manager,
+    } | given.more
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            raise UsageError(f"{word!r} is neither a command (serve, process, evaluate) nor the value of a flag")
+            raise UsageError(
+                f"{word!r} is neither a command (serve, process, evaluate) nor the value of a flag"
+            )
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         if name not in flags:
-            raise UsageError(f"unknown flag --{name}{nearest(name, flags, '--')}; --help lists all flags")
+            raise UsageError(
+                f"unknown flag --{name}{nearest(name, flags, '--')}; --help lists all flags"
+            )
         namespace, field_name = flags[name]
         boolean = is_boolean(namespace, field_name, env_cls)
         if not equals:
@@ -105,7 +128,10 @@ def is_boolean(namespace: str, field_name: str, env_cls: type[BaseModel]) -> boo
         OPENAI_NAMESPACE: APIServerConfig,
         SERVER_MANAGER_NAMESPACE: ServerManagerConfig,
     }
-    return bool(namespace) and models.get(namespace, APIServerConfig).model_fields[field_name].annotation is bool
+    return (
+        bool(namespace)
+        and models.get(namespace, APIServerConfig).model_fields[field_name].annotation is bool
+    )
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
@@ -113,7 +139,9 @@ def nearest(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0
     known = list(known)
     bare = {entry.rpartition(NAMESPACE_SEP)[2]: entry for entry in reversed(known)}
     matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    matches = matches or difflib.get_close_matches(name.rpartition(".")[2], bare, n=1, cutoff=cutoff)
+    matches = matches or difflib.get_close_matches(
+        name.rpartition(".")[2], bare, n=1, cutoff=cutoff
+    )
     return f" (did you mean {prefix}{bare.get(matches[0], matches[0])}?)" if matches else ""
 
 
@@ -132,7 +160,9 @@ def read_config(path: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UsageError(f"--config {path}: must hold keys such as `env:` and `openai:`, not a {type(content).__name__}")
+        raise UsageError(
+            f"--config {path}: must hold keys such as `env:` and `openai:`, not a {type(content).__name__}"
+        )
     return content
 
 
@@ -151,8 +181,8 @@ def check_keys(given: Any, known: Iterable[str], where: str) -> dict[str, Any]:
 
 
 def known_keys(given: Any, known: Iterable[str], where: str) -> dict[str, Any]:
-    """The table without keys that are like no known one. Files written for Atropos have such, which it ignores; a warning
-    names them.
+    """The table without keys that are like no known one. Files written for Atropos have such, which
+    it ignores; a warning names them.
 
     Raises:
         UsageError: a key that is a known one, misspelt.
@@ -164,7 +194,11 @@ def known_keys(given: Any, known: Iterable[str], where: str) -> dict[str, Any]:
         if misspelt := nearest(str(key), known, cutoff=MISSPELT):
             raise UsageError(f"unknown key {key!r} in {where}{misspelt}")
     if foreign:
-        logger.warning("%s has settings that do not exist, and they are ignored: %s", where, ", ".join(map(str, foreign)))
+        logger.warning(
+            "%s has settings that do not exist, and they are ignored: %s",
+            where,
+            ", ".join(map(str, foreign)),
+        )
     return {key: value for key, value in table.items() if key in known}
 
 
@@ -191,24 +225,47 @@ def merge(
         given: the flags.
         yaml_content: the YAML file, or an empty table.
         overrides: what a command changes in the environment's defaults, under YAML and flags.
-        more: defaults of servers beside `openai`, by their namespace; None where there are none unless they are given.
+        more: defaults of servers beside `openai`, by their namespace; None where there are none
+            unless they are given.
 
     Raises:
         UsageError: an unknown key or a value that does not validate.
     """
     manager_fields = ServerManagerConfig.model_fields
     more = more or {}
-    top = {ENV_NAMESPACE, OPENAI_NAMESPACE, SERVER_MANAGER_NAMESPACE, *manager_fields, *OF_OTHER_PROGRAMS, *more}
+    top = {
+        ENV_NAMESPACE,
+        OPENAI_NAMESPACE,
+        SERVER_MANAGER_NAMESPACE,
+        *manager_fields,
+        *OF_OTHER_PROGRAMS,
+        *more,
+    }
     content = check_keys(dict(yaml_content), top, "the YAML file")
-    yaml_env = known_keys(content.get(ENV_NAMESPACE), type(default_env).model_fields, f"`{ENV_NAMESPACE}` of the YAML file")
+    yaml_env = known_keys(
+        content.get(ENV_NAMESPACE),
+        type(default_env).model_fields,
+        f"`{ENV_NAMESPACE}` of the YAML file",
+    )
     yaml_manager = check_keys(
-        content.get(SERVER_MANAGER_NAMESPACE), manager_fields, f"`{SERVER_MANAGER_NAMESPACE}` of the YAML file"
+        content.get(SERVER_MANAGER_NAMESPACE),
+        manager_fields,
+        f"`{SERVER_MANAGER_NAMESPACE}` of the YAML file",
     ) | {key: content[key] for key in manager_fields if key in content}
-    env = validated(type(default_env), all_settings(default_env) | dict(overrides or {}) | yaml_env | given.env, ENV_NAMESPACE)
-    servers = merged_servers(default_servers, content.get(OPENAI_NAMESPACE), given.openai, OPENAI_NAMESPACE)
+    env = validated(
+        type(default_env),
+        all_settings(default_env) | dict(overrides or {}) | yaml_env | given.env,
+        ENV_NAMESPACE,
+    )
+    servers = merged_servers(
+        default_servers, content.get(OPENAI_NAMESPACE), given.openai, OPENAI_NAMESPACE
+    )
     beside = {
         namespace: merged_servers(
-            default or APIServerConfig(), content.get(namespace), given.more.get(namespace, {}), namespace
+            default or APIServerConfig(),
+            content.get(namespace),
+            given.more.get(namespace, {}),
+            namespace,
         )
         for namespace, default in more.items()
         if default is not None or content.get(namespace) or given.more.get(namespace)
@@ -217,7 +274,9 @@ def merge(
     return Settings(env=env, servers=servers, manager=manager, more=beside)
 
 
-def merged_servers(default: Servers, in_yaml: Any, flags: dict[str, Any], namespace: str) -> Servers:
+def merged_servers(
+    default: Servers, in_yaml: Any, flags: dict[str, Any], namespace: str
+) -> Servers:
     """The servers of one namespace: flags over YAML over the environment's own.
 
     Raises:
@@ -225,7 +284,10 @@ def merged_servers(default: Servers, in_yaml: Any, flags: dict[str, Any], namesp
     """
     in_yaml = in_yaml or []
     listed = in_yaml if isinstance(in_yaml, list) else [in_yaml]
-    entries = [known_keys(entry, APIServerConfig.model_fields, f"`{namespace}` of the YAML file") for entry in listed]
+    entries = [
+        known_keys(entry, APIServerConfig.model_fields, f"`{namespace}` of the YAML file")
+        for entry in listed
+    ]
     if isinstance(default, list):
         base = all_settings(default[0]) if len(default) == 1 else {}
     else:
@@ -240,7 +302,8 @@ def merged_servers(default: Servers, in_yaml: Any, flags: dict[str, Any], namesp
 
 
 def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:
-    """An instance of the model; text from flags is turned into the fields' types, lists and tables being YAML.
+    """An instance of the model; text from flags is turned into the fields' types, lists and tables
+    being YAML.
 
     Raises:
         UsageError: the first value that does not fit, by the name of its flag.
@@ -249,7 +312,11 @@ def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:
         return model(**values)
     except ValidationError as first:
         # A flag is text: where the field wants a list or a table, the text is read as YAML.
-        wrong = {str(error["loc"][0]) for error in first.errors() if error["loc"] and isinstance(error["input"], str)}
+        wrong = {
+            str(error["loc"][0])
+            for error in first.errors()
+            if error["loc"] and isinstance(error["input"], str)
+        }
         as_yaml = dict(values)
         for name in wrong & values.keys():
             if isinstance(values[name], str):
@@ -264,7 +331,9 @@ def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:
             flag = NAMESPACE_SEP.join([namespace, *(str(part) for part in problem["loc"])])
             message = problem["msg"].removeprefix("Value error, ")
             # A whole model's input holds its keys too.
-            hidden = not problem["loc"] or is_secret(str(problem["loc"][0]), model.model_fields.get(str(problem["loc"][0])))
+            hidden = not problem["loc"] or is_secret(
+                str(problem["loc"][0]), model.model_fields.get(str(problem["loc"][0]))
+            )
             value = "" if hidden else f" {problem['input']!r:.80}"
             # Not `from error`: a traceback would show the input.
             raise UsageError(f"--{flag}{value}: {message}") from None

@@ -1,4 +1,6 @@
-"""On-policy distillation: whatever environment made a group, a teacher's logprobs of its tokens go along with it."""
+"""On-policy distillation: whatever environment made a group, a teacher's logprobs of its tokens go
+along with it.
+"""
 
 import asyncio
 import logging
@@ -47,33 +49,46 @@ class Teaching:
             EnvironmentFailure: it does not come, has another vocabulary, or does not score.
         """
         if self.teacher is not None:
-            self.teacher.tokenizer = self.env._tokenizer or await asyncio.to_thread(lambda: self.env.tokenizer)
+            self.teacher.tokenizer = self.env._tokenizer or await asyncio.to_thread(
+                lambda: self.env.tokenizer
+            )
             await self.teacher.start()
             logger.info("teacher at %s: same vocabulary, it scores", self.teacher.root_url)
 
     async def teach(self, group: dict[str, Any]) -> None:
-        """Fill in `distill_token_ids` and `distill_logprobs`: the trained token and its logprob where one is, else nothing.
+        """Fill in `distill_token_ids` and `distill_logprobs`: the trained token and its logprob
+        where one is, else nothing.
 
-        A group that has them already, of an environment with a teacher of its own, is left as it is.
+        A group that has them already, of an environment with a teacher of its own, is left as it
+        is.
 
         Raises:
             TeacherRefused: the teacher cannot score one of its sequences.
-            EnvironmentFailure: the teacher was away for longer than `teacher_timeout`; the group is counted as dropped.
+            EnvironmentFailure: the teacher was away for longer than `teacher_timeout`; the group is
+                counted as dropped.
         """
         if self.teacher is None or group.get("distill_logprobs") is not None:
             return
         if group.get("images"):
-            raise UsageError("--env.teacher_url: a group has images, and a teacher is sent token ids alone; leave it out")
+            raise UsageError(
+                "--env.teacher_url: a group has images, and a teacher is sent token ids alone; leave it out"
+            )
         rows = [[int(token) for token in row] for row in group["tokens"]]
         try:
             scored = await gather_or_cancel([self.teacher.score(row) for row in rows])
         except EnvironmentFailure:
             self.env.drops.add("teacher_away")
-            logger.error("a group of %d sequences cannot be sent: the teacher has not scored it", len(rows))
+            logger.error(
+                "a group of %d sequences cannot be sent: the teacher has not scored it", len(rows)
+            )
             raise
-        trained = [[mask != PROMPT_MASK and at > 0 for at, mask in enumerate(row)] for row in group["masks"]]
+        trained = [
+            [mask != PROMPT_MASK and at > 0 for at, mask in enumerate(row)]
+            for row in group["masks"]
+        ]
         group["distill_token_ids"] = [
-            [[token] if trains else [] for token, trains in zip(*row, strict=True)] for row in zip(rows, trained, strict=True)
+            [[token] if trains else [] for token, trains in zip(*row, strict=True)]
+            for row in zip(rows, trained, strict=True)
         ]
         group["distill_logprobs"] = [
             [[logprob] if trains else [] for logprob, trains in zip(*row, strict=True)]
@@ -82,17 +97,25 @@ class Teaching:
         self._note_divergence(group)
 
     def _note_divergence(self, group: Mapping[str, Any]) -> None:
-        """Keep log π - log T of the sampled tokens, whose mean is the reverse KL, for the next metrics."""
+        """Keep log π - log T of the sampled tokens, whose mean is the reverse KL, for the next
+        metrics.
+        """
         sampled = group.get("inference_logprobs")
         if sampled is None:
             return
         for logprobs, taught in zip(sampled, group["distill_logprobs"], strict=True):
-            differences = [float(ours) - theirs[0] for ours, theirs in zip(logprobs, taught, strict=True) if theirs]
+            differences = [
+                float(ours) - theirs[0]
+                for ours, theirs in zip(logprobs, taught, strict=True)
+                if theirs
+            ]
             self.kl_sum += sum(differences)
             self.kl_tokens += len(differences)
 
     def metrics(self) -> dict[str, float]:
-        """`train/teacher_kl` (nats per token, estimated on the sampled tokens) since it was last asked for."""
+        """`train/teacher_kl` (nats per token, estimated on the sampled tokens) since it was last
+        asked for.
+        """
         values = {"train/teacher_kl": self.kl_sum / self.kl_tokens} if self.kl_tokens else {}
         self.kl_sum, self.kl_tokens = 0.0, 0
         return values

@@ -1,7 +1,9 @@
-"""How many items an environment may have in work: admission keeps data fresh, so that nothing has to be thrown away.
+"""How many items an environment may have in work: admission keeps data fresh, so that nothing has
+to be thrown away.
 
-Every group that is queued at the service or in work here will be trained on later than it was started. When at most
-`max_batches_offpolicy` batches are queued or in work, no group is older than that many optimizer steps when it is taken.
+Every group that is queued at the service or in work here will be trained on later than it was
+started. When at most `max_batches_offpolicy` batches are queued or in work, no group is older than
+that many optimizer steps when it is taken.
 """
 
 import math
@@ -37,7 +39,8 @@ class QueueState:
         queue_size: groups queued, of all environments.
         self_queue_size: groups queued, of this environment.
         unallocated_fraction: share of a batch that no environment has reserved.
-        groups_wanted: how many more groups the service wants from this environment; None when it does not say.
+        groups_wanted: how many more groups the service wants from this environment; None when it
+            does not say.
     """
 
     queue_size: int = 0
@@ -61,10 +64,15 @@ def allowed_workers(limits: WorkerLimits, queue: QueueState) -> int:
         # On-policy (0) still needs the batch that the trainer waits for.
         batches = max(1, limits.max_batches_offpolicy)
         share = min(1.0, queue.unallocated_fraction + (limits.min_batch_allocation or 0.0))
-        allowed = math.ceil(batches * limits.batch_size * share / limits.group_size) - queue.queue_size
+        allowed = (
+            math.ceil(batches * limits.batch_size * share / limits.group_size) - queue.queue_size
+        )
         if limits.min_batch_allocation is not None:
-            # Other environments' groups may fill the queue; the reserved share is still ours to fill.
-            reserved = math.ceil(batches * limits.batch_size * limits.min_batch_allocation / limits.group_size)
+            # Other environments' groups may fill the queue; the reserved share is still ours to
+            # fill.
+            reserved = math.ceil(
+                batches * limits.batch_size * limits.min_batch_allocation / limits.group_size
+            )
             allowed = max(allowed, reserved - queue.self_queue_size)
     if queue.groups_wanted is not None:
         allowed = min(allowed, queue.groups_wanted)

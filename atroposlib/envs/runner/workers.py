@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.runner.exact_resume import ItemPosition, ResumeWindow, current_item
-from atroposlib.envs.runner.worker_policy import QueueState, WorkerLimits, allowed_workers, workers_during_eval
+from atroposlib.envs.runner.worker_policy import (
+    QueueState,
+    WorkerLimits,
+    allowed_workers,
+    workers_during_eval,
+)
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.inference.client import APIServer
 from atroposlib.type_definitions import Item
@@ -28,7 +33,8 @@ class RunningItem:
         item: what `get_next_item` returned.
         worker: the task that works on it.
         position: its position in the order of items, with `exact_resume`.
-        collected: True once all its responses are sampled, so that it needs no inference server any more.
+        collected: True once all its responses are sampled, so that it needs no inference server any
+            more.
     """
 
     item: Item
@@ -42,7 +48,10 @@ class RunningItem:
 
 
 class Workers:
-    """Keeps as many items in work as are wanted. Those in work, and those to come, are the environment's attributes."""
+    """Keeps as many items in work as are wanted.
+
+    Those in work, and those to come, are the environment's attributes.
+    """
 
     def __init__(self, env: "BaseEnv"):
         self.env = env
@@ -94,7 +103,8 @@ class Workers:
 
     async def add(self) -> None:
         """See `BaseEnv.add_train_workers`."""
-        # A worker that has posted since the service was asked is in neither number: with it, a batch would be exceeded.
+        # A worker that has posted since the service was asked is in neither number: with it, a
+        # batch would be exceeded.
         missing = self.wanted() - max(len(self.env.workers), self.busy_when_asked)
         self.env.workers_added_list.append(max(0, missing))
         for _ in range(missing):
@@ -117,7 +127,11 @@ class Workers:
             if task.cancelled():
                 return
             if (error := task.exception()) is not None:
-                self.fatal = error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(f"a worker died: {error!r}")
+                self.fatal = (
+                    error
+                    if isinstance(error, EnvironmentFailure)
+                    else EnvironmentFailure(f"a worker died: {error!r}")
+                )
             elif task.result():
                 self.env.last_completed_item = item
             self.wake.set()
@@ -131,19 +145,28 @@ class Workers:
         groups, done = None, False
         current_item.set(running.position)
         try:
-            groups, _ = await self.env._rollouts.work_on(running.item, collected=running.mark_collected)
+            groups, _ = await self.env._rollouts.work_on(
+                running.item, collected=running.mark_collected
+            )
             self.failures_in_a_row, done = 0, True
         except RolloutFailure as failure:
             self.failures_in_a_row += 1
             logger.error("an item was given up: %s (%d in a row)", failure, self.failures_in_a_row)
         finally:
             # An item that was put back is no longer listed, and another worker may have it.
-            if self.env.running_items.pop(item_id, None) is not None and running.position is not None:
+            if (
+                self.env.running_items.pop(item_id, None) is not None
+                and running.position is not None
+            ):
                 running.position.window.finish(running.position.number, done)
         duration = time.monotonic() - started
         self.env.task_duration.append(duration)
         self.env.task_successful.append(int(groups is not None))
-        (self.env.succeeded_task_duration if groups is not None else self.env.failed_task_duration).append(duration)
+        (
+            self.env.succeeded_task_duration
+            if groups is not None
+            else self.env.failed_task_duration
+        ).append(duration)
         return groups
 
     def put_back(self, item_id: str) -> None:
@@ -170,7 +193,8 @@ class Workers:
                 "or raise --env.max_consecutive_failures"
             )
 
-    # ---- which item comes next ------------------------------------------------------------------------------------------
+    # ---- which item comes next
+    # ------------------------------------------------------------------------------------------
 
     async def item_by_counting(self, number: int) -> Item:
         """See `BaseEnv.item_at`."""
@@ -185,7 +209,9 @@ class Workers:
         return item
 
     async def _next_of_stream(self) -> tuple[int, Item]:
-        """The item to begin now, and its number; None in place of an item when there is none for now."""
+        """The item to begin now, and its number; None in place of an item when there is none for
+        now.
+        """
         window = self.window
         if window is None:
             return -1, self.env.backlog.pop() if self.env.backlog else await self.env.next_item()
@@ -223,5 +249,11 @@ class Workers:
         if window.update(status["stream"]):
             for item_id in list(self.env.running_items):
                 self.put_back(item_id)
-            logger.debug("the stream of items stands at item %d, %d settled", window.first, len(status["stream"]["settled"]))
-        self._items = {number: item for number, item in self._items.items() if number >= window.first}
+            logger.debug(
+                "the stream of items stands at item %d, %d settled",
+                window.first,
+                len(status["stream"]["settled"]),
+            )
+        self._items = {
+            number: item for number, item in self._items.items() if number >= window.first
+        }

@@ -1,8 +1,10 @@
-"""Which calls a program may not make: the seccomp filter as data, and the same promise without namespaces.
+"""Which calls a program may not make: the seccomp filter as data, and the same promise without
+namespaces.
 
-A list of what is forbidden, not of what is allowed: a Python that is new, or a library, makes calls that nobody listed. What
-holds a program are the namespaces, its limits and that it has no rights; the filter takes away the parts of the kernel that a
-program of this kind has no use for, which is where holes have been found.
+A list of what is forbidden, not of what is allowed: a Python that is new, or a library, makes calls
+that nobody listed. What holds a program are the namespaces, its limits and that it has no rights;
+the filter takes away the parts of the kernel that a program of this kind has no use for, which is
+where holes have been found.
 """
 
 import os
@@ -36,8 +38,9 @@ FORBIDDEN: Numbers = {
     "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89),
     "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, None), "ioperm": (173, None),
     "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
-    # Memory that belongs to no process, so that adding up the processes does not show it. A page that is spliced stays in a
-    # pipe or a socket after its file was emptied, and one byte of it costs a whole page.
+    # Memory that belongs to no process, so that adding up the processes does not show it. A page
+    # that is spliced stays in a pipe or a socket after its file was emptied, and one byte of it
+    # costs a whole page.
     "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75), "sendfile": (40, 71), "setsockopt": (54, 208),
     "remap_file_pages": (216, 234), "io_setup": (206, 0), "landlock_create_ruleset": (444, 444),
     "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
@@ -73,13 +76,13 @@ NEW_NAMESPACES = 0x7E020000
 """The flags of clone that make namespaces."""
 CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
 FORBIDDEN_FCNTL = (8, 10, 15, 37, 38, 1031)
-"""fcntl's F_SETOWN, F_SETSIG and F_SETOWN_EX, which choose the process that the kernel signals; F_OFD_SETLK and F_OFD_SETLKW,
-whose locks show no process; and F_SETPIPE_SZ."""
+"""fcntl's F_SETOWN, F_SETSIG and F_SETOWN_EX, which choose the process that the kernel signals;
+F_OFD_SETLK and F_OFD_SETLKW, whose locks show no process; and F_SETPIPE_SZ."""
 TERMINAL_TRICKS = (0x5412, 0x541C, 0x8901, 0x8902)
 """ioctl's TIOCSTI, TIOCLINUX, FIOSETOWN and SIOCSPGRP."""
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000
-"""mmap's flags. A process that inherits a shared anonymous mapping keeps pages that the kernel charges to other processes, and
-huge pages are in no process's size."""
+"""mmap's flags. A process that inherits a shared anonymous mapping keeps pages that the kernel
+charges to other processes, and huge pages are in no process's size."""
 AF_UNIX = 1
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -112,7 +115,9 @@ def seccomp_filter(machine: str, namespaces: bool) -> bytes:
         raise OSError(ENOSYS, f"no table of calls for {machine}")
     column = list(AUDIT_ARCH).index(machine)
     names = FORBIDDEN | ({} if namespaces else WITHOUT_NAMESPACES)
-    program = _step(LOAD, ARCH_AT) + _step(JUMP_EQUAL, AUDIT_ARCH[machine], 1, 0) + _step(RETURN, KILL)
+    program = (
+        _step(LOAD, ARCH_AT) + _step(JUMP_EQUAL, AUDIT_ARCH[machine], 1, 0) + _step(RETURN, KILL)
+    )
     program += _step(LOAD, NUMBER_AT) + _step(JUMP_AT_LEAST, X32, 0, 1) + refuse(EPERM)
     for number in sorted(row[column] for row in names.values() if row[column] is not None):  # type: ignore[type-var]
         program += _step(JUMP_EQUAL, number or 0, 0, 1) + refuse(EPERM)
@@ -124,8 +129,12 @@ def seccomp_filter(machine: str, namespaces: bool) -> bytes:
     program += _unless(by_argument["prlimit64"], FIRST_AT, 0)
     program += _unless(by_argument["socketpair"], FIRST_AT, AF_UNIX)
     program += _no_hidden_mapping(by_argument["mmap"])
-    program += _when(by_argument["fcntl"], SECOND_AT, [(JUMP_EQUAL, value) for value in FORBIDDEN_FCNTL])
-    program += _when(by_argument["ioctl"], SECOND_AT, [(JUMP_EQUAL, value) for value in TERMINAL_TRICKS])
+    program += _when(
+        by_argument["fcntl"], SECOND_AT, [(JUMP_EQUAL, value) for value in FORBIDDEN_FCNTL]
+    )
+    program += _when(
+        by_argument["ioctl"], SECOND_AT, [(JUMP_EQUAL, value) for value in TERMINAL_TRICKS]
+    )
     return program + _step(RETURN, ALLOW)
 
 
@@ -140,26 +149,39 @@ def _when(number: int, argument: int, tests: Iterable[tuple[int, int]]) -> bytes
 
 def _unless(number: int, argument: int, value: int) -> bytes:
     """Refuse a call of which an argument is not this value."""
-    inner = _step(LOAD, argument) + _step(JUMP_EQUAL, value, 0, 1) + _step(RETURN, ALLOW) + refuse(EPERM)
+    inner = (
+        _step(LOAD, argument)
+        + _step(JUMP_EQUAL, value, 0, 1)
+        + _step(RETURN, ALLOW)
+        + refuse(EPERM)
+    )
     return _step(JUMP_EQUAL, number, 0, len(inner) // 8) + inner
 
 
 def _clone(number: int) -> bytes:
-    """Refuse new namespaces, and processes that share descriptors: locks of a process that ended would outlive it unseen."""
+    """Refuse new namespaces, and processes that share descriptors: locks of a process that ended
+    would outlive it unseen.
+    """
     inner = _step(LOAD, FIRST_AT) + _step(JUMP_SET, NEW_NAMESPACES, 0, 1) + refuse(EPERM)
-    inner += _step(JUMP_SET, CLONE_FILES, 0, 2) + _step(JUMP_SET, CLONE_THREAD, 1, 0) + refuse(EPERM)
+    inner += (
+        _step(JUMP_SET, CLONE_FILES, 0, 2) + _step(JUMP_SET, CLONE_THREAD, 1, 0) + refuse(EPERM)
+    )
     inner += _step(RETURN, ALLOW)
     return _step(JUMP_EQUAL, number, 0, len(inner) // 8) + inner
 
 
 def _no_hidden_mapping(number: int) -> bytes:
-    """Refuse mappings whose pages the kernel counts for no process: anonymous shared ones, and huge pages of the host's pool.
+    """Refuse mappings whose pages the kernel counts for no process: anonymous shared ones, and huge
+    pages of the host's pool.
 
-    A process that inherits a shared mapping keeps its pages without being charged for them. Shared mappings of files remain:
-    the only files that a program can write are bounded by the size of its temporary folder.
+    A process that inherits a shared mapping keeps its pages without being charged for them. Shared
+    mappings of files remain: the only files that a program can write are bounded by the size of its
+    temporary folder.
     """
     inner = _step(LOAD, FOURTH_AT) + _step(JUMP_SET, MAP_HUGETLB, 0, 1) + refuse(EPERM)
-    inner += _step(JUMP_SET, MAP_ANONYMOUS, 0, 2) + _step(JUMP_SET, MAP_SHARED, 0, 1) + refuse(EPERM)
+    inner += (
+        _step(JUMP_SET, MAP_ANONYMOUS, 0, 2) + _step(JUMP_SET, MAP_SHARED, 0, 1) + refuse(EPERM)
+    )
     inner += _step(RETURN, ALLOW)
     return _step(JUMP_EQUAL, number, 0, len(inner) // 8) + inner
 
@@ -167,20 +189,25 @@ def _no_hidden_mapping(number: int) -> bytes:
 READ_FILES = 0b1101
 """Landlock's rights to execute, to read a file and to list a folder."""
 RIGHTS = {3: 0x7FFF, 5: 0xFFFF}
-"""From that version of Landlock on: all rights that it can take away. Below 3 a file can be emptied that cannot be opened."""
+"""From that version of Landlock on: all rights that it can take away. Below 3 a file can be emptied
+that cannot be opened."""
 NEEDED_LANDLOCK = min(RIGHTS)
 SCOPES_SINCE, SCOPES = 6, 0b11
 """Abstract sockets of others, and signals to them."""
 
 
 def landlock_rules(version: int, readable: Iterable[str]) -> tuple[int, int, list[tuple[str, int]]]:
-    """What `kernel.landlock` is given so that nothing can be read but these paths, and nothing be written.
+    """What `kernel.landlock` is given so that nothing can be read but these paths, and nothing be
+    written.
 
     Raises:
         OSError: the kernel's Landlock is too old.
     """
     if version < NEEDED_LANDLOCK:
-        raise OSError(ENOSYS, f"Landlock {NEEDED_LANDLOCK} is needed (Linux 6.2), this kernel has {version or 'none'}")
+        raise OSError(
+            ENOSYS,
+            f"Landlock {NEEDED_LANDLOCK} is needed (Linux 6.2), this kernel has {version or 'none'}",
+        )
     handled = RIGHTS[max(known for known in RIGHTS if known <= version)]
     rules = []
     for path in readable:

@@ -1,4 +1,6 @@
-"""Run as a program in a new sandbox: tries what the sandbox is to withhold, and says what it could do."""
+"""Run as a program in a new sandbox: tries what the sandbox is to withhold, and says what it could
+do.
+"""
 
 import ctypes
 import os

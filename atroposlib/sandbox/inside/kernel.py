@@ -1,6 +1,8 @@
-"""The kernel's interfaces that Python has no name for: namespaces, mounts, capabilities, and what a process is forbidden.
+"""The kernel's interfaces that Python has no name for: namespaces, mounts, capabilities, and what a
+process is forbidden.
 
-All of the folder `inside` runs in a process of its own that is started with the standard library alone.
+All of the folder `inside` runs in a process of its own that is started with the standard library
+alone.
 """
 
 import ctypes
@@ -19,7 +21,13 @@ MNT_DETACH = 2
 AT_RECURSIVE = 0x8000
 ATTR_RDONLY, ATTR_NOSUID = 0x1, 0x2
 
-PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 4, 22, 24, 36, 38
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = (
+    4,
+    22,
+    24,
+    36,
+    38,
+)
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522
 
@@ -27,11 +35,18 @@ SYSCALLS = {
     "x86_64": {"clone": 56, "pivot_root": 155, "capset": 126, "mount_setattr": 442},
     "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91, "mount_setattr": 442},
 }
-"""By machine, those that glibc may have no function for. Landlock's have the same number everywhere."""
+"""By machine, those that glibc may have no function for. Landlock's have the same number
+everywhere."""
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_libc.mount.argtypes = [
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_ulong,
+    ctypes.c_char_p,
+]
 _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 _libc.syscall.restype = ctypes.c_long
 _libc_locked = ctypes.PyDLL(None, use_errno=True)
@@ -62,19 +77,27 @@ def unshare(flags: int) -> None:
 def fork_into(flags: int) -> int:
     """Fork a process that is the first of new namespaces; `unshare` would need one more in between.
 
-    Only for a process of one thread, whose child forks again before it runs any code of others: Python and the C library do
-    not learn that this is a new process.
+    Only for a process of one thread, whose child forks again before it runs any code of others:
+    Python and the C library do not learn that this is a new process.
     """
     number = ctypes.c_long(SYSCALLS[os.uname().machine]["clone"])
     nothing = (ctypes.c_long(0),) * 4
     # By PyDLL, which keeps Python's lock: nobody else could give it back in the child.
-    return _checked("clone", int(_libc_locked.syscall(number, ctypes.c_long(flags | signal.SIGCHLD), *nothing)))
+    return _checked(
+        "clone", int(_libc_locked.syscall(number, ctypes.c_long(flags | signal.SIGCHLD), *nothing))
+    )
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     _checked(
         f"mount {kind or 'bind'} on {target}",
-        _libc.mount(source.encode(), target.encode(), kind.encode() if kind else None, flags, options.encode() or None),
+        _libc.mount(
+            source.encode(),
+            target.encode(),
+            kind.encode() if kind else None,
+            flags,
+            options.encode() or None,
+        ),
     )
 
 
@@ -88,11 +111,21 @@ def pivot_root(new_root: str, put_old: str) -> None:
 
 
 def make_read_only(path: str, tree: bool) -> None:
-    """A mount, or all below it too: nothing can be changed, and no set-uid bit counts. Needs Linux 5.12."""
+    """A mount, or all below it too: nothing can be changed, and no set-uid bit counts.
+
+    Needs Linux 5.12.
+    """
     attributes = struct.pack("QQQQ", ATTR_RDONLY | ATTR_NOSUID, 0, 0, 0)
     at_fdcwd = ctypes.c_int(-100)
     flags = ctypes.c_uint(AT_RECURSIVE if tree else 0)
-    result = _syscall("mount_setattr", at_fdcwd, path.encode(), flags, attributes, ctypes.c_size_t(len(attributes)))
+    result = _syscall(
+        "mount_setattr",
+        at_fdcwd,
+        path.encode(),
+        flags,
+        attributes,
+        ctypes.c_size_t(len(attributes)),
+    )
     _checked(f"mount_setattr {path}", result)
 
 
@@ -125,7 +158,9 @@ def forbid_new_privileges() -> None:
 
 
 def install_filter(program: bytes) -> None:
-    """Have the kernel ask a seccomp filter, 8 bytes an instruction, at every call of this process and its children."""
+    """Have the kernel ask a seccomp filter, 8 bytes an instruction, at every call of this process
+    and its children.
+    """
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("H6xQ", len(program) // 8, ctypes.addressof(code))
     buffer = ctypes.create_string_buffer(header, len(header))
@@ -141,11 +176,19 @@ def _syscall(name: str, *arguments: object) -> int:
 
 def landlock_version() -> int:
     """Of the interface; 0 where the kernel has none."""
-    return max(0, int(_libc.syscall(ctypes.c_long(LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(1))))
+    return max(
+        0,
+        int(
+            _libc.syscall(
+                ctypes.c_long(LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(1)
+            )
+        ),
+    )
 
 
 def landlock(handled: int, scoped: int, allowed: list[tuple[str, int]]) -> None:
-    """Forbid this process and its children what is `handled` of the file system, but for what is allowed of each path.
+    """Forbid this process and its children what is `handled` of the file system, but for what is
+    allowed of each path.
 
     Args:
         handled: access rights that are forbidden where no rule allows them.
@@ -155,18 +198,26 @@ def landlock(handled: int, scoped: int, allowed: list[tuple[str, int]]) -> None:
     attributes = struct.pack("QQQ", handled, 0, scoped)
     size = 24 if scoped else 8
     create = ctypes.c_long(LANDLOCK_CREATE_RULESET)
-    rules = _checked("landlock_create_ruleset", int(_libc.syscall(create, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))))
+    rules = _checked(
+        "landlock_create_ruleset",
+        int(_libc.syscall(create, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))),
+    )
     try:
         for path, rights in allowed:
             where = os.open(path, os.O_PATH | os.O_CLOEXEC)
             try:
                 rule = struct.pack("=Qi", rights, where)
                 add = ctypes.c_long(LANDLOCK_ADD_RULE)
-                added = _libc.syscall(add, ctypes.c_int(rules), ctypes.c_int(1), rule, ctypes.c_uint(0))
+                added = _libc.syscall(
+                    add, ctypes.c_int(rules), ctypes.c_int(1), rule, ctypes.c_uint(0)
+                )
                 _checked(f"landlock_add_rule {path}", int(added))
             finally:
                 os.close(where)
         restrict = ctypes.c_long(LANDLOCK_RESTRICT_SELF)
-        _checked("landlock_restrict_self", int(_libc.syscall(restrict, ctypes.c_int(rules), ctypes.c_uint(0))))
+        _checked(
+            "landlock_restrict_self",
+            int(_libc.syscall(restrict, ctypes.c_int(rules), ctypes.c_uint(0))),
+        )
     finally:
         os.close(rules)

@@ -1,7 +1,8 @@
-"""The last process before the program: it gives up what it could do, runs the program, and tells what came of it.
+"""The last process before the program: it gives up what it could do, runs the program, and tells
+what came of it.
 
-What it tells is not to be believed, since the program runs in the same process: it says what a function returned, never whether
-that is right.
+What it tells is not to be believed, since the program runs in the same process: it says what a
+function returned, never whether that is right.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ LONGEST_PROBLEM = 500
 """Characters of an exception's text that are told."""
 
 Order = dict[str, Any]
-"""The limits of one run, as `atroposlib.sandbox.contract.Limits` has them, and `user`, its user id."""
+"""The limits of one run, as `atroposlib.sandbox.contract.Limits` has them, and `user`, its user
+id."""
 
 
 def limit(order: Order, others: int) -> None:
@@ -64,13 +66,19 @@ def give_up_rights(order: Order, mode: str, readable: list[str]) -> None:
     if mode == "restricted":
         with contextlib.suppress(OSError):  # which isolation is missing was said at the start
             handled, scoped, rules = filters.landlock_rules(kernel.landlock_version(), readable)
-            kernel.landlock(handled, scoped, [*rules, ("/dev/null", 0b110), ("/dev/urandom", 0b100)])
+            kernel.landlock(
+                handled, scoped, [*rules, ("/dev/null", 0b110), ("/dev/urandom", 0b100)]
+            )
     with contextlib.suppress(OSError):
-        kernel.install_filter(filters.seccomp_filter(os.uname().machine, namespaces=mode != "restricted"))
+        kernel.install_filter(
+            filters.seccomp_filter(os.uname().machine, namespaces=mode != "restricted")
+        )
 
 
 def take_descriptors(request: int, output: int, results: int) -> dict[str, Any]:
-    """Read what is to be run; standard input, output and error and the results are all that stays open."""
+    """Read what is to be run; standard input, output and error and the results are all that stays
+    open.
+    """
     size = os.fstat(request).st_size
     asked: dict[str, Any] = json.loads(os.pread(request, size, 0))
     stdin = os.open("/dev/null", os.O_RDONLY)
@@ -79,8 +87,13 @@ def take_descriptors(request: int, output: int, results: int) -> dict[str, Any]:
         with open(stdin, "wb", closefd=False) as file:
             file.write(asked["stdin"].encode(errors="surrogatepass"))
         os.lseek(stdin, 0, os.SEEK_SET)
-        # The program holds a descriptor that can write: without seals it could keep data of its own in this memory.
-        fcntl.fcntl(stdin, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+        # The program holds a descriptor that can write: without seals it could keep data of its own
+        # in this memory.
+        fcntl.fcntl(
+            stdin,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE,
+        )
     # Out of each other's way before each gets its place.
     stdin, output, results = (os.dup2(fd, 60 + i) for i, fd in enumerate((stdin, output, results)))
     for fd, place in ((stdin, 0), (output, 1), (output, 2), (results, RESULTS)):
@@ -140,7 +153,9 @@ def run(asked: dict[str, Any]) -> None:
             say({"call": number, "raised": problem_of(error)})
 
 
-def become_program(order: Order, mode: str, readable: list[str], descriptors: tuple[int, int, int], others: int) -> None:
+def become_program(
+    order: Order, mode: str, readable: list[str], descriptors: tuple[int, int, int], others: int
+) -> None:
     """Never returns."""
     code = 70
     try:

@@ -8,7 +8,8 @@ from . import kernel
 
 NOBODY = 65534
 FIRST_USER, USERS = 0x70000000, 50_000
-"""User ids of programs, one after the other, where root makes the sandbox: far above those that anything hands out."""
+"""User ids of programs, one after the other, where root makes the sandbox: far above those that
+anything hands out."""
 DEVICES = ("null", "full", "random", "urandom")
 """Not `zero`: a shared mapping of it is shared memory that no process is charged for."""
 OLD = "/old"
@@ -28,7 +29,11 @@ def python_files() -> list[str]:
 def outermost(paths: list[str]) -> list[str]:
     """Without those that lie within another; a link holds nothing."""
     folders = [path for path in paths if not os.path.islink(path)]
-    return [path for path in paths if not any(path != other and path.startswith(other.rstrip("/") + "/") for other in folders)]
+    return [
+        path
+        for path in paths
+        if not any(path != other and path.startswith(other.rstrip("/") + "/") for other in folders)
+    ]
 
 
 def mapped_users() -> tuple[int, int]:
@@ -59,15 +64,23 @@ def map_one_user(outside_user: int, outside_group: int, inside: int = 0) -> None
 
 
 def build_root(readable: list[str]) -> None:
-    """Make a root of these paths in the mount namespace that was just entered, read-only, and forget the old one.
+    """Make a root of these paths in the mount namespace that was just entered, read-only, and
+    forget the old one.
 
-    `/proc` is the host's until a program's own processes hide it: the kernel allows a new one only where one can be seen.
+    `/proc` is the host's until a program's own processes hide it: the kernel allows a new one only
+    where one can be seen.
 
     Raises:
         OSError: the kernel refused something; the message says what.
     """
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    kernel.mount("sandbox", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,nr_inodes=1000,mode=755")
+    kernel.mount(
+        "sandbox",
+        "/tmp",
+        "tmpfs",
+        kernel.MS_NOSUID | kernel.MS_NODEV,
+        "size=1m,nr_inodes=1000,mode=755",
+    )
     os.mkdir(f"/tmp{OLD}")
     os.chdir("/tmp")
     kernel.pivot_root(".", f".{OLD}")

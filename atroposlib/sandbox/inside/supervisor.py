@@ -1,7 +1,9 @@
-"""The keeper: makes the sandbox once, then a process for each program, forked so that no Python has to start.
+"""The keeper: makes the sandbox once, then a process for each program, forked so that no Python has
+to start.
 
-Of a program's processes the first, its watcher, is process 1 of a process-id namespace: when it ends, the kernel ends all the
-others, whatever they did to get away. Where there are no namespaces the watcher inherits the orphans and ends them.
+Of a program's processes the first, its watcher, is process 1 of a process-id namespace: when it
+ends, the kernel ends all the others, whatever they did to get away. Where there are no namespaces
+the watcher inherits the orphans and ends them.
 """
 
 import contextlib
@@ -22,17 +24,41 @@ from .memory import Memory
 from .program import Order, become_program
 
 MODES = ("users", "user_namespace", "restricted")
-"""How programs are held, the best first: namespaces made by root, each program with a user id of its own; namespaces in a user
-namespace, which ordinary users may make; or without namespaces, by Landlock and seccomp."""
+"""How programs are held, the best first: namespaces made by root, each program with a user id of
+its own; namespaces in a user namespace, which ordinary users may make; or without namespaces, by
+Landlock and seccomp."""
 LOOK_SECONDS = 0.01
 """How often the memory of a program's processes is added up."""
 LOCKS_SECONDS = 1.0
-"""How often file locks are counted. Reading the list stops all processes of the host that lock a file, for a moment."""
+"""How often file locks are counted. Reading the list stops all processes of the host that lock a
+file, for a moment."""
 MOST_LOCKS = 1000
 TOP_MESSAGE = 1 << 16
 PRELOADED = (
-    *("bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools"),
-    *("heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "typing"),
+    *(
+        "bisect",
+        "collections",
+        "contextlib",
+        "copy",
+        "dataclasses",
+        "datetime",
+        "decimal",
+        "enum",
+        "fractions",
+        "functools",
+    ),
+    *(
+        "heapq",
+        "itertools",
+        "json",
+        "math",
+        "operator",
+        "random",
+        "re",
+        "statistics",
+        "string",
+        "typing",
+    ),
 )
 """Modules that programs often import: they are there already."""
 
@@ -48,7 +74,10 @@ def enter(mode: str, readable: list[str], held: list[int]) -> None:
     Raises:
         OSError: the host does not allow it; says what.
     """
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/oom_score_adj", "w", encoding="ascii") as file,
+    ):
         file.write("1000")  # when the machine runs out of memory, it is these processes that end
     if mode == "restricted":
         os.chdir("/")
@@ -72,7 +101,10 @@ def enter(mode: str, readable: list[str], held: list[int]) -> None:
 
 
 def missing(mode: str) -> dict[str, str]:
-    """Isolation -> why this host does not give it. What is here is tried by a program afterwards."""
+    """Isolation -> why this host does not give it.
+
+    What is here is tried by a program afterwards.
+    """
     wrong = {}
     machine = os.uname().machine
     without_filter = f"no seccomp table for {machine}" if machine not in filters.AUDIT_ARCH else ""
@@ -89,9 +121,10 @@ def missing(mode: str) -> dict[str, str]:
 
 
 def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[int, int]) -> None:
-    """Answer orders until the other end is closed. An order is the limits as JSON, with four descriptors: what to run, where
-    its output goes, where its results go, and a socket to its watcher. Each program is the next of the users, first id and
-    number of ids, if this process is root."""
+    """Answer orders until the other end is closed. An order is the limits as JSON, with four
+    descriptors: what to run, where its output goes, where its results go, and a socket to its
+    watcher. Each program is the next of the users, first id and number of ids, if this process is
+    root."""
     for name in PRELOADED:
         importlib.import_module(name)
 
@@ -133,23 +166,37 @@ def begin(order: Order, mode: str, readable: list[str], descriptors: list[int]) 
     os._exit(0)
 
 
-def watch(order: Order, mode: str, readable: list[str], descriptors: tuple[int, int, int], status: socket.socket) -> Any:
-    """Be the program's first process: see that it keeps to its time and memory, and end all that it started.
+def watch(
+    order: Order,
+    mode: str,
+    readable: list[str],
+    descriptors: tuple[int, int, int],
+    status: socket.socket,
+) -> Any:
+    """Be the program's first process: see that it keeps to its time and memory, and end all that it
+    started.
 
     Returns:
         What ended it, as `atroposlib.sandbox.local` reads it.
     """
     if mode == "restricted":
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-        memory = Memory(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), own=False, own_network=False)
+        memory = Memory(
+            os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
+            own=False,
+            own_network=False,
+        )
     else:
         options = f"size={order['disk']},nr_inodes={order['files']},mode=1777"
-        kernel.mount("tmp", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
+        kernel.mount(
+            "tmp", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options
+        )
         os.chdir("/tmp")
         memory = Memory(*hide_processes(), own_network=True)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     began = time.monotonic()
-    # The kernel counts by user: the watcher too, if it is the same one; without namespaces, all that this user runs.
+    # The kernel counts by user: the watcher too, if it is the same one; without namespaces, all
+    # that this user runs.
     others = 0
     if os.geteuid() != 0:
         others = 1 if mode == "user_namespace" else tasks_of_this_user()
@@ -166,17 +213,26 @@ def watch(order: Order, mode: str, readable: list[str], descriptors: tuple[int, 
     cpu = usage.ru_utime + usage.ru_stime
     if end == "exited" and code < 0:
         end = "signal"
-        if -code == signal.SIGXCPU or (-code == signal.SIGKILL and cpu > 0.5 * order["cpu_seconds"]):
+        if -code == signal.SIGXCPU or (
+            -code == signal.SIGKILL and cpu > 0.5 * order["cpu_seconds"]
+        ):
             end = "cpu"
-    return {"end": end, "code": code, "left": left, "seconds": seconds, "cpu": cpu, "peak": max(peak, usage.ru_maxrss * 1024)}
+    return {
+        "end": end,
+        "code": code,
+        "left": left,
+        "seconds": seconds,
+        "cpu": cpu,
+        "peak": max(peak, usage.ru_maxrss * 1024),
+    }
 
 
 def hide_processes() -> tuple[int, bool]:
     """Cover /proc for the program.
 
     Returns:
-        A descriptor of a /proc to add up memory by, and whether it shows this namespace's processes alone. Where the host
-        allows no /proc of its own here, it is the host's.
+        A descriptor of a /proc to add up memory by, and whether it shows this namespace's processes
+        alone. Where the host allows no /proc of its own here, it is the host's.
     """
     own = True
     try:
@@ -185,7 +241,11 @@ def hide_processes() -> tuple[int, bool]:
         own = False
     descriptor = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     kernel.mount(
-        "none", "/proc", "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV, "size=4k,nr_inodes=2,mode=555"
+        "none",
+        "/proc",
+        "tmpfs",
+        kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV,
+        "size=4k,nr_inodes=2,mode=555",
     )
     return descriptor, own
 
@@ -200,7 +260,9 @@ def tasks_of_this_user() -> int:
     return count
 
 
-def wait(order: Order, child: int, memory: Memory, status: socket.socket, began: float) -> tuple[str, int]:
+def wait(
+    order: Order, child: int, memory: Memory, status: socket.socket, began: float
+) -> tuple[str, int]:
     """Until the program ends or is to be ended: why, and the most memory that was seen, in bytes."""
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
@@ -224,7 +286,10 @@ def wait(order: Order, child: int, memory: Memory, status: socket.socket, began:
 
 
 def end_all(child: int, mode: str) -> tuple[int, int]:
-    """Kill what is left of the program. Returns its exit status, negative for a signal, and how many processes were left."""
+    """Kill what is left of the program.
+
+    Returns its exit status, negative for a signal, and how many processes were left.
+    """
     code = 0
     ended: set[int] = set()
 
@@ -245,7 +310,8 @@ def end_all(child: int, mode: str) -> tuple[int, int]:
         while True:
             with contextlib.suppress(ProcessLookupError):
                 if mode == "restricted":
-                    # Those of a process that was killed become this one's, and are found the next time.
+                    # Those of a process that was killed become this one's, and are found the next
+                    # time.
                     with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
                         for pid in file.read().split():
                             os.kill(int(pid), signal.SIGKILL)
@@ -271,7 +337,11 @@ def main() -> None:
             os.close(heard)
             try:
                 enter(mode, readable, [said, control.fileno()])
-                users = root_filesystem.mapped_users() if os.geteuid() == 0 and mode != "user_namespace" else (0, 1)
+                users = (
+                    root_filesystem.mapped_users()
+                    if os.geteuid() == 0 and mode != "user_namespace"
+                    else (0, 1)
+                )
                 told = {"mode": mode, "missing": missing(mode), "refusals": refusals}
                 os.close(said)
                 control.send(json.dumps(told).encode())

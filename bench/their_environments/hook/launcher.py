@@ -1,10 +1,12 @@
-"""Runs environment files, each in a process forked from this one, which has imported what they all import.
+"""Runs environment files, each in a process forked from this one, which has imported what they all
+import.
 
     python launcher.py    # a line of JSON in, {"argv": [...], "cwd": ..., "log": ..., "environ": {...}, "rows": {...}}:
                           # {"started": pid} out, and {"ended": pid, "status": ...} when it has ended
 
-The imports take ten seconds of a processor, and the file itself a few tenths. The child is as if the file had been started by
-itself: its own process group, folder, variables, arguments, output and seeds.
+The imports take ten seconds of a processor, and the file itself a few tenths. The child is as if
+the file had been started by itself: its own process group, folder, variables, arguments, output and
+seeds.
 """
 
 import importlib
@@ -17,7 +19,17 @@ import sys
 
 import offline
 
-HEAVY = ("numpy", "datasets", "transformers", "openai", "pydantic", "aiohttp", "tqdm.asyncio", "wandb", "math_verify")
+HEAVY = (
+    "numpy",
+    "datasets",
+    "transformers",
+    "openai",
+    "pydantic",
+    "aiohttp",
+    "tqdm.asyncio",
+    "wandb",
+    "math_verify",
+)
 
 
 def say(message):

@@ -1,8 +1,8 @@
 """What an environment file finds in place of the network: data sets.
 
-`datasets.load_dataset` is replaced before the file can import it, and serves rows that a case gives: {data set: {split: rows}}.
-What is not there is refused by name, never fetched. The sources of randomness that environments draw items with start from the
-same seed.
+`datasets.load_dataset` is replaced before the file can import it, and serves rows that a case
+gives: {data set: {split: rows}}. What is not there is refused by name, never fetched. The sources
+of randomness that environments draw items with start from the same seed.
 """
 
 import os
@@ -16,7 +16,9 @@ def replace_load_dataset(rows):
     rows = with_pictures(rows)
     real = datasets.load_dataset
 
-    def load_dataset(path, name=None, *more, split=None, streaming=False, data_files=None, **options):
+    def load_dataset(
+        path, name=None, *more, split=None, streaming=False, data_files=None, **options
+    ):
         if path in ("json", "csv", "text", "parquet") and data_files is not None:
             return real(path, name, *more, split=split, data_files=data_files, **options)
         table = rows.get(f"{path}/{name}", rows.get(path))
@@ -27,7 +29,9 @@ def replace_load_dataset(rows):
             return datasets.DatasetDict(made)
         part = str(split).partition("[")[0]
         if part not in table:
-            raise ValueError(f"data set {path!r}: unknown split {split!r}; there are {sorted(table)}")
+            raise ValueError(
+                f"data set {path!r}: unknown split {split!r}; there are {sorted(table)}"
+            )
         found = datasets.Dataset.from_list(table[part])
         return found.to_iterable_dataset() if streaming else found
 
@@ -35,7 +39,9 @@ def replace_load_dataset(rows):
 
 
 def replace_hub(files):
-    """Serve files of data sets' repositories, {name in the repository: text}, from the working folder."""
+    """Serve files of data sets' repositories, {name in the repository: text}, from the working
+    folder.
+    """
     import huggingface_hub
 
     class Entry:
@@ -52,7 +58,10 @@ def replace_hub(files):
             file.write(files[filename])
         return place
 
-    huggingface_hub.list_repo_tree, huggingface_hub.hf_hub_download = list_repo_tree, hf_hub_download
+    huggingface_hub.list_repo_tree, huggingface_hub.hf_hub_download = (
+        list_repo_tree,
+        hf_hub_download,
+    )
 
 
 def with_pictures(value):

@@ -1,4 +1,6 @@
-"""Losses per token, each a pure function of tensors in a file of its own, found by name or as `module:function`."""
+"""Losses per token, each a pure function of tensors in a file of its own, found by name or as
+`module:function`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def find_loss(name: str, settings: LossSettings) -> Loss:
         settings: what it will be called with, and is tried with: it may need what a flag says.
 
     Raises:
-        ConfigError: it does not exist, cannot be imported, or does not do what a loss does. One line says what and why.
+        ConfigError: it does not exist, cannot be imported, or does not do what a loss does. One
+            line says what and why.
     """
     if not is_import(name):
         return built_in("--loss", name, BUILT_IN)
@@ -58,24 +61,31 @@ def find_loss(name: str, settings: LossSettings) -> Loss:
 
 
 def token_losses(name: str, loss: Loss, inputs: LossInputs, settings: LossSettings) -> TokenLosses:
-    """The losses of a bin, of the right shape. A loss is not called for a bin without a trained token.
+    """The losses of a bin, of the right shape. A loss is not called for a bin without a trained
+    token.
 
-    Whether they are finite is not asked here, since a GPU would have to be waited for: see count_nonfinite.
+    Whether they are finite is not asked here, since a GPU would have to be waited for: see
+    count_nonfinite.
 
     Args:
         name: of the loss, for errors.
 
     Raises:
-        ConfigError: the function is the user's and failed, other than for want of memory; or it did not return what a loss
-            returns.
+        ConfigError: the function is the user's and failed, other than for want of memory; or it did
+            not return what a loss returns.
     """
     if not len(inputs.logprobs):
         return TokenLosses.unclipped(inputs.logprobs * 0.0)
     try:
         result = loss(inputs, settings)
     except Exception as error:
-        # What a GPU reports late is not the function's doing, and what went wrong in a loss of ours is a bug.
-        if not is_import(name) or ran_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+        # What a GPU reports late is not the function's doing, and what went wrong in a loss of ours
+        # is a bug.
+        if (
+            not is_import(name)
+            or ran_out_of_memory(error)
+            or isinstance(error, torch.AcceleratorError)
+        ):
             raise
         raise refusal("--loss", name, f"it failed with {told(error)}", _EXPECTED) from error
     return _checked(name, result, inputs)
@@ -88,20 +98,34 @@ def _checked(name: str, result: object, inputs: LossInputs) -> TokenLosses:
     if not isinstance(result, TokenLosses):
         raise refusal("--loss", name, f"it returned {type(result).__name__}", _EXPECTED)
     if result.losses.shape != shape:
-        raise refusal("--loss", name, f"it returned losses of shape {[*result.losses.shape]} for {shape[0]} tokens", _EXPECTED)
+        raise refusal(
+            "--loss",
+            name,
+            f"it returned losses of shape {[*result.losses.shape]} for {shape[0]} tokens",
+            _EXPECTED,
+        )
     if result.losses.dtype != inputs.logprobs.dtype:
         raise refusal("--loss", name, f"it returned {result.losses.dtype}", _EXPECTED)
     if not result.losses.requires_grad and inputs.logprobs.requires_grad:
-        raise refusal("--loss", name, "what it returned has no gradient: it does not depend on logprobs", _EXPECTED)
+        raise refusal(
+            "--loss",
+            name,
+            "what it returned has no gradient: it does not depend on logprobs",
+            _EXPECTED,
+        )
     for side in ("clipped_low", "clipped_high"):
         mask = getattr(result, side)
         if not isinstance(mask, Tensor) or mask.shape != shape or mask.dtype != torch.bool:
-            raise refusal("--loss", name, f"its {side} is no bool tensor of shape {[*shape]}", _EXPECTED)
+            raise refusal(
+                "--loss", name, f"its {side} is no bool tensor of shape {[*shape]}", _EXPECTED
+            )
     return result
 
 
 def count_nonfinite(losses: Tensor) -> Tensor:
-    """How many of [n] losses are NaN or infinite: a scalar on the device, to be summed over a step and read once."""
+    """How many of [n] losses are NaN or infinite: a scalar on the device, to be summed over a step
+    and read once.
+    """
     return (~torch.isfinite(losses)).sum()
 
 
@@ -124,7 +148,8 @@ def refuse_nonfinite(name: str, count: int, tokens: int) -> None:
 
 
 def _try(name: str, function: Loss, settings: LossSettings, present: Tensor, old: Tensor) -> None:
-    """Call a loss with three sequences, one of them of a single token, and advantages of both signs and 0.
+    """Call a loss with three sequences, one of them of a single token, and advantages of both signs
+    and 0.
 
     Args:
         present, old: [6] float32 logprobs under the two policies.
@@ -143,9 +168,13 @@ def _try(name: str, function: Loss, settings: LossSettings, present: Tensor, old
     except ConfigError:
         raise
     except Exception as error:
-        raise refusal("--loss", name, f"a made-up batch made it fail with {told(error)}", _EXPECTED) from error
+        raise refusal(
+            "--loss", name, f"a made-up batch made it fail with {told(error)}", _EXPECTED
+        ) from error
     if gradient is None:
         raise refusal("--loss", name, "its gradient does not reach logprobs", _EXPECTED)
     for what, tensor in (("loss", losses), ("gradient", gradient)):
         if not torch.isfinite(tensor).all():
-            raise refusal("--loss", name, f"on a made-up batch its {what} is {tensor.tolist()}", _EXPECTED)
+            raise refusal(
+                "--loss", name, f"on a made-up batch its {what} is {tensor.tolist()}", _EXPECTED
+            )

@@ -10,12 +10,13 @@ def cispo(inputs: LossInputs, settings: LossSettings) -> TokenLosses:
 
         L_t = - sg( clip(ρ_t, 1 - ε_low, 1 + ε_high) ) · A_t · log π(y_t)        ρ_t = π(y_t) / π_old(y_t)
 
-    sg stops the gradient: a bound limits what a token weighs, and never silences it. With ε_low = 1 there is no lower bound,
-    as in the paper's runs.
+    sg stops the gradient: a bound limits what a token weighs, and never silences it. With ε_low = 1
+    there is no lower bound, as in the paper's runs.
 
     Source: CISPO, MiniMax-M1 (MiniMax, arXiv:2506.13585).
 
-    Clipped are the tokens whose weight is at a bound, whatever the sign of their advantage; their gradient is not stopped.
+    Clipped are the tokens whose weight is at a bound, whatever the sign of their advantage; their
+    gradient is not stopped.
     """
     ratio = inputs.log_ratio.detach().exp()
     low, high = 1 - settings.clip_low, 1 + settings.clip_high

@@ -14,12 +14,14 @@ from example_trainer.algorithm.sequences import sequence_mean
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The trained tokens of a bin: n of them, in the order of its sequences and, in each, of the tokens.
+    """The trained tokens of a bin: n of them, in the order of its sequences and, in each, of the
+    tokens.
 
     Attributes:
         logprobs: [n] float32, with gradient: of the chosen tokens under the present policy.
-        old_logprobs: [n] float32, without: under the policy that the ratio is taken to. See docs/algorithms.md for which it is;
-            where it is unknown it is the present one, so that the ratio is 1 and the gradient the plain policy gradient.
+        old_logprobs: [n] float32, without: under the policy that the ratio is taken to. See
+            docs/algorithms.md for which it is; where it is unknown it is the present one, so that
+            the ratio is 1 and the gradient the plain policy gradient.
         advantages: [n] float32.
         sequence: [n] int64, ascending: which sequence of the bin each token is of.
         sequences: how many there are; each has a token.
@@ -33,7 +35,9 @@ class LossInputs:
 
     @property
     def log_ratio(self) -> Tensor:
-        """[n] with gradient: log of the present policy's probability over the old one's, within ± MAX_LOG_RATIO."""
+        """[n] with gradient: log of the present policy's probability over the old one's, within ±
+        MAX_LOG_RATIO.
+        """
         return clamped_log_ratio(self.logprobs, self.old_logprobs)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
@@ -57,7 +61,8 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """A loss for each token, before it is weighted: what the token counts in its batch is not the loss's business.
+    """A loss for each token, before it is weighted: what the token counts in its batch is not the
+    loss's business.
 
     Attributes:
         losses: [n] float32, with gradient.

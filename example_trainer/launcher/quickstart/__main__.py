@@ -1,4 +1,6 @@
-"""`python -m example_trainer.launcher.quickstart`, or by path; scripts/quickstart.sh calls it after set-up."""
+"""`python -m example_trainer.launcher.quickstart`, or by path; scripts/quickstart.sh calls it after
+set-up.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[3])  # run by path: import from the repository
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[3]
+    )  # run by path: import from the repository
 
 from example_trainer.child_processes.processes import ProcessError
 from example_trainer.child_processes.whole_files import disk_refusal

@@ -13,7 +13,8 @@ Step = dict[str, Any]
 """One line of the trainer's metrics.jsonl."""
 
 SHARE = "train/percent_correct"
-"""The environment's name for the fraction of right answers among those sampled since its last line."""
+"""The environment's name for the fraction of right answers among those sampled since its last
+line."""
 TOOL_USE = "train/tool_use"
 """Its name for the fraction of answers that used a tool; only where there are tools."""
 
@@ -52,7 +53,9 @@ class MetricsFile:
             except ValueError:
                 step = None
             if not isinstance(step, dict):
-                raise LauncherError(f"{self.path}: line {len(self.steps) + len(new) + 1} is no JSON object: {line[:80]!r}")
+                raise LauncherError(
+                    f"{self.path}: line {len(self.steps) + len(new) + 1} is no JSON object: {line[:80]!r}"
+                )
             new.append(step)
         self.steps += new
         return new
@@ -71,19 +74,23 @@ def number(step: Step, key: str) -> float | None:
 def sampled(environment: list[Step]) -> list[Step]:
     """Return the environment's lines as steps to plot, over every answer that was sampled.
 
-    A step has the reward (+1 for a right answer, -1 for a wrong one), the response length, and the use of tools if there are
-    any. The environment may drop groups whose answers are all right. Rewards in the trainer's own metrics then stay near the
-    middle while the model gets better.
+    A step has the reward (+1 for a right answer, -1 for a wrong one), the response length, and the
+    use of tools if there are any. The environment may drop groups whose answers are all right.
+    Rewards in the trainer's own metrics then stay near the middle while the model gets better.
 
-    Of several lines with the same step, only the first counts: at the end of a run, the environment reports the few answers
-    that came after the trainer's last batch.
+    Of several lines with the same step, only the first counts: at the end of a run, the environment
+    reports the few answers that came after the trainer's last batch.
     """
     steps: list[Step] = []
     for line in environment:
         correct = number(line, SHARE)
         if correct is not None and (not steps or steps[-1]["step"] != line.get("step")):
             length = number(line, "train/response_length")
-            step = {"step": line.get("step"), "reward_mean": 2 * correct - 1, "response_length_mean": length}
+            step = {
+                "step": line.get("step"),
+                "reward_mean": 2 * correct - 1,
+                "response_length_mean": length,
+            }
             used = number(line, TOOL_USE)
             steps.append(step if used is None else step | {"tool_use": used})
     return steps

@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from example_trainer.launcher.command_line import ROOT, OneLineParser, check_model, learning_rate, positive_int, visible_gpus
+from example_trainer.launcher.command_line import (
+    ROOT,
+    OneLineParser,
+    check_model,
+    learning_rate,
+    positive_int,
+    visible_gpus,
+)
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.starter_models import LEARNING_RATES, MODELS, STEPS
 
@@ -61,7 +68,9 @@ def eval_number(text: str) -> int:
     """An integer from 1 to MOST_EVAL_PROBLEMS."""
     value = positive_int(text)
     if value > MOST_EVAL_PROBLEMS:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than the {MOST_EVAL_PROBLEMS} held-out problems that there are")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is more than the {MOST_EVAL_PROBLEMS} held-out problems that there are"
+        )
     return value
 
 
@@ -75,12 +84,16 @@ def seed_number(text: str) -> int:
 def levels(text: str) -> tuple[int, ...]:
     """Difficulty levels such as `2` or `1,2,3`."""
     if not re.fullmatch(r"[1-9](,[1-9])*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} names no levels: give 1, 2, 3, or several such as 1,2,3")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no levels: give 1, 2, 3, or several such as 1,2,3"
+        )
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
 def per_environment(defaults: Mapping[str, float]) -> str:
-    """Return the default of each environment as text for --help: `50 for arithmetic, 40 for calculator`."""
+    """Return the default of each environment as text for --help:
+    `50 for arithmetic, 40 for calculator`.
+    """
     return ", ".join(f"{value:g} for {environment}" for environment, value in defaults.items())
 
 
@@ -97,14 +110,26 @@ def parser() -> OneLineParser:
         default="arithmetic",
         help="what to learn: short sums, or longer ones and a calculator to ask (default: %(default)s)",
     )
-    made.add_argument("--bridge", choices=BRIDGES, help="how weights reach vLLM (default: broadcast; single-copy on one GPU)")
+    made.add_argument(
+        "--bridge",
+        choices=BRIDGES,
+        help="how weights reach vLLM (default: broadcast; single-copy on one GPU)",
+    )
     steps = per_environment(STEPS)
-    made.add_argument("--steps", type=positive_int, default=None, help=f"optimizer steps (default: {steps})")
-    made.add_argument("--model", default=None, help="checkpoint folder or Hugging Face name (default: one of two in assets/)")
+    made.add_argument(
+        "--steps", type=positive_int, default=None, help=f"optimizer steps (default: {steps})"
+    )
+    made.add_argument(
+        "--model",
+        default=None,
+        help="checkpoint folder or Hugging Face name (default: one of two in assets/)",
+    )
     device = made.add_mutually_exclusive_group()
     device.add_argument("--gpu", action="store_true", help="train and sample on NVIDIA GPUs")
     device.add_argument(
-        "--cpu", action="store_true", help="train and sample on the CPU (default where nvidia-smi finds no GPU)"
+        "--cpu",
+        action="store_true",
+        help="train and sample on the CPU (default where nvidia-smi finds no GPU)",
     )
     made.add_argument(
         "--lr",
@@ -113,7 +138,10 @@ def parser() -> OneLineParser:
         help=f"peak learning rate; with 0 the model does not learn (default: {per_environment(LEARNING_RATES)})",
     )
     made.add_argument(
-        "--seed", type=seed_number, default=0, help="seed of problems, sampling and trainer (default: %(default)s)"
+        "--seed",
+        type=seed_number,
+        default=0,
+        help="seed of problems, sampling and trainer (default: %(default)s)",
     )
     made.add_argument(
         "--difficulty",
@@ -122,7 +150,10 @@ def parser() -> OneLineParser:
         help="levels of the problems, such as 1 or 1,2,3 (default: the environment's own)",
     )
     made.add_argument(
-        "--eval-size", type=eval_number, default=256, help="held-out problems per evaluation (default: %(default)s)"
+        "--eval-size",
+        type=eval_number,
+        default=256,
+        help="held-out problems per evaluation (default: %(default)s)",
     )
     made.add_argument(
         "--output",
@@ -130,7 +161,11 @@ def parser() -> OneLineParser:
         default=None,
         help="folder for summary, plot and logs (default: runs/quickstart, or runs/calculator)",
     )
-    made.add_argument("--keep-running", action="store_true", help="leave service and vLLM running at the end, until Ctrl-C")
+    made.add_argument(
+        "--keep-running",
+        action="store_true",
+        help="leave service and vLLM running at the end, until Ctrl-C",
+    )
     return made
 
 
@@ -141,7 +176,9 @@ def choose_bridge(asked: str | None, gpus: tuple[int, ...]) -> str:
         LauncherError: they cannot.
     """
     if len(gpus) == 1 and asked == "broadcast":
-        raise LauncherError("--bridge broadcast needs two GPUs and this machine shows one: use --bridge single-copy, or --cpu")
+        raise LauncherError(
+            "--bridge broadcast needs two GPUs and this machine shows one: use --bridge single-copy, or --cpu"
+        )
     return asked or ("single-copy" if len(gpus) == 1 else "broadcast")
 
 
@@ -164,7 +201,9 @@ def parse(arguments: Sequence[str]) -> Options:
             f"--difficulty {','.join(map(str, given.difficulty))}: the levels of --environment {given.environment} "
             f"are 1 to {highest}"
         )
-    default = ROOT / "runs" / ("quickstart" if given.environment == "arithmetic" else given.environment)
+    default = (
+        ROOT / "runs" / ("quickstart" if given.environment == "arithmetic" else given.environment)
+    )
     output = (given.output or default).expanduser().absolute()
     return Options(
         bridge=choose_bridge(given.bridge, gpus),

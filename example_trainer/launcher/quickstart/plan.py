@@ -21,9 +21,10 @@ from example_trainer.launcher.starter_models import (
 )
 
 KEEPS_EQUAL_SCORES = frozenset({"arithmetic"})
-"""Environments whose groups of equal scores are trained on too, though they teach nothing: once the task is nearly solved most
-groups are such, and to replace them took more sampling than all the rest. The calculator's model begins with next to nothing
-right, and would have batches with nothing to learn from."""
+"""Environments whose groups of equal scores are trained on too, though they teach nothing: once the
+task is nearly solved most groups are such, and to replace them took more sampling than all the
+rest. The calculator's model begins with next to nothing right, and would have batches with nothing
+to learn from."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ class Plan:
 
     @property
     def environment_metrics(self) -> Path:
-        """The environment's metrics, JSON lines: over every answer that was sampled, also those of groups it dropped."""
+        """The environment's metrics, JSON lines: over every answer that was sampled, also those of
+        groups it dropped.
+        """
         return self.options.output / "environment" / "metrics.jsonl"
 
     @property
@@ -101,9 +104,11 @@ class Plan:
     def vllm(self) -> Command:
         """The inference server, its weights shared with the trainer."""
         options, share = self.options, None
-        # Half of the cores: a small model's steps cost more processor time on several threads than on one, and the trainer
-        # and the processes between them need some too.
-        variables = self._variables(options.gpus[0] if options.gpus else None, max(1, roles.cores() // 2))
+        # Half of the cores: a small model's steps cost more processor time on several threads than
+        # on one, and the trainer and the processes between them need some too.
+        variables = self._variables(
+            options.gpus[0] if options.gpus else None, max(1, roles.cores() // 2)
+        )
         variables["VLLM_NO_USAGE_STATS"] = "1"
         if options.gpus:
             share = roles.GPU_SHARE_BESIDE_TRAINER if options.bridge == "single-copy" else 0.85
@@ -121,7 +126,9 @@ class Plan:
         return Command("vLLM server", tuple(words), variables, "vllm.log", grace=20.0)
 
     def _environment(self, action: str, **settings: roles.Value) -> tuple[str, ...]:
-        """Return the environment's command, with the settings that serving and evaluating have in common."""
+        """Return the environment's command, with the settings that serving and evaluating have in
+        common.
+        """
         options = self.options
         words = roles.environment(
             options.environment,
@@ -145,16 +152,25 @@ class Plan:
             steps_per_eval=0,
             max_batches_offpolicy=BATCHES_AHEAD,
             max_num_workers_per_node=self.batch.groups_in_work,
-            ensure_scores_are_not_same=False if self.options.environment in KEEPS_EQUAL_SCORES else None,
+            ensure_scores_are_not_same=False
+            if self.options.environment in KEEPS_EQUAL_SCORES
+            else None,
             metrics_path=self.environment_metrics,
             data_path_to_save_groups=self.rollouts,
         )
-        return Command("environment", words, {"OMP_NUM_THREADS": "1"}, "environment.log", may_finish=True)
+        return Command(
+            "environment", words, {"OMP_NUM_THREADS": "1"}, "environment.log", may_finish=True
+        )
 
     def evaluation(self, which: str, result: Path) -> Command:
         """Greedy answers to the held-out problems, the result written to a JSON file."""
         words = self._environment("evaluate", eval_size=self.options.eval_size, eval_output=result)
-        return Command(f"evaluation {which} training", words, {"OMP_NUM_THREADS": "1"}, f"evaluation-{which}.log")
+        return Command(
+            f"evaluation {which} training",
+            words,
+            {"OMP_NUM_THREADS": "1"},
+            f"evaluation-{which}.log",
+        )
 
     def trainer(self) -> Command:
         """The GRPO trainer, joined to vLLM by the weight bridge."""
@@ -180,10 +196,14 @@ class Plan:
         gpu = None
         if options.gpus:
             gpu = options.gpus[1 if options.bridge == "broadcast" else 0]
-        return Command("trainer", tuple(words), self._variables(gpu, roles.cores()), "trainer.log", grace=20.0)
+        return Command(
+            "trainer", tuple(words), self._variables(gpu, roles.cores()), "trainer.log", grace=20.0
+        )
 
     def script(self) -> str:
         """The run as a person could type it, for a file beside the logs."""
         commands = [self.service(), self.vllm(), self.environment(), self.trainer()]
-        lines = [f"# {command.name}, in a terminal of its own\n{command.typed()}" for command in commands]
+        lines = [
+            f"# {command.name}, in a terminal of its own\n{command.typed()}" for command in commands
+        ]
         return f"cd {shlex.quote(str(ROOT))}\n\n" + "\n\n".join(lines) + "\n"

@@ -41,7 +41,9 @@ def style(axes: Axes, title: str) -> None:
 
 
 def curve(axes: Axes, steps: Sequence[Step], key: str, color: str) -> list[float]:
-    """One column over the steps: every value faint, a running mean on top; returns the running mean."""
+    """One column over the steps: every value faint, a running mean on top; returns the running
+    mean.
+    """
     points = [(number(step, "step"), number(step, key)) for step in steps]
     known = [(x, y) for x, y in points if x is not None and y is not None]
     xs, ys = [x for x, _ in known], [y for _, y in known]
@@ -53,8 +55,16 @@ def curve(axes: Axes, steps: Sequence[Step], key: str, color: str) -> list[float
     return mean
 
 
-def draw(path: Path, steps: Sequence[Step], eval_before: float, eval_after: float, problems: int, subtitle: str) -> None:
-    """Write the plot: reward, use of tools (or response length, where there are none), and accuracy before and after.
+def draw(
+    path: Path,
+    steps: Sequence[Step],
+    eval_before: float,
+    eval_after: float,
+    problems: int,
+    subtitle: str,
+) -> None:
+    """Write the plot: reward, use of tools (or response length, where there are none), and accuracy
+    before and after.
 
     Args:
         path: the PNG to write; 2000 pixels wide, so that it is sharp at the width of a README.
@@ -64,7 +74,10 @@ def draw(path: Path, steps: Sequence[Step], eval_before: float, eval_after: floa
         subtitle: one line about the run.
     """
     figure = Figure(
-        figsize=(10, 3.5), dpi=200, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
+        figsize=(10, 3.5),
+        dpi=200,
+        facecolor="white",
+        layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03),
     )
     figure.suptitle(subtitle, x=0.014, ha="left", fontsize=9, color=MUTED)
     reward, second, accuracy = figure.subplots(1, 3, width_ratios=[1.25, 1.25, 0.8])
@@ -78,7 +91,12 @@ def draw(path: Path, steps: Sequence[Step], eval_before: float, eval_after: floa
     second.set_ylim(bottom=0)
 
     style(accuracy, f"Solved of {problems} held out")
-    bars = accuracy.bar(["before", "after"], [100 * eval_before, 100 * eval_after], color=[BEFORE, AFTER], width=0.62)
+    bars = accuracy.bar(
+        ["before", "after"],
+        [100 * eval_before, 100 * eval_after],
+        color=[BEFORE, AFTER],
+        width=0.62,
+    )
     accuracy.bar_label(bars, fmt="%.0f %%", padding=3, fontsize=11, color=INK, fontweight="bold")
     accuracy.set_ylim(0, 112)
     accuracy.set_yticks([0, 50, 100], ["0", "50", "100 %"])

@@ -7,12 +7,31 @@ from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from example_trainer.launcher.quickstart.metrics import Step, number
 
-COLUMNS = ("step", "solved", "reward", "loss", "KL", "entropy", "length", "tokens/s", "queue", "age", "version")
+COLUMNS = (
+    "step",
+    "solved",
+    "reward",
+    "loss",
+    "KL",
+    "entropy",
+    "length",
+    "tokens/s",
+    "queue",
+    "age",
+    "version",
+)
 ROWS = 12
 """Steps that the live table shows."""
 
@@ -25,8 +44,8 @@ def columns(tools: bool) -> tuple[str, ...]:
 def cells(step: Step, tools: bool = False) -> tuple[str, ...]:
     """One line of metrics as text, in the order of the columns; a missing value is a dash.
 
-    `solved` is the share of right answers among all that were sampled; the trainer's own reward is over the groups that it
-    trained on, which are those with something to learn from.
+    `solved` is the share of right answers among all that were sampled; the trainer's own reward is
+    over the groups that it trained on, which are those with something to learn from.
     """
 
     def text(key: str, form: str) -> str:
@@ -52,7 +71,9 @@ def cells(step: Step, tools: bool = False) -> tuple[str, ...]:
 def plain_line(step: Step, steps: int, tools: bool = False) -> str:
     """One line of metrics for a log."""
     first, *rest = cells(step, tools)
-    return f"step {first}/{steps}  " + "  ".join(f"{name} {cell}" for name, cell in zip(columns(tools)[1:], rest, strict=True))
+    return f"step {first}/{steps}  " + "  ".join(
+        f"{name} {cell}" for name, cell in zip(columns(tools)[1:], rest, strict=True)
+    )
 
 
 class TrainingDisplay:
@@ -61,12 +82,20 @@ class TrainingDisplay:
     Args:
         console: where to; the live table needs a terminal.
         steps: how many there will be.
-        seconds_between_lines: without a terminal, the least time between two lines; first and last step always show.
+        seconds_between_lines: without a terminal, the least time between two lines; first and last
+            step always show.
         tools: whether the environment has any.
     """
 
-    def __init__(self, console: Console, steps: int, seconds_between_lines: float = 2.0, tools: bool = False) -> None:
-        self.console, self.steps, self.pause, self.tools = console, steps, seconds_between_lines, tools
+    def __init__(
+        self, console: Console, steps: int, seconds_between_lines: float = 2.0, tools: bool = False
+    ) -> None:
+        self.console, self.steps, self.pause, self.tools = (
+            console,
+            steps,
+            seconds_between_lines,
+            tools,
+        )
         self.shown: list[Step] = []
         self.last_line = -float("inf")
         self.live: Live | None = None
@@ -100,17 +129,26 @@ class TrainingDisplay:
             if self.live is None:
                 now = time.monotonic()
                 if len(self.shown) in (1, self.steps) or now - self.last_line >= self.pause:
-                    self.console.print(plain_line(step, self.steps, self.tools), highlight=False, soft_wrap=True)
+                    self.console.print(
+                        plain_line(step, self.steps, self.tools), highlight=False, soft_wrap=True
+                    )
                     self.last_line = now
         if new and self.live is not None:
             self.live.update(Group(self.table(), self.bar))
 
     def __enter__(self) -> TrainingDisplay:
         if self.console.is_terminal:
-            self.live = Live(Group(self.table(), self.bar), console=self.console, refresh_per_second=4)
+            self.live = Live(
+                Group(self.table(), self.bar), console=self.console, refresh_per_second=4
+            )
             self.live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.live is not None:
             self.live.stop()

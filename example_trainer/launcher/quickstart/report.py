@@ -46,8 +46,10 @@ class Evaluation:
         accuracy: fraction correct.
         problems: how many there were.
         response_length: mean tokens per response.
-        weight_version: the oldest version of the weights that answered; None if the server did not say.
-        tool_use: fraction of the problems for which a tool was used; None of an environment that has none.
+        weight_version: the oldest version of the weights that answered; None if the server did not
+            say.
+        tool_use: fraction of the problems for which a tool was used; None of an environment that
+            has none.
     """
 
     accuracy: float
@@ -70,7 +72,9 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} CPU cores"
 
 
-def summarise(options: Options, metrics: MetricsFile, before: Evaluation, after: Evaluation, phases: Phases) -> dict[str, Any]:
+def summarise(
+    options: Options, metrics: MetricsFile, before: Evaluation, after: Evaluation, phases: Phases
+) -> dict[str, Any]:
     """What summary.json holds.
 
     Args:
@@ -101,7 +105,9 @@ def summarise(options: Options, metrics: MetricsFile, before: Evaluation, after:
         "tokens_trained": int(metrics.total("tokens")),
         "bytes_moved": int(metrics.total("bytes_moved")),
         "seconds_by_phase": {name: round(seconds, 1) for name, seconds in phases.seconds.items()},
-        "seconds_trainer": {name: round(metrics.total(f"seconds_{name}"), 1) for name in ("wait", "train", "sync")},
+        "seconds_trainer": {
+            name: round(metrics.total(f"seconds_{name}"), 1) for name in ("wait", "train", "sync")
+        },
         "environment": options.environment,
         "tool_use_before": before.tool_use,
         "tool_use_after": after.tool_use,
@@ -137,25 +143,32 @@ def subtitle(summary: dict[str, Any]) -> str:
 def changed_answer(logs: Path) -> tuple[str, str, str] | None:
     """A held-out problem that only the trained model solved: question, answer before, answer after.
 
-    An answer of several turns is all that came after the question. None if there is no such problem, or the evaluations kept no
-    samples.
+    An answer of several turns is all that came after the question. None if there is no such
+    problem, or the evaluations kept no samples.
     """
     answers = []
     for which in ("before", "after"):
         path = logs / f"evaluation-{which}.samples.jsonl"
         if not path.exists():
             return None
-        # Only a line feed ends a line: a model's answer may hold U+2028, which splitlines takes for an end.
+        # Only a line feed ends a line: a model's answer may hold U+2028, which splitlines takes for
+        # an end.
         answers.append([json.loads(line) for line in path.read_bytes().split(b"\n") if line])
     for before, after in zip(*answers, strict=True):
         if after["correct"] and not before["correct"]:
-            return before["question"], *(" → ".join(said(sample["messages"])) for sample in (before, after))
+            return before["question"], *(
+                " → ".join(said(sample["messages"])) for sample in (before, after)
+            )
     return None
 
 
 def said(messages: Sequence[Mapping[str, str]]) -> list[str]:
     """What the model and its tools said, in order."""
-    return [message["content"].strip() for message in messages if message["role"] in ("assistant", "tool")]
+    return [
+        message["content"].strip()
+        for message in messages
+        if message["role"] in ("assistant", "tool")
+    ]
 
 
 def print_example(console: Console, question: str, before: str, after: str) -> None:
@@ -165,18 +178,30 @@ def print_example(console: Console, question: str, before: str, after: str) -> N
     console.print(f"  after   [green]{escape(after)}[/green]\n", highlight=False)
 
 
-def print_closing_table(console: Console, summary: dict[str, Any], paths: Mapping[str, Path | str]) -> None:
+def print_closing_table(
+    console: Console, summary: dict[str, Any], paths: Mapping[str, Path | str]
+) -> None:
     """The small table at the end and where everything lies."""
 
-    results = Table(header_style="bold", title=f"{summary['eval_problems']} held-out problems, greedy", title_justify="left")
+    results = Table(
+        header_style="bold",
+        title=f"{summary['eval_problems']} held-out problems, greedy",
+        title_justify="left",
+    )
     for name in ("", "before", "after"):
         results.add_column(name, justify="left" if not name else "right")
-    results.add_row("solved", f"{summary['eval_before']:.1%}", f"[bold]{summary['eval_after']:.1%}[/bold]")
     results.add_row(
-        "mean response length (tokens)", f"{summary['response_length_before']:.1f}", f"{summary['response_length_after']:.1f}"
+        "solved", f"{summary['eval_before']:.1%}", f"[bold]{summary['eval_after']:.1%}[/bold]"
+    )
+    results.add_row(
+        "mean response length (tokens)",
+        f"{summary['response_length_before']:.1f}",
+        f"{summary['response_length_after']:.1f}",
     )
     if summary["tool_use_after"] is not None:
-        results.add_row("used the tool", *(f"{summary[f'tool_use_{when}']:.1%}" for when in ("before", "after")))
+        results.add_row(
+            "used the tool", *(f"{summary[f'tool_use_{when}']:.1%}" for when in ("before", "after"))
+        )
     console.print(results)
 
     facts = Table(show_header=False)

@@ -17,7 +17,12 @@ from rich.console import Console
 
 from example_trainer.child_processes.own_folder import private_files
 from example_trainer.child_processes.ports import PortReservations
-from example_trainer.child_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor
+from example_trainer.child_processes.processes import (
+    ManagedProcess,
+    ProcessDied,
+    ProcessError,
+    Supervisor,
+)
 from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.child_processes.run_keys import SERVICE, VLLM
 from example_trainer.child_processes.whole_files import cannot_write, write_whole
@@ -42,7 +47,8 @@ from example_trainer.launcher.roles import Command
 
 SERVICE_SECONDS = 60.0
 VLLM_SECONDS = 600.0
-"""The first start after an installation reads gigabytes of libraries from the disk; a large model loads for minutes."""
+"""The first start after an installation reads gigabytes of libraries from the disk; a large model
+loads for minutes."""
 EVALUATION_SECONDS = 900.0
 STALL_SECONDS = 300.0
 """Longest time without a training step, the trainer's own start included."""
@@ -50,8 +56,18 @@ FINISH_SECONDS = 180.0
 """How long the trainer may take after its last step, to write the checkpoint."""
 
 LOCK = ".quickstart-lock"
-MADE_HERE = ("logs", "trainer", "environment", "checkpoints", "observed", "summary.json", "reward.png", "commands.sh")
-"""What a run puts into its output folder, and what the next one in the same folder removes first."""
+MADE_HERE = (
+    "logs",
+    "trainer",
+    "environment",
+    "checkpoints",
+    "observed",
+    "summary.json",
+    "reward.png",
+    "commands.sh",
+)
+"""What a run puts into its output folder, and what the next one in the same folder removes
+first."""
 
 
 class Interrupted(BaseException):
@@ -78,12 +94,18 @@ def open_output(folder: Path) -> IO[str]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in (*MADE_HERE, LOCK))
+        foreign = sorted(
+            entry.name for entry in folder.iterdir() if entry.name not in (*MADE_HERE, LOCK)
+        )
         if foreign and not (folder / LOCK).exists():
-            raise LauncherError(f"--output {folder} holds other files ({foreign[0]}): give an empty or a new folder")
+            raise LauncherError(
+                f"--output {folder} holds other files ({foreign[0]}): give an empty or a new folder"
+            )
         lock = (folder / LOCK).open("a+")
     except OSError as error:
-        raise LauncherError(f"--output {folder} cannot be written: {error.strerror}: give another folder") from error
+        raise LauncherError(
+            f"--output {folder} cannot be written: {error.strerror}: give another folder"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -104,7 +126,9 @@ def open_output(folder: Path) -> IO[str]:
         os.write(lock.fileno(), f"{os.getpid()}\n".encode())
     except OSError as error:
         lock.close()
-        raise LauncherError(f"{cannot_write(folder / LOCK, error)}; make room there, or give another --output") from error
+        raise LauncherError(
+            f"{cannot_write(folder / LOCK, error)}; make room there, or give another --output"
+        ) from error
     return lock
 
 
@@ -117,7 +141,9 @@ class Quickstart:
         make_plan: which commands to run; the tests put small ones in their place.
     """
 
-    def __init__(self, options: Options, console: Console, make_plan: Callable[[Options, Ports], Plan] = Plan) -> None:
+    def __init__(
+        self, options: Options, console: Console, make_plan: Callable[[Options, Ports], Plan] = Plan
+    ) -> None:
         self.options, self.console, self.make_plan = options, console, make_plan
         self.phases = Phases()
         self.metrics = MetricsFile(Path())
@@ -132,7 +158,13 @@ class Quickstart:
         """Start one command from the repository's root, its log in the run's log folder."""
         log = self.plan.logs / command.log
         return self.supervisor.start(
-            command.name, command.arguments, log, command.variables, ROOT, command.grace, command.may_finish
+            command.name,
+            command.arguments,
+            log,
+            command.variables,
+            ROOT,
+            command.grace,
+            command.may_finish,
         )
 
     def run(self) -> dict[str, Any]:
@@ -143,10 +175,15 @@ class Quickstart:
             Interrupted: Ctrl-C, SIGTERM or SIGHUP; likewise.
         """
         with ExitStack() as stack:
-            stack.enter_context(private_files(wanted=any(os.environ.get(name) for name in (SERVICE, VLLM))))
+            stack.enter_context(
+                private_files(wanted=any(os.environ.get(name) for name in (SERVICE, VLLM)))
+            )
             stack.enter_context(open_output(self.options.output))
             ports = stack.enter_context(PortReservations())
-            self.plan = self.make_plan(self.options, Ports(service=ports.pick(), vllm=ports.pick(), rendezvous=ports.pick()))
+            self.plan = self.make_plan(
+                self.options,
+                Ports(service=ports.pick(), vllm=ports.pick(), rendezvous=ports.pick()),
+            )
             write_whole(self.options.output / "commands.sh", self.plan.script().encode())
             self.metrics = MetricsFile(self.plan.trainer_folder / "metrics.jsonl")
             self.environment_metrics = MetricsFile(self.plan.environment_metrics)
@@ -155,7 +192,8 @@ class Quickstart:
             try:
                 summary = self.run_stack()
             finally:
-                # From here on the end is near anyway: another Ctrl-C must not leave anything behind.
+                # From here on the end is near anyway: another Ctrl-C must not leave anything
+                # behind.
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     signal.signal(number, signal.SIG_IGN)
                 with self.phases.measure("stop"):
@@ -175,8 +213,11 @@ class Quickstart:
         with self.phases.measure("train"):
             self.train()
         if fingerprint(self.options.model) != model:
-            # The evaluation would read another tokenizer than the one that the served model was trained with.
-            raise LauncherError(f"the files in {self.options.model} changed while the run used them: start it again")
+            # The evaluation would read another tokenizer than the one that the served model was
+            # trained with.
+            raise LauncherError(
+                f"the files in {self.options.model} changed while the run used them: start it again"
+            )
         after = self.evaluate("after")
         if after.weight_version != self.options.steps:
             # Weights that never arrived would look like a model that learned nothing.
@@ -207,14 +248,20 @@ class Quickstart:
 
         Raises:
             ProcessDied: it, or another process, died meanwhile.
-            LauncherError: the deadline passed; the message ends with the last lines of the server's log.
+            LauncherError: the deadline passed; the message ends with the last lines of the server's
+                log.
         """
         try:
-            return wait_until(process.name, http_probe(url, min(seconds, 60.0)), seconds, self.supervisor.check)
+            return wait_until(
+                process.name, http_probe(url, min(seconds, 60.0)), seconds, self.supervisor.check
+            )
         except ProcessDied:
             raise
         except ProcessError as error:
-            lines = [f"{error}; log: {process.log_path}", *(f"    {line}" for line in process.tail())]
+            lines = [
+                f"{error}; log: {process.log_path}",
+                *(f"    {line}" for line in process.tail()),
+            ]
             raise LauncherError("\n".join(lines)) from None
 
     def evaluate(self, which: str) -> Evaluation:
@@ -222,9 +269,15 @@ class Quickstart:
         result = self.plan.logs / f"evaluation-{which}.json"
         start = time.monotonic()
         with self.phases.measure(f"evaluate {which}"):
-            self.supervisor.finish(self.start(self.plan.evaluation(which, result)), EVALUATION_SECONDS)
+            self.supervisor.finish(
+                self.start(self.plan.evaluation(which, result)), EVALUATION_SECONDS
+            )
         evaluation = read_evaluation(result)
-        length = "" if evaluation.response_length is None else f", {evaluation.response_length:.1f} tokens per answer"
+        length = (
+            ""
+            if evaluation.response_length is None
+            else f", {evaluation.response_length:.1f} tokens per answer"
+        )
         if evaluation.tool_use is not None:
             length += f", the tool used for {evaluation.tool_use:.1%}"
         self.say(
@@ -234,11 +287,15 @@ class Quickstart:
         return evaluation
 
     def train(self) -> None:
-        """Start environment and trainer, show every step, and return when the trainer has ended well."""
+        """Start environment and trainer, show every step, and return when the trainer has ended
+        well.
+        """
         environment = self.start(self.plan.environment())
         trainer = self.start(self.plan.trainer())
         last_news = time.monotonic()
-        with TrainingDisplay(self.console, self.options.steps, tools=self.options.environment == "calculator") as display:
+        with TrainingDisplay(
+            self.console, self.options.steps, tools=self.options.environment == "calculator"
+        ) as display:
 
             def show() -> None:
                 nonlocal last_news
@@ -248,8 +305,17 @@ class Quickstart:
                     self.environment_metrics.read_new()
                     known = [line for line in self.environment_metrics.steps if SHARE in line]
                     last = known[-1] if known else {}
-                    display.add([step | {"solved": last.get(SHARE), "used": last.get(TOOL_USE)} for step in new])
-                limit = FINISH_SECONDS if len(self.metrics.steps) >= self.options.steps else STALL_SECONDS
+                    display.add(
+                        [
+                            step | {"solved": last.get(SHARE), "used": last.get(TOOL_USE)}
+                            for step in new
+                        ]
+                    )
+                limit = (
+                    FINISH_SECONDS
+                    if len(self.metrics.steps) >= self.options.steps
+                    else STALL_SECONDS
+                )
                 if time.monotonic() - last_news > limit:
                     raise self.stalled(limit, [trainer, environment])
 
@@ -258,18 +324,26 @@ class Quickstart:
         self.supervisor.stop(environment)
         done = len(self.metrics.steps)
         if done != self.options.steps:
-            raise LauncherError(f"the trainer ended after {done} of {self.options.steps} steps; log: {trainer.log_path}")
+            raise LauncherError(
+                f"the trainer ended after {done} of {self.options.steps} steps; log: {trainer.log_path}"
+            )
 
     def stalled(self, seconds: float, processes: list[ManagedProcess]) -> LauncherError:
-        """The error for a training that no longer moves, with the last words of whom it may be waiting for."""
-        lines = [f"no news from the trainer for {seconds:.0f} s after step {len(self.metrics.steps)}; logs in {self.plan.logs}"]
+        """The error for a training that no longer moves, with the last words of whom it may be
+        waiting for.
+        """
+        lines = [
+            f"no news from the trainer for {seconds:.0f} s after step {len(self.metrics.steps)}; logs in {self.plan.logs}"
+        ]
         for process in processes:
             lines += [f"  {process.name}:", *(f"    {line}" for line in process.tail(4))]
         return LauncherError("\n".join(lines))
 
     def report(self, summary: dict[str, Any]) -> None:
         """Write summary and plot, print the closing table."""
-        from example_trainer.launcher.quickstart.plot import draw  # slow to import, and only needed now
+        from example_trainer.launcher.quickstart.plot import (
+            draw,
+        )  # slow to import, and only needed now
 
         output = self.options.output
         write_summary(output / "summary.json", summary)
@@ -277,7 +351,9 @@ class Quickstart:
         problems = summary["eval_problems"]
         self.environment_metrics.read_new()
         curves = sampled(self.environment_metrics.steps) or self.metrics.steps
-        draw(plot, curves, summary["eval_before"], summary["eval_after"], problems, subtitle(summary))
+        draw(
+            plot, curves, summary["eval_before"], summary["eval_after"], problems, subtitle(summary)
+        )
         paths: dict[str, Path | str] = {
             "reward plot": plot,
             "summary": output / "summary.json",
@@ -329,4 +405,6 @@ def read_evaluation(path: Path) -> Evaluation:
             tool_use=result.get("tool_use"),
         )
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise LauncherError(f"the evaluation's result {path} cannot be used: {type(error).__name__}: {error}") from error
+        raise LauncherError(
+            f"the evaluation's result {path} cannot be used: {type(error).__name__}: {error}"
+        ) from error

@@ -1,7 +1,8 @@
 """Adapters on the decoder's merged projections.
 
-The decoder keeps [q; k; v] in one matrix and [gate; up] in another, as vLLM does, while an adapter in PEFT's format belongs to
-one projection: it is added to that projection's slice of the merged output.
+The decoder keeps [q; k; v] in one matrix and [gate; up] in another, as vLLM does, while an adapter
+in PEFT's format belongs to one projection: it is added to that projection's slice of the merged
+output.
 """
 
 from __future__ import annotations
@@ -26,11 +27,19 @@ class Adapter(nn.Module):
     """scale · B A dropout(x) for one projection (arXiv:2106.09685).
 
     Attributes:
-        lora_A: [rank, inputs], at first Kaiming-uniform with a = √5, that is, uniform in ± 1/√inputs, as PEFT makes it.
+        lora_A: [rank, inputs], at first Kaiming-uniform with a = √5, that is, uniform in ±
+            1/√inputs, as PEFT makes it.
         lora_B: [outputs, rank], at first 0, so that training starts from the base model.
     """
 
-    def __init__(self, inputs: int, outputs: int, settings: LoraSettings, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        settings: LoraSettings,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.scale, self.dropout = settings.scale, settings.dropout
         first = torch.empty(settings.rank, inputs, dtype=torch.float32)
@@ -47,7 +56,8 @@ class Adapter(nn.Module):
 class AdaptedLinear(nn.Module):
     """A frozen linear layer with adapters on some slices of its output.
 
-    It takes over the layer's own parameters under their names, so that checkpoints and the weight bridge find them.
+    It takes over the layer's own parameters under their names, so that checkpoints and the weight
+    bridge find them.
 
     Args:
         base: the layer; its parameters get no gradient from now on.
@@ -62,7 +72,9 @@ class AdaptedLinear(nn.Module):
         self.enabled = True
         outputs, inputs = self.weight.shape
         if sum(sizes.values()) != outputs:
-            raise ModelError(f"a layer of {outputs} rows cannot hold projections of {sizes} rows; adapters need whole layers")
+            raise ModelError(
+                f"a layer of {outputs} rows cannot hold projections of {sizes} rows; adapters need whole layers"
+            )
         self.adapters = nn.ModuleDict(
             {
                 name: Adapter(inputs, rows, settings, self.weight.dtype, self.weight.device)
@@ -77,7 +89,9 @@ class AdaptedLinear(nn.Module):
             return y
         parts = [
             part + self.adapters[name](x) if name in self.adapters else part
-            for name, part in zip(self.sizes, y.split(list(self.sizes.values()), dim=-1), strict=True)
+            for name, part in zip(
+                self.sizes, y.split(list(self.sizes.values()), dim=-1), strict=True
+            )
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -94,10 +108,12 @@ def projections(geometry: Geometry) -> dict[str, dict[str, int]]:
 
 
 def attach_adapters(model: Decoder, settings: LoraSettings) -> None:
-    """Freeze the model and put adapters on every layer. They are drawn from torch's global random numbers.
+    """Freeze the model and put adapters on every layer. They are drawn from torch's global random
+    numbers.
 
     Raises:
-        ModelError: the model's layers are not the plain ones that adapters know, or have adapters already.
+        ModelError: the model's layers are not the plain ones that adapters know, or have adapters
+            already.
     """
     model.requires_grad_(False)
     for layer in model.model.layers:
@@ -108,7 +124,9 @@ def attach_adapters(model: Decoder, settings: LoraSettings) -> None:
             parent = layer.get_submodule(parent_name)
             base = getattr(parent, name)
             if type(base) is not Linear:
-                raise ModelError(f"cannot put an adapter on {path}: it is a {type(base).__name__}, not a plain Linear")
+                raise ModelError(
+                    f"cannot put an adapter on {path}: it is a {type(base).__name__}, not a plain Linear"
+                )
             setattr(parent, name, AdaptedLinear(base, sizes, settings))
 
 
@@ -117,8 +135,10 @@ class NamedAdapter:
     """An adapter and where it is.
 
     Attributes:
-        projection: Hugging Face name of the projection's module, such as `model.layers.0.self_attn.q_proj`.
-        layer: the parameter-name prefix of the merged layer, such as `model.layers.0.self_attn.qkv_proj`.
+        projection: Hugging Face name of the projection's module, such as
+            `model.layers.0.self_attn.q_proj`.
+        layer: the parameter-name prefix of the merged layer, such as
+            `model.layers.0.self_attn.qkv_proj`.
         start: the projection's first row in the merged layer.
         adapter: the module.
     """
@@ -151,7 +171,12 @@ class BaseModel(Decoder):
 
     def __init__(self, adapted: Decoder) -> None:
         nn.Module.__init__(self)
-        self.geometry, self.split, self.shards, self.source = adapted.geometry, adapted.split, adapted.shards, adapted.source
+        self.geometry, self.split, self.shards, self.source = (
+            adapted.geometry,
+            adapted.split,
+            adapted.shards,
+            adapted.source,
+        )
         self.adapted, self.arithmetic = adapted, adapted.arithmetic
 
     @property
@@ -160,7 +185,10 @@ class BaseModel(Decoder):
         return self.adapted.output_weight
 
     def forward(self, tokens: Tensor, packing: Packing) -> Tensor:
-        """See Decoder.forward. Not for training: a recomputed layer would have its adapters again."""
+        """See Decoder.forward.
+
+        Not for training: a recomputed layer would have its adapters again.
+        """
         with torch.no_grad(), without_adapters(self.adapted):
             hidden: Tensor = self.adapted(tokens, packing)
             return hidden

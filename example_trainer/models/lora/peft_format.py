@@ -1,7 +1,7 @@
 """Adapters in the format of PEFT: a folder with adapter_config.json and adapter_model.safetensors.
 
-The file is written after every optimizer step: its header does not change, and its data is one contiguous tensor that leaves a
-GPU in one copy. safetensors, PEFT and vLLM read it like any other.
+The file is written after every optimizer step: its header does not change, and its data is one
+contiguous tensor that leaves a GPU in one copy. safetensors, PEFT and vLLM read it like any other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _PREFIX = "base_model.model."
 
 
 def peft_name(projection: str, matrix: str) -> str:
-    """PEFT's name of a tensor: (`model.….q_proj`, `lora_A`) → `base_model.model.model.….q_proj.lora_A.weight`."""
+    """PEFT's name of a tensor: (`model.….q_proj`, `lora_A`) →
+    `base_model.model.model.….q_proj.lora_A.weight`.
+    """
     return f"{_PREFIX}{projection}.{matrix}.weight"
 
 
@@ -83,26 +85,38 @@ class AdapterWriter:
                 parameter_name = found.parameter_name(matrix)
                 parameter = model.get_parameter(parameter_name)
                 self._sources.append((parameter_name, parameter))
-                entries[peft_name(found.projection, matrix)] = (parameter.dtype, tuple(parameter.shape))
+                entries[peft_name(found.projection, matrix)] = (
+                    parameter.dtype,
+                    tuple(parameter.shape),
+                )
         self._header = make_header(entries, {"format": "pt"})
-        self.num_tensors, self.num_bytes = len(self._sources), sum(parameter.nbytes for _, parameter in self._sources)
+        self.num_tensors, self.num_bytes = (
+            len(self._sources),
+            sum(parameter.nbytes for _, parameter in self._sources),
+        )
 
     @torch.no_grad()
     def write(self, folder: Path, values: Mapping[str, Tensor] | None = None) -> WrittenAdapter:
         """Write both files into `folder`, which is created.
 
         Args:
-            values: take these, by the model's parameter names, instead of the parameters' own, rounded to their dtype.
+            values: take these, by the model's parameter names, instead of the parameters' own,
+                rounded to their dtype.
 
         Raises:
             OSError: the disk is full or not writable.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = [parameter if values is None else values[name].to(parameter.dtype) for name, parameter in self._sources]
+        tensors = [
+            parameter if values is None else values[name].to(parameter.dtype)
+            for name, parameter in self._sources
+        ]
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         checksum = adapter_summary(self._header, flat).checksum
         write_file(folder / WEIGHTS_FILE, self._header, [self._on_host(flat)])
-        (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(
+            json.dumps(self.config, indent=2) + "\n", encoding="utf-8"
+        )
         return WrittenAdapter(checksum, self.num_bytes)
 
     def _on_host(self, flat: Tensor) -> Tensor:
@@ -110,7 +124,9 @@ class AdapterWriter:
             return flat
         if self._host is None:
             self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        self._host.copy_(flat)  # waits for the device, which `flat` and its checksum were enqueued on
+        self._host.copy_(
+            flat
+        )  # waits for the device, which `flat` and its checksum were enqueued on
         return self._host
 
 
@@ -118,7 +134,8 @@ def check_same_adapter(folder: Path, settings: LoraSettings, dtype: torch.dtype)
     """Compare a saved adapter with the options of a run that is to continue it.
 
     Raises:
-        CheckpointError: the folder holds no adapter, or one of another rank, scale, set of projections or dtype.
+        CheckpointError: the folder holds no adapter, or one of another rank, scale, set of
+            projections or dtype.
     """
     try:
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -130,7 +147,10 @@ def check_same_adapter(folder: Path, settings: LoraSettings, dtype: torch.dtype)
     wanted = {
         "--lora-r": (config.get("r"), settings.rank),
         "--lora-alpha": (config.get("lora_alpha"), settings.alpha),
-        "--lora-target-modules": (sorted(config.get("target_modules") or []), sorted(settings.targets)),
+        "--lora-target-modules": (
+            sorted(config.get("target_modules") or []),
+            sorted(settings.targets),
+        ),
         "--dtype": (stored, DTYPE_NAMES[dtype]),
     }
     for flag, (saved, asked) in wanted.items():

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The projections of a layer that can have an adapter, by their Hugging Face names, in the order of the forward pass."""
+"""The projections of a layer that can have an adapter, by their Hugging Face names, in the order of
+the forward pass."""
 
 ALL_LINEAR = "all-linear"
 """PEFT's name for all of them."""
@@ -35,7 +36,9 @@ class LoraSettings:
 
 
 def base_model_name(model: str) -> str:
-    """A model's id, or its folder's absolute path: an adapter that names it may be loaded from anywhere."""
+    """A model's id, or its folder's absolute path: an adapter that names it may be loaded from
+    anywhere.
+    """
     folder = Path(model).expanduser()
     return str(folder.resolve()) if folder.is_dir() else model
 

@@ -21,7 +21,9 @@ def choose_table(
     return "fast" if device.type == "cuda" and dtype == torch.bfloat16 else "reference"
 
 
-def choose_operations(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> Operations:
+def choose_operations(
+    device: torch.device, dtype: torch.dtype, deterministic: bool = False
+) -> Operations:
     """The table that a model computes with.
 
     Args:

@@ -1,6 +1,8 @@
-"""The fast table, for 16-bit weights on GPUs: cuBLAS, a library's attention, and our Triton kernels for all between them.
+"""The fast table, for 16-bit weights on GPUs: cuBLAS, a library's attention, and our Triton kernels
+for all between them.
 
-What it does about each thing that a plain decoder spends its time on (figures: bench/trainer_speed.py):
+What it does about each thing that a plain decoder spends its time on (figures:
+bench/trainer_speed.py):
 
     matrix products    as many as there are, none more; a weight's gradient is added to its float32 sum by the product itself
     norms, rotations   one kernel each way (`fast_kernels`), recomputed rather than kept where that is cheap
@@ -44,7 +46,12 @@ NAME = "fast"
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: Total | None, bias_total: Total | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        total: Total | None,
+        bias_total: Total | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.totals = total, bias_total
@@ -85,7 +92,14 @@ def linear(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, total: Total | None) -> Any:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        total: Total | None,
+    ) -> Any:
         x = x.contiguous()
         y, summed = fast_kernels.norm(x, residual, weight, eps)
         ctx.save_for_backward(summed, weight)
@@ -113,14 +127,25 @@ class _Norm(torch.autograd.Function):
         return dx, dx if ctx.fused else None, dw, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    packing: Packing | None = None,
+    total: Total | None = None,
+) -> Tensor:
     """See Operations.rms_norm."""
     y: Tensor = _Norm.apply(x, None, weight, eps, total)
     return y
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    packing: Packing | None = None,
+    total: Total | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See Operations.add_rms_norm."""
     y, summed = _Norm.apply(x, residual, weight, eps, total)
@@ -145,7 +170,8 @@ class _Heads(torch.autograd.Function):
         q, k = fast_kernels.heads(qkv, kv_heads, head_dim, norms, eps, positions, rotary)
         ctx.save_for_backward(qkv, q_weight, k_weight, positions, rotary)
         ctx.eps, ctx.totals = eps, totals
-        # The values stay where they are: attention reads them with the stride of qkv, which is kept anyway.
+        # The values stay where they are: attention reads them with the stride of qkv, which is kept
+        # anyway.
         return q, k, qkv[:, -kv_heads * head_dim :].unflatten(1, (kv_heads, head_dim))
 
     @staticmethod
@@ -154,7 +180,14 @@ class _Heads(torch.autograd.Function):
         qkv, q_weight, k_weight, positions, rotary = ctx.saved_tensors
         norms = None if q_weight is None else (q_weight, k_weight)
         dqkv, shares = fast_kernels.heads_gradient(
-            dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv, norms, ctx.eps, positions, rotary
+            dq.contiguous(),
+            dk.contiguous(),
+            dv.contiguous(),
+            qkv,
+            norms,
+            ctx.eps,
+            positions,
+            rotary,
         )
         gradients: list[Tensor | None] = [None, None]
         for number, share in enumerate(shares or ()):
@@ -180,12 +213,16 @@ def heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See Operations.heads."""
     q_weight, k_weight = norms or (None, None)
-    q, k, v = _Heads.apply(qkv, q_weight, k_weight, kv_heads, head_dim, eps, packing.positions, rotary, totals)
+    q, k, v = _Heads.apply(
+        qkv, q_weight, k_weight, kv_heads, head_dim, eps, packing.positions, rotary, totals
+    )
     return q, k, v
 
 
 class _SeenKeys(torch.autograd.Function):
-    """Keys and values of what each span sees; a prompt's are repeated for its responses, whose gradients add up in float32."""
+    """Keys and values of what each span sees; a prompt's are repeated for its responses, whose
+    gradients add up in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,11 +328,15 @@ class _ChosenLogprobs(torch.autograd.Function):
         total: Total | None,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        columns = tuple(torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(3))
+        columns = tuple(
+            torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(3)
+        )
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight.t()
-            figures = fast_kernels.softmax_figures(logits, targets[part], _at(inverse_temperature, part))
+            figures = fast_kernels.softmax_figures(
+                logits, targets[part], _at(inverse_temperature, part)
+            )
             for column, figure in zip(columns, figures, strict=True):
                 column[part] = figure
             del logits  # its memory is needed for the next chunk's
@@ -315,23 +356,40 @@ class _ChosenLogprobs(torch.autograd.Function):
         upstream, entropy_upstream = (one.contiguous() for one in arriving)
         gradient = torch.empty_like(hidden)
         trained = ctx.needs_input_grad[1]
-        # A frozen output matrix (under adapters) gets no gradient: it would be the largest tensor of the step.
-        fresh = torch.zeros_like(weight, dtype=torch.float32) if trained and ctx.total is None else None
+        # A frozen output matrix (under adapters) gets no gradient: it would be the largest tensor
+        # of the step.
+        fresh = (
+            torch.zeros_like(weight, dtype=torch.float32) if trained and ctx.total is None else None
+        )
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = hidden[part] @ weight.t()
             entropy = (entropies[0][part], entropy_upstream[part]) if entropies else None
             inverse_temperature = _at(ctx.inverse_temperature, part)
-            logit_gradient(logits, targets[part], lses[part], upstream[part], inverse_temperature, entropy)
+            logit_gradient(
+                logits, targets[part], lses[part], upstream[part], inverse_temperature, entropy
+            )
             torch.mm(logits, weight, out=gradient[part])
             if trained:
                 add_product(ctx.total() if fresh is None else fresh, logits, hidden[part])
             del logits  # its memory is needed for the next chunk's
-        return gradient, None if fresh is None else fresh.to(weight.dtype), None, None, None, None, None
+        return (
+            gradient,
+            None if fresh is None else fresh.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _at(inverse_temperature: float | Tensor, rows: slice) -> float | Tensor:
-    return inverse_temperature[rows] if isinstance(inverse_temperature, Tensor) else inverse_temperature
+    return (
+        inverse_temperature[rows]
+        if isinstance(inverse_temperature, Tensor)
+        else inverse_temperature
+    )
 
 
 def chosen_logprobs(
@@ -346,6 +404,10 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """See Operations.chosen_logprobs."""
     check_temperature(temperature, targets)
-    inverse = temperature.float().reciprocal() if isinstance(temperature, Tensor) else 1.0 / temperature
-    logprobs, entropy = _ChosenLogprobs.apply(hidden, weight, targets, chunk, inverse, total, entropy_gradient)
+    inverse = (
+        temperature.float().reciprocal() if isinstance(temperature, Tensor) else 1.0 / temperature
+    )
+    logprobs, entropy = _ChosenLogprobs.apply(
+        hidden, weight, targets, chunk, inverse, total, entropy_gradient
+    )
     return logprobs, entropy

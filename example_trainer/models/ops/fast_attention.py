@@ -1,6 +1,8 @@
-"""Attention from a library: FlashAttention 4, which vLLM brings with it, where the GPU has it; else PyTorch's FlashAttention 2.
+"""Attention from a library: FlashAttention 4, which vLLM brings with it, where the GPU has it; else
+PyTorch's FlashAttention 2.
 
-The other is the slower one, the more so the longer the sequences (whole models: bench/trainer_speed.py).
+The other is the slower one, the more so the longer the sequences (whole models:
+bench/trainer_speed.py).
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ _FLASH_ATTENTION_4 = (9, 0)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
-    """Causal attention of packed spans; k and v are those of what each span sees (`packing.key_rows`).
+    """Causal attention of packed spans; k and v are those of what each span sees
+    (`packing.key_rows`).
 
-    A span's queries are the last of its keys' positions: both libraries align the causal mask there.
+    A span's queries are the last of its keys' positions: both libraries align the causal mask
+    there.
 
     Args:
         q: [tokens, heads, head_dim]; k, v: [keys, kv_heads, head_dim]; tokens may be strided.
@@ -47,14 +51,21 @@ def library_name(device: torch.device) -> str:
 @functools.cache
 def _library(device: torch.device) -> _Attention:
     capability = torch.cuda.get_device_capability(device)
-    level, reason = logging.INFO, f"it has no kernels for a GPU of compute capability {capability[0]}.{capability[1]}"
+    level, reason = (
+        logging.INFO,
+        f"it has no kernels for a GPU of compute capability {capability[0]}.{capability[1]}",
+    )
     if capability >= _FLASH_ATTENTION_4:
         try:
             from vllm.vllm_flash_attn.cute import flash_attn_varlen_func
         except ImportError as error:
-            level, reason = logging.WARNING, f"it cannot be imported from vLLM ({error}); install requirements-gpu.txt"
+            level, reason = (
+                logging.WARNING,
+                f"it cannot be imported from vLLM ({error}); install requirements-gpu.txt",
+            )
         else:
-            # Said by its compiler of an argument that is never given, and nothing that a user could mend.
+            # Said by its compiler of an argument that is never given, and nothing that a user could
+            # mend.
             warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
             return functools.partial(_flash_attention_4, flash_attn_varlen_func)
     cost = "Attention runs on PyTorch's FlashAttention 2, which takes about twice as long as FlashAttention 4"
@@ -62,7 +73,9 @@ def _library(device: torch.device) -> _Attention:
     return _flash_attention_2
 
 
-def _flash_attention_4(function: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+def _flash_attention_4(
+    function: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
+) -> Tensor:
     out = function(
         q,
         k,
@@ -80,11 +93,15 @@ def _flash_attention_4(function: Any, q: Tensor, k: Tensor, v: Tensor, packing: 
 
 @functools.cache
 def _options() -> dict[str, Any]:
-    """How this PyTorch's varlen_attn is asked for a causal mask and for shared key heads, which differs by version."""
+    """How this PyTorch's varlen_attn is asked for a causal mask and for shared key heads, which
+    differs by version.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    options: dict[str, Any] = (
+        {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    )
     return options | ({"enable_gqa": True} if "enable_gqa" in known else {})
 
 
@@ -94,6 +111,14 @@ def _flash_attention_2(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale:
     if "enable_gqa" not in _options() and q.shape[1] != k.shape[1]:
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
     result: Any = varlen_attn(
-        q, k, v, packing.cu_seqlens, packing.cu_keys, packing.max_length, packing.longest, scale=scale, **_options()
+        q,
+        k,
+        v,
+        packing.cu_seqlens,
+        packing.cu_keys,
+        packing.max_length,
+        packing.longest,
+        scale=scale,
+        **_options(),
     )
     return result

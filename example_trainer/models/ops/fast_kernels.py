@@ -1,8 +1,9 @@
-"""Triton kernels of the fast table: each reads and writes its tensors once, and rounds once, at the end.
+"""Triton kernels of the fast table: each reads and writes its tensors once, and rounds once, at the
+end.
 
-A decoder's matrix products run at the card's arithmetic rate; everything between them is bound by memory. So what stands
-between two products is one kernel in each direction: residual sum with norm, norms of heads with their rotation, the gated
-product, the softmax over the vocabulary.
+A decoder's matrix products run at the card's arithmetic rate; everything between them is bound by
+memory. So what stands between two products is one kernel in each direction: residual sum with norm,
+norms of heads with their rotation, the gated product, the softmax over the vocabulary.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -16,11 +17,14 @@ from torch import Tensor
 from example_trainer.models.ops.triton_gradients import on_its_device
 
 _PROGRAMS_EACH = 8
-"""Programs for each multiprocessor in kernels that sum over all tokens: enough to hide latency, few partial sums."""
+"""Programs for each multiprocessor in kernels that sum over all tokens: enough to hide latency, few
+partial sums."""
 
 
 @triton.jit
-def _norm(x, residual, weight, y, total, width, eps, HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr):
+def _norm(
+    x, residual, weight, y, total, width, eps, HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr
+):
     """One row: r = x + residual (stored), y = weight · r / rms(r)."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, WIDTH)
@@ -39,7 +43,9 @@ def _norm(x, residual, weight, y, total, width, eps, HAS_RESIDUAL: tl.constexpr,
 def _norm_gradient(
     dy, x, weight, extra, dx, partial, rows, width, eps, each, HAS_EXTRA: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """dx of a run of `each` rows, plus a gradient that reaches x by another way; partial[program] = their share of dweight."""
+    """dx of a run of `each` rows, plus a gradient that reaches x by another way; partial[program] =
+    their share of dweight.
+    """
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     live = column < width
@@ -65,7 +71,9 @@ def _heads(
     qkv, q, k, q_weight, k_weight, positions, table, tokens, heads, kv_heads, stride, eps,
     NORMED: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One query or key head of a block of tokens, normalised and rotated; queries come before keys in qkv."""
+    """One query or key head of a block of tokens, normalised and rotated; queries come before keys
+    in qkv.
+    """
     head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
@@ -77,10 +85,20 @@ def _heads(
     if NORMED:
         weight = q_weight if is_query else k_weight
         in_head = column < HALF
-        scale = 1.0 / tl.sqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF) + eps)
-        first *= scale[:, None] * tl.load(weight + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
-        second *= scale[:, None] * tl.load(weight + HALF + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
-    place = tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * HALF) + column[None, :]
+        scale = 1.0 / tl.sqrt(
+            (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF) + eps
+        )
+        first *= (
+            scale[:, None]
+            * tl.load(weight + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
+        )
+        second *= (
+            scale[:, None]
+            * tl.load(weight + HALF + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
+        )
+    place = (
+        tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * HALF) + column[None, :]
+    )
     cos = tl.load(table + place, mask=live, other=0.0).to(tl.float32)
     sin = tl.load(table + place + HALF, mask=live, other=0.0).to(tl.float32)
     out = q if is_query else k
@@ -96,7 +114,8 @@ def _heads_gradient(
     dq, dk, dv, qkv, dqkv, q_weight, k_weight, positions, table, partial, tokens, heads, kv_heads, stride, eps,
     NORMED: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one head of a block of tokens in qkv: rotated back, through the norm; those of values are copied.
+    """Gradient of one head of a block of tokens in qkv: rotated back, through the norm; those of
+    values are copied.
 
     partial[block, head] is the block's share of the gradient of the norm's weight.
     """
@@ -107,7 +126,11 @@ def _heads_gradient(
     live = (row < tokens)[:, None] & in_head[None, :]
     to = row[:, None] * ((heads + 2 * kv_heads) * 2 * HALF) + head * (2 * HALF) + column[None, :]
     if head >= heads + kv_heads:
-        at = row[:, None] * (kv_heads * 2 * HALF) + (head - heads - kv_heads) * (2 * HALF) + column[None, :]
+        at = (
+            row[:, None] * (kv_heads * 2 * HALF)
+            + (head - heads - kv_heads) * (2 * HALF)
+            + column[None, :]
+        )
         tl.store(dqkv + to, tl.load(dv + at, mask=live, other=0.0), mask=live)
         tl.store(dqkv + to + HALF, tl.load(dv + at + HALF, mask=live, other=0.0), mask=live)
     else:
@@ -118,7 +141,10 @@ def _heads_gradient(
         at = row[:, None] * (count * 2 * HALF) + local * (2 * HALF) + column[None, :]
         rotated = tl.load(upstream + at, mask=live, other=0.0).to(tl.float32)
         rotated_second = tl.load(upstream + at + HALF, mask=live, other=0.0).to(tl.float32)
-        place = tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * HALF) + column[None, :]
+        place = (
+            tl.load(positions + row, mask=row < tokens, other=0)[:, None] * (2 * HALF)
+            + column[None, :]
+        )
         cos = tl.load(table + place, mask=live, other=0.0).to(tl.float32)
         sin = tl.load(table + place + HALF, mask=live, other=0.0).to(tl.float32)
         # A rotation's transpose is the rotation back.
@@ -137,8 +163,12 @@ def _heads_gradient(
             tl.store(partial + own + HALF, tl.sum(second * value_second, axis=0), mask=in_head)
             weight = q_weight if is_query else k_weight
             first *= tl.load(weight + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
-            second *= tl.load(weight + HALF + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
-            mean = ((tl.sum(first * value, axis=1) + tl.sum(second * value_second, axis=1)) / (2 * HALF))[:, None]
+            second *= tl.load(weight + HALF + column, mask=in_head, other=0.0).to(tl.float32)[
+                None, :
+            ]
+            mean = (
+                (tl.sum(first * value, axis=1) + tl.sum(second * value_second, axis=1)) / (2 * HALF)
+            )[:, None]
             first = scale * (first - value * mean)
             second = scale * (second - value_second * mean)
         tl.store(dqkv + to, first.to(dqkv.dtype.element_ty), mask=live)
@@ -153,14 +183,17 @@ def _silu_and_mul(x, y, width, SIZE: tl.constexpr):
     live = column < width
     gate = tl.load(x + row * (2 * width) + column, mask=live, other=0.0).to(tl.float32)
     up = tl.load(x + row * (2 * width) + width + column, mask=live, other=0.0).to(tl.float32)
-    tl.store(y + row * width + column, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=live)
+    tl.store(
+        y + row * width + column, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=live
+    )
 
 
 @triton.jit
 def _softmax_figures(
     logits, targets, logprobs, entropies, lses, width, stride, inverse_temperature, BY_ROW: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Of one row, in one pass: log Σ exp, the target's logprob, and the entropy log Σ exp - Σ softmax · logit.
+    """Of one row, in one pass: log Σ exp, the target's logprob, and the entropy log Σ exp - Σ
+    softmax · logit.
 
     BY_ROW: `inverse_temperature` is where each row's is, and not one number for all.
     """
@@ -176,7 +209,9 @@ def _softmax_figures(
     # Every lane keeps a maximum and sums of its own, so that nothing is reduced before the end.
     for first in range(0, width, SIZE):
         live = first + column < width
-        value = tl.load(logits + row * stride + first + column, mask=live, other=float("-inf")).to(tl.float32)
+        value = tl.load(logits + row * stride + first + column, mask=live, other=float("-inf")).to(
+            tl.float32
+        )
         value *= inverse
         higher = tl.maximum(top, value)
         fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - higher))
@@ -200,7 +235,10 @@ def _warps(width: int) -> int:
 
 @on_its_device
 def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of r = x + residual, and r itself, of contiguous [rows, width]. Without a residual r is x."""
+    """RMSNorm of r = x + residual, and r itself, of contiguous [rows, width].
+
+    Without a residual r is x.
+    """
     rows, width = x.shape
     y = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
@@ -213,7 +251,9 @@ def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tupl
 
 
 @on_its_device
-def norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None) -> tuple[Tensor, Tensor]:
+def norm_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """dx [rows, width] of RMSNorm, plus `extra`; and the gradient of its weight, float32."""
     rows, width = x.shape
     dx = torch.empty_like(x)
@@ -233,7 +273,13 @@ _HEAD_ROWS = 64
 
 @on_its_device
 def heads(
-    qkv: Tensor, kv_heads: int, head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor, table: Tensor
+    qkv: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    positions: Tensor,
+    table: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of qkv [tokens, heads + 2 · kv_heads, head_dim], normalised and rotated."""
     tokens = qkv.shape[0]
@@ -260,7 +306,9 @@ def heads_gradient(
     positions: Tensor,
     table: Tensor,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Gradient of qkv from those of rotated queries and keys and of values, all contiguous; and those of the two norms."""
+    """Gradient of qkv from those of rotated queries and keys and of values, all contiguous; and
+    those of the two norms.
+    """
     tokens, count, head_dim = dq.shape
     kv_heads = dk.shape[1]
     dqkv = torch.empty_like(qkv)
@@ -289,13 +337,18 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 @on_its_device
-def softmax_figures(logits: Tensor, targets: Tensor, inverse_temperature: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprob of each target, entropy, and log of the softmax's denominator, all [rows] float32, of logits [rows, vocab].
+def softmax_figures(
+    logits: Tensor, targets: Tensor, inverse_temperature: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprob of each target, entropy, and log of the softmax's denominator, all [rows] float32, of
+    logits [rows, vocab].
 
     Args:
         inverse_temperature: multiplies the logits; a number, or [rows] float32.
     """
-    logprobs, entropies, lses = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3))
+    logprobs, entropies, lses = (
+        torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3)
+    )
     _softmax_figures[(len(logits),)](
         logits, targets, logprobs, entropies, lses, logits.shape[1], logits.stride(0), inverse_temperature,
         BY_ROW=isinstance(inverse_temperature, Tensor), SIZE=4096, num_warps=8,

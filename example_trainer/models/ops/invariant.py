@@ -1,8 +1,9 @@
-"""The operations whose bits are vLLM's. Forward: the kernels that vLLM runs. Backward: ours, every sum in a fixed order.
+"""The operations whose bits are vLLM's. Forward: the kernels that vLLM runs. Backward: ours, every
+sum in a fixed order.
 
-With totals, the sum over a step's tokens is taken in the order of the tokens, with one rounding at the end, however the tokens
-were spread over passes. Spans that continue others are refused: in which order a prompt's gradients were added would depend on
-which of its responses share a bin.
+With totals, the sum over a step's tokens is taken in the order of the tokens, with one rounding at
+the end, however the tokens were spread over passes. Spans that continue others are refused: in
+which order a prompt's gradients were added would depend on which of its responses share a bin.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ NAME = "invariant"
 
 
 def gradients_for(x: Tensor) -> ModuleType:
-    """The backward passes for a tensor's device: Triton kernels on a GPU (or under Triton's interpreter), else torch."""
+    """The backward passes for a tensor's device: Triton kernels on a GPU (or under Triton's
+    interpreter), else torch.
+    """
     if x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
         from example_trainer.models.ops import triton_gradients
 
@@ -38,21 +41,29 @@ def gradients_for(x: Tensor) -> ModuleType:
 
 
 def rotary_table(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """vLLM's table [max_positions, head_dim]. It computes it on the device, and a GPU's cosine is not a CPU's in the last bit.
+    """vLLM's table [max_positions, head_dim]. It computes it on the device, and a GPU's cosine is
+    not a CPU's in the last bit.
 
     Raises:
         ModelError: the frequencies are to be stretched.
     """
     g = geometry
     if g.rope_scaling is not None:
-        raise ModelError(f"rope scaling {g.rope_scaling.kind!r} has no deterministic mode yet; train without --deterministic")
+        raise ModelError(
+            f"rope scaling {g.rope_scaling.kind!r} has no deterministic mode yet; train without --deterministic"
+        )
     return ops.rotary_table(g.head_dim, g.max_positions, g.rope_theta, dtype, device)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, totals: tuple[Total | None, Total | None]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        packing: Packing,
+        totals: tuple[Total | None, Total | None],
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.packing, ctx.totals = packing, totals
@@ -67,9 +78,15 @@ class _Linear(torch.autograd.Function):
         dx = ops.linear(dy, weight.t()) if ctx.needs_input_grad[0] else None
         dw = db = None
         if ctx.needs_input_grad[1]:
-            dw = deliver(weight, ctx.totals[0], lambda total: gradients.add_weight_gradient(dy, x, total, ctx.packing))
+            dw = deliver(
+                weight,
+                ctx.totals[0],
+                lambda total: gradients.add_weight_gradient(dy, x, total, ctx.packing),
+            )
         if bias is not None and ctx.needs_input_grad[2]:
-            db = deliver(bias, ctx.totals[1], lambda total: gradients.add_row_sums(dy, total, ctx.packing))
+            db = deliver(
+                bias, ctx.totals[1], lambda total: gradients.add_row_sums(dy, total, ctx.packing)
+            )
         return dx, dw, db, None, None
 
 
@@ -81,9 +98,14 @@ def linear(
     total: Total | None = None,
     bias_total: Total | None = None,
 ) -> Tensor:
-    """See Operations.linear; x may be [..., inputs]. Without a packing all rows are one sequence."""
+    """See Operations.linear; x may be [..., inputs].
+
+    Without a packing all rows are one sequence.
+    """
     flat = x.reshape(-1, x.shape[-1])
-    y: Tensor = _Linear.apply(flat, weight, bias, packing or Packing([len(flat)], x.device), (total, bias_total))
+    y: Tensor = _Linear.apply(
+        flat, weight, bias, packing or Packing([len(flat)], x.device), (total, bias_total)
+    )
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -95,7 +117,13 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, packing: Packing, total: Total | None
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        packing: Packing,
+        total: Total | None,
     ) -> Any:
         ctx.eps, ctx.packing, ctx.total, ctx.fused = eps, packing, total, residual is not None
         ctx.set_materialize_grads(False)
@@ -122,21 +150,38 @@ class _RMSNorm(torch.autograd.Function):
             )
             dx = dx.view(x.shape)
             if ctx.needs_input_grad[2]:
-                dw = deliver(weight, ctx.total, lambda total: gradients.add_row_sums(rows, total, ctx.packing, flat, inverse))
+                dw = deliver(
+                    weight,
+                    ctx.total,
+                    lambda total: gradients.add_row_sums(rows, total, ctx.packing, flat, inverse),
+                )
         return dx, dx if ctx.fused else None, dw, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    packing: Packing | None = None,
+    total: Total | None = None,
+) -> Tensor:
     """See Operations.rms_norm; x may be [tokens, heads, width]."""
     y: Tensor = _RMSNorm.apply(x, None, weight, eps, packing or Packing([len(x)], x.device), total)
     return y
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    packing: Packing | None = None,
+    total: Total | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See Operations.add_rms_norm."""
-    y, summed = _RMSNorm.apply(x, residual, weight, eps, packing or Packing([len(x)], x.device), total)
+    y, summed = _RMSNorm.apply(
+        x, residual, weight, eps, packing or Packing([len(x)], x.device), total
+    )
     return y, summed
 
 
@@ -163,7 +208,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, positions: Tensor, head_dim: int, table: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, positions: Tensor, head_dim: int, table: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(positions, table)
         ctx.head_dim = head_dim
         return ops.rotary_embedding(positions, q, k, head_dim, table)
@@ -175,11 +222,15 @@ class _Rotary(torch.autograd.Function):
         positions, table = ctx.saved_tensors
         cos, sin = table.chunk(2, dim=-1)
         mirrored = torch.cat((cos, -sin), dim=-1)
-        dq, dk = ops.rotary_embedding(positions, dq.contiguous(), dk.contiguous(), ctx.head_dim, mirrored)
+        dq, dk = ops.rotary_embedding(
+            positions, dq.contiguous(), dk.contiguous(), ctx.head_dim, mirrored
+        )
         return dq, dk, None, None, None
 
 
-def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, head_dim: int, table: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_embedding(
+    positions: Tensor, q: Tensor, k: Tensor, head_dim: int, table: Tensor
+) -> tuple[Tensor, Tensor]:
     """Rotate pairs (i, i + head_dim/2) of each head by its position (RoFormer).
 
     Args:
@@ -214,7 +265,9 @@ def heads(
 
 class Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
+    ) -> Tensor:
         out, lse = ops.attention_varlen(q, k, v, packing.cu_seqlens, packing.max_length, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packing, ctx.scale = packing, scale
@@ -275,13 +328,18 @@ class _Rows(torch.autograd.Function):
 
 
 def rows(x: Tensor, rows: Tensor) -> Tensor:
-    """See Operations.rows. No row twice: the gradient is copied back; torch's own would add it atomically."""
+    """See Operations.rows.
+
+    No row twice: the gradient is copied back; torch's own would add it atomically.
+    """
     chosen: Tensor = _Rows.apply(x, rows)
     return chosen
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """Logits exist for a chunk of tokens at a time, in both directions; a chunk is a whole number of tiles."""
+    """Logits exist for a chunk of tokens at a time, in both directions; a chunk is a whole number
+    of tiles.
+    """
 
     @staticmethod
     def forward(
@@ -325,14 +383,20 @@ class _ChosenLogprobs(torch.autograd.Function):
                 rows = slice(start, start + part.tokens)
                 logits = ops.linear(hidden[rows], padded)[:, : len(weight)].contiguous()
                 entropy = (entropies[0][rows], entropy_upstream[rows]) if entropies else None
-                slope = gradients.logit_gradient(logits, targets[rows], lse[rows], upstream[rows], entropy=entropy)
+                slope = gradients.logit_gradient(
+                    logits, targets[rows], lse[rows], upstream[rows], entropy=entropy
+                )
                 hidden_gradient[rows] = ops.linear(slope, back)
                 add(slope, hidden[rows], part)
 
         dw = None
         if ctx.needs_input_grad[1]:
             dw = deliver(
-                weight, ctx.total, lambda total: walk(lambda dy, x, part: gradients.add_weight_gradient(dy, x, total, part))
+                weight,
+                ctx.total,
+                lambda total: walk(
+                    lambda dy, x, part: gradients.add_weight_gradient(dy, x, total, part)
+                ),
             )
         else:
             walk(lambda dy, x, part: None)
@@ -340,14 +404,22 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 def _padded_head(weight: Tensor) -> Tensor:
-    """The rows that vLLM pads an output head with; a product of another width might take another kernel."""
+    """The rows that vLLM pads an output head with; a product of another width might take another
+    kernel.
+    """
     missing = -len(weight) % ops.VOCAB_MULTIPLE
     return F.pad(weight, (0, 0, 0, missing)) if missing and weight.is_cuda else weight
 
 
 def _chunks(packing: Packing, size: int) -> Iterator[tuple[int, Packing]]:
-    """Split into runs of whole tiles of about `size` tokens; yields the first token of each, and its tiles as sequences."""
-    pieces = [min(TILE, end - start) for begin, end in packing.spans() for start in range(begin, end, TILE)]
+    """Split into runs of whole tiles of about `size` tokens; yields the first token of each, and
+    its tiles as sequences.
+    """
+    pieces = [
+        min(TILE, end - start)
+        for begin, end in packing.spans()
+        for start in range(begin, end, TILE)
+    ]
     start, held = 0, list[int]()
     for piece in pieces:
         if held and sum(held) + piece > size:
@@ -367,10 +439,11 @@ def chosen_logprobs(
     total: Total | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See Operations.chosen_logprobs; logits in the model's dtype, then float32. Not given counts: one sequence.
+    """See Operations.chosen_logprobs; logits in the model's dtype, then float32. Not given counts:
+    one sequence.
 
-    Temperatures on a GPU are not waited for: who packs a batch refuses those other than 1, and one that comes here anyway makes
-    its token's logprob NaN.
+    Temperatures on a GPU are not waited for: who packs a batch refuses those other than 1, and one
+    that comes here anyway makes its token's logprob NaN.
 
     Raises:
         ValueError: a temperature other than 1, whose logprobs vLLM computes in another way.
@@ -380,7 +453,13 @@ def chosen_logprobs(
     if not on_gpu and (other := _other_than_one(temperature)) is not None:
         raise ValueError(f"the invariant operations take temperature 1, not {other:g}")
     logprobs, entropy = _ChosenLogprobs.apply(
-        hidden, weight, targets, counts or Packing([len(targets)], hidden.device), chunk, total, entropy_gradient
+        hidden,
+        weight,
+        targets,
+        counts or Packing([len(targets)], hidden.device),
+        chunk,
+        total,
+        entropy_gradient,
     )
     if on_gpu:
         logprobs = torch.where(torch.as_tensor(temperature) == 1, logprobs, torch.nan)

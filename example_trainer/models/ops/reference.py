@@ -1,7 +1,7 @@
 """The operations in plain torch, on any device and in any floating dtype, float64 included.
 
-Without totals everything is left to autograd. With them, a matrix's gradient is added to its total by the function that makes
-it, and a vector's by `summed`.
+Without totals everything is left to autograd. With them, a matrix's gradient is added to its total
+by the function that makes it, and a vector's by `summed`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,23 @@ def rotary_table(geometry: Geometry, dtype: torch.dtype, device: torch.device) -
 
 
 def _stretch(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
-    """Scale rotary frequencies (radians per position). Llama 3 leaves short wavelengths as they are (arXiv:2407.21783)."""
+    """Scale rotary frequencies (radians per position).
+
+    Llama 3 leaves short wavelengths as they are (arXiv:2407.21783).
+    """
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # how often it turns over the original context
+    turns = (
+        scaling.original_max_positions * frequencies / (2 * math.pi)
+    )  # how often it turns over the original context
     spread = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = ((turns - scaling.low_freq_factor) / spread).clamp(0, 1) if spread else (turns > scaling.low_freq_factor).float()
+    keep = (
+        ((turns - scaling.low_freq_factor) / spread).clamp(0, 1)
+        if spread
+        else (turns > scaling.low_freq_factor).float()
+    )
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
@@ -100,7 +109,13 @@ def embedding(ids: Tensor, weight: Tensor, total: Total | None = None) -> Tensor
     return found
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    packing: Packing | None = None,
+    total: Total | None = None,
+) -> Tensor:
     """See Operations.rms_norm; x may be [tokens, heads, width]. Rounded once, at the end."""
     value = wide(x)
     scaled = value * torch.rsqrt(value.pow(2).mean(dim=-1, keepdim=True) + eps)
@@ -108,7 +123,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, packing: Packing | None = No
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    packing: Packing | None = None,
+    total: Total | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See Operations.add_rms_norm."""
     added = x + residual
@@ -130,13 +150,18 @@ def heads(
     parts = qkv.split([qkv.shape[1] - 2 * kv_size, kv_size, kv_size], dim=-1)
     q, k, v = (part.view(len(qkv), -1, head_dim) for part in parts)
     if norms is not None:
-        q, k = rms_norm(q, norms[0], eps, packing, totals[0]), rms_norm(k, norms[1], eps, packing, totals[1])
+        q, k = (
+            rms_norm(q, norms[0], eps, packing, totals[0]),
+            rms_norm(k, norms[1], eps, packing, totals[1]),
+        )
     cos, sin = rotary[packing.positions].unsqueeze(1).chunk(2, dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim/2). x: [tokens, heads, head_dim]; cos, sin: [tokens, 1, head_dim/2] (RoFormer)."""
+    """Rotate pairs (i, i + head_dim/2). x: [tokens, heads, head_dim]; cos, sin: [tokens, 1,
+    head_dim/2] (RoFormer).
+    """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -154,28 +179,42 @@ def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -
         k, v = k[packing.key_rows], v[packing.key_rows]
     # split, and not slices: the backward pass of each slice would fill a tensor of all tokens.
     spans = zip(q.split(packing.lengths), k.split(packing.seen), v.split(packing.seen), strict=True)
-    return torch.cat([_attend(a[None], b[None], c[None], _mask(a, b), scale)[0] for a, b, c in spans])
+    return torch.cat(
+        [_attend(a[None], b[None], c[None], _mask(a, b), scale)[0] for a, b, c in spans]
+    )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[spans, queries, heads, head_dim] of queries and of keys and values [spans, keys, kv_heads, head_dim]; causal."""
+    """[spans, queries, heads, head_dim] of queries and of keys and values [spans, keys, kv_heads,
+    head_dim]; causal.
+    """
     queries, keys, values = (part.transpose(1, 2) for part in (q, k, v))
     out = F.scaled_dot_product_attention(
-        queries, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+        queries,
+        keys,
+        values,
+        mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
 
 
 def _mask(q: Tensor, k: Tensor) -> Tensor | None:
-    """[queries, keys] where the last query sees every key, the one before it all but one, and so on; None if they are as many,
-    where causal attention says so itself."""
+    """[queries, keys] where the last query sees every key, the one before it all but one, and so
+    on; None if they are as many, where causal attention says so itself."""
     before = len(k) - len(q)
-    return torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before) if before else None
+    return (
+        torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
+        if before
+        else None
+    )
 
 
 def _repeats_heads(q: Tensor) -> bool:
-    """Whether shared key/value heads must be repeated for attention: in float32 no GPU kernel of torch knows shared heads, and
-    what it falls back on keeps length × length matrices."""
+    """Whether shared key/value heads must be repeated for attention: in float32 no GPU kernel of
+    torch knows shared heads, and what it falls back on keeps length × length matrices."""
     return q.is_cuda and q.dtype is torch.float32
 
 
@@ -200,5 +239,9 @@ def chosen_logprobs(
     total: Total | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See Operations.chosen_logprobs; chunks of exactly `chunk` targets, whichever sequences they are of."""
-    return chosen_logprobs_of(hidden, weight, targets, chunk, temperature, total, entropy_gradient=entropy_gradient)
+    """See Operations.chosen_logprobs; chunks of exactly `chunk` targets, whichever sequences they
+    are of.
+    """
+    return chosen_logprobs_of(
+        hidden, weight, targets, chunk, temperature, total, entropy_gradient=entropy_gradient
+    )

@@ -1,12 +1,14 @@
-"""The operations that a decoder is made of. There is one decoder, and a table of these for each kind of arithmetic.
+"""The operations that a decoder is made of. There is one decoder, and a table of these for each
+kind of arithmetic.
 
     reference   plain torch, any device and floating dtype: CPUs, tests, and what the others are held against
     fast        kernels of our own and of libraries, for bf16 on GPUs
     invariant   vLLM's own kernels forward, sums in a fixed order backward: the bits of the sampler
 
-Each table is a module with the functions of `Operations`. What they have in common: tokens of all spans are packed into the
-first dimension; `packing` says where the spans are; heads come before the head's dimension. With a `total` the gradient of a
-weight is added to that float32 sum and autograd gets none; without one it goes autograd's way, in the weight's dtype.
+Each table is a module with the functions of `Operations`. What they have in common: tokens of all
+spans are packed into the first dimension; `packing` says where the spans are; heads come before the
+head's dimension. With a `total` the gradient of a weight is added to that float32 sum and autograd
+gets none; without one it goes autograd's way, in the weight's dtype.
 """
 
 from __future__ import annotations
@@ -44,9 +46,16 @@ class Operations(Protocol):
         """x Wᵀ + b for x [tokens, inputs], weight [outputs, inputs], bias [outputs]."""
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        packing: Packing | None = None,
+        total: Total | None = None,
     ) -> Tensor:
-        """w · x / sqrt(mean(x²) + eps) over the last dimension of x [tokens, width] (arXiv:1910.07467), float32 inside."""
+        """w · x / sqrt(mean(x²) + eps) over the last dimension of x [tokens, width]
+        (arXiv:1910.07467), float32 inside.
+        """
 
     def add_rms_norm(
         self,
@@ -70,10 +79,12 @@ class Operations(Protocol):
         rotary: Tensor,
         totals: tuple[Total | None, Total | None] = (None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] of qkv [tokens, all three].
+        """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] of qkv
+        [tokens, all three].
 
-        Queries and keys are normalised head by head if there are `norms` (the two weights [head_dim]), then pairs
-        (i, i + head_dim/2) are rotated by their positions (RoFormer, arXiv:2104.09864).
+        Queries and keys are normalised head by head if there are `norms` (the two weights
+        [head_dim]), then pairs (i, i + head_dim/2) are rotated by their positions (RoFormer,
+        arXiv:2104.09864).
 
         Args:
             rotary: [positions, head_dim], cosines then sines, in the model's dtype.
@@ -81,7 +92,8 @@ class Operations(Protocol):
         """
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
-        """Causal attention of each span to what it sees: [tokens, heads, head_dim], of the shapes that `heads` gives.
+        """Causal attention of each span to what it sees: [tokens, heads, head_dim], of the shapes
+        that `heads` gives.
 
         Query heads share key and value heads in equal groups.
 
@@ -93,7 +105,9 @@ class Operations(Protocol):
         """silu(gate) · up of x [tokens, 2 · width] (arXiv:2002.05202), the gate in its first half."""
 
     def rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x[rows] of x [tokens, width]; a row may be chosen several times only where spans continue others."""
+        """x[rows] of x [tokens, width]; a row may be chosen several times only where spans continue
+        others.
+        """
 
     def chosen_logprobs(
         self,
@@ -106,7 +120,8 @@ class Operations(Protocol):
         total: Total | None = None,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs of given tokens and the entropy of what they were chosen from; logits are never kept.
+        """Logprobs of given tokens and the entropy of what they were chosen from; logits are never
+        kept.
 
         Args:
             hidden: [targets, width] states that predict the targets.
@@ -114,13 +129,16 @@ class Operations(Protocol):
             targets: [targets] int64 ids.
             counts: how many of the targets belong to each sequence.
             chunk: targets whose logits exist at the same time, about.
-            temperature: divides the logits: one for all, or [targets] float32, which gets no gradient.
-            entropy_gradient: the entropy is differentiable too: for a chance p_j of entropy H, dH / dlogit_j is
-                -p_j (log p_j + H) / temperature.
+            temperature: divides the logits: one for all, or [targets] float32, which gets no
+                gradient.
+            entropy_gradient: the entropy is differentiable too: for a chance p_j of entropy H, dH /
+                dlogit_j is -p_j (log p_j + H) / temperature.
 
         Returns:
-            logprobs [targets] float32, differentiable; entropy [targets] float32 in nats, differentiable if asked for.
+            logprobs [targets] float32, differentiable; entropy [targets] float32 in nats,
+            differentiable if asked for.
 
         Raises:
-            ValueError: as many temperatures as there are not targets, or one that this table does not take.
+            ValueError: as many temperatures as there are not targets, or one that this table does
+                not take.
         """

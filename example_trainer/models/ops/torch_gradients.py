@@ -1,7 +1,9 @@
-"""The backward passes in plain torch: for CPUs, and what the Triton kernels are held against. Any floating dtype.
+"""The backward passes in plain torch: for CPUs, and what the Triton kernels are held against. Any
+floating dtype.
 
-Sums over tokens are taken sequence by sequence, in order, each into what the accumulator held before: what a sequence is
-packed with changes no bit. Slices are copied first, because libraries also look at how memory is aligned.
+Sums over tokens are taken sequence by sequence, in order, each into what the accumulator held
+before: what a sequence is packed with changes no bit. Slices are copied first, because libraries
+also look at how memory is aligned.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ def add_weight_gradient(dy: Tensor, x: Tensor, total: Tensor, packing: Packing) 
         total += _copy(dy[start:end].t()) @ _copy(x[start:end])
 
 
-def add_row_sums(dy: Tensor, total: Tensor, packing: Packing, x: Tensor | None = None, inverse: Tensor | None = None) -> None:
+def add_row_sums(
+    dy: Tensor,
+    total: Tensor,
+    packing: Packing,
+    x: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> None:
     """total [width] += Σ over rows of dy, or of dy · x · inverse[row], in place.
 
     Args:
@@ -42,7 +50,9 @@ def add_row_sums(dy: Tensor, total: Tensor, packing: Packing, x: Tensor | None =
         total += term.sum(0)
 
 
-def norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None) -> tuple[Tensor, Tensor]:
+def norm_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """dx [rows, width] of RMSNorm (plus `extra`), and 1 / rms of each row."""
     value, slope = wide(x.contiguous()), wide(dy) * wide(weight)
     inverse = (value.square().mean(-1) + eps).rsqrt()
@@ -57,11 +67,15 @@ def silu_and_mul_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """Gradient for x [rows, 2 · width] of silu_and_mul, from dy [rows, width]."""
     gate, up = wide(x).chunk(2, dim=-1)
     slope, chance = wide(dy), torch.sigmoid(gate)
-    return torch.cat((slope * up * chance * (1 + gate * (1 - chance)), slope * gate * chance), dim=-1).to(x.dtype)
+    return torch.cat(
+        (slope * up * chance * (1 + gate * (1 - chance)), slope * gate * chance), dim=-1
+    ).to(x.dtype)
 
 
 def add_embedding_gradient(dy: Tensor, ids: Tensor, total: Tensor) -> None:
-    """total [vocab, width] gets dy [tokens, width] added at ids [tokens], in the tokens' order, in place."""
+    """total [vocab, width] gets dy [tokens, width] added at ids [tokens], in the tokens' order, in
+    place.
+    """
     sorted_ids, order = torch.sort(ids, stable=True)
     place = torch.arange(len(ids), device=ids.device)
     first = torch.searchsorted(sorted_ids, sorted_ids)  # where the run of equal ids begins
@@ -72,20 +86,30 @@ def add_embedding_gradient(dy: Tensor, ids: Tensor, total: Tensor) -> None:
 
 
 def logit_gradient(
-    logits: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor, *, entropy: tuple[Tensor, Tensor] | None = None
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    upstream: Tensor,
+    *,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """upstream · (onehot(target) - softmax(logits)), [rows, vocab] in the logits' dtype.
 
     Args:
-        entropy: that of each row and the gradient that reaches it, both [rows], if one does: less that gradient ·
-            softmax · (log softmax + entropy).
+        entropy: that of each row and the gradient that reaches it, both [rows], if one does: less
+            that gradient · softmax · (log softmax + entropy).
     """
     rows = torch.arange(len(targets), device=targets.device)
     if entropy is not None:
         entropies, entropy_upstream = (column[:, None] for column in entropy)
         slope = wide(logits) - lse[:, None]
         chances = slope.exp()
-        slope = slope.add_(entropies).mul_(entropy_upstream).add_(upstream[:, None]).mul_(chances.neg_())
+        slope = (
+            slope.add_(entropies)
+            .mul_(entropy_upstream)
+            .add_(upstream[:, None])
+            .mul_(chances.neg_())
+        )
         slope[rows, targets] += upstream
         return slope.to(logits.dtype)
     slope = torch.exp(wide(logits) - lse[:, None]).neg_()
@@ -100,9 +124,17 @@ def entropy(logits: Tensor, lse: Tensor) -> Tensor:
 
 
 def attention_backward(
-    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packing: Packing,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of causal attention over packed sequences; the weights of a block of queries are made again from `lse`.
+    """Gradients of causal attention over packed sequences; the weights of a block of queries are
+    made again from `lse`.
 
     Args:
         upstream, out: [tokens, heads, width] gradient of the output, and the output.
@@ -120,7 +152,9 @@ def attention_backward(
         length = end - start
         # [kv_heads, queries of the group's heads or keys, width]
         grouped = (kv_heads, heads // kv_heads, length, width)
-        queries, slopes, outputs = (_copy(part[start:end].transpose(0, 1)).view(grouped) for part in (q, upstream, out))
+        queries, slopes, outputs = (
+            _copy(part[start:end].transpose(0, 1)).view(grouped) for part in (q, upstream, out)
+        )
         keys, values = (_copy(part[start:end].transpose(0, 1)) for part in (k, v))
         denominators = _copy(lse[:, start:end]).view(grouped[:3])
         delta = (slopes * outputs).sum(-1)
@@ -128,8 +162,14 @@ def attention_backward(
         key_total, value_total = torch.zeros_like(keys), torch.zeros_like(values)
         for head in range(heads // kv_heads):
             for first in range(0, length, _BLOCK):
-                rows, seen = slice(first, min(first + _BLOCK, length)), slice(0, min(first + _BLOCK, length))
-                block, slope = queries[:, head, rows].contiguous(), slopes[:, head, rows].contiguous()
+                rows, seen = (
+                    slice(first, min(first + _BLOCK, length)),
+                    slice(0, min(first + _BLOCK, length)),
+                )
+                block, slope = (
+                    queries[:, head, rows].contiguous(),
+                    slopes[:, head, rows].contiguous(),
+                )
                 scores = torch.einsum("hqd,hkd->hqk", block, keys[:, seen]) * scale
                 chance = torch.exp(scores - denominators[:, head, rows, None])
                 query, key = torch.arange(length)[rows], torch.arange(length)[seen]

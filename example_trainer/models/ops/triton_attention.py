@@ -1,10 +1,13 @@
-"""Triton kernels of the attention's backward pass: causal, packed sequences, every sum in an order that is fixed.
+"""Triton kernels of the attention's backward pass: causal, packed sequences, every sum in an order
+that is fixed.
 
-The probabilities are made again, block by block, from the logarithms of the softmax's denominators that the forward pass
-kept (FlashAttention-2, arXiv:2307.08691, section 3.1.2), and nothing is added atomically: one program owns each block of
-`dq`, and one each block of `dk` and `dv`, which it sums over the query heads that share the key head. Blocks are counted
-from the beginning of each sequence, so that the bits of a gradient do not depend on what a sequence is packed with. For the
-same reason numbers that depend on the packing are kept from choosing another compilation (`do_not_specialize`).
+The probabilities are made again, block by block, from the logarithms of the softmax's denominators
+that the forward pass kept (FlashAttention-2, arXiv:2307.08691, section 3.1.2), and nothing is added
+atomically: one program owns each block of `dq`, and one each block of `dk` and `dv`, which it sums
+over the query heads that share the key head. Blocks are counted from the beginning of each
+sequence, so that the bits of a gradient do not depend on what a sequence is packed with. For the
+same reason numbers that depend on the packing are kept from choosing another compilation
+(`do_not_specialize`).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -47,7 +50,11 @@ def _query_gradient(
     live = row < end
     in_head = column < WIDTH
     mask = live[:, None] & in_head[None, :]
-    queries = tl.load(q + row.to(tl.int64)[:, None] * stride_q + head * WIDTH + column[None, :], mask=mask, other=0.0)
+    queries = tl.load(
+        q + row.to(tl.int64)[:, None] * stride_q + head * WIDTH + column[None, :],
+        mask=mask,
+        other=0.0,
+    )
     at = row.to(tl.int64)[:, None] * (heads * WIDTH) + head * WIDTH + column[None, :]
     upstream = tl.load(do + at, mask=mask, other=0.0)
     row_lse = tl.load(lse + head.to(tl.int64) * tokens + row, mask=live, other=0.0)
@@ -57,8 +64,12 @@ def _query_gradient(
         key = first + tl.arange(0, KEYS)
         key_mask = (key < end)[:, None] & in_head[None, :]
         key_at = key.to(tl.int64)[:, None]
-        keys = tl.load(k + key_at * stride_k + kv_head * WIDTH + column[None, :], mask=key_mask, other=0.0)
-        values = tl.load(v + key_at * stride_v + kv_head * WIDTH + column[None, :], mask=key_mask, other=0.0)
+        keys = tl.load(
+            k + key_at * stride_k + kv_head * WIDTH + column[None, :], mask=key_mask, other=0.0
+        )
+        values = tl.load(
+            v + key_at * stride_v + kv_head * WIDTH + column[None, :], mask=key_mask, other=0.0
+        )
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         seen = (key[None, :] <= row[:, None]) & live[:, None]
         chance = tl.where(seen, tl.exp(scores - row_lse[:, None]), 0.0)
@@ -73,7 +84,9 @@ def _key_value_gradient(
     q, k, v, do, lse, delta, dk, dv, tile_starts, tile_lengths, tile_ends, scale, tokens, heads, kv_heads, group,
     stride_q, stride_k, stride_v, WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys of one key head; walks over its query heads, and in each over the queries behind it."""
+    """dk and dv of one tile of keys of one key head; walks over its query heads, and in each over
+    the queries behind it.
+    """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     start = tl.load(tile_starts + tile)
@@ -86,7 +99,9 @@ def _key_value_gradient(
     mask = live[:, None] & in_head[None, :]
     key_at = key.to(tl.int64)[:, None]
     keys = tl.load(k + key_at * stride_k + kv_head * WIDTH + column[None, :], mask=mask, other=0.0)
-    values = tl.load(v + key_at * stride_v + kv_head * WIDTH + column[None, :], mask=mask, other=0.0)
+    values = tl.load(
+        v + key_at * stride_v + kv_head * WIDTH + column[None, :], mask=mask, other=0.0
+    )
     key_total = tl.zeros((KEYS, PADDED), dtype=tl.float32)
     value_total = tl.zeros((KEYS, PADDED), dtype=tl.float32)
     for member in range(0, group):
@@ -96,7 +111,11 @@ def _key_value_gradient(
             row_live = row < end
             row_mask = row_live[:, None] & in_head[None, :]
             row_at = row.to(tl.int64)
-            queries = tl.load(q + row_at[:, None] * stride_q + head * WIDTH + column[None, :], mask=row_mask, other=0.0)
+            queries = tl.load(
+                q + row_at[:, None] * stride_q + head * WIDTH + column[None, :],
+                mask=row_mask,
+                other=0.0,
+            )
             at = row_at[:, None] * (heads * WIDTH) + head * WIDTH + column[None, :]
             upstream = tl.load(do + at, mask=row_mask, other=0.0)
             row_lse = tl.load(lse + head.to(tl.int64) * tokens + row, mask=row_live, other=0.0)
@@ -104,7 +123,9 @@ def _key_value_gradient(
             scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale
             seen = (key[:, None] <= row[None, :]) & row_live[None, :] & live[:, None]
             chance = tl.where(seen, tl.exp(scores - row_lse[None, :]), 0.0)
-            value_total = tl.dot(chance.to(upstream.dtype), upstream, value_total, input_precision="ieee")
+            value_total = tl.dot(
+                chance.to(upstream.dtype), upstream, value_total, input_precision="ieee"
+            )
             slope = tl.dot(values, tl.trans(upstream), input_precision="ieee")
             slope = chance * (slope - row_delta[None, :]) * scale
             key_total = tl.dot(slope.to(queries.dtype), queries, key_total, input_precision="ieee")
@@ -114,13 +135,21 @@ def _key_value_gradient(
 
 
 def attention_backward(
-    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packing: Packing,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of causal attention over packed sequences.
 
     Args:
         upstream, out: [tokens, heads, width] gradient of the output, and the output.
-        q: [tokens, heads, width]; k, v: [tokens, kv_heads, width]. Tokens may be strided, the rest is contiguous.
+        q: [tokens, heads, width]; k, v: [tokens, kv_heads, width]. Tokens may be strided, the rest
+            is contiguous.
         lse: [heads, tokens] float32, natural logarithm of each query's softmax denominator.
         packing: the sequences.
         scale: factor of the scores.
@@ -141,18 +170,48 @@ def attention_backward(
     dq = torch.empty((tokens, heads, width), dtype=q.dtype, device=q.device)
     dk = torch.empty((tokens, kv_heads, width), dtype=k.dtype, device=q.device)
     dv = torch.empty_like(dk)
-    # In float32 a block of 64 would not fit into shared memory; a block's size is part of the order, and fixed by the dtype.
+    # In float32 a block of 64 would not fit into shared memory; a block's size is part of the
+    # order, and fixed by the dtype.
     wide = q.dtype == torch.float32
     size = TILE // 2 if wide else TILE
     starts, lengths, begins, ends = packing.halves() if wide else packing.tiles()
-    common = (scale, tokens, heads, kv_heads, heads // kv_heads, q.stride(0), k.stride(0), v.stride(0))
-    # Measured on an H200 at widths of 64 and 128: more warps, or more stages in flight, take twice as long.
-    blocks = {"WIDTH": width, "PADDED": padded, "QUERIES": size, "KEYS": size, "num_warps": 8 if padded > 128 else 4}
+    common = (
+        scale,
+        tokens,
+        heads,
+        kv_heads,
+        heads // kv_heads,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+    )
+    # Measured on an H200 at widths of 64 and 128: more warps, or more stages in flight, take twice
+    # as long.
+    blocks = {
+        "WIDTH": width,
+        "PADDED": padded,
+        "QUERIES": size,
+        "KEYS": size,
+        "num_warps": 8 if padded > 128 else 4,
+    }
     _query_gradient[(len(starts), heads)](
         q, k, v, upstream, lse, delta, dq, starts, lengths, begins, *common, **blocks, num_stages=2
     )
     _key_value_gradient[(len(starts), kv_heads)](
-        q, k, v, upstream, lse, delta, dk, dv, starts, lengths, ends, *common, **blocks, num_stages=1
+        q,
+        k,
+        v,
+        upstream,
+        lse,
+        delta,
+        dk,
+        dv,
+        starts,
+        lengths,
+        ends,
+        *common,
+        **blocks,
+        num_stages=1,
     )
     return dq, dk, dv
 

@@ -1,8 +1,10 @@
-"""The backward passes on a GPU, under the names of `torch_gradients`, each on its tensors' GPU. Imports Triton.
+"""The backward passes on a GPU, under the names of `torch_gradients`, each on its tensors' GPU.
+Imports Triton.
 
-Weight gradients over tiles of tokens, norms, SwiGLU, embedding, log-softmax; attention's lies in `triton_attention`. Every
-program walks over its tiles, or its tokens, in the order in which they are packed, adding to what the accumulator held before.
-To go on in a second call gives the bits that one call over both would have given.
+Weight gradients over tiles of tokens, norms, SwiGLU, embedding, log-softmax; attention's lies in
+`triton_attention`. Every program walks over its tiles, or its tokens, in the order in which they
+are packed, adding to what the accumulator held before. To go on in a second call gives the bits
+that one call over both would have given.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -45,7 +47,8 @@ def _weight_gradient(
 ):  # fmt: skip
     """out += dyᵀ x, tile after tile of tokens, into the same accumulator.
 
-    EVEN: blocks divide the matrix, and columns need no mask: half of the time goes into masks otherwise.
+    EVEN: blocks divide the matrix, and columns need no mask: half of the time goes into masks
+    otherwise.
     """
     program = tl.program_id(0)
     # Neighbouring programs share columns of dy, so that these are read from the cache.
@@ -75,7 +78,9 @@ def _weight_gradient(
         else:
             gradient_live = row_live[:, None] & (output < outputs)[None, :]
             value_live = row_live[:, None] & (inp < inputs)[None, :]
-        gradient = tl.load(dy + row[:, None] * stride_dy + output[None, :], mask=gradient_live, other=0.0)
+        gradient = tl.load(
+            dy + row[:, None] * stride_dy + output[None, :], mask=gradient_live, other=0.0
+        )
         value = tl.load(x + row[:, None] * stride_x + inp[None, :], mask=value_live, other=0.0)
         total = tl.dot(tl.trans(gradient), value, total, input_precision="ieee")
     if EVEN:
@@ -89,7 +94,9 @@ def _tile_sums(
     dy, x, inverse, partial, tile_starts, tile_lengths, per_token, width,
     SCALED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """partial[tile] = Σ over the tile's rows of dy, or of dy · x · inverse[row]; a token has `per_token` rows."""
+    """partial[tile] = Σ over the tile's rows of dy, or of dy · x · inverse[row]; a token has
+    `per_token` rows.
+    """
     tile = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     column_live = column < width
@@ -125,7 +132,9 @@ def _add_tiles(partial, out, tiles, width, WIDTH: tl.constexpr):
 def _norm_gradient(
     dy, x, weight, extra, dx, inverse, rows, width, eps, HAS_EXTRA: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """dx of RMSNorm, plus a gradient that reaches x by another way; keeps 1 / sqrt(mean(x²) + eps) of each row."""
+    """dx of RMSNorm, plus a gradient that reaches x by another way; keeps 1 / sqrt(mean(x²) + eps)
+    of each row.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     row_live = row < rows
@@ -162,7 +171,9 @@ def _silu_gradient(dy, x, dx, width, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _embedding_gradient(dy, sorted_ids, order, out, tokens, width, WIDTH: tl.constexpr):
-    """out[id] += dy of each token with that id, in the tokens' order; the program of an id's first token does them all."""
+    """out[id] += dy of each token with that id, in the tokens' order; the program of an id's first
+    token does them all.
+    """
     place = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     live = column < width
@@ -185,7 +196,8 @@ def _logit_gradient(
     logits, targets, lse, upstream, entropies, entropy_upstream, width, stride, inverse_temperature,
     BY_ROW: tl.constexpr, ENTROPY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Over the logits of one row: upstream · (onehot(target) - softmax(logits / temperature)) / temperature.
+    """Over the logits of one row: upstream · (onehot(target) - softmax(logits / temperature)) /
+    temperature.
 
     BY_ROW: `inverse_temperature` is where each row's is, and not one number for all.
     ENTROPY: less entropy_upstream · softmax · (log softmax + entropy) / temperature.
@@ -227,7 +239,9 @@ def _entropy(logits, lse, out, width, SIZE: tl.constexpr):
 
 @on_its_device
 def add_weight_gradient(dy: Tensor, x: Tensor, total: Tensor, packing: Packing) -> None:
-    """total [outputs, inputs] float32 += dyᵀ x of dy [tokens, outputs] and x [tokens, inputs], in place."""
+    """total [outputs, inputs] float32 += dyᵀ x of dy [tokens, outputs] and x [tokens, inputs], in
+    place.
+    """
     dy, x = _columns_contiguous(dy), _columns_contiguous(x)
     outputs, inputs = total.shape
     wide = dy.dtype == torch.float32
@@ -243,7 +257,13 @@ def add_weight_gradient(dy: Tensor, x: Tensor, total: Tensor, packing: Packing) 
 
 
 @on_its_device
-def add_row_sums(dy: Tensor, total: Tensor, packing: Packing, x: Tensor | None = None, inverse: Tensor | None = None) -> None:
+def add_row_sums(
+    dy: Tensor,
+    total: Tensor,
+    packing: Packing,
+    x: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> None:
     """total [width] float32 += Σ over rows of dy, or of dy · x · inverse[row], in place.
 
     Args:
@@ -263,7 +283,9 @@ def add_row_sums(dy: Tensor, total: Tensor, packing: Packing, x: Tensor | None =
 
 
 @on_its_device
-def norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None) -> tuple[Tensor, Tensor]:
+def norm_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """dx [rows, width] of RMSNorm (plus `extra`), and 1 / rms of each row, float32."""
     dy, x = dy.contiguous(), x.contiguous()
     rows, width = x.shape
@@ -290,11 +312,15 @@ def silu_and_mul_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 @on_its_device
 def add_embedding_gradient(dy: Tensor, ids: Tensor, total: Tensor) -> None:
-    """total [vocab, width] float32 gets dy [tokens, width] added at ids [tokens], in the tokens' order, in place."""
+    """total [vocab, width] float32 gets dy [tokens, width] added at ids [tokens], in the tokens'
+    order, in place.
+    """
     dy = dy.contiguous()
     sorted_ids, order = torch.sort(ids, stable=True)
     grid = (len(ids), triton.cdiv(dy.shape[1], 256))
-    _embedding_gradient[grid](dy, sorted_ids, order, total, len(ids), dy.shape[1], WIDTH=256, num_warps=4)
+    _embedding_gradient[grid](
+        dy, sorted_ids, order, total, len(ids), dy.shape[1], WIDTH=256, num_warps=4
+    )
 
 
 @on_its_device
@@ -306,12 +332,14 @@ def logit_gradient(
     inverse_temperature: float | Tensor = 1.0,
     entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Gradient of logits [rows, vocab] from that of the targets' logprobs, `upstream` [rows] float32; written over the logits.
+    """Gradient of logits [rows, vocab] from that of the targets' logprobs, `upstream` [rows]
+    float32; written over the logits.
 
     Args:
         lse: [rows] float32, log of the denominators of softmax(logits · inverse_temperature).
         inverse_temperature: a number, or [rows] float32.
-        entropy: that of each row and the gradient that reaches it, both [rows] float32 and contiguous, if one does.
+        entropy: that of each row and the gradient that reaches it, both [rows] float32 and
+            contiguous, if one does.
     """
     rows, vocab = logits.shape
     entropies, entropy_upstream = entropy or (lse, lse)

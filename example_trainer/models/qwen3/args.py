@@ -11,7 +11,8 @@ from example_trainer.models.geometry import Geometry
 
 @dataclass(frozen=True)
 class Qwen3ModelArgs:
-    """Sizes of a dense Qwen3 under TorchTitan's names; any object with these attributes will do in its place.
+    """Sizes of a dense Qwen3 under TorchTitan's names; any object with these attributes will do in
+    its place.
 
     Attributes:
         dim: width of the hidden states.
@@ -45,14 +46,19 @@ class Qwen3ModelArgs:
 
 
 def geometry_of(model_args: Any) -> Geometry:
-    """TorchTitan's arguments as this project's geometry. Raises ModelError for what is not supported."""
+    """TorchTitan's arguments as this project's geometry.
+
+    Raises ModelError for what is not supported.
+    """
     defaults = Qwen3ModelArgs()
     given = {name: getattr(model_args, name, default) for name, default in vars(defaults).items()}
     given["n_kv_heads"] = given["n_kv_heads"] or given["n_heads"]
     if getattr(model_args, "moe_enabled", False):
         raise ModelError("mixture of experts is not supported; give the arguments of a dense Qwen3")
     if given["n_heads"] % given["n_kv_heads"]:
-        raise ModelError(f"{given['n_heads']} attention heads cannot share {given['n_kv_heads']} key/value heads evenly")
+        raise ModelError(
+            f"{given['n_heads']} attention heads cannot share {given['n_kv_heads']} key/value heads evenly"
+        )
     return Geometry(
         architecture="Qwen3ForCausalLM",
         vocab_size=given["vocab_size"],

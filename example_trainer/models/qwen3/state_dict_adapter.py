@@ -1,11 +1,13 @@
-"""Weights of a Qwen3 under the names of TorchTitan and Hugging Face, and under those of Qwen3VLLMCompatModel.
+"""Weights of a Qwen3 under the names of TorchTitan and Hugging Face, and under those of
+Qwen3VLLMCompatModel.
 
     TorchTitan                                   Hugging Face                              here, as in vLLM
     layers.0.attention.wq, wk, wv                model.layers.0.self_attn.q_proj, k_, v_   …self_attn.qkv_proj
     layers.0.feed_forward.w1, w3 (gate_up_proj)  model.layers.0.mlp.gate_proj, up_proj     …mlp.gate_up_proj
     layers.0.feed_forward.w2 (down_proj)         model.layers.0.mlp.down_proj              …mlp.down_proj
 
-In brackets are the names of TorchTitan's own model for vLLM's kernels, which merges those two alone.
+In brackets are the names of TorchTitan's own model for vLLM's kernels, which merges those two
+alone.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ from example_trainer.models.layout import Layout, layout
 from example_trainer.models.qwen3.args import geometry_of
 
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_WHOLE = {"tok_embeddings.weight": _EMBEDDING, "norm.weight": "model.norm.weight", "output.weight": _OUTPUT}
+_WHOLE = {
+    "tok_embeddings.weight": _EMBEDDING,
+    "norm.weight": "model.norm.weight",
+    "output.weight": _OUTPUT,
+}
 _IN_LAYER = {
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -37,7 +43,10 @@ _IN_LAYER = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-_MERGED = {"feed_forward.gate_up_proj": "mlp.gate_up_proj", "feed_forward.down_proj": "mlp.down_proj"}
+_MERGED = {
+    "feed_forward.gate_up_proj": "mlp.gate_up_proj",
+    "feed_forward.down_proj": "mlp.down_proj",
+}
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 
 
@@ -54,15 +63,17 @@ class Qwen3StateDictAdapter:
         self._plan: Layout = layout(self.geometry)
 
     def to_model(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> dict[str, Tensor]:
-        """Return weights under the names of Qwen3VLLMCompatModel, from names of any of the three kinds.
+        """Return weights under the names of Qwen3VLLMCompatModel, from names of any of the three
+        kinds.
 
         Args:
             state_dict: names that nobody knows are passed on as they are.
             strict: also refuse a projection that lacks a part.
 
         Raises:
-            ModelError: no name is known; a merged projection lacks a part; the shapes do not fit; the model is not tied and
-                has an embedding alone; it is tied and the two matrices differ.
+            ModelError: no name is known; a merged projection lacks a part; the shapes do not fit;
+                the model is not tied and has an embedding alone; it is tied and the two matrices
+                differ.
         """
         named = {_known_name(name): tensor for name, tensor in state_dict.items()}
         parts = {part.name: part for parts in self._plan.values() for part in parts}
@@ -82,7 +93,9 @@ class Qwen3StateDictAdapter:
                 found[name] = torch.cat([named.pop(part.name).detach() for part in sources])
             elif there and strict:
                 missing = ", ".join(part.name for part in sources if part not in there)
-                raise ModelError(f"{name} is made of {len(sources)} weights, and {missing} is missing")
+                raise ModelError(
+                    f"{name} is made of {len(sources)} weights, and {missing} is missing"
+                )
         return found | named
 
     def from_hf(self, hf_state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +103,10 @@ class Qwen3StateDictAdapter:
         return self.to_model(hf_state_dict)
 
     def to_hf(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's weights under Hugging Face's names. A tied output matrix is left out, as in its files."""
+        """Return the model's weights under Hugging Face's names.
+
+        A tied output matrix is left out, as in its files.
+        """
         weights = self.to_model(state_dict)
         return {
             part.name: weights[name][part.start : part.stop].clone()
@@ -100,7 +116,9 @@ class Qwen3StateDictAdapter:
         }
 
     def to_torchtitan(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's weights under TorchTitan's names, split; a tied output matrix is there twice, as in its models."""
+        """Return the model's weights under TorchTitan's names, split; a tied output matrix is there
+        twice, as in its models.
+        """
         hf = self.to_hf(state_dict)
         if self.geometry.tie_word_embeddings and _EMBEDDING in hf:
             hf[_OUTPUT] = hf[_EMBEDDING].clone()
@@ -116,7 +134,11 @@ class Qwen3StateDictAdapter:
                 )
             return
         output = named.pop(_OUTPUT, None)
-        if output is not None and _EMBEDDING in named and not torch.equal(output, named[_EMBEDDING]):
+        if (
+            output is not None
+            and _EMBEDDING in named
+            and not torch.equal(output, named[_EMBEDDING])
+        ):
             raise ModelError(
                 "the weights have an output matrix other than their embedding; make the model with enable_weight_tying=False"
             )
@@ -128,16 +150,21 @@ def torchtitan_to_vllm_compat(torchtitan_state_dict: Mapping[str, Tensor]) -> di
     Raises:
         ModelError: see Qwen3StateDictAdapter.to_model.
     """
-    return Qwen3StateDictAdapter(_geometry_of_weights(torchtitan_state_dict)).to_model(torchtitan_state_dict)
+    return Qwen3StateDictAdapter(_geometry_of_weights(torchtitan_state_dict)).to_model(
+        torchtitan_state_dict
+    )
 
 
 def vllm_compat_to_torchtitan(vllm_compat_state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a Qwen3VLLMCompatModel under TorchTitan's names. The sizes are read off the weights.
+    """Return the weights of a Qwen3VLLMCompatModel under TorchTitan's names. The sizes are read off
+    the weights.
 
     Raises:
         ModelError: see Qwen3StateDictAdapter.to_model.
     """
-    return Qwen3StateDictAdapter(_geometry_of_weights(vllm_compat_state_dict)).to_torchtitan(vllm_compat_state_dict)
+    return Qwen3StateDictAdapter(_geometry_of_weights(vllm_compat_state_dict)).to_torchtitan(
+        vllm_compat_state_dict
+    )
 
 
 def _known_name(name: str) -> str:
@@ -167,12 +194,20 @@ def _geometry_of_weights(state_dict: Mapping[str, Tensor]) -> Geometry:
         queries = named[f"{first}self_attn.o_proj.weight"].shape[1]
         inner = named[f"{first}mlp.down_proj.weight"].shape[1]
         keys = named.get(f"{first}self_attn.k_proj.weight")
-        kv = (len(named[f"{first}self_attn.qkv_proj.weight"]) - queries) // 2 if keys is None else len(keys)
+        kv = (
+            (len(named[f"{first}self_attn.qkv_proj.weight"]) - queries) // 2
+            if keys is None
+            else len(keys)
+        )
     except KeyError as error:
-        raise ModelError(f"these are not the weights of a whole Qwen3: there is no {error.args[0]}") from error
+        raise ModelError(
+            f"these are not the weights of a whole Qwen3: there is no {error.args[0]}"
+        ) from error
     norm = named.get(f"{first}self_attn.q_norm.weight")
     width = kv if norm is None else len(norm)
-    layers = {int(found[1]) for name in named if (found := _LAYER.fullmatch(name.removeprefix("model.")))}
+    layers = {
+        int(found[1]) for name in named if (found := _LAYER.fullmatch(name.removeprefix("model.")))
+    }
     return Geometry(
         architecture="Qwen3ForCausalLM",
         vocab_size=vocab,

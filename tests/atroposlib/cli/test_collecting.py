@@ -1,4 +1,6 @@
-"""Data for fine-tuning and preference learning: what is kept of a group, and that no row is lost or written twice."""
+"""Data for fine-tuning and preference learning: what is kept of a group, and that no row is lost or
+written twice.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,16 @@ def talk(text: str) -> list[dict[str, str]]:
 
 def told(scores: list[float], mark: int = 7) -> dict[str, Any]:
     """A group with messages that name themselves."""
-    return group(len(scores), mark=mark) | {"scores": scores, "messages": [talk(f"{mark}.{i}") for i in range(len(scores))]}
+    return group(len(scores), mark=mark) | {
+        "scores": scores,
+        "messages": [talk(f"{mark}.{i}") for i in range(len(scores))],
+    }
 
 
 @given(SCORES, LEAST, st.booleans(), st.integers(0, 4))
-def test_the_best_of_a_group_are_kept_in_their_order(scores: list[float], least: float, negative: bool, most: int) -> None:
+def test_the_best_of_a_group_are_kept_in_their_order(
+    scores: list[float], least: float, negative: bool, most: int
+) -> None:
     rows = sft.best_of_group(told(scores), None, most, least, negative)
     good = [s for s in scores if (negative or s > 0) and (least == 0 or s - min(scores) > least)]
     assert [row["score"] for row in rows] == sorted(good, reverse=True)[:most]
@@ -51,9 +58,15 @@ def test_the_best_of_a_group_are_kept_in_their_order(scores: list[float], least:
 
 
 @given(SCORES, LEAST, st.booleans(), st.integers(0, 4))
-def test_pairs_hold_each_response_once_and_differ_enough(scores: list[float], least: float, negative: bool, most: int) -> None:
+def test_pairs_hold_each_response_once_and_differ_enough(
+    scores: list[float], least: float, negative: bool, most: int
+) -> None:
     pairs = dpo.pairs_of_group(told(scores), None, most, least, negative)
-    used = [int(side[1]["content"].partition(".")[2]) for pair in pairs for side in (pair["pos"], pair["neg"])]
+    used = [
+        int(side[1]["content"].partition(".")[2])
+        for pair in pairs
+        for side in (pair["pos"], pair["neg"])
+    ]
     assert len(set(used)) == len(used) == 2 * len(pairs) <= 2 * most
     for better, worse in zip(used[::2], used[1::2], strict=True):
         assert scores[better] - scores[worse] > least
@@ -68,10 +81,16 @@ def test_text_is_divided_where_the_model_began() -> None:
         "masks": [[-100] * 4 + [*b"4"], [-100] * 4 + [*b"5!"]],
         "scores": [1.0, -1.0],
     }
-    assert sft.best_of_group(texts, Letters(), 3, 0.0, False) == [{"prefix": "2+2=", "completion": "4", "score": 1.0}]
-    assert dpo.pairs_of_group(texts, Letters(), 3, 0.5, False) == [{"prefix": "2+2=", "pos": "4", "neg": "5!", "score": 1.0}]
+    assert sft.best_of_group(texts, Letters(), 3, 0.0, False) == [
+        {"prefix": "2+2=", "completion": "4", "score": 1.0}
+    ]
+    assert dpo.pairs_of_group(texts, Letters(), 3, 0.5, False) == [
+        {"prefix": "2+2=", "pos": "4", "neg": "5!", "score": 1.0}
+    ]
     other = texts | {"tokens": [[*b"2+2=4"], [*b"2-2=5!"]]}
-    assert dpo.pairs_of_group(other, Letters(), 3, 0.5, False) == [], "these answer different prompts"
+    assert dpo.pairs_of_group(other, Letters(), 3, 0.5, False) == [], (
+        "these answer different prompts"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +102,19 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def collect(service: Service, file: Path, *flags: str) -> None:
     """Collect single responses: batches of two groups of two."""
-    arguments = [str(file), "--api-url", f"http://127.0.0.1:{service.port}", "--tasks-per-step", "2", "--save-messages", *flags]
+    arguments = [
+        str(file),
+        "--api-url",
+        f"http://127.0.0.1:{service.port}",
+        "--tasks-per-step",
+        "2",
+        "--save-messages",
+        *flags,
+    ]
     parsed = sft.parse_arguments(arguments)
-    collecting.collect(parsed, sft.NAME, 2, lambda group, tok: sft.best_of_group(group, tok, 1, 0.0, False))
+    collecting.collect(
+        parsed, sft.NAME, 2, lambda group, tok: sft.best_of_group(group, tok, 1, 0.0, False)
+    )
 
 
 def written(file: Path) -> list[str]:
@@ -131,7 +160,9 @@ def test_another_trainers_run_is_not_taken_over_unasked(service: Service, tmp_pa
     file = tmp_path / "data.jsonl"
     service.begin(batch_size=4)
     post(service, 1, 2)
-    with pytest.raises(UsageError, match=r"has a trainer \(project 'p'\) whose run has not ended.*--take-over"):
+    with pytest.raises(
+        UsageError, match=r"has a trainer \(project 'p'\) whose run has not ended.*--take-over"
+    ):
         collect(service, file)
     assert not file.exists()
     collect(service, file, "--num-seqs-to-save", "2", "--take-over")
@@ -160,7 +191,11 @@ def test_two_writers_and_a_disk_that_refuses(tmp_path: Path) -> None:
     first.write([b"1\n"])
     with pytest.raises(UsageError, match="another process"):
         RowsFile(path, may_exist=True)
-    assert [first.ends_with(rows) for rows in ([b"1\n", b"2\n"], [b"2\n"], [b"0\n", b"1\n"])] == [1, 0, 0]
+    assert [first.ends_with(rows) for rows in ([b"1\n", b"2\n"], [b"2\n"], [b"0\n", b"1\n"])] == [
+        1,
+        0,
+        0,
+    ]
     first.close()
     with pytest.raises(UsageError, match="cannot write"):
         RowsFile(tmp_path / "nowhere" / "data.jsonl", may_exist=False)
@@ -181,7 +216,13 @@ def test_bad_usage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_command_that_waits_stops_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "atroposlib.cli.dpo", str(tmp_path / "pairs.jsonl"), "--save-messages"]
+    command = [
+        sys.executable,
+        "-m",
+        "atroposlib.cli.dpo",
+        str(tmp_path / "pairs.jsonl"),
+        "--save-messages",
+    ]
     with subprocess.Popen(
         [*command, "--api-url", f"http://127.0.0.1:{free_port()}"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -21,7 +21,10 @@ def test_what_is_written_passes_its_test_and_the_rules_of_this_repository(
     """One kind where a user has nothing, the other in a checkout."""
     monkeypatch.chdir(tmp_path)
     main(["new-env", "find_coin", "--multi-turn"])
-    assert capsys.readouterr().out.splitlines()[:2] == ["find_coin_server.py", "test_find_coin_server.py"]
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "find_coin_server.py",
+        "test_find_coin_server.py",
+    ]
     for folder in ("environments", "tests/environments"):
         Path(folder).mkdir(parents=True)
     Path("environments", "__init__.py").touch()
@@ -31,10 +34,22 @@ def test_what_is_written_passes_its_test_and_the_rules_of_this_repository(
 
     def run(*command: str) -> None:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
-    run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", str(tmp_path))
+    run(
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:asyncio",
+        str(tmp_path),
+    )
     config = ("--no-cache", "--config", str(ROOT / "pyproject.toml"))
     ours = 'lint.isort.known-first-party = ["atroposlib", "environments"]'
     run(sys.executable, "-m", "ruff", "check", *config, "--config", ours, *written)
@@ -42,7 +57,21 @@ def test_what_is_written_passes_its_test_and_the_rules_of_this_repository(
 
 
 @pytest.mark.parametrize(
-    "name", ["", "Word", "1word", "a-b", "a__b", "a_", "../x", "a.b", "x" * 61, "words\n", "word_server", "base"]
+    "name",
+    [
+        "",
+        "Word",
+        "1word",
+        "a-b",
+        "a__b",
+        "a_",
+        "../x",
+        "a.b",
+        "x" * 61,
+        "words\n",
+        "word_server",
+        "base",
+    ],
 )
 def test_a_name_that_cannot_be_used_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="such as"):
@@ -51,7 +80,9 @@ def test_a_name_that_cannot_be_used_is_refused(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("there", ["word_server.py", "test_word_server.py"])
-def test_a_file_that_is_there_stays_as_it_is(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_there_stays_as_it_is(
+    there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / there).write_text("mine")
     with pytest.raises(SystemExit) as ended:
         main(["new-env", "word", "--folder", str(tmp_path)])

@@ -33,7 +33,8 @@ def test_a_port_in_use_is_one_clear_line() -> None:
         done = run("--port", str(port), "--store", "memory")
     assert done.returncode == 1
     assert re.fullmatch(
-        rf"error: \[Errno 98\] port {port} is in use by .+ \(pid \d+\); stop it or pass --port\n", done.stdout
+        rf"error: \[Errno 98\] port {port} is in use by .+ \(pid \d+\); stop it or pass --port\n",
+        done.stdout,
     ), done.stdout
 
 
@@ -75,7 +76,9 @@ def test_it_says_where_it_runs_and_ends_cleanly(tmp_path: Path, number: signal.S
 
 
 def until_refused(port: int) -> None:
-    """Wait until nobody listens on a port any more: a service that is to end takes no more connections."""
+    """Wait until nobody listens on a port any more: a service that is to end takes no more
+    connections.
+    """
     deadline = time.monotonic() + 60
     with suppress(ConnectionRefusedError):
         while time.monotonic() < deadline:
@@ -106,7 +109,8 @@ def test_a_request_under_way_is_answered_before_the_end(tmp_path: Path) -> None:
 def listening_address(port: int) -> str:
     """The local address that listens on the port, as /proc/net/tcp writes it.
 
-    The kernel writes the table piece by piece: while others' sockets come and go, a line may be missing from one reading.
+    The kernel writes the table piece by piece: while others' sockets come and go, a line may be
+    missing from one reading.
     """
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -123,7 +127,9 @@ def listening_address(port: int) -> str:
     [([], "0100007F"), (["--api-key", "s3cret"], "00000000"), (["--host", "0.0.0.0"], "00000000")],
     ids=["alone", "with a key", "told so"],
 )
-def test_it_listens_to_other_machines_only_with_a_key_or_when_told(tmp_path: Path, flags: list[str], address: str) -> None:
+def test_it_listens_to_other_machines_only_with_a_key_or_when_told(
+    tmp_path: Path, flags: list[str], address: str
+) -> None:
     service = Service(tmp_path, "--store", "memory", *flags).start()
     assert listening_address(service.port) == address
     service.signal(signal.SIGTERM)
@@ -137,18 +143,34 @@ def test_the_api_key(tmp_path: Path) -> None:
             answer = service.http.get(path, headers=headers)
             assert answer.status_code == 401
             assert answer.headers["www-authenticate"] == "Bearer"
-    assert service.http.get("/status", headers={"authorization": "Bearer s3cret"}).status_code == 200
+    assert (
+        service.http.get("/status", headers={"authorization": "Bearer s3cret"}).status_code == 200
+    )
     preflight = {"origin": "http://x", "access-control-request-method": "POST"}
     assert service.http.options("/scored_data", headers=preflight).status_code == 401
-    anywhere = {"authorization": "Bearer s3cret", "host": "behind.a.proxy", "origin": "http://behind.a.proxy"}
-    assert service.http.get("/status", headers=anywhere).status_code == 200, "whoever has the key may come from anywhere"
+    anywhere = {
+        "authorization": "Bearer s3cret",
+        "host": "behind.a.proxy",
+        "origin": "http://behind.a.proxy",
+    }
+    assert service.http.get("/status", headers=anywhere).status_code == 200, (
+        "whoever has the key may come from anywhere"
+    )
     assert "s3cret" not in service.log.read_text()
     service.signal(signal.SIGTERM)
 
 
 def test_bounds_and_time_limits(tmp_path: Path) -> None:
     service = Service(
-        tmp_path, "--store", "memory", "--max-queue-groups", "2", "--max-body-bytes", "10K", "--request-timeout", "3"
+        tmp_path,
+        "--store",
+        "memory",
+        "--max-queue-groups",
+        "2",
+        "--max-body-bytes",
+        "10K",
+        "--request-timeout",
+        "3",
     ).start()
     service.begin(batch_size=4)
     for _ in range(2):
@@ -161,11 +183,18 @@ def test_bounds_and_time_limits(tmp_path: Path) -> None:
     service.post("/scored_data", group())
     assert service.http.post("/scored_data", json=group(length=5000)).status_code == 413
     bomb = gzip.compress(b" " * 50_000_000)
-    assert service.http.post("/scored_data", content=bomb, headers={"content-encoding": "gzip"}).status_code == 413
+    assert (
+        service.http.post(
+            "/scored_data", content=bomb, headers={"content-encoding": "gzip"}
+        ).status_code
+        == 413
+    )
     chunks = (b" " * 1000 for _ in range(20))
     assert service.http.post("/scored_data", content=chunks).status_code == 413
     with socket.create_connection(("127.0.0.1", service.port)) as client:
-        client.sendall(b"POST /scored_data HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
+        client.sendall(
+            b"POST /scored_data HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
+        )
         client.settimeout(60)
         assert client.recv(1000).startswith(b"HTTP/1.1 408")
     service.signal(signal.SIGTERM)
@@ -189,11 +218,15 @@ def test_a_store_is_continued(tmp_path: Path) -> None:
 
 
 def answer_to(service: Service, *parts: bytes, pause: float = 0.0) -> bytes:
-    """What the service says to bytes that are sent one after the other, until it closes the connection."""
+    """What the service says to bytes that are sent one after the other, until it closes the
+    connection.
+    """
     with socket.create_connection(("127.0.0.1", service.port)) as client:
         client.settimeout(60)
         said = b""
-        with suppress(ConnectionError):  # closed while bytes were on their way: what was said before may be lost with them
+        with suppress(
+            ConnectionError
+        ):  # closed while bytes were on their way: what was said before may be lost with them
             for part in parts:
                 client.sendall(part)
                 time.sleep(pause)
@@ -208,7 +241,10 @@ def test_a_connection_that_sends_no_request_is_closed(tmp_path: Path) -> None:
     assert answer_to(service).startswith(b"HTTP/1.1 408 ")
     assert answer_to(service, b"GET /status HTTP/1.1\r\nhost:").startswith(b"HTTP/1.1 408 ")
     drops = [b"x-a: b\r\n"] * 12  # never silent, and never done
-    assert answer_to(service, b"GET /status HTTP/1.1\r\n", *drops, whole, pause=0.2)[9:12] in (b"", b"408")
+    assert answer_to(service, b"GET /status HTTP/1.1\r\n", *drops, whole, pause=0.2)[9:12] in (
+        b"",
+        b"408",
+    )
     second = answer_to(service, whole, whole[:10])
     assert second.startswith(b"HTTP/1.1 200 ")
     assert b"HTTP/1.1 408 " in second, "the limit holds for later requests on the connection too"
@@ -219,7 +255,9 @@ def test_a_connection_that_sends_no_request_is_closed(tmp_path: Path) -> None:
     assert slow.startswith(b"HTTP/1.1 200 "), "slow is not late"
     for _ in range(2):
         service.get("/status")
-        time.sleep(2.5)  # between requests a connection may be idle for longer than a request may take
+        time.sleep(
+            2.5
+        )  # between requests a connection may be idle for longer than a request may take
     assert service.log.read_text().count("sent no request: 408") == 4
     service.signal(signal.SIGTERM)
 

@@ -22,18 +22,34 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def test_runs_and_groups_are_shown_from_their_files(tmp_path: Path, processes: Processes) -> None:
-    write(tmp_path / "run" / "trainer" / "metrics.jsonl", {"step": 1, "reward_mean": 0.5}, {"step": 2, "reward_mean": 0.75})
+    write(
+        tmp_path / "run" / "trainer" / "metrics.jsonl",
+        {"step": 1, "reward_mean": 0.5},
+        {"step": 2, "reward_mean": 0.75},
+    )
     write(tmp_path / "run" / "environment" / "rollouts.jsonl", group(2))
     observed = tmp_path / "run" / "observed"
     write(observed / "run.json", {"model": "m", "num_steps": 2, "began": 1.0, "ended": 2.0})
-    write(observed / "events.jsonl", {"kind": "server_lost", "text": "it was gone", "time": 1.5, "severity": "error"})
     write(
-        observed / "servers.jsonl", {"url": "http://a:1", "version": 2, "epoch": 1, "checksum": "c", "seconds": {}, "gap": 0.5}
+        observed / "events.jsonl",
+        {"kind": "server_lost", "text": "it was gone", "time": 1.5, "severity": "error"},
+    )
+    write(
+        observed / "servers.jsonl",
+        {"url": "http://a:1", "version": 2, "epoch": 1, "checksum": "c", "seconds": {}, "gap": 0.5},
     )
     (observed / "stack.json").write_text(json.dumps({"time": 9.0, "live": True, "faults": []}))
     alone = write(tmp_path / "alone.jsonl", {"messages": ["plain", "other"], "scores": [1, 0]})
     port = free_port()
-    command = [sys.executable, "-m", "atroposlib.cli.view_run", str(tmp_path / "run"), str(alone), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "atroposlib.cli.view_run",
+        str(tmp_path / "run"),
+        str(alone),
+        "--port",
+        str(port),
+    ]
     processes.start("view-run", command, may_finish=True)
     processes.wait_for_http(f"http://127.0.0.1:{port}/ui", seconds=180)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as page:
@@ -41,17 +57,35 @@ def test_runs_and_groups_are_shown_from_their_files(tmp_path: Path, processes: P
         assert page.get("/ui", headers={"host": "evil.example"}).status_code == 403
         runs = {one["name"]: one for one in page.get("/ui/api/runs").json()["runs"]}
         assert set(runs) == {"run", "alone"}
-        assert (runs["run"]["state"], runs["run"]["model"], runs["run"]["live"]) == ("ended", "m", False)
+        assert (runs["run"]["state"], runs["run"]["model"], runs["run"]["live"]) == (
+            "ended",
+            "m",
+            False,
+        )
         run = {"run": runs["run"]["id"]}
         series = page.get("/ui/api/series", params=run | {"names": "reward_mean"}).json()
         assert series["series"]["reward_mean"]["mean"] == [0.5, 0.75]
-        assert [event["text"] for event in page.get("/ui/api/events", params=run).json()["events"]] == ["it was gone"]
+        assert [
+            event["text"] for event in page.get("/ui/api/events", params=run).json()["events"]
+        ] == ["it was gone"]
         assert page.get("/ui/api/weights", params=run).json()["servers"][0]["longest_gap"] == 0.5
-        assert page.get("/ui/api/stack", params=run).json() == {"time": 9.0, "live": False, "faults": [], "signs": {}}
-        assert page.get("/ui/api/series", params={"run": runs["alone"]["id"], "names": "a"}).json()["rows"] == 0
+        assert page.get("/ui/api/stack", params=run).json() == {
+            "time": 9.0,
+            "live": False,
+            "faults": [],
+            "signs": {},
+        }
+        assert (
+            page.get("/ui/api/series", params={"run": runs["alone"]["id"], "names": "a"}).json()[
+                "rows"
+            ]
+            == 0
+        )
 
 
-def test_what_holds_nothing_to_see_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_holds_nothing_to_see_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     nothing = write(tmp_path / "other" / "numbers.jsonl", {"step": 1})
     nobody = f"http://127.0.0.1:{free_port()}"
     for arguments, words in (

@@ -1,8 +1,10 @@
-"""List the names of the public SDK that its environments, and its tests of API and utilities, import.
+"""List the names of the public SDK that its environments, and its tests of API and utilities,
+import.
 
     python tests/atroposlib/compat/list_public_names.py CLONE    # writes public_names.json beside this file
 
-CLONE is a checkout of https://github.com/NousResearch/atropos. Only files are read; nothing of it is imported.
+CLONE is a checkout of https://github.com/NousResearch/atropos. Only files are read; nothing of it
+is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 def source_of(clone: Path, module: str) -> Path | None:
     """Return the file of a module of the clone; None if it has none."""
     path = clone.joinpath(*module.split("."))
-    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+    return next(
+        (file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None
+    )
 
 
 def imported_names(clone: Path) -> set[tuple[str, str]]:
@@ -34,7 +38,11 @@ def imported_names(clone: Path) -> set[tuple[str, str]]:
         except SyntaxError:
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and node.module.split(".")[0] == PACKAGE
+            ):
                 pairs |= {(node.module, alias.name) for alias in node.names}
     return pairs
 
@@ -49,18 +57,28 @@ def members(definition: ast.ClassDef) -> dict[str, list[str] | None]:
     """Return the public members of a class: parameters of methods, None for attributes."""
     found: dict[str, list[str] | None] = {}
     for node in definition.body:
-        if isinstance(node, DEFINITIONS) and (not node.name.startswith("_") or node.name == "__init__"):
-            is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+        if isinstance(node, DEFINITIONS) and (
+            not node.name.startswith("_") or node.name == "__init__"
+        ):
+            is_property = any(
+                "property" in ast.unparse(decorator) for decorator in node.decorator_list
+            )
             found[node.name] = None if is_property else parameters(node)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = None
         elif isinstance(node, ast.Assign):
             found |= {target.id: None for target in node.targets if isinstance(target, ast.Name)}
-    return {name: facts for name, facts in found.items() if name == "__init__" or not name.startswith("_")}
+    return {
+        name: facts
+        for name, facts in found.items()
+        if name == "__init__" or not name.startswith("_")
+    }
 
 
 def facts_of(clone: Path, module: str, name: str) -> tuple[bool, Any]:
-    """Return whether the public package has a name, and its facts: members, parameters, or None for any other name."""
+    """Return whether the public package has a name, and its facts: members, parameters, or None for
+    any other name.
+    """
     file = source_of(clone, module)
     if file is None:
         return source_of(clone, f"{module}.{name}") is not None, None
@@ -73,7 +91,9 @@ def facts_of(clone: Path, module: str, name: str) -> tuple[bool, Any]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                 return True, None
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+        if isinstance(node, ast.ImportFrom) and any(
+            (alias.asname or alias.name) == name for alias in node.names
+        ):
             return True, None
     return source_of(clone, f"{module}.{name}") is not None, None
 

@@ -1,6 +1,8 @@
-"""Every name that Atropos' environments, and its tests of API and utilities, import can be imported from here too.
+"""Every name that Atropos' environments, and its tests of API and utilities, import can be imported
+from here too.
 
-list_public_names.py wrote public_names.json: modules, names in them, public members of classes, parameters of functions.
+list_public_names.py wrote public_names.json: modules, names in them, public members of classes,
+parameters of functions.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-PUBLIC: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("public_names.json").read_text())
+PUBLIC: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("public_names.json").read_text()
+)
 
 LEFT_OUT = {
     "atroposlib.envs.server_handling.server_manager.ServerManager.wait_for_sem": "each server of ours waits for its own slots",
@@ -30,7 +34,11 @@ def parameters(found: Any) -> set[str] | None:
 
 def members(found: Any) -> set[str]:
     """Names of attributes, fields and annotated attributes of a class."""
-    annotated = {name for base in getattr(found, "__mro__", ()) for name in getattr(base, "__annotations__", {})}
+    annotated = {
+        name
+        for base in getattr(found, "__mro__", ())
+        for name in getattr(base, "__annotations__", {})
+    }
     return set(dir(found)) | set(getattr(found, "model_fields", {})) | annotated
 
 

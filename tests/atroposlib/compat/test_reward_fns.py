@@ -14,7 +14,11 @@ from atroposlib.compat.reward_fns import CombinedReward, RewardFunction, registr
 from atroposlib.compat.reward_fns.accuracy_reward import AccuracyReward
 from atroposlib.compat.reward_fns.cascading_r1_math_reward import cascading_r1_math_reward
 from atroposlib.compat.reward_fns.crossword_format_reward import crossword_format_reward
-from atroposlib.compat.reward_fns.r1_reward import FormatReasoningReward, parse_reasoning_response, r1_reward
+from atroposlib.compat.reward_fns.r1_reward import (
+    FormatReasoningReward,
+    parse_reasoning_response,
+    r1_reward,
+)
 from atroposlib.compat.reward_fns.reasoning_steps_reward import reasoning_steps_reward
 from atroposlib.compat.reward_fns.registry import RewardRegistry
 from atroposlib.compat.reward_fns.repetition_penalty_reward import repetition_penalty_reward
@@ -39,7 +43,11 @@ def test_a_reward_is_weighted_and_logged() -> None:
     reward, log = Length(weight=2.0, unit="characters"), Log()
     reward.set_wandb_logger(log)
     assistant = {"role": "assistant", "content": "hello"}
-    assert reward(["abc", assistant, [{"role": "user", "content": "?"}, assistant]]) == [6.0, 10.0, 10.0]
+    assert reward(["abc", assistant, [{"role": "user", "content": "?"}, assistant]]) == [
+        6.0,
+        10.0,
+        10.0,
+    ]
     assert reward.config == {"unit": "characters"}
     assert log.entries == [
         {
@@ -51,14 +59,17 @@ def test_a_reward_is_weighted_and_logged() -> None:
     ]
 
 
-@pytest.mark.parametrize("completion", [None, 5, [], {"role": "user", "content": "x"}, {"role": "assistant"}])
+@pytest.mark.parametrize(
+    "completion", [None, 5, [], {"role": "user", "content": "x"}, {"role": "assistant"}]
+)
 def test_what_has_no_text_is_an_error_and_no_score(completion: Any) -> None:
     with pytest.raises(TypeError, match="no text of an assistant"):
         Length()([completion])
 
 
 @pytest.mark.parametrize(
-    ("scores", "says"), [([1.0], "1 scores for 2"), ([1.0, float("nan")], "returned nan for completion 1")]
+    ("scores", "says"),
+    [([1.0], "1 scores for 2"), ([1.0, float("nan")], "returned nan for completion 1")],
 )
 def test_wrong_scores_are_an_error(scores: list[float], says: str) -> None:
     reward = RewardRegistry()
@@ -70,7 +81,9 @@ def test_wrong_scores_are_an_error(scores: list[float], says: str) -> None:
 def test_rewards_are_made_by_name_and_by_configuration() -> None:
     for name in ("format", "format_reward"):
         assert type(registry.create(name)).__name__ == "FormatReward"
-    made = registry.create({"type": "format", "weight": 0.5, "params": {"preferred_tags": ["plan"]}, "name": "planned"})
+    made = registry.create(
+        {"type": "format", "weight": 0.5, "params": {"preferred_tags": ["plan"]}, "name": "planned"}
+    )
     assert (made.name, made.weight) == ("planned", 0.5)
     assert made(["<plan>x</plan>", "<think>x</think>"]) == [0.5, 0.0]
     assert registry.create("cascading_r1_math").name == "cascading_r1_math_reward"
@@ -82,7 +95,9 @@ def test_own_rewards_can_be_registered() -> None:
     mine = RewardRegistry()
     mine.register(Length)
     assert mine.register(name="characters")(Length) is Length
-    mine.register_function("twice", lambda completions, times=2.0, **_: [times for _ in completions])
+    mine.register_function(
+        "twice", lambda completions, times=2.0, **_: [times for _ in completions]
+    )
     assert isinstance(mine.create("length"), Length)
     assert mine.create("characters", weight=3)(["ab"]) == [6.0]
     assert mine.create({"type": "twice", "params": {"times": 5.0}, "weight": 2})(["ab"]) == [10.0]
@@ -92,25 +107,37 @@ def test_own_rewards_can_be_registered() -> None:
 
 
 def test_an_unknown_reward_is_named_at_the_start() -> None:
-    with pytest.raises(ImportError, match="no reward function is called 'nope'; there are accuracy"):
+    with pytest.raises(
+        ImportError, match="no reward function is called 'nope'; there are accuracy"
+    ):
         registry.create("nope")
     with pytest.raises(ImportError, match="embedding model"):
         registry.create("cosine_scaled")
     with pytest.raises(KeyError, match="must name its type"):
         registry.create({"weight": 1.0})
-    nested = {"reward_functions": ["format", {"type": "combined", "rewards": ["r1", {"type": "accuracy"}]}]}
+    nested = {
+        "reward_functions": [
+            "format",
+            {"type": "combined", "rewards": ["r1", {"type": "accuracy"}]},
+        ]
+    }
     assert registry.load_required_functions(nested) == {"format", "combined", "r1", "accuracy"}
     with pytest.raises(ImportError):
         registry.load_required_functions(["format", "nope"])
 
 
 @pytest.mark.parametrize(
-    ("normalization", "expected"), [("none", [14.0, 42.0, 28.0]), ("sum", [5.6, 16.8, 11.2]), ("minmax", [0.0, 2.0, 1.0])]
+    ("normalization", "expected"),
+    [("none", [14.0, 42.0, 28.0]), ("sum", [5.6, 16.8, 11.2]), ("minmax", [0.0, 2.0, 1.0])],
 )
-def test_combined_rewards_honour_the_weights_of_their_parts(normalization: str, expected: list[float]) -> None:
+def test_combined_rewards_honour_the_weights_of_their_parts(
+    normalization: str, expected: list[float]
+) -> None:
     parts = [{"type": "length", "weight": 2.0}, {"type": "tenfold", "weight": 0.5}]
     registry.register(Length)
-    registry.register_function("tenfold", lambda completions, **_: [10.0 * len(text) for text in completions])
+    registry.register_function(
+        "tenfold", lambda completions, **_: [10.0 * len(text) for text in completions]
+    )
     combined = CombinedReward(parts, normalization=normalization, weight=2.0)
     assert combined(["x", "yyy", "zz"]) == pytest.approx(expected)
     assert combined.name == "combined(length,<lambda>)"
@@ -147,13 +174,17 @@ ANSWERS = {
 def test_accuracy(solution: str) -> None:
     assert AccuracyReward().compute(list(ANSWERS), solution=solution) == list(ANSWERS.values())
     assert AccuracyReward(tolerance=0.5).compute([r"\boxed{5.4}"], ground_truth="5") == [1.0]
-    assert AccuracyReward(split_on_think_tag=False).compute([r"<think>\boxed{5}</think> 6"], solution="5") == [1.0]
+    assert AccuracyReward(split_on_think_tag=False).compute(
+        [r"<think>\boxed{5}</think> 6"], solution="5"
+    ) == [1.0]
 
 
 def test_accuracy_outside_the_main_thread() -> None:
     """An environment may score in a thread, where math_verify's alarm does not work."""
     compute = AccuracyReward().compute
-    assert asyncio.run(asyncio.to_thread(compute, [r"\boxed{x+1}", r"\boxed{x}"], solution="1+x")) == [1.0, 0.0]
+    assert asyncio.run(
+        asyncio.to_thread(compute, [r"\boxed{x+1}", r"\boxed{x}"], solution="1+x")
+    ) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("solution", [None, ["5", "6"]])
@@ -173,25 +204,48 @@ def test_thinking_and_response() -> None:
     ]
     assert r1_reward(texts, solution="5") == [1.5, 0.0, 1.0, 1.0, 0.0]
     assert FormatReasoningReward(allow_multiple_thinking=True)(texts) == [0.5, 0.0, 0.0, 0.5, 0.0]
-    assert parse_reasoning_response(texts[0]) == {"thinking_content": "a", "response": "It is 5", "multiple_thinking": False}
+    assert parse_reasoning_response(texts[0]) == {
+        "thinking_content": "a",
+        "response": "It is 5",
+        "multiple_thinking": False,
+    }
 
 
 @given(
     thought=st.text(alphabet="ab 5\n", max_size=8),
-    answer=st.sampled_from(["", r"\boxed{5}", r"\boxed{4}", "1-Across: FIVE 5", "<answer>5</answer>"]),
+    answer=st.sampled_from(
+        ["", r"\boxed{5}", r"\boxed{4}", "1-Across: FIVE 5", "<answer>5</answer>"]
+    ),
     name=st.sampled_from(
-        ["accuracy", "accuracy_x", "r1", "format_reasoning", "format", "cascading_r1_math", "crossword_format"]
+        [
+            "accuracy",
+            "accuracy_x",
+            "r1",
+            "format_reasoning",
+            "format",
+            "cascading_r1_math",
+            "crossword_format",
+        ]
     ),
 )
-def test_a_tag_in_the_prompt_is_worth_as_much_as_one_in_the_completion(thought: str, answer: str, name: str) -> None:
+def test_a_tag_in_the_prompt_is_worth_as_much_as_one_in_the_completion(
+    thought: str, answer: str, name: str
+) -> None:
     reward = registry.create(name)
     rest = f"{thought}\\boxed{{5}}</think>{answer}"
     (expected,) = reward(["<think>" + rest], solution="5")
     assert reward([rest], solution="5") == [expected]
     assert reward([rest], solution="5", opened="<think>\n") == [expected]
-    assert reward([rest, rest], solution="5", prompts=["<|assistant|><think>", "<|assistant|>"]) == [expected] * 2
+    assert (
+        reward([rest, rest], solution="5", prompts=["<|assistant|><think>", "<|assistant|>"])
+        == [expected] * 2
+    )
     unended = thought + r"\boxed{5} 1-Across: FIVE <answer>5</answer>"
-    assert reward([unended], solution="5", opened="<think>") == reward([f"<think>{unended}"], solution="5") == [0.0]
+    assert (
+        reward([unended], solution="5", opened="<think>")
+        == reward([f"<think>{unended}"], solution="5")
+        == [0.0]
+    )
 
 
 def test_what_the_prompts_opened_is_given_for_all_or_for_each() -> None:
@@ -201,12 +255,19 @@ def test_what_the_prompts_opened_is_given_for_all_or_for_each() -> None:
 
 def test_the_format_counts_only_for_right_answers() -> None:
     think = "<think>a</think>"
-    texts = [think + r" \boxed{5}", r"\boxed{5}", think + r" \boxed{6}", think + r"<answer>\boxed{5}</answer>"]
+    texts = [
+        think + r" \boxed{5}",
+        r"\boxed{5}",
+        think + r" \boxed{6}",
+        think + r"<answer>\boxed{5}</answer>",
+    ]
     assert cascading_r1_math_reward(texts, solution="5") == [1.5, 1.0, 0.0, 1.0]
 
 
 def test_crossword_answers() -> None:
-    assert crossword_format_reward(["1-Across: HELLO", "2-down: so it is", "1. HELLO", "HELLO"]) == [1.0, 1.0, 0.0, 0.0]
+    assert crossword_format_reward(
+        ["1-Across: HELLO", "2-down: so it is", "1. HELLO", "HELLO"]
+    ) == [1.0, 1.0, 0.0, 0.0]
     assert crossword_format_reward(["1-Across: HELLO"], valid_chars="HEL") == [0.0]
 
 
@@ -235,23 +296,42 @@ def test_repetition() -> None:
 
 
 def test_meaning_is_the_cosine_of_embeddings(tmp_path: Path) -> None:
-    """With a model of two words whose embeddings are known: what it says of them is all that matters here."""
+    """With a model of two words whose embeddings are known: what it says of them is all that
+    matters here.
+    """
     torch = pytest.importorskip("torch")
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-    inner = Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1, "yes": 2, "no": 3}, unk_token="[UNK]"))
+    inner = Tokenizer(
+        models.WordLevel({"[UNK]": 0, "[PAD]": 1, "yes": 2, "no": 3}, unk_token="[UNK]")
+    )
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="[UNK]", pad_token="[PAD]"
+    ).save_pretrained(tmp_path)
     torch.manual_seed(0)
-    tiny = BertConfig(vocab_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    tiny = BertConfig(
+        vocab_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
     BertModel(tiny).save_pretrained(tmp_path)
-    reward = registry.create({"type": "cosine_scaled", "params": {"model_name": str(tmp_path), "min_reward": 0.0}})
+    reward = registry.create(
+        {"type": "cosine_scaled", "params": {"model_name": str(tmp_path), "min_reward": 0.0}}
+    )
     same, other = reward(["yes", "no"], solution="yes")
     assert same == pytest.approx(1.0, abs=1e-6)
     assert 0.0 <= other < same
-    twice = registry.create({"type": "cosine_scaled", "model_name": str(tmp_path), "scale_factor": 2.0, "min_reward": -9.0})
-    assert twice(["no"], solution="yes")[0] == pytest.approx(1 - 2 * (1 - raw_cosine(reward, "no", "yes")))
+    twice = registry.create(
+        {
+            "type": "cosine_scaled",
+            "model_name": str(tmp_path),
+            "scale_factor": 2.0,
+            "min_reward": -9.0,
+        }
+    )
+    assert twice(["no"], solution="yes")[0] == pytest.approx(
+        1 - 2 * (1 - raw_cosine(reward, "no", "yes"))
+    )
     with pytest.raises(ImportError, match="no embedding model 'nowhere'"):
         registry.create("cosine_scaled", model_name="nowhere")
 

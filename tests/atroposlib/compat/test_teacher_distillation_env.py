@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from atroposlib.compat.teacher_distillation_env import TeacherDistillationConfig, TeacherDistillationEnv
+from atroposlib.compat.teacher_distillation_env import (
+    TeacherDistillationConfig,
+    TeacherDistillationEnv,
+)
 from atroposlib.envs.runner.command_line import more_servers
 from atroposlib.envs.runner.settings import merge, parse_flags
 from atroposlib.errors import UsageError
@@ -39,7 +42,10 @@ class Teacher:
         if 13 in input_ids:
             raise ValueError("no luck")
         ids = [[] if at == 0 else [token, *range(top_k)] for at, token in enumerate(input_ids)]
-        return {"prompt_topk_token_ids": ids, "prompt_topk_logprobs": [[-float(i) for i in row] for row in ids]}
+        return {
+            "prompt_topk_token_ids": ids,
+            "prompt_topk_logprobs": [[-float(i) for i in row] for row in ids],
+        }
 
     async def wait_until_well(self) -> None:
         """It is."""
@@ -48,14 +54,21 @@ class Teacher:
 
 
 def taught(**settings: Any) -> tuple[Taught, Teacher]:
-    env = Taught(TeacherDistillationConfig(**({"teacher_enabled": True, "teacher_top_k": 2} | settings)), [APIServerConfig()])
+    env = Taught(
+        TeacherDistillationConfig(**({"teacher_enabled": True, "teacher_top_k": 2} | settings)),
+        [APIServerConfig()],
+    )
     env.tokenizer = type("Tokenizer", (), {"name_or_path": "m"})()
     env.teacher_server = teacher = Teacher()  # type: ignore[assignment]
     return env, teacher
 
 
 def group(**more: Any) -> Any:
-    return {"tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0]} | more
+    return {
+        "tokens": [[5, 6], [5, 7]],
+        "masks": [[-100, 6], [-100, 7]],
+        "scores": [1.0, 0.0],
+    } | more
 
 
 def test_a_group_gets_the_teachers_likeliest_tokens_of_every_position() -> None:
@@ -68,7 +81,11 @@ def test_a_group_gets_the_teachers_likeliest_tokens_of_every_position() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"group_overrides": {"skip_teacher_top_k": True}}, {"group_overrides": {"teacher_top_k": -1}}, {"tokens": [[13], [5]]}],
+    [
+        {"group_overrides": {"skip_teacher_top_k": True}},
+        {"group_overrides": {"teacher_top_k": -1}},
+        {"tokens": [[13], [5]]},
+    ],
 )
 def test_a_group_that_is_not_scored_is_sent_without(more: Any) -> None:
     env, _ = taught()
@@ -80,7 +97,9 @@ def test_flags_and_yaml_name_the_teacher() -> None:
     more = more_servers(Taught)
     given = parse_flags(["--teacher.timeout", "7"], TeacherDistillationConfig, more)
     content = {"teacher": {"model_name": "other"}}
-    made = merge(TeacherDistillationConfig(), APIServerConfig(), given, content, None, more).more["teacher"]
+    made = merge(TeacherDistillationConfig(), APIServerConfig(), given, content, None, more).more[
+        "teacher"
+    ]
     assert (made.base_url, made.model_name, made.timeout) == (TEACHER.base_url, "other", 7)  # type: ignore[union-attr]
 
 

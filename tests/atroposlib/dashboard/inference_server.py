@@ -1,4 +1,5 @@
-"""A process that answers what the page asks an inference server, and is killed: `python inference_server.py PORT [INSTANCE]`.
+"""A process that answers what the page asks an inference server, and is killed:
+`python inference_server.py PORT [INSTANCE]`.
 
 Tests of what the page says of a server that is gone need a process that can go, not a model.
 """
@@ -11,11 +12,18 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-BRIDGE = {"checksums": ["abc"], "updates": 3, "failures": 0, "last_update": {"to_paused": 0.01, "halted": 0.25}}
+BRIDGE = {
+    "checksums": ["abc"],
+    "updates": 3,
+    "failures": 0,
+    "last_update": {"to_paused": 0.01, "halted": 0.25},
+}
 
 
 def answering(port: int, answers: Callable[[], Mapping[str, Any]]) -> ThreadingHTTPServer:
-    """A server on a port, 0 for a free one, that answers paths with JSON as it is asked for, and all others with 404."""
+    """A server on a port, 0 for a free one, that answers paths with JSON as it is asked for, and
+    all others with 404.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -34,7 +42,13 @@ def answering(port: int, answers: Callable[[], Mapping[str, Any]]) -> ThreadingH
 
 def main(port: int, instance: str) -> None:
     """Answer until killed."""
-    weights = {"instance": instance, "weight_version": 3, "weight_epoch": 7, "serving": True, "in_flight": 0}
+    weights = {
+        "instance": instance,
+        "weight_version": 3,
+        "weight_epoch": 7,
+        "serving": True,
+        "in_flight": 0,
+    }
     answering(port, lambda: {"/weights": weights, "/bridge/state": BRIDGE}).serve_forever()
 
 

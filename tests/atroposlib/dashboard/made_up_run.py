@@ -1,4 +1,6 @@
-"""A run that a test makes up: a real rollout service, and what a trainer and an environment would have written and posted."""
+"""A run that a test makes up: a real rollout service, and what a trainer and an environment would
+have written and posted.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,12 @@ class MadeUpRun:
     def begin(self, name: str = "arithmetic", group_size: int = 2) -> int:
         """Register a trainer and one environment; returns the latter's id."""
         self.metrics.parent.mkdir(parents=True, exist_ok=True)
-        self.post("/register", trainer(model=str(self.tokenizer), log_dir=str(self.metrics.parent), batch_size=group_size))
+        self.post(
+            "/register",
+            trainer(
+                model=str(self.tokenizer), log_dir=str(self.metrics.parent), batch_size=group_size
+            ),
+        )
         self.get("/batch")
         told = environment(desired_name=name, group_size=group_size)
         return int(self.post("/register-env", told)["env_id"])
@@ -90,7 +97,9 @@ class MadeUpRun:
                 self.steps += 1
                 file.write(json.dumps(row(self.steps, **fields)) + "\n")
 
-    def group(self, prompt: str, responses: Sequence[bytes], scores: Sequence[float], **fields: Any) -> dict[str, Any]:
+    def group(
+        self, prompt: str, responses: Sequence[bytes], scores: Sequence[float], **fields: Any
+    ) -> dict[str, Any]:
         """A group of responses to one prompt, as an environment posts it."""
         vocabulary = json.loads((self.tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
         asked = tokens_of(prompt.encode(), vocabulary)
@@ -99,11 +108,15 @@ class MadeUpRun:
             "tokens": [asked + tokens for tokens in answered],
             "masks": [[-100] * len(asked) + tokens for tokens in answered],
             "scores": list(scores),
-            "inference_logprobs": [[1.0] * len(asked) + [-0.01 * (i % 300) for i in range(len(t))] for t in answered],
+            "inference_logprobs": [
+                [1.0] * len(asked) + [-0.01 * (i % 300) for i in range(len(t))] for t in answered
+            ],
             **fields,
         }
 
-    def sample(self, prompt: str, responses: Sequence[bytes], scores: Sequence[float], **fields: Any) -> dict[str, Any]:
+    def sample(
+        self, prompt: str, responses: Sequence[bytes], scores: Sequence[float], **fields: Any
+    ) -> dict[str, Any]:
         """Post such a group; returns it."""
         posted = self.group(prompt, responses, scores, **fields)
         self.post("/scored_data", posted)

@@ -1,4 +1,6 @@
-"""The page of a run that has ended, or whose processes were killed: from the service, and from the run's files."""
+"""The page of a run that has ended, or whose processes were killed: from the service, and from the
+run's files.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,22 @@ class ShortRun:
 
     def __init__(self, folder: Path, processes: Processes, port: int) -> None:
         self.folder, self.processes, self.url = folder, processes, f"http://localhost:{port}"
-        self.server = processes.start("inference server", [sys.executable, SERVER, str(port), "one"], may_finish=True)
+        self.server = processes.start(
+            "inference server", [sys.executable, SERVER, str(port), "one"], may_finish=True
+        )
         processes.wait_for_http(f"{self.url}/weights", 120)
-        self.service = Service(folder, "--store", str(folder / "rollouts.db"), "--run-folder", str(folder)).start()
-        self.uuid = self.service.post("/register", trainer(model="m", inference_servers=[self.url]))["uuid"]
+        self.service = Service(
+            folder, "--store", str(folder / "rollouts.db"), "--run-folder", str(folder)
+        ).start()
+        self.uuid = self.service.post(
+            "/register", trainer(model="m", inference_servers=[self.url])
+        )["uuid"]
         self.service.get("/batch")
         self.service.post("/register-env", environment())
-        self.wait("the server's health", lambda stack: [one["health"] for one in stack["servers"]] == ["good"])
+        self.wait(
+            "the server's health",
+            lambda stack: [one["health"] for one in stack["servers"]] == ["good"],
+        )
 
     def stack(self) -> dict[str, Any]:
         found: dict[str, Any] = self.service.get("/ui/api/stack")
@@ -59,7 +70,14 @@ class ShortRun:
 
     def view(self, port: int) -> str:
         """Show the folder by `view-run`, and return the page's address."""
-        command = [sys.executable, "-m", "atroposlib.cli.view_run", str(self.folder), "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "atroposlib.cli.view_run",
+            str(self.folder),
+            "--port",
+            str(port),
+        ]
         self.processes.start("view-run", command, may_finish=True)
         origin = f"http://127.0.0.1:{port}"
         self.processes.wait_for_http(f"{origin}/ui", 180)
@@ -85,12 +103,15 @@ def run(tmp_path: Path, processes: Processes, free_port: Callable[[], int]) -> S
 
 def states_in(seen: Visit) -> dict[str, str | None]:
     boxes = {
-        name: seen.page.get_by_role("listitem", name=name, exact=True) for name in ("service", "trainer", "environment", "vllm")
+        name: seen.page.get_by_role("listitem", name=name, exact=True)
+        for name in ("service", "trainer", "environment", "vllm")
     }
     return {name: box.get_attribute("data-state") for name, box in boxes.items()}
 
 
-def test_an_ended_run_is_shown_as_ended(run: ShortRun, free_port: Callable[[], int], visit: Callable[..., Visit]) -> None:
+def test_an_ended_run_is_shown_as_ended(
+    run: ShortRun, free_port: Callable[[], int], visit: Callable[..., Visit]
+) -> None:
     assert run.stack()["signs"] == {}
     run.end()
     server = f"server-{run.url}"
@@ -100,8 +121,15 @@ def test_an_ended_run_is_shown_as_ended(run: ShortRun, free_port: Callable[[], i
     seen = visit(f"http://127.0.0.1:{run.service.port}")
     seen.open("/ui")
     seen.until(LIVE)
-    assert states_in(seen) == {"service": "good", "trainer": "ended", "environment": "ended", "vllm": "ended"}
-    row = seen.page.get_by_role("row").filter(has_text=f"{run.url} has stopped after the end of the run")
+    assert states_in(seen) == {
+        "service": "good",
+        "trainer": "ended",
+        "environment": "ended",
+        "vllm": "ended",
+    }
+    row = seen.page.get_by_role("row").filter(
+        has_text=f"{run.url} has stopped after the end of the run"
+    )
     row.first.wait_for()
     seen.page.context.close()
 
@@ -114,7 +142,9 @@ def test_an_ended_run_is_shown_as_ended(run: ShortRun, free_port: Callable[[], i
     late.open("/ui")
     late.page.locator("#headline").filter(has_text="ended, last written").wait_for()
     assert states_in(late) == dict.fromkeys(("service", "trainer", "environment", "vllm"), "ended")
-    assert "stopped, at" in late.page.get_by_role("listitem", name="service", exact=True).inner_text()
+    assert (
+        "stopped, at" in late.page.get_by_role("listitem", name="service", exact=True).inner_text()
+    )
 
 
 def test_a_run_whose_processes_were_killed_is_not_shown_as_well(
@@ -124,7 +154,9 @@ def test_a_run_whose_processes_were_killed_is_not_shown_as_well(
     origin = run.view(free_port())
     open_all_along = visit(origin)
     open_all_along.open("/ui")
-    assert set(states_in(open_all_along).values()) == {"good"}, "another process writes the files of a run that goes on"
+    assert set(states_in(open_all_along).values()) == {"good"}, (
+        "another process writes the files of a run that goes on"
+    )
 
     run.service.signal(signal.SIGKILL)
     run.processes.kill(run.server)
@@ -139,6 +171,9 @@ def test_a_run_whose_processes_were_killed_is_not_shown_as_well(
         assert "\ngood\n" not in server
         heard = seen.page.get_by_role("listitem", name="environment", exact=True).inner_text()
         assert re.search(r"2(\.\d+)? h ago", heard)
-    # To a viewer that was open, the change of the stamps is a sign that the run goes on. A new one has seen no change.
+    # To a viewer that was open, the change of the stamps is a sign that the run goes on. A new one
+    # has seen no change.
     afterwards = run.view(free_port())
-    assert httpx.get(f"{afterwards}/ui/api/runs", timeout=60).json()["runs"][0]["state"] == "unknown"
+    assert (
+        httpx.get(f"{afterwards}/ui/api/runs", timeout=60).json()["runs"][0]["state"] == "unknown"
+    )

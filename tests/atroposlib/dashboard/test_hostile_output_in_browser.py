@@ -1,4 +1,6 @@
-"""Whatever a model says is shown as text: it draws nothing, runs nothing, moves nothing, and holds nothing up."""
+"""Whatever a model says is shown as text: it draws nothing, runs nothing, moves nothing, and holds
+nothing up.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,27 @@ CONTROLS = r"/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\
 def hostile(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Iterator[MadeUpRun]:
     """A run whose model, environment and figures all say what they should not."""
     folder = tmp_path_factory.mktemp("hostile")
-    service = Service(folder, "--store", str(folder / "rollouts.db"), "--run-folder", str(folder)).start()
+    service = Service(
+        folder, "--store", str(folder / "rollouts.db"), "--run-folder", str(folder)
+    ).start()
     run = MadeUpRun(folder, service, tokenizer_dir)
     env_id = run.begin(f"env {MARKUP} {TURNED}", len(SAID))
     run.step(12, **{f"reward/{SCRIPT}": 1.0})
-    run.post("/evaluations", {"name": f"{MARKUP} {TURNED}", "metrics": {f"{SCRIPT} {TURNED}": 0.5}, "weight_version": 3})
-    messages = [[{"role": "user", "content": MARKUP}, {"role": "assistant", "content": SCRIPT}] for _ in SAID]
-    run.sample(SCRIPT, list(SAID.values()), [float(i) for i in range(len(SAID))], messages=messages, env_id=env_id)
+    run.post(
+        "/evaluations",
+        {"name": f"{MARKUP} {TURNED}", "metrics": {f"{SCRIPT} {TURNED}": 0.5}, "weight_version": 3},
+    )
+    messages = [
+        [{"role": "user", "content": MARKUP}, {"role": "assistant", "content": SCRIPT}]
+        for _ in SAID
+    ]
+    run.sample(
+        SCRIPT,
+        list(SAID.values()),
+        [float(i) for i in range(len(SAID))],
+        messages=messages,
+        env_id=env_id,
+    )
     yield run
     assert service.signal(signal.SIGTERM) == 0, service.log.read_text()[-2000:]
 
@@ -48,32 +64,52 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> It
 def is_inert(seen: Visit, where: str) -> None:
     """Nothing of what was said has become a part of the page."""
     page = seen.page
-    assert page.locator("main img, main style, main script, main svg[onload], main [onerror]").count() == 0, where
+    assert (
+        page.locator("main img, main style, main script, main svg[onload], main [onerror]").count()
+        == 0
+    ), where
     assert page.locator("a[href^='javascript']").count() == 0, where
-    assert page.evaluate(f"{CONTROLS}.test(document.body.innerText + document.title)") is False, where
+    assert page.evaluate(f"{CONTROLS}.test(document.body.innerText + document.title)") is False, (
+        where
+    )
     assert page.get_by_role("navigation", name="Pages").is_visible(), where
 
 
 def test_every_page_shows_it_as_text(hostile: MadeUpRun, visit: Callable[..., Visit]) -> None:
     seen = visit(hostile.origin)
-    for path in ("/ui", "/ui/weights", "/ui/history", "/ui/rollouts", "/ui/rollouts?sort=best", "/ui/rollouts?text=onerror"):
+    for path in (
+        "/ui",
+        "/ui/weights",
+        "/ui/history",
+        "/ui/rollouts",
+        "/ui/rollouts?sort=best",
+        "/ui/rollouts?text=onerror",
+    ):
         seen.open(path)
         is_inert(seen, path)
     assert f"env {MARKUP}"[:20] in seen.page.get_by_role("table").inner_text()
 
 
-def test_each_response_is_text_with_the_tokens_that_were_posted(hostile: MadeUpRun, visit: Callable[..., Visit]) -> None:
+def test_each_response_is_text_with_the_tokens_that_were_posted(
+    hostile: MadeUpRun, visit: Callable[..., Visit]
+) -> None:
     seen = visit(hostile.origin)
     seen.open("/ui/rollouts?text=onload")  # all of the group were asked with it
-    group = seen.page.get_by_role("link", name="group", exact=True).first.get_attribute("href") or ""
+    group = (
+        seen.page.get_by_role("link", name="group", exact=True).first.get_attribute("href") or ""
+    )
     shown: dict[str, str] = {}
     for rollout, (name, said) in enumerate(SAID.items()):
         seen.open(f"{group}?rollout={rollout}")
         is_inert(seen, name)
         response = seen.page.locator(f"[data-response='{rollout}']")
-        pieces = response.locator("[data-token]").evaluate_all("(all) => all.map((element) => element.dataset.token)")
+        pieces = response.locator("[data-token]").evaluate_all(
+            "(all) => all.map((element) => element.dataset.token)"
+        )
         posted = hostile.group(SCRIPT, [said], [0.0])["tokens"][0]
-        assert [int(token) for piece in pieces for token in piece.replace(",", " ").split()] == posted, name
+        assert [
+            int(token) for piece in pieces for token in piece.replace(",", " ").split()
+        ] == posted, name
         shown[name] = response.locator(".turn").last.locator(".tokens").inner_text()
     assert (shown["markup"], shown["script"], shown["links"]) == (MARKUP, SCRIPT, LINKS)
     assert shown["terminal"].startswith("\N{SYMBOL FOR ESCAPE}[31mred\N{SYMBOL FOR ESCAPE}[2J")
@@ -83,9 +119,13 @@ def test_each_response_is_text_with_the_tokens_that_were_posted(hostile: MadeUpR
     assert shown["broken"].endswith(" end")
 
 
-def test_a_megabyte_is_shown_in_part_and_holds_nobody_up(hostile: MadeUpRun, visit: Callable[..., Visit]) -> None:
+def test_a_megabyte_is_shown_in_part_and_holds_nobody_up(
+    hostile: MadeUpRun, visit: Callable[..., Visit]
+) -> None:
     said = (b"<p>0123456789</p> \xf0\x9f\x98\x80 " * (MEGABYTE // 20))[:MEGABYTE]
-    hostile.sample("At length, please.", [said, *[b"no"] * (len(SAID) - 1)], [90.0] + [0.0] * (len(SAID) - 1))
+    hostile.sample(
+        "At length, please.", [said, *[b"no"] * (len(SAID) - 1)], [90.0] + [0.0] * (len(SAID) - 1)
+    )
     seen = visit(hostile.origin)
     deadline = time.monotonic() + SECONDS
     while "1.05 M" not in (listed := longest(seen)):

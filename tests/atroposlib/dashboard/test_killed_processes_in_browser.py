@@ -1,5 +1,5 @@
-"""Somebody watches while an inference server and the service are killed: the page says what is gone, since when, and what
-to do, until they are back."""
+"""Somebody watches while an inference server and the service are killed: the page says what is
+gone, since when, and what to do, until they are back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
         return processes.start("inference server", [sys.executable, SERVER, str(port), instance])
 
     server = start_server("one")
-    service = Service(tmp_path, "--store", str(tmp_path / "rollouts.db"), "--run-folder", str(tmp_path)).start()
+    service = Service(
+        tmp_path, "--store", str(tmp_path / "rollouts.db"), "--run-folder", str(tmp_path)
+    ).start()
     try:
         service.post("/register", trainer(model="m", inference_servers=[url]))
         service.get("/batch")
@@ -59,7 +61,8 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
         headline = seen.page.locator("#headline")
         headline.filter(has_text="Training: 1 environment, 1 of 1 server well.").wait_for()
 
-        # It hangs, and its connections stay: whoever hears nothing for half a minute, tries a new one.
+        # It hangs, and its connections stay: whoever hears nothing for half a minute, tries a new
+        # one.
         sleeper = visit(seen.origin)
         sleeper.page.clock.install()
         sleeper.open("/ui")
@@ -84,7 +87,12 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
         mute = alert(seen, "service: It does not answer.")
         mute.wait_for()
         assert "scripts/start.sh --resume service" in mute.inner_text()
-        assert seen.page.get_by_role("listitem", name="service", exact=True).get_attribute("data-state") == "gone"
+        assert (
+            seen.page.get_by_role("listitem", name="service", exact=True).get_attribute(
+                "data-state"
+            )
+            == "gone"
+        )
         assert "does not answer" in headline.inner_text()
 
         service.start()
@@ -103,7 +111,11 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
         for one in seen, late:
             alert(one, url).wait_for(state="detached")
         headline.filter(has_text="Training: 1 environment, 1 of 1 server well.").wait_for()
-        for happened in (f"{url} does not answer", "the rollout service was started anew", f"{url} answers again"):
+        for happened in (
+            f"{url} does not answer",
+            "the rollout service was started anew",
+            f"{url} answers again",
+        ):
             late.page.get_by_role("row").filter(has_text=happened).first.wait_for()
     finally:
         service.signal(signal.SIGTERM)

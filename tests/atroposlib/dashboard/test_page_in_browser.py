@@ -1,4 +1,6 @@
-"""The page as a person sees it: signing in, curves that grow, dark and narrow, by keyboard alone, after the run has ended."""
+"""The page as a person sees it: signing in, curves that grow, dark and narrow, by keyboard alone,
+after the run has ended.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from tests.headless_browser import LIVE, READY, Visit
 pytestmark = pytest.mark.timeout(240)
 
 KEY = "a-key-that-nobody-guesses-0123456789"
-PAGES = {"Overview": "/ui", "Rollouts": "/ui/rollouts", "Weights": "/ui/weights", "History": "/ui/history"}
+PAGES = {
+    "Overview": "/ui",
+    "Rollouts": "/ui/rollouts",
+    "Weights": "/ui/weights",
+    "History": "/ui/history",
+}
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
 LOW_CONTRAST = """() => {
   const channel = (value) => (value /= 255) <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
@@ -48,7 +55,8 @@ LOW_CONTRAST = """() => {
   }
   return [...new Set(found)];
 }"""
-"""Text that is hard to read: its contrast with what is behind it is below 4.5, the least that WCAG 2.2 (1.4.3) allows."""
+"""Text that is hard to read: its contrast with what is behind it is below 4.5, the least that WCAG
+2.2 (1.4.3) allows."""
 REACHABLE = """() => [...document.querySelectorAll("a[href], button, select, input, textarea, summary, [tabindex]")]
   .filter((e) => e.tabIndex >= 0 && !e.disabled && e.type !== "hidden" && e.checkVisibility({ checkVisibilityCSS: true })
     && !e.closest("dialog:not([open])"))"""
@@ -72,7 +80,12 @@ def made_up(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> It
     run = MadeUpRun(folder, service, tokenizer_dir, {"Authorization": f"Bearer {KEY}"})
     run.begin()
     run.step(30)
-    run.sample("What is 2 + 3?", [b"2 + 3 = 5. \\boxed{5}", b"\\boxed{6}"], [1.0, -1.0], weight_versions=[3, 3])
+    run.sample(
+        "What is 2 + 3?",
+        [b"2 + 3 = 5. \\boxed{5}", b"\\boxed{6}"],
+        [1.0, -1.0],
+        weight_versions=[3, 3],
+    )
     yield run
     assert service.signal(signal.SIGTERM) == 0, service.log.read_text()[-2000:]
 
@@ -97,7 +110,9 @@ def signed_in(made_up: MadeUpRun, visit: Callable[..., Visit]) -> Callable[..., 
     return begin
 
 
-def test_the_key_lets_in_and_a_wrong_one_does_not(made_up: MadeUpRun, visit: Callable[..., Visit]) -> None:
+def test_the_key_lets_in_and_a_wrong_one_does_not(
+    made_up: MadeUpRun, visit: Callable[..., Visit]
+) -> None:
     stranger = visit(made_up.origin)
     stranger.expect("status of 401")
     page = stranger.page
@@ -109,7 +124,11 @@ def test_the_key_lets_in_and_a_wrong_one_does_not(made_up: MadeUpRun, visit: Cal
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="Weights", level=1).wait_for()  # where the person wanted to go
     (cookie,) = page.context.cookies()
-    assert (cookie["httpOnly"], cookie["sameSite"] in ("Lax", "Strict"), cookie["path"]) == (True, True, "/ui")
+    assert (cookie["httpOnly"], cookie["sameSite"] in ("Lax", "Strict"), cookie["path"]) == (
+        True,
+        True,
+        "/ui",
+    )
     assert KEY not in cookie["value"]
     assert page.evaluate("document.cookie") == ""
     page.get_by_role("button", name="Sign out").click()
@@ -118,20 +137,26 @@ def test_the_key_lets_in_and_a_wrong_one_does_not(made_up: MadeUpRun, visit: Cal
     page.get_by_role("heading", name="Sign in").wait_for()
 
 
-def test_who_comes_from_another_page_is_sent_to_no_other_host(made_up: MadeUpRun, visit: Callable[..., Visit]) -> None:
+def test_who_comes_from_another_page_is_sent_to_no_other_host(
+    made_up: MadeUpRun, visit: Callable[..., Visit]
+) -> None:
     lured = visit(made_up.origin)
     sign_in(lured, "/ui/sign-in?next=//evil.example/ui")
     lured.page.get_by_role("navigation", name="Pages").wait_for()
 
 
 def test_a_session_ends_and_says_so(tmp_path: Path, visit: Callable[..., Visit]) -> None:
-    service = Service(tmp_path, "--store", "memory", "--ui-session-seconds", "3", environ={"ROLLOUT_API_KEY": KEY}).start()
+    service = Service(
+        tmp_path, "--store", "memory", "--ui-session-seconds", "3", environ={"ROLLOUT_API_KEY": KEY}
+    ).start()
     try:
         guest = visit(f"http://127.0.0.1:{service.port}")
         guest.expect("status of 401")
         sign_in(guest, "/ui/weights")
         guest.page.get_by_role("heading", name="Weights", level=1).wait_for()
-        guest.page.get_by_role("heading", name="Sign in").wait_for()  # by itself: the stream tells that the session is over
+        guest.page.get_by_role(
+            "heading", name="Sign in"
+        ).wait_for()  # by itself: the stream tells that the session is over
         assert "next=%2Fui%2Fweights" in guest.page.url
         guest.page.get_by_role("textbox", name="Key").fill(KEY)
         guest.page.keyboard.press("Enter")
@@ -153,14 +178,18 @@ def test_curves_grow_while_one_looks(made_up: MadeUpRun, signed_in: Callable[...
     assert float(reward.get_attribute("data-value") or "nan") > before
 
 
-def test_a_chart_is_taken_along_as_numbers_and_as_a_picture(made_up: MadeUpRun, signed_in: Callable[..., Visit]) -> None:
+def test_a_chart_is_taken_along_as_numbers_and_as_a_picture(
+    made_up: MadeUpRun, signed_in: Callable[..., Visit]
+) -> None:
     page = signed_in().page
     reward = page.get_by_role("figure", name="Reward", exact=True)
     with page.expect_download() as numbers:
         reward.get_by_role("button", name="Save as CSV").click()
     rows = list(csv.DictReader(io.StringIO(numbers.value.path().read_text())))
     written = [json.loads(line) for line in made_up.metrics.read_text().splitlines()]
-    assert [float(row["reward_mean"]) for row in rows] == pytest.approx([row["reward_mean"] for row in written])
+    assert [float(row["reward_mean"]) for row in rows] == pytest.approx(
+        [row["reward_mean"] for row in written]
+    )
     with page.expect_download() as picture:
         reward.get_by_role("button", name="Save as PNG").click()
     data = picture.value.path().read_bytes()
@@ -173,14 +202,18 @@ def test_all_text_can_be_read(signed_in: Callable[..., Visit], scheme: str) -> N
     seen = signed_in(color_scheme=scheme)
     for path in PAGES.values():
         seen.open(path)
-        ground = seen.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[\\d.]+/g).slice(0, 3).map(Number)")
+        ground = seen.page.evaluate(
+            "getComputedStyle(document.body).backgroundColor.match(/[\\d.]+/g).slice(0, 3).map(Number)"
+        )
         assert (sum(ground) < 200) == (scheme == "dark"), (path, ground)
         assert seen.page.evaluate(LOW_CONTRAST) == [], path
     # A person may want the other one, and still wants it on the next page.
     other = "dark" if scheme == "light" else "light"
     seen.page.get_by_label("Theme").select_option(other)
     seen.open("/ui")
-    ground = seen.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[\\d.]+/g).slice(0, 3).map(Number)")
+    ground = seen.page.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/[\\d.]+/g).slice(0, 3).map(Number)"
+    )
     assert (sum(ground) < 200) == (other == "dark")
 
 
@@ -191,7 +224,11 @@ def test_a_phone_shows_everything_and_scrolls_one_way(signed_in: Callable[..., V
         wide = seen.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
         assert wide[0] <= wide[1], f"{path} is {wide[0]} pixels wide"
         for other in PAGES:
-            box = seen.page.get_by_role("navigation", name="Pages").get_by_role("link", name=other).bounding_box()
+            box = (
+                seen.page.get_by_role("navigation", name="Pages")
+                .get_by_role("link", name=other)
+                .bounding_box()
+            )
             assert box is not None, (name, other)
             assert box["height"] >= 24, "a finger has to hit it: WCAG 2.2, 2.5.8"
 
@@ -207,7 +244,9 @@ def test_everything_can_be_done_by_keyboard(signed_in: Callable[..., Visit]) -> 
             page.keyboard.press("Tab")
             hidden = page.evaluate(FOCUSED)
             assert hidden == "", f"{path}: nobody sees that this has the focus: {hidden}"
-        missed = page.evaluate("[...window.wanted].map((element) => element.outerHTML.slice(0, 120))")
+        missed = page.evaluate(
+            "[...window.wanted].map((element) => element.outerHTML.slice(0, 120))"
+        )
         assert missed == [], path
     seen.open("/ui")
     page.keyboard.press("Tab")
@@ -225,7 +264,10 @@ def test_everything_can_be_done_by_keyboard(signed_in: Callable[..., Visit]) -> 
 
 
 def test_a_run_that_ended_is_read_from_its_files(
-    made_up: MadeUpRun, visit: Callable[..., Visit], processes: Processes, free_port: Callable[[], int]
+    made_up: MadeUpRun,
+    visit: Callable[..., Visit],
+    processes: Processes,
+    free_port: Callable[[], int],
 ) -> None:
     port = free_port()
     command = [sys.executable, "-m", "atroposlib.cli.view_run", made_up.folder, "--port", str(port)]
@@ -237,16 +279,25 @@ def test_a_run_that_ended_is_read_from_its_files(
         reader.page.get_by_role("heading", name=name, level=1).wait_for()
         assert reader.page.locator("body").get_attribute("data-connection") == "offline"
     reader.open("/ui/history")
-    best = max((json.loads(line) for line in made_up.metrics.read_text().splitlines()), key=lambda row: row["reward_mean"])
+    best = max(
+        (json.loads(line) for line in made_up.metrics.read_text().splitlines()),
+        key=lambda row: row["reward_mean"],
+    )
     told = f"best reward{best['reward_mean']:.3g} at step {best['step']}"
     reader.page.get_by_role("listitem").filter(has_text=told).wait_for()
     reader.open("/ui")
-    drawn = reader.page.get_by_role("figure", name="Reward", exact=True).get_attribute("data-points")
+    drawn = reader.page.get_by_role("figure", name="Reward", exact=True).get_attribute(
+        "data-points"
+    )
     assert drawn == str(made_up.steps)
 
 
-def test_a_long_run_grows_point_by_point(made_up: MadeUpRun, signed_in: Callable[..., Visit]) -> None:
-    """Where a point stands for several rows, new rows are drawn behind them: no open page asks for all again."""
+def test_a_long_run_grows_point_by_point(
+    made_up: MadeUpRun, signed_in: Callable[..., Visit]
+) -> None:
+    """Where a point stands for several rows, new rows are drawn behind them: no open page asks for
+    all again.
+    """
     made_up.step(3000)
     seen = signed_in()
     seen.until(LIVE)

@@ -1,5 +1,5 @@
-"""The page of weights while a run goes on: what each server serves and how that came there, its faults, and in deterministic
-mode every difference of a bit."""
+"""The page of weights while a run goes on: what each server serves and how that came there, its
+faults, and in deterministic mode every difference of a bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ pytestmark = pytest.mark.timeout(240)
 
 SAMPLED, RECOMPUTED = -0.9162907600402832, -0.916290819644928
 """Neighbours among the numbers of 32 bits."""
-FIRST = {"group": 0, "sequence": 1, "position": 16, "sampled": SAMPLED, "recomputed": RECOMPUTED, "weight_version": 2}
+FIRST = {
+    "group": 0,
+    "sequence": 1,
+    "position": 16,
+    "sampled": SAMPLED,
+    "recomputed": RECOMPUTED,
+    "weight_version": 2,
+}
 PROMPT, ANSWERS = "What is 2 + 3?", [b"2 + 3 = 5", b"\\boxed{6}"]
 
 
@@ -40,22 +47,42 @@ def server() -> Iterator[VllmServer]:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, server: VllmServer) -> Iterator[MadeUpRun]:
-    """A run in deterministic mode, after two steps of 1,000 tokens each: one token differed, and the trainer has told which."""
+def compared(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, server: VllmServer
+) -> Iterator[MadeUpRun]:
+    """A run in deterministic mode, after two steps of 1,000 tokens each: one token differed, and
+    the trainer has told which.
+    """
     folder = tmp_path_factory.mktemp("compared")
-    service = Service(folder, "--store", str(folder / "rollouts.db"), "--run-folder", str(folder)).start()
+    service = Service(
+        folder, "--store", str(folder / "rollouts.db"), "--run-folder", str(folder)
+    ).start()
     run = MadeUpRun(folder, service, tokenizer_dir)
     run.metrics.parent.mkdir()
-    named = {"model": str(tokenizer_dir), "log_dir": str(run.metrics.parent), "inference_servers": [server.url]}
+    named = {
+        "model": str(tokenizer_dir),
+        "log_dir": str(run.metrics.parent),
+        "inference_servers": [server.url],
+    }
     uuid = run.post("/register", trainer(**named, batch_size=2, ack_batches=True))["uuid"]
     run.get("/batch", uuid=uuid)
     run.post("/register-env", environment(desired_name="sums", group_size=2))
     posted = run.sample(PROMPT, ANSWERS, [1.0, -1.0], weight_versions=[2, 2])
     batch = run.get("/batch", uuid=uuid)
     first = FIRST | {"token": posted["tokens"][1][FIRST["position"]]}
-    parity = {"weight_version": 2, "compared": 1000, "mismatched": 1, "compared_in_all": 2000, "mismatched_in_all": 1}
+    parity = {
+        "weight_version": 2,
+        "compared": 1000,
+        "mismatched": 1,
+        "compared_in_all": 2000,
+        "mismatched_in_all": 1,
+    }
     ack = {"batch_id": batch["batch_id"], "uuid": uuid, "weight_version": 2}
-    run.post("/batch/ack", ack | {"report": {"weight_version": 2, "sequences": [], "parity": parity | {"first": first}}})
+    run.post(
+        "/batch/ack",
+        ack
+        | {"report": {"weight_version": 2, "sequences": [], "parity": parity | {"first": first}}},
+    )
     run.step(1, compared_tokens=1000, mismatched_tokens=0)
     run.step(1, compared_tokens=1000, mismatched_tokens=1)
     rollouts(service, 2)
@@ -65,7 +92,11 @@ def compared(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path, serv
 
 def told(seen: Visit, server: VllmServer, *parts: str) -> str:
     """What the page says of a server, as soon as all of this stands there."""
-    card = seen.page.get_by_role("list", name="Servers").get_by_role("listitem").filter(has_text=server.url[7:])
+    card = (
+        seen.page.get_by_role("list", name="Servers")
+        .get_by_role("listitem")
+        .filter(has_text=server.url[7:])
+    )
     for part in parts:
         card = card.filter(has_text=part)
     card.wait_for()
@@ -80,18 +111,33 @@ def test_what_a_server_serves_how_it_came_there_and_what_went_wrong(
     seen.until(LIVE)
     last = [json.loads(line) for line in compared.metrics.read_text().splitlines()][-1]
     words = told(seen, server, "version 2", "serving, broadcast, overlapped", "good")
-    for part in (last["checksum"], "the trainer's", "2, 0 failed", "9.16 MB", "last gap\n65 ms", "longest gap\n65 ms"):
+    for part in (
+        last["checksum"],
+        "the trainer's",
+        "2, 0 failed",
+        "9.16 MB",
+        "last gap\n65 ms",
+        "longest gap\n65 ms",
+    ):
         assert part in words, (part, words)
     for phase in ("transferred 300 ms", "paused 100 ms", "committed 60 ms"):
         assert phase in words, phase
     bar = seen.page.get_by_role("img", name="The last update took 460 ms")
-    assert bar.count() == 1, "for how long nothing was sampled is part of its phases, and not one of them"
+    assert bar.count() == 1, (
+        "for how long nothing was sampled is part of its phases, and not one of them"
+    )
     headline = seen.page.locator("#headline")
-    headline.filter(has_text="serves version 2, with the checksum that the trainer has; no update failed.").wait_for()
+    headline.filter(
+        has_text="serves version 2, with the checksum that the trainer has; no update failed."
+    ).wait_for()
     (row,) = seen.page.get_by_role("row").filter(has_text=last["checksum"]).all()
     assert row.inner_text().split() == ["2", last["checksum"], "–", "200", "ms", "9.16", "MB"]
 
-    server.bridge |= {"checksums": ["f" * 32], "updates": 3, "last_update": {"to_paused": 0.1, "halted": 1.25}}
+    server.bridge |= {
+        "checksums": ["f" * 32],
+        "updates": 3,
+        "last_update": {"to_paused": 0.1, "halted": 1.25},
+    }
     server.weights |= {"weight_version": 3}
     compared.step(1)
     words = told(seen, server, "version 3", "f" * 32)
@@ -101,8 +147,18 @@ def test_what_a_server_serves_how_it_came_there_and_what_went_wrong(
     assert (gaps.get_attribute("data-points"), gaps.get_attribute("data-value")) == ("2", "1.25")
 
     server.weights |= {"serving": False, "trouble": "a shape differs"}
-    server.bridge |= {"failures": 1, "last_error": "layer 3: a shape differs", "quarantine": "its weights were not proven"}
-    words = told(seen, server, "faulty", "its weights were not proven", "last failure: layer 3: a shape differs")
+    server.bridge |= {
+        "failures": 1,
+        "last_error": "layer 3: a shape differs",
+        "quarantine": "its weights were not proven",
+    }
+    words = told(
+        seen,
+        server,
+        "faulty",
+        "its weights were not proven",
+        "last failure: layer 3: a shape differs",
+    )
     assert "3, 1 failed" in words
     headline.filter(has_text="1 failed update").wait_for()
 
@@ -112,10 +168,16 @@ def test_every_token_that_was_compared_is_counted_and_the_first_that_differed_is
 ) -> None:
     seen = visit(compared.origin)
     seen.open("/ui/weights")
-    rows: list[dict[str, Any]] = [json.loads(line) for line in compared.metrics.read_text().splitlines()]
+    rows: list[dict[str, Any]] = [
+        json.loads(line) for line in compared.metrics.read_text().splitlines()
+    ]
     assert sum(row.get("compared_tokens", 0) for row in rows) == 2000
     bits = seen.page.get_by_role("region", name="Bits").inner_text()
-    for part in ("every token's logprob is compared, bit by bit", "tokens compared\n2,000", "that differ\n1 1 in 2,000"):
+    for part in (
+        "every token's logprob is compared, bit by bit",
+        "tokens compared\n2,000",
+        "that differ\n1 1 in 2,000",
+    ):
         assert part in bits, bits
     first = seen.page.get_by_role("alert").inner_text()
     numbers = ("0xbf6a9208", "0xbf6a9209", str(SAMPLED), str(RECOMPUTED), "1 float32 step apart")

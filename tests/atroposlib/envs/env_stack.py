@@ -1,4 +1,6 @@
-"""What tests of environments share: a tokenizer that needs no download, and the processes around an environment."""
+"""What tests of environments share: a tokenizer that needs no download, and the processes around an
+environment.
+"""
 
 import sys
 from collections.abc import Callable
@@ -24,7 +26,9 @@ CHAT_TEMPLATE = (
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with one token per byte: every text can be encoded, nothing has to be downloaded."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    inner = Tokenizer(
+        models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[])
+    )
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     wrapped = PreTrainedTokenizerFast(
@@ -45,9 +49,13 @@ def tokenizer(tokenizer_dir: Path) -> Any:
 
 
 class Stack:
-    """The real rollout service, the stand-in for the inference server, and environments, each its own process."""
+    """The real rollout service, the stand-in for the inference server, and environments, each its
+    own process.
+    """
 
-    def __init__(self, processes: Any, free_port: Callable[[], int], tokenizer_dir: Path, folder: Path):
+    def __init__(
+        self, processes: Any, free_port: Callable[[], int], tokenizer_dir: Path, folder: Path
+    ):
         self.processes, self.tokenizer_dir, self.folder = processes, tokenizer_dir, folder
         self.service_port, self.inference_port = free_port(), free_port()
         self.service_url = f"http://127.0.0.1:{self.service_port}"
@@ -55,14 +63,31 @@ class Stack:
         self.trainer_uuid = -1
 
     def start_service(self, store: str | Path = "memory", *flags: str) -> Any:
-        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.service_port)]
-        process = self.processes.start("service", [*command, "--store", str(store), *flags], OFFLINE)
+        command = [
+            sys.executable,
+            "-m",
+            "atroposlib.cli.run_api",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.service_port),
+        ]
+        process = self.processes.start(
+            "service", [*command, "--store", str(store), *flags], OFFLINE
+        )
         self.processes.wait_for_http(self.service_url, 120)
         return process
 
     def start_inference(self, *extra: str) -> Any:
         """A stand-in of this test's own, to be killed or configured."""
-        command = [sys.executable, str(STANDIN), "--port", str(self.inference_port), "--tokenizer", str(self.tokenizer_dir)]
+        command = [
+            sys.executable,
+            str(STANDIN),
+            "--port",
+            str(self.inference_port),
+            "--tokenizer",
+            str(self.tokenizer_dir),
+        ]
         process = self.processes.start("inference", [*command, *extra], OFFLINE)
         self.processes.wait_for_http(f"{self.inference_url}/health", 120)
         return process
@@ -71,13 +96,28 @@ class Stack:
         """The stand-in that tests share, set to answer in this way."""
         self.inference_url = url
         self.control(
-            **({"version": 0, "delay": 0.0, "fail_next": 0, "text": None, "cycle": None, "ignore_n": False} | behaviour)
+            **(
+                {
+                    "version": 0,
+                    "delay": 0.0,
+                    "fail_next": 0,
+                    "text": None,
+                    "cycle": None,
+                    "ignore_n": False,
+                }
+                | behaviour
+            )
         )
 
     def start_environment(self, script: str | Path, *flags: str, name: str = "environment") -> Any:
         command = [
             *(sys.executable, str(script), *flags),
-            *("--env.rollout_server_url", self.service_url, "--openai.base_url", f"{self.inference_url}/v1"),
+            *(
+                "--env.rollout_server_url",
+                self.service_url,
+                "--openai.base_url",
+                f"{self.inference_url}/v1",
+            ),
         ]
         return self.processes.start(name, command, OFFLINE)
 
@@ -87,10 +127,22 @@ class Stack:
 
     def register_trainer(self, num_steps: int, batch_size: int = 32, **more: Any) -> None:
         fields = {
-            **{"wandb_group": "g", "wandb_project": "p", "batch_size": batch_size, "max_token_len": 512},
-            **{"checkpoint_dir": str(self.folder), "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": num_steps},
+            **{
+                "wandb_group": "g",
+                "wandb_project": "p",
+                "batch_size": batch_size,
+                "max_token_len": 512,
+            },
+            **{
+                "checkpoint_dir": str(self.folder),
+                "save_checkpoint_interval": 0,
+                "starting_step": 0,
+                "num_steps": num_steps,
+            },
         }
-        answer = httpx.post(f"{self.service_url}/register", json=fields | more, timeout=60).raise_for_status()
+        answer = httpx.post(
+            f"{self.service_url}/register", json=fields | more, timeout=60
+        ).raise_for_status()
         self.trainer_uuid = answer.json()["uuid"]
 
     def end_run(self) -> None:
@@ -110,14 +162,20 @@ class Stack:
                 taken.append(batch)
             return None if len(taken) == count else f"{len(taken)} of {count} batches came"
 
-        # Not through the fixture, which takes an environment that has finished for one that has died.
+        # Not through the fixture, which takes an environment that has finished for one that has
+        # died.
         wait_until(f"{count} batches", probe, seconds)
         return taken
 
 
 @pytest.fixture(scope="session")
-def shared_inference(session_processes: Any, free_port: Callable[[], int], tokenizer_dir: Path) -> str:
-    """The address of a stand-in that tests share, since it takes seconds to start. Tests set its behaviour, none kills it."""
+def shared_inference(
+    session_processes: Any, free_port: Callable[[], int], tokenizer_dir: Path
+) -> str:
+    """The address of a stand-in that tests share, since it takes seconds to start.
+
+    Tests set its behaviour, none kills it.
+    """
     port = free_port()
     command = [sys.executable, str(STANDIN), "--port", str(port), "--tokenizer", str(tokenizer_dir)]
     session_processes.start("inference", command, OFFLINE)
@@ -126,5 +184,7 @@ def shared_inference(session_processes: Any, free_port: Callable[[], int], token
 
 
 @pytest.fixture
-def stack(processes: Any, free_port: Callable[[], int], tokenizer_dir: Path, tmp_path: Path) -> Stack:
+def stack(
+    processes: Any, free_port: Callable[[], int], tokenizer_dir: Path, tmp_path: Path
+) -> Stack:
     return Stack(processes, free_port, tokenizer_dir, tmp_path)

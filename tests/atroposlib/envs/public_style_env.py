@@ -1,7 +1,8 @@
 """An environment as people write them for the public interface: only public names, nothing of ours.
 
-One response per call to `collect_trajectory`, through the chat interface and `tokenize_for_trainer`; conversations of two turns
-through a managed server when `two_turns` is set; metrics, evaluation and checkpoints by overriding the usual methods.
+One response per call to `collect_trajectory`, through the chat interface and
+`tokenize_for_trainer`; conversations of two turns through a managed server when `two_turns` is set;
+metrics, evaluation and checkpoints by overriding the usual methods.
 """
 
 import contextlib
@@ -12,7 +13,13 @@ from typing import Any
 from atroposlib.envs.server_handling.server_manager import ServerBaseline
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
+from atroposlib.envs.base import (
+    APIServerConfig,
+    BaseEnv,
+    BaseEnvConfig,
+    ScoredDataGroup,
+    ScoredDataItem,
+)
 from atroposlib.type_definitions import Item, Message
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
@@ -25,7 +32,13 @@ class SumsEnv(BaseEnv):
     name = "sums"
     env_config_cls = SumsConfig
 
-    def __init__(self, config: SumsConfig, server_configs: ServerBaseline | list[APIServerConfig], slurm=True, testing=False):
+    def __init__(
+        self,
+        config: SumsConfig,
+        server_configs: ServerBaseline | list[APIServerConfig],
+        slurm=True,
+        testing=False,
+    ):
         super().__init__(config, server_configs, slurm=False, testing=testing)
         self.percent_correct_buffer = list()
         self.eval_metrics = list()
@@ -65,7 +78,9 @@ class SumsEnv(BaseEnv):
         if wandb_metrics is None:
             wandb_metrics = {}
         with contextlib.suppress(ZeroDivisionError):
-            wandb_metrics["train/percent_correct"] = sum(self.percent_correct_buffer) / len(self.percent_correct_buffer)
+            wandb_metrics["train/percent_correct"] = sum(self.percent_correct_buffer) / len(
+                self.percent_correct_buffer
+            )
         self.percent_correct_buffer = list()
         for name, value in self.eval_metrics:
             wandb_metrics[name] = value
@@ -85,29 +100,52 @@ class SumsEnv(BaseEnv):
     def is_right(self, item, text) -> bool:
         return f"\\boxed{{{item[0] + item[1]}}}" in text
 
-    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | Any | None, list[Item]]:
+    async def collect_trajectory(
+        self, item: Item
+    ) -> tuple[ScoredDataItem | Any | None, list[Item]]:
         messages = self.ask(item)
-        answer = await self.server.chat_completion(messages=messages, n=1, max_tokens=self.config.max_token_length)
+        answer = await self.server.chat_completion(
+            messages=messages, n=1, max_tokens=self.config.max_token_length
+        )
         choice = answer.choices[0]
         messages.append(Message(role="assistant", content=choice.message.content))
         row = tokenize_for_trainer(self.tokenizer, messages, finish_reason=choice.finish_reason)
         right = self.is_right(item, choice.message.content)
         self.percent_correct_buffer.append(right)
-        return ScoredDataItem(tokens=row["tokens"], masks=row["masks"], scores=1.0 if right else -1.0, messages=messages), []
+        return ScoredDataItem(
+            tokens=row["tokens"],
+            masks=row["masks"],
+            scores=1.0 if right else -1.0,
+            messages=messages,
+        ), []
 
     async def collect_trajectories(self, item: Item):
         if not self.config.two_turns:
             return await super().collect_trajectories(item)
         scores = ScoredDataGroup()
-        scores["tokens"], scores["masks"], scores["scores"], scores["inference_logprobs"] = [], [], [], []
+        scores["tokens"], scores["masks"], scores["scores"], scores["inference_logprobs"] = (
+            [],
+            [],
+            [],
+            [],
+        )
         for _ in range(self.config.group_size):
             async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
                 messages = self.ask(item)
                 for follow_up in ("Are you sure?", None):
-                    completion = await managed.chat_completion(messages=messages, n=1, max_tokens=64, temperature=1.0)
-                    messages.append({"role": "assistant", "content": completion.choices[0].message.content})
+                    completion = await managed.chat_completion(
+                        messages=messages, n=1, max_tokens=64, temperature=1.0
+                    )
+                    messages.append(
+                        {"role": "assistant", "content": completion.choices[0].message.content}
+                    )
                     if follow_up:
-                        messages.append({"role": "user", "content": f"{follow_up} What is {item[0]} plus {item[1]}?"})
+                        messages.append(
+                            {
+                                "role": "user",
+                                "content": f"{follow_up} What is {item[0]} plus {item[1]}?",
+                            }
+                        )
                 node = managed.get_state()["nodes"][0]
             scores["tokens"].append(node.tokens)
             scores["masks"].append(node.masked_tokens)
@@ -121,7 +159,9 @@ class SumsEnv(BaseEnv):
         start = time.time()
         samples = []
         for item in self.test:
-            answer = await self.server.chat_completion(messages=self.ask(item), n=1, temperature=0.0, split="eval")
+            answer = await self.server.chat_completion(
+                messages=self.ask(item), n=1, temperature=0.0, split="eval"
+            )
             text = answer.choices[0].message.content
             samples.append({"question": str(item), "correct": self.is_right(item, text)})
         right = sum(sample["correct"] for sample in samples) / len(samples)

@@ -1,4 +1,6 @@
-"""An environment that needs no process around it: its responses come from a list, what it posts goes to another."""
+"""An environment that needs no process around it: its responses come from a list, what it posts
+goes to another.
+"""
 
 import asyncio
 from typing import Any
@@ -18,7 +20,8 @@ class ScriptedEnv(BaseEnv):
 
     def __init__(self, script: list[Any], **settings: Any):
         super().__init__(
-            BaseEnvConfig(**({"group_size": 2, "rollout_retries": 1} | settings)), [APIServerConfig(base_url="http://x")]
+            BaseEnvConfig(**({"group_size": 2, "rollout_retries": 1} | settings)),
+            [APIServerConfig(base_url="http://x")],
         )
         self.script = script
         self.posted: list[Any] = []

@@ -21,7 +21,14 @@ MINUS_WORDS = r"gives|lost|takes|sold \d+ of|needs|fewer|minus|take away| - "
 def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
     app = FastAPI()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
-    state: dict[str, Any] = {"version": version, "delay": 0.0, "fail_next": 0, "text": None, "requests": [], "epoch": None}
+    state: dict[str, Any] = {
+        "version": version,
+        "delay": 0.0,
+        "fail_next": 0,
+        "text": None,
+        "requests": [],
+        "epoch": None,
+    }
     rng = random.Random(0)
 
     def answer(prompt: str, greedy: bool) -> str:
@@ -44,16 +51,29 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
 
     @app.get("/weights")
     def weights(response: Response) -> dict[str, Any]:
-        """As our server says it, where `serving` is set; like a stock server, it knows no such route otherwise."""
+        """As our server says it, where `serving` is set; like a stock server, it knows no such
+        route otherwise.
+        """
         if state.get("serving") is None:
             response.status_code = 404
             return {}
-        told = {"instance": "standin", "weight_version": state["version"], "weight_epoch": state["epoch"] or 0, "in_flight": 0}
-        return told | {"serving": state["serving"], "trouble": "" if state["serving"] else "quarantined: told to be"}
+        told = {
+            "instance": "standin",
+            "weight_version": state["version"],
+            "weight_epoch": state["epoch"] or 0,
+            "in_flight": 0,
+        }
+        return told | {
+            "serving": state["serving"],
+            "trouble": "" if state["serving"] else "quarantined: told to be",
+        }
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": tokenizer_dir, "object": "model", "max_model_len": max_model_len}]}
+        return {
+            "object": "list",
+            "data": [{"id": tokenizer_dir, "object": "model", "max_model_len": max_model_len}],
+        }
 
     @app.get("/sampling")
     def sampling(response: Response) -> dict[str, Any]:
@@ -73,7 +93,9 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(request: dict[str, Any]) -> dict[str, Any]:
         state["requests"].append(request)
-        prompt = tokenizer.apply_chat_template(request["messages"], tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            request["messages"], tokenize=False, add_generation_prompt=True
+        )
         # Like several real endpoints, it may ignore n.
         count = 1 if state.get("ignore_n") else request.get("n") or 1
         texts = [answer(prompt, request.get("temperature") == 0.0) for _ in range(count)]
@@ -83,7 +105,11 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
             "created": 0,
             "model": request["model"],
             "choices": [
-                {"index": i, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+                {
+                    "index": i,
+                    "finish_reason": "stop",
+                    "message": {"role": "assistant", "content": text},
+                }
                 for i, text in enumerate(texts)
             ],
         }
@@ -100,7 +126,10 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
             response.status_code = 500
             return {"error": "asked to fail"}
         ids = request["prompt"]["prompt_token_ids"]
-        texts = [answer(tokenizer.decode(ids), request.get("temperature", 1.0) == 0.0) for _ in range(request.get("n", 1))]
+        texts = [
+            answer(tokenizer.decode(ids), request.get("temperature", 1.0) == 0.0)
+            for _ in range(request.get("n", 1))
+        ]
         token_ids, reasons = [], []
         for text in texts:
             tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
@@ -108,9 +137,15 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
             token_ids.append(tokens[: request["max_tokens"]])
         epochs = {} if state["epoch"] is None else {"weight_epochs": [state["epoch"]] * len(texts)}
         if request.get("token_logprobs"):
-            logprobs: dict[str, Any] = {"token_logprobs": [[-0.25 - 0.001 * i for i in range(len(row))] for row in token_ids]}
+            logprobs: dict[str, Any] = {
+                "token_logprobs": [
+                    [-0.25 - 0.001 * i for i in range(len(row))] for row in token_ids
+                ]
+            }
         else:
-            tables = [[[{str(t): -0.25 - 0.001 * i}][0:1] for i, t in enumerate(row)] for row in token_ids]
+            tables = [
+                [[{str(t): -0.25 - 0.001 * i}][0:1] for i, t in enumerate(row)] for row in token_ids
+            ]
             logprobs = {"logprobs": tables}
         return (
             epochs

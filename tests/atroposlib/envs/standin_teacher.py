@@ -1,6 +1,8 @@
-"""A small real HTTP server in the place of a teacher, for what does not depend on a model. It runs in a thread of the test.
+"""A small real HTTP server in the place of a teacher, for what does not depend on a model. It runs
+in a thread of the test.
 
-As `ours` it has /generate with `prompt_token_logprobs`, /sampling and /vocabulary; as `stock` only what any vLLM has.
+As `ours` it has /generate with `prompt_token_logprobs`, /sampling and /vocabulary; as `stock` only
+what any vLLM has.
 """
 
 import asyncio
@@ -59,7 +61,16 @@ class StandinTeacher:
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
-            return {"data": [{"id": "the-teacher", "root": self.root, "created": time.time(), "max_model_len": self.context}]}
+            return {
+                "data": [
+                    {
+                        "id": "the-teacher",
+                        "root": self.root,
+                        "created": time.time(),
+                        "max_model_len": self.context,
+                    }
+                ]
+            }
 
         async def score(tokens: list[int]) -> list[float | None]:
             self.at_once += 1
@@ -67,19 +78,30 @@ class StandinTeacher:
             await asyncio.sleep(0.01)
             self.at_once -= 1
             scores = self.answer if self.answer is not None else expected(tokens)
-            return [0.5 if token == self.wrong_token else score for token, score in zip(tokens, scores, strict=False)]
+            return [
+                0.5 if token == self.wrong_token else score
+                for token, score in zip(tokens, scores, strict=False)
+            ]
 
         @app.post("/v1/completions")
         async def completions(body: dict[str, Any]) -> JSONResponse:
-            if body["model"] != "the-teacher" or body["max_tokens"] < 1 or body["prompt_logprobs"] != 0:
+            if (
+                body["model"] != "the-teacher"
+                or body["max_tokens"] < 1
+                or body["prompt_logprobs"] != 0
+            ):
                 return JSONResponse({"error": f"no such model or request: {body}"}, 404)
             rows = zip(body["prompt"], await score(body["prompt"]), strict=True)
-            tables = [None if v is None else {str(token): {"logprob": v, "rank": 1}} for token, v in rows]
+            tables = [
+                None if v is None else {str(token): {"logprob": v, "rank": 1}} for token, v in rows
+            ]
             return JSONResponse({"choices": [{"text": "x", "prompt_logprobs": tables}]})
 
         @app.post("/tokenize")
         async def tokenize(body: dict[str, Any]) -> dict[str, Any]:
-            ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+            ids = self.tokenizer.encode(
+                body["prompt"], add_special_tokens=body["add_special_tokens"]
+            )
             return {"tokens": [token + self.shift for token in ids]}
 
         if self.kind == "ours":
@@ -99,7 +121,9 @@ class StandinTeacher:
         return app
 
     def start(self) -> None:
-        self.server = uvicorn.Server(uvicorn.Config(self.app(), "127.0.0.1", self.port, log_level="error", lifespan="off"))
+        self.server = uvicorn.Server(
+            uvicorn.Config(self.app(), "127.0.0.1", self.port, log_level="error", lifespan="off")
+        )
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:

@@ -1,4 +1,6 @@
-"""Which items are sampled, what is kept of their difficulty, and groups that are made again because all scores are equal."""
+"""Which items are sampled, what is kept of their difficulty, and groups that are made again because
+all scores are equal.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ GROUPS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4)), max_size
 
 
 @given(one=SHARE, other=SHARE, floor=SHARE)
-def test_the_nearer_to_one_half_the_likelier_an_item_is_taken(one: float, other: float, floor: float) -> None:
+def test_the_nearer_to_one_half_the_likelier_an_item_is_taken(
+    one: float, other: float, floor: float
+) -> None:
     assert floor - 1e-9 <= chance(one, floor) <= 1 + 1e-9
     assert chance(one, floor) == pytest.approx(chance(1 - one, floor))
     if abs(one - 0.5) < abs(other - 0.5):
@@ -30,22 +34,31 @@ def test_the_nearer_to_one_half_the_likelier_an_item_is_taken(one: float, other:
     assert chance(1.0, floor) == pytest.approx(floor)
 
 
-@given(groups=st.lists(st.tuples(st.integers(0, 8), st.just(8)), max_size=20), last=st.integers(0, 8))
-def test_the_last_groups_say_most_and_no_item_is_ever_certain(groups: list[tuple[int, int]], last: int) -> None:
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 8), st.just(8)), max_size=20), last=st.integers(0, 8)
+)
+def test_the_last_groups_say_most_and_no_item_is_ever_certain(
+    groups: list[tuple[int, int]], last: int
+) -> None:
     difficulty = Difficulty()
     for right, answers in groups:
         difficulty = difficulty.after(right, answers)
         assert 0 < difficulty.success < 1
     for _ in range(20):
         difficulty = difficulty.after(last, 8)
-    assert difficulty.success == pytest.approx((2 * last + 0.5) / 17, abs=1e-4), "whatever was before"
+    assert difficulty.success == pytest.approx((2 * last + 0.5) / 17, abs=1e-4), (
+        "whatever was before"
+    )
     assert Difficulty().success == 0.5
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=GROUPS, after=GROUPS, cut=st.integers(0, 60))
 def test_what_was_measured_outlives_a_kill_and_a_line_that_a_disk_cut_off(
-    tmp_path_factory: pytest.TempPathFactory, before: list[tuple[str, int]], after: list[tuple[str, int]], cut: int
+    tmp_path_factory: pytest.TempPathFactory,
+    before: list[tuple[str, int]],
+    after: list[tuple[str, int]],
+    cut: int,
 ) -> None:
     path = tmp_path_factory.mktemp("run") / "env_checkpoints" / "c.jsonl"
 
@@ -68,9 +81,17 @@ def test_what_was_measured_outlives_a_kill_and_a_line_that_a_disk_cut_off(
     assert noted() == expected.known
 
 
-def test_lines_of_other_programs_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_of_other_programs_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "c.jsonl"
-    rows = ['{"item": "a", "right": 1, "answers": 4}', "[]", '{"item": "a", "right": 5, "answers": 4}', '{"right": 1e999}', "{"]
+    rows = [
+        '{"item": "a", "right": 1, "answers": 4}',
+        "[]",
+        '{"item": "a", "right": 5, "answers": 4}',
+        '{"right": 1e999}',
+        "{",
+    ]
     path.write_text("\n".join(rows) + "\n")
     with caplog.at_level("INFO"):
         assert Curriculum(0.1, path).known == {"a": Difficulty(1, 4)}
@@ -87,12 +108,16 @@ def test_an_item_has_one_name_in_every_run() -> None:
 
 
 class Graded(GradedEnv):
-    """Items 0, 1, 2, … in turn; of item 0 every answer is right, of item 1 each other one, of item 2 none."""
+    """Items 0, 1, 2, … in turn; of item 0 every answer is right, of item 1 each other one, of item
+    2 none.
+    """
 
     name = "graded / test"
 
     def __init__(self, folder: Path | None = None, **config: Any):
-        super().__init__(BaseEnvConfig(group_size=4, **config), [APIServerConfig(base_url="http://x")])
+        super().__init__(
+            BaseEnvConfig(group_size=4, **config), [APIServerConfig(base_url="http://x")]
+        )
         self.checkpoint_dir = "" if folder is None else str(folder)
         self.asked = -1
         self.seeds: list[int | None] = []
@@ -114,7 +139,9 @@ class Graded(GradedEnv):
         self.seeds.append(self.sampling_seed(1))
         right = [[True] * 4, [True, False] * 2, [False] * 4][item]
         self.note_success(item, right)
-        return ScoredDataGroup(tokens=[[1]] * 4, masks=[[1]] * 4, scores=[float(one) for one in right])
+        return ScoredDataGroup(
+            tokens=[[1]] * 4, masks=[[1]] * 4, scores=[float(one) for one in right]
+        )
 
 
 async def rounds(environment: Graded, count: int) -> list[int]:
@@ -163,7 +190,9 @@ def test_the_group_says_which_answers_are_right(tmp_path: Path) -> None:
         groups = [await group_of(environment, 1), await group_of(Silent(tmp_path), 1)]
         return ["successes" in group for group in groups]
 
-    assert asyncio.run(one_after_the_other()) == [True, False], "nothing remains of the group before"
+    assert asyncio.run(one_after_the_other()) == [True, False], (
+        "nothing remains of the group before"
+    )
 
 
 def test_it_and_an_exact_resume_exclude_each_other() -> None:
@@ -188,12 +217,18 @@ def test_an_environment_ends_where_nothing_exact_can_come_of_it() -> None:
     workers = Graded(exact_resume=True)._serving.workers
     stream = {"life": "1.0", "begin": 0, "settled": [], "version": 0}
     workers.heed_position({"max_staleness": 0, "stream": stream})
-    with pytest.raises(EnvironmentFailure, match=r"--env\.exact_resume: b fills batches too, or leave the flag out"):
-        workers.heed_position({"max_staleness": 0, "stream": stream | {"inexact": "b fills batches too"}})
+    with pytest.raises(
+        EnvironmentFailure, match=r"--env\.exact_resume: b fills batches too, or leave the flag out"
+    ):
+        workers.heed_position(
+            {"max_staleness": 0, "stream": stream | {"inexact": "b fills batches too"}}
+        )
 
 
 @pytest.mark.parametrize(("item", "made"), [(0, 3), (1, 1)])
-def test_a_group_whose_scores_are_equal_is_made_again_with_other_seeds(item: int, made: int) -> None:
+def test_a_group_whose_scores_are_equal_is_made_again_with_other_seeds(
+    item: int, made: int
+) -> None:
     environment = Graded(resample_equal_scores=2, seed_rollouts=True)
     asyncio.run(environment._rollouts.roll_out(item))
     assert len(set(environment.seeds)) == len(environment.seeds) == made

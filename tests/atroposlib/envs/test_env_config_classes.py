@@ -30,7 +30,11 @@ class Quiet(BaseEnv):
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         assert self.config.data_path_to_save_groups is not None
-        told = {"ready": self.ready, "group_size": self.config.group_size, "max_n": self.server.max_n_completions}
+        told = {
+            "ready": self.ready,
+            "group_size": self.config.group_size,
+            "max_n": self.server.max_n_completions,
+        }
         write(self.config.data_path_to_save_groups, told)
 
 
@@ -61,7 +65,9 @@ def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_effort_becomes_tokens_where_an_endpoint_takes_only_those() -> None:
     config = ReasoningConfig(effort="high")
     assert config.build_extra_body() == {"reasoning": {"enabled": True, "effort": "high"}}
-    assert config.build_extra_body(use_max_tokens=True) == {"reasoning": {"enabled": True, "max_tokens": 25600}}
+    assert config.build_extra_body(use_max_tokens=True) == {
+        "reasoning": {"enabled": True, "max_tokens": 25600}
+    }
     assert ReasoningConfig(effort="low", max_tokens=2000).build_extra_body(use_max_tokens=True) == {
         "reasoning": {"enabled": True, "max_tokens": 2000}
     }

@@ -1,4 +1,6 @@
-"""What an environment writes: groups, metrics, its own state; and what becomes of that which cannot be written."""
+"""What an environment writes: groups, metrics, its own state; and what becomes of that which cannot
+be written.
+"""
 
 import asyncio
 import resource
@@ -17,7 +19,10 @@ from tests.atroposlib.envs.scripted_env import ScriptedEnv, response, run
 
 
 def test_groups_are_kept_in_the_file_that_is_named(tmp_path: Path) -> None:
-    env = ScriptedEnv([response(1.0), response(-1.0)], data_path_to_save_groups=str(tmp_path / "deep" / "groups.jsonl"))
+    env = ScriptedEnv(
+        [response(1.0), response(-1.0)],
+        data_path_to_save_groups=str(tmp_path / "deep" / "groups.jsonl"),
+    )
     run(env)
     (line,) = (tmp_path / "deep" / "groups.jsonl").read_bytes().splitlines()
     assert orjson.loads(line)["scores"] == [1.0, -1.0]
@@ -41,13 +46,17 @@ def test_metrics_go_to_the_file_and_are_counted_anew(tmp_path: Path) -> None:
         await env.wandb_log()
 
     asyncio.run(log_twice())
-    first, second = (orjson.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines())
+    first, second = (
+        orjson.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    )
     assert (first["own"], first["train/completion_lengths"]) == (1.5, 2.0)
     assert "train/completion_lengths" not in second
 
 
 class RecordingWandb:
-    """Has W&B's interface and keeps what it is given: the real one is optional, and needs an account."""
+    """Has W&B's interface and keeps what it is given: the real one is optional, and needs an
+    account.
+    """
 
     def __init__(self) -> None:
         self.runs: list[dict[str, Any]] = []
@@ -67,7 +76,9 @@ class RecordingWandb:
         self.logged.append((step, metrics))
 
 
-def test_wandb_gets_each_environments_metrics_under_its_name(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+def test_wandb_gets_each_environments_metrics_under_its_name(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
     wandb = RecordingWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     env = ScriptedEnv([response(1.0), response(-1.0)], use_wandb=True, wandb_name="mine")
@@ -107,7 +118,9 @@ class Unwritable:
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_a_group_that_cannot_be_written_is_dropped_alone(as_list: bool, tmp_path: Path, caplog: Any) -> None:
+def test_a_group_that_cannot_be_written_is_dropped_alone(
+    as_list: bool, tmp_path: Path, caplog: Any
+) -> None:
     env = ScriptedEnv([], data_path_to_save_groups=str(tmp_path / "groups.jsonl"))
     good = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
     bad = good | {"messages": [[{"role": "user", "content": Unwritable()}], []]}
@@ -121,7 +134,9 @@ def test_a_group_that_cannot_be_written_is_dropped_alone(as_list: bool, tmp_path
     assert "'messages': Unwritable cannot be written as JSON" in caplog.text
 
 
-def test_metrics_that_cannot_be_written_are_left_out_of_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_that_cannot_be_written_are_left_out_of_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     env = ScriptedEnv([], metrics_path=str(tmp_path / "metrics.jsonl"))
     asyncio.run(env.wandb_log({"train/table": Unwritable(), "train/x": 1.5}))
     (row,) = map(orjson.loads, (tmp_path / "metrics.jsonl").read_bytes().splitlines())
@@ -130,7 +145,9 @@ def test_metrics_that_cannot_be_written_are_left_out_of_the_file(tmp_path: Path,
     assert "metric 'train/table' is left out" in caplog.text
 
 
-def test_half_a_character_or_a_huge_integer_costs_neither_samples_nor_the_file_before(tmp_path: Path) -> None:
+def test_half_a_character_or_a_huge_integer_costs_neither_samples_nor_the_file_before(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "new" / "samples.jsonl"
     write_json_lines(path, [{"answer": "before"}])
     write_json_lines(path, [{"answer": "\ud800x", "\udc00": 10**400}, {"answer": "whole"}])
@@ -140,7 +157,10 @@ def test_half_a_character_or_a_huge_integer_costs_neither_samples_nor_the_file_b
         write_json_lines(path, [{"answer": "after"}, {"answer": Unwritable()}])
     assert [orjson.loads(line) for line in path.read_bytes().splitlines()] == rows
     write_json(tmp_path / "new" / "metrics.json", {"accuracy": 0.5, "error": "\ud800"})
-    assert orjson.loads((tmp_path / "new" / "metrics.json").read_bytes()) == {"accuracy": 0.5, "error": "\\ud800"}
+    assert orjson.loads((tmp_path / "new" / "metrics.json").read_bytes()) == {
+        "accuracy": 0.5,
+        "error": "\\ud800",
+    }
     assert sorted(one.name for one in path.parent.iterdir()) == ["metrics.json", "samples.jsonl"]
 
 
@@ -151,7 +171,9 @@ def test_a_result_that_cannot_be_written_keeps_the_file_before(tmp_path: Path) -
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
     try:
-        with pytest.raises(EnvironmentFailure, match=r"cannot write \d+ bytes to .*metrics.json: File too large"):
+        with pytest.raises(
+            EnvironmentFailure, match=r"cannot write \d+ bytes to .*metrics.json: File too large"
+        ):
             write_json(path, {"accuracy": "x" * 500})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -161,7 +183,15 @@ def test_a_result_that_cannot_be_written_keeps_the_file_before(tmp_path: Path) -
 
 
 def test_metrics_that_the_service_would_refuse_are_not_posted() -> None:
-    metrics = {"a": 1, "b": 10**400, "c": 1e39, "d": float("nan"), "e": -1e38, "f\ud800": 2.0, "weight_version": 3}
+    metrics = {
+        "a": 1,
+        "b": 10**400,
+        "c": 1e39,
+        "d": float("nan"),
+        "e": -1e38,
+        "f\ud800": 2.0,
+        "weight_version": 3,
+    }
     assert numbers_of(metrics) == {"a": 1.0, "e": -1e38, "f\\ud800": 2.0}
 
 
@@ -176,12 +206,17 @@ def test_a_full_disk_loses_no_group(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert waiting[0].startswith("cannot write 59 bytes to /dev/full: No space left on device")
     assert len(waiting) == 2, "one for the groups, one for the metrics"
     with pytest.raises(EnvironmentFailure, match=r"cannot write \d+ bytes to /dev/full"):
-        asyncio.run(env.handle_send_to_api(dict(good), do_send_to_api=False))  # the file is all that is wanted
+        asyncio.run(
+            env.handle_send_to_api(dict(good), do_send_to_api=False)
+        )  # the file is all that is wanted
 
 
 def test_a_file_that_cannot_be_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(EnvironmentFailure, match=r"cannot write .*rows\.jsonl: (Not a directory|File exists); name another"):
+    with pytest.raises(
+        EnvironmentFailure,
+        match=r"cannot write .*rows\.jsonl: (Not a directory|File exists); name another",
+    ):
         JsonLinesWriter(tmp_path / "file" / "rows.jsonl")
 
 

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.utils.jsonl import encode
-from atroposlib.wire.groups import group_from_items, response_lengths, teaches_nothing, with_plain_numbers, wrong_shape
+from atroposlib.wire.groups import (
+    group_from_items,
+    response_lengths,
+    teaches_nothing,
+    with_plain_numbers,
+    wrong_shape,
+)
 from atroposlib.wire.scores import scores_equal
 
 
@@ -52,7 +58,9 @@ def test_spans_of_weights_are_left_out_unless_every_response_has_them() -> None:
     assert group["weight_version_spans"] == [[[3, 1], [4, 2]]] * 2
     assert group["weight_epoch_spans"] == [[7, 7]] * 2
     versions_only = {"weight_version_spans": spans["weight_version_spans"]}
-    assert "weight_version_spans" in group_from_items([item(**versions_only), item(**versions_only)])
+    assert "weight_version_spans" in group_from_items(
+        [item(**versions_only), item(**versions_only)]
+    )
     for items in (
         [item(**spans), item()],
         [item(**spans), item(weight_epoch_spans=[7, 7])],
@@ -68,24 +76,41 @@ def test_how_responses_were_sampled_is_told_of_each_of_which_it_is_known() -> No
     assert group["finish_reasons"] == ["length"] * 2
     some = group_from_items([item(), item(**told)])
     assert some["sampling_params"] == [None, {"temperature": 0.7}]
-    assert some["finish_reasons"] == [None, "length"], "a truncated answer is known as one, whatever is known of its siblings"
+    assert some["finish_reasons"] == [None, "length"], (
+        "a truncated answer is known as one, whatever is known of its siblings"
+    )
     assert not {"sampling_params", "finish_reasons"} & group_from_items([item(), item()]).keys()
-    assert wrong_shape(group | {"sampling_params": {"stop": "x"}, "finish_reasons": "an environment's own"}, 2) is None
+    assert (
+        wrong_shape(
+            group | {"sampling_params": {"stop": "x"}, "finish_reasons": "an environment's own"}, 2
+        )
+        is None
+    )
 
 
 def test_successes_are_told_of_the_responses_that_have_one() -> None:
     assert group_from_items([item(success=True), item(success=False)])["successes"] == [True, False]
     assert group_from_items([item(success=True), item()])["successes"] == [True, None]
-    assert group_from_items([item(success=np.True_), item(success=np.False_)])["successes"] == [True, False]
+    assert group_from_items([item(success=np.True_), item(success=np.False_)])["successes"] == [
+        True,
+        False,
+    ]
     assert with_plain_numbers({"successes": np.array([True, False])})["successes"] == [True, False]
-    assert "successes" not in group_from_items([item(success="yes"), item(success=1.0)]), "an environment's own field"
+    assert "successes" not in group_from_items([item(success="yes"), item(success=1.0)]), (
+        "an environment's own field"
+    )
     group = group_from_items([item(), item()])
-    assert wrong_shape(group | {"successes": [True]}, 2) == "'successes' has 1 entries, the group size is 2"
+    assert (
+        wrong_shape(group | {"successes": [True]}, 2)
+        == "'successes' has 1 entries, the group size is 2"
+    )
     assert wrong_shape(group | {"successes": 0.5}, 2) is None
 
 
 def test_group_overrides_are_merged() -> None:
-    group = group_from_items([item(group_overrides={"a": 1}), item(group_overrides={"b": 2}), item()])
+    group = group_from_items(
+        [item(group_overrides={"a": 1}), item(group_overrides={"b": 2}), item()]
+    )
     assert group["group_overrides"] == {"a": 1, "b": 2}
 
 
@@ -98,9 +123,19 @@ def test_group_overrides_are_merged() -> None:
         ({"scores": [1.0, math.inf]}, "scores[1] is inf"),
         ({"scores": [1.0, "x"]}, "scores[1] is 'x'"),
         ({"masks": [[-100, 2, 3, 4], [-100, 2]]}, "masks[1] has 2 entries for 4 tokens"),
-        ({"inference_logprobs": [[1.0] * 4, [1.0, -0.5, math.nan, 0.0]]}, "inference_logprobs[1] holds a number"),
+        (
+            {"inference_logprobs": [[1.0] * 4, [1.0, -0.5, math.nan, 0.0]]},
+            "inference_logprobs[1] holds a number",
+        ),
         ({"advantages": [[0.0] * 4]}, "'advantages' has 1 entries"),
-        ({"tokens": [[1, 2, 3, 4], []], "masks": [[-100, 2, 3, 4], []], "inference_logprobs": None}, "tokens[1] is empty"),
+        (
+            {
+                "tokens": [[1, 2, 3, 4], []],
+                "masks": [[-100, 2, 3, 4], []],
+                "inference_logprobs": None,
+            },
+            "tokens[1] is empty",
+        ),
         ({"weight_versions": [1]}, "'weight_versions' has 1 entries"),
         ({"finish_reasons": ["stop"]}, "'finish_reasons' has 1 entries"),
         ({"weight_version_spans": [[[1, 3]]]}, "'weight_version_spans' has 1 entries"),
@@ -156,5 +191,7 @@ def test_a_score_that_is_not_a_number_is_named(score: Any) -> None:
 
 def test_a_finish_reason_that_is_no_word_says_nothing() -> None:
     """A public environment keeps its score under this name; the service would refuse the group."""
-    items = [{"tokens": [1], "masks": [1], "scores": 1.0, "finish_reason": reason} for reason in (-1, 1)]
+    items = [
+        {"tokens": [1], "masks": [1], "scores": 1.0, "finish_reason": reason} for reason in (-1, 1)
+    ]
     assert "finish_reasons" not in group_from_items(items)

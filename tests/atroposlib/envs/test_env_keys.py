@@ -1,4 +1,6 @@
-"""Keys reach the services that they are for and nobody else; proxies of the world outside stand between no two of ours."""
+"""Keys reach the services that they are for and nobody else; proxies of the world outside stand
+between no two of ours.
+"""
 
 import asyncio
 import json
@@ -49,10 +51,13 @@ class Judged(ScriptedEnv):
 
     @classmethod
     def config_init(cls) -> Any:
-        return JudgedConfig(rollout_server_api_key=KEY), [APIServerConfig(base_url="http://x", api_key=KEY)]
+        return JudgedConfig(rollout_server_api_key=KEY), [
+            APIServerConfig(base_url="http://x", api_key=KEY)
+        ]
 
 
-# ---- who reads them ----------------------------------------------------------------------------------------------------
+# ---- who reads them
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_help_shows_no_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +94,9 @@ def test_wandb_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "judge_api_key" not in seen["config"]
 
 
-@pytest.mark.parametrize("model", [BaseEnvConfig(rollout_server_api_key=KEY), APIServerConfig(api_key=KEY)])
+@pytest.mark.parametrize(
+    "model", [BaseEnvConfig(rollout_server_api_key=KEY), APIServerConfig(api_key=KEY)]
+)
 def test_no_dump_and_no_text_of_a_configuration_holds_its_key(model: Any) -> None:
     dumps = [model.model_dump(), model.model_dump(mode="json")]
     texts = [repr(model), str(model), model.model_dump_json(), *map(yaml.dump, dumps)]
@@ -103,7 +110,12 @@ def test_an_error_about_a_key_does_not_show_it(api_key: str, tmp_path: Path) -> 
     file = tmp_path / "settings.yaml"
     file.write_text(f"openai:\n  api_key: {api_key}\n")
     with pytest.raises(UsageError, match=r"^--openai\.api_key: ") as refusal:
-        merge(BaseEnvConfig(), APIServerConfig(), parse_flags([], BaseEnvConfig), read_config(str(file)))
+        merge(
+            BaseEnvConfig(),
+            APIServerConfig(),
+            parse_flags([], BaseEnvConfig),
+            read_config(str(file)),
+        )
     assert KEY not in str(refusal.value)
     file.write_text(f"openai:\n  api_key: {KEY}: {KEY}\n")
     with pytest.raises(UsageError, match=r"line 2, column \d+$") as refusal:
@@ -113,13 +125,19 @@ def test_an_error_about_a_key_does_not_show_it(api_key: str, tmp_path: Path) -> 
 
 def test_the_defaults_keys_outlive_the_merge_with_flags_and_yaml() -> None:
     env, servers = Judged.config_init()
-    merged = merge(env, servers, parse_flags(["--env.group_size", "3", "--openai.timeout", "7"], JudgedConfig), {})
+    merged = merge(
+        env,
+        servers,
+        parse_flags(["--env.group_size", "3", "--openai.timeout", "7"], JudgedConfig),
+        {},
+    )
     assert (merged.env.rollout_server_api_key, merged.env.judge_api_key) == (SecretStr(KEY), KEY)
     assert merged.servers[0].api_key == KEY  # type: ignore[index]
     assert at_url(APIServerConfig(api_key=KEY), "http://y").api_key == KEY
 
 
-# ---- where they come from ----------------------------------------------------------------------------------------------
+# ---- where they come from
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,7 +156,11 @@ def test_the_defaults_keys_outlive_the_merge_with_flags_and_yaml() -> None:
     ],
 )
 def test_a_servers_key_comes_from_the_variable_of_its_kind(
-    monkeypatch: pytest.MonkeyPatch, server_type: Any, base_url: str, given: str | None, expected: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    server_type: Any,
+    base_url: str,
+    given: str | None,
+    expected: str | None,
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "vllm")
     monkeypatch.setenv("OPENAI_API_KEY", "openai")
@@ -161,7 +183,8 @@ def test_the_services_key_comes_from_its_variable(monkeypatch: pytest.MonkeyPatc
     assert sent(rollout_server_api_key="flag") == "Bearer flag"
 
 
-# ---- proxies of the world outside --------------------------------------------------------------------------------------
+# ---- proxies of the world outside
+# --------------------------------------------------------------------------------------
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -174,9 +197,20 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "hi"}}
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": "hi"},
+        }
         body = json.dumps(
-            {"data": [{"id": "m"}], "uuid": "u", "nodes": [], "id": "c", "object": "chat.completion", "created": 0}
+            {
+                "data": [{"id": "m"}],
+                "uuid": "u",
+                "nodes": [],
+                "id": "c",
+                "object": "chat.completion",
+                "created": 0,
+            }
             | {"model": "m", "choices": [choice]}
         ).encode()
         self.send_response(200)
@@ -210,9 +244,13 @@ async def test_no_client_goes_to_a_server_of_ours_by_a_proxy(address: str) -> No
     assert (await service.get("/info"))["id"] == "c"
     await service.close()
     for server_type in ("vllm", "openai"):
-        manager = ServerManager([APIServerConfig(server_type=server_type, base_url=f"{address}/v1", health_check=False)])  # type: ignore[arg-type]
+        manager = ServerManager(
+            [APIServerConfig(server_type=server_type, base_url=f"{address}/v1", health_check=False)]
+        )  # type: ignore[arg-type]
         assert await manager.servers[0].served_model() == {"id": "m"}
-        assert (await manager.chat_completion(messages=[{"role": "user", "content": "?"}])).choices[0].message.content == "hi"
+        assert (await manager.chat_completion(messages=[{"role": "user", "content": "?"}])).choices[
+            0
+        ].message.content == "hi"
         await manager.close()
     session = await create_proxy_session(address)
     assert await session.fetch_state() == {"nodes": []}
@@ -230,6 +268,8 @@ async def test_no_client_goes_to_a_server_of_ours_by_a_proxy(address: str) -> No
         ("vllm", "http://node7:9001/v1", False),
     ],
 )
-def test_only_an_endpoint_that_may_be_outside_is_reached_by_a_proxy(server_type: Any, base_url: str, proxied: bool) -> None:
+def test_only_an_endpoint_that_may_be_outside_is_reached_by_a_proxy(
+    server_type: Any, base_url: str, proxied: bool
+) -> None:
     server = ServerManager([APIServerConfig(server_type=server_type, base_url=base_url)]).servers[0]
     assert server.http.trust_env is server.openai._client.trust_env is proxied

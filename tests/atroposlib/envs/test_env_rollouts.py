@@ -61,7 +61,9 @@ def test_something_else_than_a_response_is_an_error() -> None:
         ([response(1.0), response(-1.0, length=10)], {}, "too_long"),
     ],
 )
-def test_what_is_dropped_is_counted_by_reason(script: list[Any], settings: dict[str, Any], reason: str) -> None:
+def test_what_is_dropped_is_counted_by_reason(
+    script: list[Any], settings: dict[str, Any], reason: str
+) -> None:
     env = ScriptedEnv(script, **settings)
     env.max_token_len = 10
     run(env)
@@ -107,21 +109,37 @@ def test_epochs_go_with_the_versions_and_the_oldest_weights_are_those_served_fir
         run(env)
         return env.posted[0]["weight_versions"], env.posted[0]["weight_epochs"]
 
-    assert posted(response(1.0), response(-1.0)) == ([17, 17], [1000, 1000]), "by the record: 17 was served before 11"
-    own = [response(1.0, weight_version=17, weight_epoch=1000), response(-1.0, weight_version=11, weight_epoch=2000)]
+    assert posted(response(1.0), response(-1.0)) == ([17, 17], [1000, 1000]), (
+        "by the record: 17 was served before 11"
+    )
+    own = [
+        response(1.0, weight_version=17, weight_epoch=1000),
+        response(-1.0, weight_version=11, weight_epoch=2000),
+    ]
     assert posted(*own) == ([17, 11], [1000, 2000])
     without = [response(1.0, weight_version=11), response(-1.0, weight_version=12)]
-    assert posted(*without) == ([11, 12], [1000, 1000]), "an epoch that is not told is the oldest that it may be"
+    assert posted(*without) == ([11, 12], [1000, 1000]), (
+        "an epoch that is not told is the oldest that it may be"
+    )
     one = [response(1.0, weight_version=11, weight_epoch=2000), response(-1.0, weight_version=11)]
     assert posted(*one) == ([11, 11], [2000, 0])
 
 
-@pytest.mark.parametrize("empty", [{"advantages": [], "ref_logprobs": []}, {"inference_logprobs": [], "distill_logprobs": []}])
+@pytest.mark.parametrize(
+    "empty",
+    [{"advantages": [], "ref_logprobs": []}, {"inference_logprobs": [], "distill_logprobs": []}],
+)
 def test_what_is_empty_counts_as_not_given(empty: dict[str, Any]) -> None:
-    """Environments written for Atropos post `[]` where they have nothing, for a group or for each response."""
+    """Environments written for Atropos post `[]` where they have nothing, for a group or for each
+    response.
+    """
     env = ScriptedEnv([response(1.0, **empty), response(-1.0, **empty)])
     run(env)
-    asyncio.run(env.handle_send_to_api({"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]} | empty))
+    asyncio.run(
+        env.handle_send_to_api(
+            {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]} | empty
+        )
+    )
     assert len(env.posted) == 2
     assert env.drops.total == 0
     for group in env.posted:
@@ -160,7 +178,9 @@ def test_process_stops_when_items_run_out() -> None:
 
 
 def test_process_counts_the_drops_of_each_item_alone() -> None:
-    """Two items at once, one of them dropped while the other is under way: the other's group counts."""
+    """Two items at once, one of them dropped while the other is under way: the other's group
+    counts.
+    """
 
     class Runs(ScriptedEnv):
         items: list[int]
@@ -191,7 +211,9 @@ def test_process_counts_the_drops_of_each_item_alone() -> None:
 
 
 def seeds_of(items: int, **settings: Any) -> list[list[int | None]]:
-    """What sampling_seed gives for two requests of each of a few items that are in work at the same time."""
+    """What sampling_seed gives for two requests of each of a few items that are in work at the same
+    time.
+    """
     found: list[list[int | None]] = [[] for _ in range(items)]
 
     class SeededEnv(ScriptedEnv):

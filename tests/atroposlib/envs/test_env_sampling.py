@@ -27,10 +27,22 @@ def run(env: ScriptedEnv) -> None:
 
 
 def test_what_is_neutral_is_left_out_of_the_parameters() -> None:
-    neutral = {"top_p": 1, "top_k": -1, "min_p": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "min_tokens": 0}
-    assert sampling_of({**neutral, "temperature": 0.6, "seed": 3, "stop": None}, 2) == [{"temperature": 0.6}] * 2
+    neutral = {
+        "top_p": 1,
+        "top_k": -1,
+        "min_p": 0.0,
+        "presence_penalty": 0,
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+    }
+    assert (
+        sampling_of({**neutral, "temperature": 0.6, "seed": 3, "stop": None}, 2)
+        == [{"temperature": 0.6}] * 2
+    )
     changed = {"top_p": 0.9, "top_k": 20, "frequency_penalty": 0.1}
-    assert sampling_of({**changed, "temperature": None}, 1, temperature=1.0) == [{"temperature": 1.0, **changed}]
+    assert sampling_of({**changed, "temperature": None}, 1, temperature=1.0) == [
+        {"temperature": 1.0, **changed}
+    ]
     assert sampling_of(changed, 1) is None, "a server's own default is not known"
 
 
@@ -52,7 +64,9 @@ def test_what_may_have_changed_the_distribution_is_told_as_such(
 ) -> None:
     say_that_it_may_be_constrained.cache_clear()
     for _ in range(2):
-        assert sampling_of({"temperature": 1.0, **asked}, 1) == [{"temperature": 1.0, "constrained": 1}]
+        assert sampling_of({"temperature": 1.0, **asked}, 1) == [
+            {"temperature": 1.0, "constrained": 1}
+        ]
     (record,) = caplog.records
     assert next(iter(asked)) in record.getMessage()
     assert "--allow-truncated-sampling" in record.getMessage()
@@ -68,7 +82,13 @@ def test_what_is_harmless_says_nothing() -> None:
         "n": 2,
         "split": "train",
     }
-    nothing = {"regex": None, "logit_bias": {}, "bad_words": [], "json_schema": "", "of_another_server": False}
+    nothing = {
+        "regex": None,
+        "logit_bias": {},
+        "bad_words": [],
+        "json_schema": "",
+        "of_another_server": False,
+    }
     assert sampling_of({"temperature": 1.0, **harmless, **nothing}, 1) == [{"temperature": 1.0}]
     of_sglang = {"temperature": 1.0, "min_new_tokens": 8, "max_new_tokens": 32}
     assert sampling_of(of_sglang, 1) == [{"temperature": 1.0, "min_tokens": 8, "max_tokens": 32}]
@@ -78,17 +98,33 @@ def test_what_is_harmless_says_nothing() -> None:
     ("temperatures", "masks", "told"),
     [
         ((0.7, 0.7), [-100, -100, 2, 3], [{"temperature": 0.7, "max_tokens": 4}] * 2),
-        ((0.7, 0.2), [-100, -100, 2, 3], [{"temperature": 0.7, "max_tokens": 4}, {"temperature": 0.2, "max_tokens": 4}]),
+        (
+            (0.7, 0.2),
+            [-100, -100, 2, 3],
+            [{"temperature": 0.7, "max_tokens": 4}, {"temperature": 0.2, "max_tokens": 4}],
+        ),
         ((0.7, 0.7), [-100, 1, 2, 3], [{"temperature": 0.7, "max_tokens": 4}] * 2),
         ((0.7, 0.2), [-100, 1, 2, 3], None),
         ((0.7, None), [-100, 1, 2, 3], None),
     ],
-    ids=["all alike", "each its own", "turns alike", "an earlier turn may be of either", "one is not known"],
+    ids=[
+        "all alike",
+        "each its own",
+        "turns alike",
+        "an earlier turn may be of either",
+        "one is not known",
+    ],
 )
 def test_how_sequences_were_sampled_is_known_again_by_their_tokens(
-    temperatures: tuple[float | None, ...], masks: list[int], told: list[Any] | None, caplog: pytest.LogCaptureFixture
+    temperatures: tuple[float | None, ...],
+    masks: list[int],
+    told: list[Any] | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of an environment that carries nothing along. A mask that trains on the prompt is that of a later turn."""
+    """Of an environment that carries nothing along.
+
+    A mask that trains on the prompt is that of a later turn.
+    """
 
     say_that_sampling_differs.cache_clear()
 
@@ -97,12 +133,16 @@ def test_how_sequences_were_sampled_is_known_again_by_their_tokens(
             record, number = current_versions.get(), 2 - len(self.script)
             assert record is not None
             asked = {"temperature": temperatures[number], "max_tokens": 4, "top_p": 1.0}
-            generation = Generation([0, 1], [[2, 3 + number]], [[-0.5, -0.5]], [["stop", "length"][number]])
+            generation = Generation(
+                [0, 1], [[2, 3 + number]], [[-0.5, -0.5]], [["stop", "length"][number]]
+            )
             generation.sampling = sampling_of(asked, 1)
             record.note_generation(generation)
             return await super().collect_trajectory(item)
 
-    script = [response(float(n), tokens=[0, 1, 2, 3 + n], masks=[*masks[:3], 3 + n]) for n in range(2)]
+    script = [
+        response(float(n), tokens=[0, 1, 2, 3 + n], masks=[*masks[:3], 3 + n]) for n in range(2)
+    ]
     env = Meets([*script])
     run(env)
     assert env.posted[0].get("sampling_params") == told
@@ -110,13 +150,19 @@ def test_how_sequences_were_sampled_is_known_again_by_their_tokens(
     assert env.posted[0]["finish_reasons"] == ["stop", "length"]
     own = Meets([entry | {"sampling_params": {"temperature": 0.9}} for entry in script])
     run(own)
-    assert own.posted[0]["sampling_params"] == [{"temperature": 0.9}] * 2, "what the environment says itself stands"
-    cut = Meets([entry | {"tokens": entry["tokens"][:3], "masks": entry["masks"][:3]} for entry in script])
+    assert own.posted[0]["sampling_params"] == [{"temperature": 0.9}] * 2, (
+        "what the environment says itself stands"
+    )
+    cut = Meets(
+        [entry | {"tokens": entry["tokens"][:3], "masks": entry["masks"][:3]} for entry in script]
+    )
     run(cut)
     assert "finish_reasons" not in cut.posted[0], "these are not the tokens that were sampled"
     half = Meets([script[0], script[1] | {"tokens": [5, 6, 7], "masks": [-100, 6, 7]}])
     run(half)
-    assert half.posted[0]["finish_reasons"] == ["stop", None], "of one it is not known, of the other it is"
+    assert half.posted[0]["finish_reasons"] == ["stop", None], (
+        "of one it is not known, of the other it is"
+    )
     assert half.posted[0].get("sampling_params") == (None if told is None else [told[0], None])
 
 
@@ -125,7 +171,9 @@ def record_of(*requests: tuple[list[int], list[int], float]) -> VersionRecord:
     record = VersionRecord()
     for prompt, output, temperature in requests:
         sampling = sampling_of({"temperature": temperature}, 1)
-        record.note_generation(Generation(prompt, [output], [[-0.5] * len(output)], ["stop"], sampling=sampling))
+        record.note_generation(
+            Generation(prompt, [output], [[-0.5] * len(output)], ["stop"], sampling=sampling)
+        )
     return record
 
 
@@ -137,18 +185,28 @@ def test_what_a_judge_was_asked_says_nothing_of_the_sequences_that_it_judged() -
     assert judged.sampled.fields_of(rows, masks) == {}
     both = record_of(([1, 2], [3, 4], 0.7), ([9, 1, 2, 3, 4], [7], 0.0))
     assert both.sampled is not None
-    assert both.sampled.fields_of(rows, masks) == {"sampling_params": [{"temperature": 0.7}], "finish_reasons": ["stop"]}
+    assert both.sampled.fields_of(rows, masks) == {
+        "sampling_params": [{"temperature": 0.7}],
+        "finish_reasons": ["stop"],
+    }
     cut = both.sampled.fields_of([[1, 2, 3], [1, 5, 6]], [[-100, -100, 3], [-100, 5, 6]])
-    assert cut == {"sampling_params": [{"temperature": 0.7}, None]}, "an answer to the prompt that was cut off afterwards"
+    assert cut == {"sampling_params": [{"temperature": 0.7}, None]}, (
+        "an answer to the prompt that was cut off afterwards"
+    )
 
 
 def test_requests_of_an_evaluation_are_not_noted() -> None:
     class Answers(VLLMServer):
         async def _generate_wrapper(self, **kwargs: Any) -> Generation:
-            return Generation([1], [[2]], [[-0.5]], ["stop"], weight_versions=[4], sampling=[{"temperature": 0.0}])
+            return Generation(
+                [1], [[2]], [[-0.5]], ["stop"], weight_versions=[4], sampling=[{"temperature": 0.0}]
+            )
 
     async def ask() -> VersionRecord:
-        server, record = Answers(APIServerConfig(base_url="http://x", model_name="m")), VersionRecord()
+        server, record = (
+            Answers(APIServerConfig(base_url="http://x", model_name="m")),
+            VersionRecord(),
+        )
         current_versions.set(record)
         await server.generate(input_ids=[1], split="eval")
         assert record.sampled is not None
@@ -162,7 +220,9 @@ def test_requests_of_an_evaluation_are_not_noted() -> None:
 
 
 def test_a_record_does_not_grow_with_the_conversation() -> None:
-    """Each of many turns has all before it in its prompt; a proxy tells the same sequences again each time."""
+    """Each of many turns has all before it in its prompt; a proxy tells the same sequences again
+    each time.
+    """
     conversation = list(range(100))
     turns = [(conversation * turn, [7] * 100, 0.5) for turn in range(1, 51)]
     record = record_of(*turns)

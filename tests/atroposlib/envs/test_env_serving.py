@@ -1,4 +1,6 @@
-"""An environment process against the real rollout service, through outages, faults in its own code, and signals."""
+"""An environment process against the real rollout service, through outages, faults in its own code,
+and signals.
+"""
 
 import os
 import signal
@@ -25,32 +27,41 @@ def log_of(process: Any) -> str:
 def finished(process: Any, seconds: float = 120) -> int:
     """Wait until a process has ended by itself; its exit status."""
     wait_until(
-        "the environment's end", lambda: None if process.poll() is not None else f"still runs: {process.tail(2)}", seconds
+        "the environment's end",
+        lambda: None if process.poll() is not None else f"still runs: {process.tail(2)}",
+        seconds,
     )
     return process.poll()
 
 
 def check_group(group: dict[str, Any], tokenizer: Any, group_size: int) -> None:
-    assert {len(group[field]) for field in ("tokens", "masks", "scores", "inference_logprobs", "weight_versions")} == {
-        group_size
-    }
+    assert {
+        len(group[field])
+        for field in ("tokens", "masks", "scores", "inference_logprobs", "weight_versions")
+    } == {group_size}
     assert len(set(group["scores"])) > 1, "a group whose scores are all equal teaches nothing"
     assert set(group["scores"]) <= {1.0, -1.0}
-    for tokens, mask, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
+    for tokens, mask, logprobs in zip(
+        group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+    ):
         assert len(tokens) == len(mask) == len(logprobs)
         prompt = [i for i, token in enumerate(mask) if token == -100]
         assert prompt == list(range(len(prompt)))
         assert all(logprobs[i] == 1.0 for i in prompt)
         assert mask[len(prompt) :] == tokens[len(prompt) :]
         # The stand-in's logprobs, position by position: nothing was shifted or recomputed.
-        assert logprobs[len(prompt) :] == [-0.25 - 0.001 * i for i in range(len(tokens) - len(prompt))]
+        assert logprobs[len(prompt) :] == [
+            -0.25 - 0.001 * i for i in range(len(tokens) - len(prompt))
+        ]
         text = tokenizer.decode(tokens)
         assert text.startswith("<|im_start|>user\n")
         assert "<|im_end|>\n<|im_start|>assistant\n\\boxed{" in text
         assert text.endswith("}<|im_end|>")
 
 
-def test_started_first_it_waits_for_all_and_ends_with_the_trainer(stack: Stack, tokenizer: Any) -> None:
+def test_started_first_it_waits_for_all_and_ends_with_the_trainer(
+    stack: Stack, tokenizer: Any
+) -> None:
     environment = stack.start_environment(ARITHMETIC)
     stack.processes.wait_for_text(environment, "waiting for inference server", 120)
     stack.start_inference("--version", "7")
@@ -70,14 +81,18 @@ def test_started_first_it_waits_for_all_and_ends_with_the_trainer(stack: Stack, 
             assert group["finish_reasons"] == ["stop"] * 16
 
 
-def test_a_trainer_that_resumes_after_the_last_batch_finds_the_environment(stack: Stack, shared_inference: str) -> None:
+def test_a_trainer_that_resumes_after_the_last_batch_finds_the_environment(
+    stack: Stack, shared_inference: str
+) -> None:
     """It died in its last step, with every batch handed out, and comes back from a checkpoint."""
     stack.use_inference(shared_inference)
     stack.start_service()
     stack.register_trainer(num_steps=3)
     environment = stack.start_environment(ARITHMETIC)
     stack.take_batches(3)
-    stack.processes.wait_for_text(environment, "every batch up to step 3 is handed out: waiting for the trainer", 180)
+    stack.processes.wait_for_text(
+        environment, "every batch up to step 3 is handed out: waiting for the trainer", 180
+    )
     stack.register_trainer(num_steps=3, starting_step=1)
     stack.take_batches(2)
     stack.end_run()
@@ -86,30 +101,43 @@ def test_a_trainer_that_resumes_after_the_last_batch_finds_the_environment(stack
 
 
 def test_two_runs_in_a_row_on_one_service(stack: Stack, shared_inference: str) -> None:
-    """Start each run in the guide's order: environment first, trainer last, while the service keeps running."""
-    stack.use_inference(shared_inference, version=1)  # so that the second trainer gets none of these groups
+    """Start each run in the guide's order: environment first, trainer last, while the service keeps
+    running.
+    """
+    stack.use_inference(
+        shared_inference, version=1
+    )  # so that the second trainer gets none of these groups
     stack.start_service()
     first = stack.start_environment(ARITHMETIC, name="first")
     stack.register_trainer(num_steps=2)
     stack.take_batches(2)
-    os.kill(first.command_pid(), signal.SIGSTOP)  # too busy to notice the end of its run before the next run begins
+    os.kill(
+        first.command_pid(), signal.SIGSTOP
+    )  # too busy to notice the end of its run before the next run begins
     stack.end_run()
     second = stack.start_environment(ARITHMETIC, name="second")
     third = stack.start_environment(ARITHMETIC, name="third")
     for waiting in second, third:
-        stack.processes.wait_for_text(waiting, "run has ended; an environment that registers now waits for the next", 120)
+        stack.processes.wait_for_text(
+            waiting, "run has ended; an environment that registers now waits for the next", 120
+        )
     stack.control(version=0)
     stack.register_trainer(num_steps=3)
     assert stack.next_batch() is None
     reason = httpx.get(f"{stack.service_url}/stats", timeout=60).json()["waiting_because"]
     assert "no environment is registered: start one" in reason
-    for waiting in second, third:  # one that registers after the end of this run would wait for a third one
+    for waiting in (
+        second,
+        third,
+    ):  # one that registers after the end of this run would wait for a third one
         stack.processes.wait_for_text(waiting, "registered as arithmetic", 120)
     os.kill(first.command_pid(), signal.SIGCONT)
     stack.take_batches(3)
     stack.end_run()
     assert [finished(one) for one in (first, second, third)] == [0, 0, 0]
-    assert log_of(first).count("registered as arithmetic") == 1, "an environment ends with its own run"
+    assert log_of(first).count("registered as arithmetic") == 1, (
+        "an environment ends with its own run"
+    )
     assert "the trainer reached step 3: done" not in log_of(first)
     for one in second, third:
         assert log_of(one).count("registered as arithmetic") == 1
@@ -131,7 +159,9 @@ def test_what_the_service_drops_is_counted_and_said(stack: Stack, shared_inferen
     assert "dropped_by_service=" in log_of(environment)
 
 
-def test_it_survives_a_new_service_that_does_not_know_it(stack: Stack, shared_inference: str) -> None:
+def test_it_survives_a_new_service_that_does_not_know_it(
+    stack: Stack, shared_inference: str
+) -> None:
     stack.use_inference(shared_inference)
     service = stack.start_service()
     stack.register_trainer(num_steps=10)
@@ -147,7 +177,9 @@ def test_it_survives_a_new_service_that_does_not_know_it(stack: Stack, shared_in
     assert log_of(environment).count("registered as arithmetic") == 2
 
 
-def test_it_goes_on_after_a_killed_service_that_kept_its_store(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
+def test_it_goes_on_after_a_killed_service_that_kept_its_store(
+    stack: Stack, shared_inference: str, tmp_path: Path
+) -> None:
     stack.use_inference(shared_inference)
     store = tmp_path / "rollouts.db"
     service = stack.start_service(store)
@@ -173,12 +205,19 @@ def test_it_survives_an_inference_server_that_is_started_again(stack: Stack) -> 
         pass  # what was sampled before the server died
     stack.processes.wait_for_text(environment, "cannot be reached", 120)
     stack.start_inference("--version", "2")
-    newest = {version for batch in stack.take_batches(2) for group in batch for version in group["weight_versions"]}
+    newest = {
+        version
+        for batch in stack.take_batches(2)
+        for group in batch
+        for version in group["weight_versions"]
+    }
     assert 2 in newest
 
 
 @pytest.mark.parametrize("missing", ["inference", "service", "trainer"])
-def test_what_never_comes_ends_it_with_one_clear_line(stack: Stack, shared_inference: str, missing: str) -> None:
+def test_what_never_comes_ends_it_with_one_clear_line(
+    stack: Stack, shared_inference: str, missing: str
+) -> None:
     if missing != "inference":
         stack.use_inference(shared_inference)
     if missing == "trainer":
@@ -188,7 +227,11 @@ def test_what_never_comes_ends_it_with_one_clear_line(stack: Stack, shared_infer
     last = log_of(environment).strip().splitlines()[-1]
     assert last.startswith("error: ")
     assert "giving up" in last
-    assert {"inference": "--openai.base_url", "service": "--env.rollout_server_url", "trainer": "grpo.py"}[missing] in last
+    assert {
+        "inference": "--openai.base_url",
+        "service": "--env.rollout_server_url",
+        "trainer": "grpo.py",
+    }[missing] in last
     assert "Traceback" not in log_of(environment)
 
 

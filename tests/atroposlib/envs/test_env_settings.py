@@ -22,12 +22,28 @@ class TaskConfig(BaseEnvConfig):
 SERVER = [APIServerConfig(base_url="http://one/v1", server_type="vllm")]
 
 
-def settings(arguments: str = "", yaml_content: dict[str, Any] | None = None, servers: Any = SERVER, **defaults: Any) -> Any:
-    return merge(TaskConfig(**defaults), servers, parse_flags(arguments.split(), TaskConfig), yaml_content or {})
+def settings(
+    arguments: str = "",
+    yaml_content: dict[str, Any] | None = None,
+    servers: Any = SERVER,
+    **defaults: Any,
+) -> Any:
+    return merge(
+        TaskConfig(**defaults),
+        servers,
+        parse_flags(arguments.split(), TaskConfig),
+        yaml_content or {},
+    )
 
 
-@given(default=st.integers(1, 99), in_yaml=st.none() | st.integers(1, 99), flag=st.none() | st.integers(1, 99))
-def test_flags_win_over_yaml_and_yaml_over_defaults(default: int, in_yaml: int | None, flag: int | None) -> None:
+@given(
+    default=st.integers(1, 99),
+    in_yaml=st.none() | st.integers(1, 99),
+    flag=st.none() | st.integers(1, 99),
+)
+def test_flags_win_over_yaml_and_yaml_over_defaults(
+    default: int, in_yaml: int | None, flag: int | None
+) -> None:
     arguments = f"--env.group_size {flag}" if flag else ""
     content = {"env": {"group_size": in_yaml}} if in_yaml else {}
     expected = flag or in_yaml or default
@@ -41,7 +57,9 @@ def test_a_flag_that_repeats_the_default_still_wins_over_yaml() -> None:
 def test_what_a_command_changes_lies_between_defaults_and_yaml() -> None:
     changed = merge(TaskConfig(note="default"), SERVER, Given(), {}, {"note": "command"})
     assert changed.env.note == "command"
-    in_file = merge(TaskConfig(note="default"), SERVER, Given(), {"env": {"note": "file"}}, {"note": "command"})
+    in_file = merge(
+        TaskConfig(note="default"), SERVER, Given(), {"env": {"note": "file"}}, {"note": "command"}
+    )
     assert in_file.env.note == "file"
 
 
@@ -93,8 +111,14 @@ def test_wrong_flags_get_one_line_that_names_them(arguments: str, message: str) 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"env": {"group_sise": 8}}, "unknown key 'group_sise' in `env` of the YAML file (did you mean group_size?)"),
-        ({"openai": {"base_uri": "x"}}, "unknown key 'base_uri' in `openai` of the YAML file (did you mean base_url?)"),
+        (
+            {"env": {"group_sise": 8}},
+            "unknown key 'group_sise' in `env` of the YAML file (did you mean group_size?)",
+        ),
+        (
+            {"openai": {"base_uri": "x"}},
+            "unknown key 'base_uri' in `openai` of the YAML file (did you mean base_url?)",
+        ),
         ({"openai": [{"base_url": "x"}, {"bse_url": "y"}]}, "unknown key 'bse_url'"),
         ({"environment": {}}, "unknown key 'environment' in the YAML file"),
         ({"env": [1]}, "`env` of the YAML file must hold keys and values"),
@@ -107,18 +131,34 @@ def test_wrong_yaml_gets_one_line_that_names_it(content: dict[str, Any], message
     assert message in str(refusal.value)
 
 
-def test_yaml_written_for_atropos_may_hold_what_does_not_exist_here(caplog: pytest.LogCaptureFixture) -> None:
-    """Its own examples do: `weight` of a server, settings that no class has, a table for another trainer."""
+def test_yaml_written_for_atropos_may_hold_what_does_not_exist_here(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its own examples do: `weight` of a server, settings that no class has, a table for another
+    trainer.
+    """
     server = {"base_url": "http://one/v1", "model_name": "m", "weight": 1.0}
-    content = {"env": {"group_size": 6, "start_tok_length": 4096}, "openai": [server], "tinker": {"lora_rank": 32}}
+    content = {
+        "env": {"group_size": 6, "start_tok_length": 4096},
+        "openai": [server],
+        "tinker": {"lora_rank": 32},
+    }
     made = settings("", content)
     assert made.env.group_size == 6
-    assert "`env` of the YAML file has settings that do not exist, and they are ignored: start_tok_length" in caplog.text
-    assert "`openai` of the YAML file has settings that do not exist, and they are ignored: weight" in caplog.text
+    assert (
+        "`env` of the YAML file has settings that do not exist, and they are ignored: start_tok_length"
+        in caplog.text
+    )
+    assert (
+        "`openai` of the YAML file has settings that do not exist, and they are ignored: weight"
+        in caplog.text
+    )
 
 
 def test_yaml_file_faults(tmp_path: Path) -> None:
-    broken, empty, scalar = (tmp_path / name for name in ("broken.yaml", "empty.yaml", "scalar.yaml"))
+    broken, empty, scalar = (
+        tmp_path / name for name in ("broken.yaml", "empty.yaml", "scalar.yaml")
+    )
     broken.write_text("env: [")
     empty.write_text("")
     scalar.write_text("42")
@@ -134,7 +174,11 @@ def test_yaml_file_faults(tmp_path: Path) -> None:
         ("", {"env": {"group_size": True}}, "--env.group_size True: a boolean is not a number"),
         ("--env.group_size yes", {}, "--env.group_size True: a boolean is not a number"),
         ("", {"openai": {"timeout": False}}, "--openai.timeout False: a boolean is not a number"),
-        ("--env.max_batches_offpolicy true", {}, "--env.max_batches_offpolicy True: a boolean is not a number"),
+        (
+            "--env.max_batches_offpolicy true",
+            {},
+            "--env.max_batches_offpolicy True: a boolean is not a number",
+        ),
     ],
 )
 def test_a_boolean_is_not_a_number(flags: str, content: dict[str, Any], message: str) -> None:
@@ -145,7 +189,9 @@ def test_a_boolean_is_not_a_number(flags: str, content: dict[str, Any], message:
 
 def test_server_settings_merge_field_by_field() -> None:
     merged = settings("--openai.timeout 7", {"openai": {"model_name": "m"}}).servers
-    assert [(s.base_url, s.model_name, s.timeout, s.server_type) for s in merged] == [("http://one/v1", "m", 7, "vllm")]
+    assert [(s.base_url, s.model_name, s.timeout, s.server_type) for s in merged] == [
+        ("http://one/v1", "m", 7, "vllm")
+    ]
 
 
 def test_several_servers_come_from_yaml_and_exclude_flags() -> None:
@@ -173,6 +219,8 @@ def test_manager_flags_work_with_and_without_namespace() -> None:
     assert settings("", {"server": {"slurm": True}}).manager.slurm
 
 
-def test_python_code_may_name_settings_that_no_longer_exist(caplog: pytest.LogCaptureFixture) -> None:
+def test_python_code_may_name_settings_that_no_longer_exist(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert BaseEnvConfig(group_size=3, long_gone=1).group_size == 3  # type: ignore[call-arg]
     assert "no setting named 'long_gone'" in caplog.text

@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.config import EvalHandlingEnum
-from atroposlib.envs.runner.worker_policy import QueueState, WorkerLimits, allowed_workers, workers_during_eval
+from atroposlib.envs.runner.worker_policy import (
+    QueueState,
+    WorkerLimits,
+    allowed_workers,
+    workers_during_eval,
+)
 
 group_sizes = st.sampled_from([1, 2, 4, 8, 16])
 limits = st.builds(
@@ -27,14 +32,18 @@ def test_queue_and_work_together_stay_within_the_bound(limits: WorkerLimits, que
 
 
 @given(limits=limits, finishing=st.lists(st.integers(0, 100), min_size=30, max_size=30))
-def test_no_group_is_older_than_the_bound_and_the_trainer_never_starves(limits: WorkerLimits, finishing: list[int]) -> None:
-    """Groups carry the step at which they were started and finish in that order; a batch is taken whenever there is one."""
+def test_no_group_is_older_than_the_bound_and_the_trainer_never_starves(
+    limits: WorkerLimits, finishing: list[int]
+) -> None:
+    """Groups carry the step at which they were started and finish in that order; a batch is taken
+    whenever there is one.
+    """
     batches = max(1, limits.max_batches_offpolicy)
     per_batch = limits.batch_size // limits.group_size
     queue: list[int] = []
     working: list[int] = []
     step = 0
-    for finished in finishing * 4:
+    for finished in finishing * (1 + per_batch // 15):  # one worker fills two batches
         missing = allowed_workers(limits, QueueState(queue_size=len(queue))) - len(working)
         working += [step] * max(0, missing)
         assert working, "nothing in work and no batch: the trainer would wait for ever"
@@ -62,7 +71,13 @@ def test_the_service_may_ask_for_less(limits: WorkerLimits, queue: int, wanted: 
 
 
 def test_a_reserve_is_filled_even_when_others_have_filled_the_queue() -> None:
-    reserved = WorkerLimits(max_workers=50, group_size=4, batch_size=40, max_batches_offpolicy=2, min_batch_allocation=0.5)
+    reserved = WorkerLimits(
+        max_workers=50,
+        group_size=4,
+        batch_size=40,
+        max_batches_offpolicy=2,
+        min_batch_allocation=0.5,
+    )
     full_of_others = QueueState(queue_size=100, self_queue_size=3, unallocated_fraction=0.5)
     assert allowed_workers(reserved, full_of_others) == 2 * 40 * 0.5 / 4 - 3
 

@@ -1,4 +1,6 @@
-"""The workers of an environment that serves: outages, broken items and the end of a run, without any process."""
+"""The workers of an environment that serves: outages, broken items and the end of a run, without
+any process.
+"""
 
 import asyncio
 import time
@@ -15,14 +17,18 @@ PAIR = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
 
 
 class StandInService:
-    """What the serving loop asks for at each round; `statuses` come one after the other, the last one for ever."""
+    """What the serving loop asks for at each round; `statuses` come one after the other, the last
+    one for ever.
+    """
 
     def __init__(self, *statuses: dict[str, Any]):
         self.statuses = list(statuses)
         self.asked = 0
         self.waited: list[tuple[int | None, float]] = []
 
-    async def status_env(self, env_id: int, moves: int | None = None, wait: float = 0.0) -> dict[str, Any]:
+    async def status_env(
+        self, env_id: int, moves: int | None = None, wait: float = 0.0
+    ) -> dict[str, Any]:
         self.asked += 1
         self.waited.append((moves, wait))
         return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
@@ -31,11 +37,15 @@ class StandInService:
         return {"batch_size": 8, "max_token_len": 64}
 
 
-def serving_env(*statuses: dict[str, Any], kind: type[ScriptedEnv] = ScriptedEnv, **settings: Any) -> Any:
+def serving_env(
+    *statuses: dict[str, Any], kind: type[ScriptedEnv] = ScriptedEnv, **settings: Any
+) -> Any:
     env = kind([], **({"max_num_workers": 2, "steps_per_eval": 0} | settings))
     env.env_id, env._serving.trainer_steps = 0, 4
     env.config.batch_size = 8
-    env.service = StandInService(*({"queue_size": 0, "env_weight": 1.0} | status for status in statuses))
+    env.service = StandInService(
+        *({"queue_size": 0, "env_weight": 1.0} | status for status in statuses)
+    )
     return env
 
 
@@ -68,18 +78,30 @@ def idle(env: ScriptedEnv) -> ScriptedEnv:
     return env
 
 
-# ---- the end -----------------------------------------------------------------------------------------------------------
+# ---- the end
+# -----------------------------------------------------------------------------------------------------------
 
 
 async def test_the_last_batch_handed_out_is_not_the_end_of_the_run() -> None:
-    """The trainer dies in the last step and resumes: the environment is there still, and leaves when the run has ended."""
+    """The trainer dies in the last step and resumes: the environment is there still, and leaves
+    when the run has ended.
+    """
     last, back = {"current_step": 4, "run_ended": False}, {"current_step": 2, "run_ended": False}
     env = idle(serving_env(last, last, last, back, back, last, last | {"run_ended": True}))
     assert await rounds(env) == 6
 
 
 async def test_a_run_that_ended_early_ends_the_environment() -> None:
-    assert await rounds(idle(serving_env({"current_step": 1, "run_ended": False}, {"current_step": 1, "run_ended": True}))) == 1
+    assert (
+        await rounds(
+            idle(
+                serving_env(
+                    {"current_step": 1, "run_ended": False}, {"current_step": 1, "run_ended": True}
+                )
+            )
+        )
+        == 1
+    )
 
 
 async def test_a_service_that_does_not_tell_of_the_end_is_left_at_the_last_batch() -> None:
@@ -87,15 +109,28 @@ async def test_a_service_that_does_not_tell_of_the_end_is_left_at_the_last_batch
 
 
 async def test_the_environments_own_limit_ends_it_whatever_the_run_does() -> None:
-    env = idle(serving_env({"current_step": 2, "run_ended": False}, {"current_step": 3, "run_ended": False}, total_steps=3))
+    env = idle(
+        serving_env(
+            {"current_step": 2, "run_ended": False},
+            {"current_step": 3, "run_ended": False},
+            total_steps=3,
+        )
+    )
     assert await rounds(env) == 1
 
 
-async def test_a_trainer_that_does_more_steps_than_it_said_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trainer_that_does_more_steps_than_it_said_is_not_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It was resumed with more steps: each of them begins the wait anew."""
     now = [0.0]
     monkeypatch.setattr("atroposlib.envs.runner.serve.time.monotonic", lambda: now[0])
-    env = idle(serving_env(*({"current_step": step, "run_ended": False} for step in range(3, 9)), service_timeout=10.0))
+    env = idle(
+        serving_env(
+            *({"current_step": step, "run_ended": False} for step in range(3, 9)),
+            service_timeout=10.0,
+        )
+    )
     for _ in range(6):
         assert not await env._serving.one_round()
         now[0] += 9.0
@@ -109,7 +144,9 @@ async def test_a_service_that_has_begun_another_run_ends_it_once_every_batch_was
 ) -> None:
     """The run ended, and the service was restarted before this environment asked again."""
     caplog.set_level("INFO")
-    env = idle(serving_env({"current_step": 4, "run_ended": False}, {"status": "not registered here"}))
+    env = idle(
+        serving_env({"current_step": 4, "run_ended": False}, {"status": "not registered here"})
+    )
     assert await rounds(env) == 1
     assert "every batch of the run was handed out: the run is over" in caplog.text
 
@@ -123,8 +160,13 @@ async def test_the_wait_for_the_end_has_a_deadline(caplog: pytest.LogCaptureFixt
     assert "did not end the run within 0.05 s" in caplog.text
 
 
-async def test_the_service_waits_for_the_trainer_where_nothing_else_can_happen(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = serving_env({"current_step": 0, "groups_wanted": 0, "moves": 7}, {"current_step": 1, "groups_wanted": 2, "moves": 8})
+async def test_the_service_waits_for_the_trainer_where_nothing_else_can_happen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = serving_env(
+        {"current_step": 0, "groups_wanted": 0, "moves": 7},
+        {"current_step": 1, "groups_wanted": 2, "moves": 8},
+    )
     released = asyncio.Event()
 
     async def sampling(item_id: str) -> None:
@@ -149,11 +191,14 @@ async def test_an_evaluation_that_ends_is_not_kept_waiting() -> None:
     env.eval_runner.cancel()
 
 
-# ---- outages -----------------------------------------------------------------------------------------------------------
+# ---- outages
+# -----------------------------------------------------------------------------------------------------------
 
 
 async def test_an_item_that_waits_for_the_service_is_never_cut_off() -> None:
-    """The service is away for longer than an item may take, with everything sampled: nothing is lost, nothing is failed."""
+    """The service is away for longer than an item may take, with everything sampled: nothing is
+    lost, nothing is failed.
+    """
     back = asyncio.Event()
 
     class Posting(ScriptedEnv):
@@ -164,7 +209,9 @@ async def test_an_item_that_waits_for_the_service_is_never_cut_off() -> None:
             await back.wait()
             await super()._send_scored_data_to_api(scored_data)
 
-    env = serving_env({"current_step": 0}, kind=Posting, worker_timeout=1.0, max_consecutive_failures=1)
+    env = serving_env(
+        {"current_step": 0}, kind=Posting, worker_timeout=1.0, max_consecutive_failures=1
+    )
     env.script = [response(1.0), response(-1.0)] * 2
     await env._serving.one_round()
     while env.waiting < 2:
@@ -175,12 +222,18 @@ async def test_an_item_that_waits_for_the_service_is_never_cut_off() -> None:
     back.set()
     await asyncio.wait(env.workers)
     assert len(env.posted) == 2
-    assert (env.drops.total, env._serving.workers.failures_in_a_row, env._serving.workers.fatal) == (0, 0, None)
+    assert (
+        env.drops.total,
+        env._serving.workers.failures_in_a_row,
+        env._serving.workers.fatal,
+    ) == (0, 0, None)
     assert "item" not in env.backlog, "what is sampled is not sampled again"
 
 
 @pytest.mark.parametrize("away", ["the inference server", "a judge"])
-async def test_an_outage_does_not_count_as_an_items_time(monkeypatch: pytest.MonkeyPatch, away: str) -> None:
+async def test_an_outage_does_not_count_as_an_items_time(
+    monkeypatch: pytest.MonkeyPatch, away: str
+) -> None:
     env = ScriptedEnv([response(1.0), response(-1.0)], worker_timeout=1.0)
     if away == "a judge":
         env.server.beside.append(OpenAIServer(APIServerConfig(base_url="http://judge.example")))
@@ -223,11 +276,14 @@ async def test_a_stuck_item_is_cut_off_and_cleans_up() -> None:
     assert env.drops.by_reason == {"timeout": 1}
 
 
-# ---- broken items ------------------------------------------------------------------------------------------------------
+# ---- broken items
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["handle_send_to_api", "cleanup"])
-async def test_what_is_wrong_with_one_item_ends_that_item_only(where: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_wrong_with_one_item_ends_that_item_only(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     env = serving_env({"current_step": 0}, max_consecutive_failures=3)
     env.script = [response(1.0), response(-1.0)] * 20
     calls = 0

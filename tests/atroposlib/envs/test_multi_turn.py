@@ -1,4 +1,6 @@
-"""Conversations with tools against a server over HTTP: tokens, limits, rewards, retries, evaluation."""
+"""Conversations with tools against a server over HTTP: tokens, limits, rewards, retries,
+evaluation.
+"""
 
 import copy
 from collections.abc import AsyncIterator, Callable
@@ -39,7 +41,9 @@ class Sums(MultiTurnEnv):
     tool_format = TaggedFormat("add", "numbers", "<", ">")
 
     def __init__(self, url: str, tokenizer: Any, **settings: Any):
-        config = MultiTurnConfig(**({"group_size": 2, "max_token_length": 40, "rollout_retries": 1} | settings))
+        config = MultiTurnConfig(
+            **({"group_size": 2, "max_token_length": 40, "rollout_retries": 1} | settings)
+        )
         super().__init__(config, [APIServerConfig(base_url=f"{url}/v1", server_type="vllm")])
         self.tokenizer = tokenizer
         self.begun: list[Conversation] = []
@@ -74,7 +78,15 @@ async def make(shared_inference: str, tokenizer: Any) -> AsyncIterator[Make]:
     made: list[Sums] = []
 
     def one(*cycle: str, kind: type[Sums] = Sums, **settings: Any) -> Sums:
-        control(shared_inference, version=4, delay=0.0, fail_next=0, text=None, cycle=list(cycle), generate_options=None)
+        control(
+            shared_inference,
+            version=4,
+            delay=0.0,
+            fail_next=0,
+            text=None,
+            cycle=list(cycle),
+            generate_options=None,
+        )
         made.append(kind(shared_inference, tokenizer, **settings))
         return made[-1]
 
@@ -101,7 +113,9 @@ def sampled(group: Any, index: int, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(tokens[begin:end]) for begin, end in sampled_runs(mask)]
 
 
-async def test_a_group_keeps_every_sampled_token_and_adds_up_rewards(make: Make, tokenizer: Any) -> None:
+async def test_a_group_keeps_every_sampled_token_and_adds_up_rewards(
+    make: Make, tokenizer: Any
+) -> None:
     environment = make("<1+2>", "4", "3", include_messages=True)
     group, backlog = await environment.collect_trajectories("1+2")
     assert backlog == []
@@ -130,36 +144,58 @@ class ReasonedSums(Sums):
     tool_format = TaggedFormat("add", "numbers", "{", "}")
 
     async def grade(self, talk: Conversation) -> Grade:
-        return Grade(float(talk.answer.strip() == "3"), talk.answer.strip() == "3", answer=talk.answer)
+        return Grade(
+            float(talk.answer.strip() == "3"), talk.answer.strip() == "3", answer=talk.answer
+        )
 
 
-@pytest.mark.parametrize("history", ["as it is", "reasoning removed", "reasoning rebuilt", "reasoning must be in tags"])
-async def test_no_turn_is_lost_where_the_template_opens_the_reasoning(make: Make, tokenizer: Any, history: str) -> None:
-    environment = make("I add\n</think>\n\n{1+2}", "3", "3\n</think>\n\n3", kind=ReasonedSums, include_messages=True)
+@pytest.mark.parametrize(
+    "history", ["as it is", "reasoning removed", "reasoning rebuilt", "reasoning must be in tags"]
+)
+async def test_no_turn_is_lost_where_the_template_opens_the_reasoning(
+    make: Make, tokenizer: Any, history: str
+) -> None:
+    environment = make(
+        "I add\n</think>\n\n{1+2}",
+        "3",
+        "3\n</think>\n\n3",
+        kind=ReasonedSums,
+        include_messages=True,
+    )
     environment.tokenizer = copy.deepcopy(tokenizer)
     environment.tokenizer.chat_template = Shape("<think>\n", history).template
     group, _ = await environment.collect_trajectories("1+2")
-    assert sampled(group, 0, tokenizer) == ["I add\n</think>\n\n{1+2}<|im_end|>", "3\n</think>\n\n3<|im_end|>"]
+    assert sampled(group, 0, tokenizer) == [
+        "I add\n</think>\n\n{1+2}<|im_end|>",
+        "3\n</think>\n\n3<|im_end|>",
+    ]
     assert group["scores"] == [1.5, 0.0], "a number in reasoning that never ends is not the answer"
     assert tokenizer.decode(group["tokens"][0]) == (
         "<|im_start|>user\n1+2 = ?<|im_end|>\n<|im_start|>assistant\n<think>\nI add\n</think>\n\n{1+2}<|im_end|>\n"
         "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n<think>\n3\n</think>\n\n3<|im_end|>"
     )
-    assert group["messages"][0][1]["content"] == "<think>\nI add\n</think>\n\n{1+2}", "a record is whole"
+    assert group["messages"][0][1]["content"] == "<think>\nI add\n</think>\n\n{1+2}", (
+        "a record is whole"
+    )
 
 
 async def test_rewards_to_go_become_advantages_of_the_turns_tokens(make: Make) -> None:
     group, _ = await make("<1+2>", "4", "3", turn_rewards="to_go").collect_trajectories("1+2")
-    # Returns [1.5, 1] and [0]: means 0.75 and 1, differences [0.75, 0] and [-0.75], their standard deviation 0.75 sqrt(2/3).
+    # Returns [1.5, 1] and [0]: means 0.75 and 1, differences [0.75, 0] and [-0.75], their standard
+    # deviation 0.75 sqrt(2/3).
     expected = [[1.5**0.5, 0.0], [-(1.5**0.5)]]
     for mask, row, of_turns in zip(group["masks"], group["advantages"], expected, strict=True):
         assert len(row) == len(mask)
         runs = sampled_runs(mask)
         assert [row[begin] for begin, _ in runs] == pytest.approx(of_turns)
-        assert sum(value != 0 for value in row) == sum(e - b for (b, e), v in zip(runs, of_turns, strict=True) if v)
+        assert sum(value != 0 for value in row) == sum(
+            e - b for (b, e), v in zip(runs, of_turns, strict=True) if v
+        )
 
 
-async def test_the_trainer_takes_advantages_of_turns_and_masks_what_a_limit_ended(make: Make, tokenizer: Any) -> None:
+async def test_the_trainer_takes_advantages_of_turns_and_masks_what_a_limit_ended(
+    make: Make, tokenizer: Any
+) -> None:
     environment = make("<1+2>", "4", "3", turn_rewards="to_go", max_turns=2)
     group, _ = await environment.collect_trajectories("1+2")
     cut, _ = await make("<1+2>", "4", "<1+2>", max_turns=2).collect_trajectories("1+2")
@@ -168,21 +204,33 @@ async def test_the_trainer_takes_advantages_of_turns_and_masks_what_a_limit_ende
     assert batch.invalid == []
     first, second, limited, whole = batch.sequences
     for sequence, row in zip((first, second), group["advantages"], strict=True):
-        assert sequence.advantages.tolist() == pytest.approx([row[place] for place in sequence.positions])
-    assert (limited.finish_reason, len(limited.positions)) == ("length", 0), "with max_turns it is as if an answer was cut off"
+        assert sequence.advantages.tolist() == pytest.approx(
+            [row[place] for place in sequence.positions]
+        )
+    assert (limited.finish_reason, len(limited.positions)) == ("length", 0), (
+        "with max_turns it is as if an answer was cut off"
+    )
     assert (whole.finish_reason, float(whole.advantages[0])) == ("stop", pytest.approx(-1.0)), (
         "it is in the baseline of the others"
     )
 
 
-async def test_a_call_that_goes_wrong_is_answered_and_scores_nothing_by_itself(make: Make, tokenizer: Any) -> None:
+async def test_a_call_that_goes_wrong_is_answered_and_scores_nothing_by_itself(
+    make: Make, tokenizer: Any
+) -> None:
     environment = make("<one>", "<1+2", "3", "3")
     group, _ = await environment.collect_trajectories("1+2")
     text = [tokenizer.decode(tokens) for tokens in group["tokens"]]
-    assert "tool\nerror: ValueError: invalid literal for int() with base 10: 'one'<|im_end|>" in text[0]
+    assert (
+        "tool\nerror: ValueError: invalid literal for int() with base 10: 'one'<|im_end|>"
+        in text[0]
+    )
     assert "tool\nerror: '>' is missing<|im_end|>" in text[1]
     assert group["scores"] == [1.5, 1.5]
-    assert environment.toolbox.metrics() == {"train/tool_problems_raised": 1.0, "train/tool_problems_unreadable": 1.0}
+    assert environment.toolbox.metrics() == {
+        "train/tool_problems_raised": 1.0,
+        "train/tool_problems_unreadable": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -198,18 +246,28 @@ async def test_a_limit_in_the_middle_ends_the_conversation_and_the_reward_is_ask
 ) -> None:
     environment = make("<1+2>", **limits)
     group, _ = await environment.collect_trajectories("1+2")
-    assert [(talk.ended, talk.truncated, len(talk.turns)) for talk in environment.begun] == [(ended, True, turns)] * 2
-    assert group["finish_reasons"] == ["length", "length"], "as an answer that was cut off, which --truncated-answers is about"
+    assert [(talk.ended, talk.truncated, len(talk.turns)) for talk in environment.begun] == [
+        (ended, True, turns)
+    ] * 2
+    assert group["finish_reasons"] == ["length", "length"], (
+        "as an answer that was cut off, which --truncated-answers is about"
+    )
     assert group["scores"] == [0.5 * turns * (ended != "answer_cut")] * 2
     assert max(map(len, group["tokens"])) <= limits.get("max_conversation_tokens", 1000)
-    assert caplog.text.count("a limit ended a conversation") == caplog.text.count(f"({ended}). It is graded as it stands") == 1
+    assert (
+        caplog.text.count("a limit ended a conversation")
+        == caplog.text.count(f"({ended}). It is graded as it stands")
+        == 1
+    )
     assert environment._noted[f"ended_{ended}"] == [1, 1]
     assert [len(sampled_runs(mask)) for mask in group["masks"]] == [turns, turns]
 
 
 async def test_no_room_for_a_first_answer_gives_no_group(make: Make) -> None:
     environment = make("3", max_conversation_tokens=5)
-    with pytest.raises(RolloutFailure, match=r"leave no room for an answer within --env.max_conversation_tokens 5"):
+    with pytest.raises(
+        RolloutFailure, match=r"leave no room for an answer within --env.max_conversation_tokens 5"
+    ):
         await environment._rollouts.work_on("1+2", send=False)
     assert str(environment.drops) == "no_room=1"
 
@@ -220,9 +278,14 @@ class Hermes(Sums):
     tool_format = HermesFormat()
 
 
-async def test_a_template_that_knows_tools_tells_the_model_of_them(make: Make, tokenizer: Any) -> None:
+async def test_a_template_that_knows_tools_tells_the_model_of_them(
+    make: Make, tokenizer: Any
+) -> None:
     knowing = copy.deepcopy(tokenizer)
-    knowing.chat_template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + tokenizer.chat_template
+    knowing.chat_template = (
+        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+        + tokenizer.chat_template
+    )
     call = 'So <tool_call>{"name": "add", "arguments": {"numbers": "1+2"}}</tool_call>'
     environment = make(call, "3", kind=Hermes, group_size=1, max_token_length=100)
     environment.tokenizer = knowing
@@ -258,7 +321,9 @@ class Programs(Sums):
 async def test_a_sandbox_that_breaks_under_a_tool_is_counted_and_never_scored(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its keeper is killed between two calls, which nobody notices; under every program; and cannot be started any more."""
+    """Its keeper is killed between two calls, which nobody notices; under every program; and cannot
+    be started any more.
+    """
     environment = make("<print(3)>", kind=Programs, group_size=1, max_token_length=100, max_turns=1)
     assert isinstance(environment, Programs)
     await environment.setup()
@@ -290,7 +355,12 @@ async def test_a_sandbox_that_breaks_under_a_tool_is_counted_and_never_scored(
             with pytest.raises(SandboxBroken):
                 await environment.collect_trajectories("1+2")
         assert environment.toolbox.metrics() == {"train/tool_problems_ended_rollout": 2.0}
-        assert caplog.text.count("a call of run_code ended its rollout, of which nothing is scored: SandboxBroken: ") == 1
+        assert (
+            caplog.text.count(
+                "a call of run_code ended its rollout, of which nothing is scored: SandboxBroken: "
+            )
+            == 1
+        )
         monkeypatch.setattr(supervisor_process, "KEEPER", Path("/there/is/no/keeper.py"))
         with pytest.raises(EnvironmentFailure, match="the sandbox's keeper did not start: "):
             await environment.collect_trajectories("1+2")
@@ -310,7 +380,9 @@ class Unsteady(Sums):
         return await super().step(talk)
 
 
-async def test_one_conversation_is_tried_again_from_its_beginning(make: Make, tokenizer: Any) -> None:
+async def test_one_conversation_is_tried_again_from_its_beginning(
+    make: Make, tokenizer: Any
+) -> None:
     environment = make("<1+2>", "<1+2>", "3", kind=Unsteady, group_size=1)
     group, _ = await environment.collect_trajectories("1+2")
     assert str(environment.drops) == "errors_retried=1"
@@ -345,5 +417,11 @@ async def test_metrics_of_rollouts(make: Make) -> None:
     told: dict[str, Any] = {}
     environment._reports._log_line = told.update  # type: ignore[method-assign]
     await environment.wandb_log()
-    expected = {"percent_correct": 0.5, "turns": 1.5, "tool_calls": 0.5, "tool_use": 0.5, "truncated_share": 0.0}
+    expected = {
+        "percent_correct": 0.5,
+        "turns": 1.5,
+        "tool_calls": 0.5,
+        "tool_use": 0.5,
+        "truncated_share": 0.0,
+    }
     assert {name: told[f"train/{name}"] for name in expected} == expected

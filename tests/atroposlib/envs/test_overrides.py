@@ -1,4 +1,6 @@
-"""What an environment overrides is what runs, wherever the SDK needs it; and `super()` does what the SDK would have done."""
+"""What an environment overrides is what runs, wherever the SDK needs it; and `super()` does what
+the SDK would have done.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,14 @@ SERVING = (
     *("handle_send_to_api", "add_rollouts_for_wandb", "_send_scored_data_to_api", "cleanup"),
     *("evaluate", "save_checkpoint", "load_checkpoint", "wandb_log", "perf_stats"),
 )
-"""Methods that environments of others override, or that one would, and that a run beside a trainer uses."""
+"""Methods that environments of others override, or that one would, and that a run beside a trainer
+uses."""
 
 
 class StandInService:
-    """A rollout service whose trainer resumes at step 4 and goes one step further each time that it is asked."""
+    """A rollout service whose trainer resumes at step 4 and goes one step further each time that it
+    is asked.
+    """
 
     def __init__(self) -> None:
         self.step, self.posted = 4, 0
@@ -47,12 +52,23 @@ class StandInService:
         if path != "/register-env":
             self.posted += 1
             return {"status": "received"}
-        told = {"env_id": 0, "wandb_name": "mine_0", "checkpoint_dir": "", "checkpoint_interval": 2, "num_steps": 9}
+        told = {
+            "env_id": 0,
+            "wandb_name": "mine_0",
+            "checkpoint_dir": "",
+            "checkpoint_interval": 2,
+            "num_steps": 9,
+        }
         return {"status": "success", "starting_step": self.step, **told}
 
     async def status_env(self, env_id: int) -> dict[str, Any]:
         self.step += 1
-        return {"current_step": self.step - 1, "queue_size": 0, "env_weight": 1.0, "run_ended": self.step > 9}
+        return {
+            "current_step": self.step - 1,
+            "queue_size": 0,
+            "env_weight": 1.0,
+            "run_ended": self.step > 9,
+        }
 
     async def disconnect(self, env_id: int) -> None:
         """There is nobody to tell."""

@@ -34,7 +34,9 @@ def finished(process: Any) -> str:
     return log
 
 
-def test_serve_with_one_response_at_a_time(stack: Stack, shared_inference: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_serve_with_one_response_at_a_time(
+    stack: Stack, shared_inference: str, tokenizer: Any, tmp_path: Path
+) -> None:
     stack.use_inference(shared_inference)
     stack.start_service()
     stack.register_trainer(num_steps=4, batch_size=8, save_checkpoint_interval=2)
@@ -52,22 +54,32 @@ def test_serve_with_one_response_at_a_time(stack: Stack, shared_inference: str, 
     assert "train/percent_correct=" in log
     assert "evaluating at step" in log
     told = httpx.get(f"{stack.service_url}/evaluations", timeout=60).json()["evaluations"][0]
-    assert (told["env_id"], told["name"], told["metrics"]) == (0, "sums", {"eval/percent_correct": 1.0})
+    assert (told["env_id"], told["name"], told["metrics"]) == (
+        0,
+        "sums",
+        {"eval/percent_correct": 1.0},
+    )
     assert told["weight_version"] is None, "a chat completion does not tell"
     kept = list(tmp_path.glob("env_checkpoints/sums_0/step-*.json"))
     assert kept
     assert json.loads(kept[0].read_text())["seen"] > 0
 
 
-def test_serve_with_conversations_of_two_turns(stack: Stack, shared_inference: str, tokenizer: Any) -> None:
+def test_serve_with_conversations_of_two_turns(
+    stack: Stack, shared_inference: str, tokenizer: Any
+) -> None:
     stack.use_inference(shared_inference, version=9)
     stack.start_service()
     stack.register_trainer(num_steps=2, batch_size=8)
     environment = start(stack, "--env.two_turns", "true")
     for batch in stack.take_batches(2):
         for group in batch:
-            assert group["weight_versions"] == [9] * 4, "the file knows nothing of versions, yet they are passed on"
-            assert {told["temperature"] for told in group["sampling_params"]} == {1.0}, "nor of what was sampled how"
+            assert group["weight_versions"] == [9] * 4, (
+                "the file knows nothing of versions, yet they are passed on"
+            )
+            assert {told["temperature"] for told in group["sampling_params"]} == {1.0}, (
+                "nor of what was sampled how"
+            )
             assert group["finish_reasons"] == ["stop"] * 4
             for mask, logprobs in zip(group["masks"], group["inference_logprobs"], strict=True):
                 trained = tokenizer.decode([token for token in mask if token != -100])
@@ -80,7 +92,9 @@ def test_serve_with_conversations_of_two_turns(stack: Stack, shared_inference: s
 def test_process_and_evaluate(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
     stack.use_inference(shared_inference)
     groups = tmp_path / "groups.jsonl"
-    made = start(stack, "process", "--env.total_steps", "2", "--env.data_path_to_save_groups", str(groups))
+    made = start(
+        stack, "process", "--env.total_steps", "2", "--env.data_path_to_save_groups", str(groups)
+    )
     finished(made)
     assert [len(json.loads(line)["tokens"]) for line in groups.read_text().splitlines()] == [4, 4]
     assert f"read them with: view-run {groups}" in made.log_path.read_text()
@@ -91,10 +105,19 @@ def test_process_and_evaluate(stack: Stack, shared_inference: str, tmp_path: Pat
     assert len((tmp_path / "evals" / "samples.jsonl").read_text().splitlines()) == 10
 
 
-def test_an_openai_endpoint_that_ignores_n_is_asked_n_times(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
+def test_an_openai_endpoint_that_ignores_n_is_asked_n_times(
+    stack: Stack, shared_inference: str, tmp_path: Path
+) -> None:
     stack.use_inference(shared_inference, ignore_n=True)
     output = tmp_path / "groups.jsonl"
-    flags = ("--openai.server_type", "openai", "--env.total_steps", "1", "--env.data_path_to_save_groups", str(output))
+    flags = (
+        "--openai.server_type",
+        "openai",
+        "--env.total_steps",
+        "1",
+        "--env.data_path_to_save_groups",
+        str(output),
+    )
     finished(start(stack, "process", *flags))
     stack.control(ignore_n=False)
     assert len(output.read_text().splitlines()) == 1

@@ -1,4 +1,6 @@
-"""Environments that are stopped (SIGSTOP): the service names them, others go on, and after SIGCONT so do they."""
+"""Environments that are stopped (SIGSTOP): the service names them, others go on, and after SIGCONT
+so do they.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ GROUPS = 4
 
 
 def stats(stack: Stack) -> dict[str, Any]:
-    answer: dict[str, Any] = httpx.get(f"{stack.service_url}/stats", timeout=60).raise_for_status().json()
+    answer: dict[str, Any] = (
+        httpx.get(f"{stack.service_url}/stats", timeout=60).raise_for_status().json()
+    )
     return answer
 
 
@@ -52,7 +56,9 @@ def take_until_accepted(stack: Stack, name: str, groups: int) -> None:
     wait_until(f"groups of {name}", probe, 120)
 
 
-def test_one_of_two_is_stopped_then_both_and_both_go_on(stack: Stack, shared_inference: str) -> None:
+def test_one_of_two_is_stopped_then_both_and_both_go_on(
+    stack: Stack, shared_inference: str
+) -> None:
     stack.use_inference(shared_inference)
     stack.start_service("memory", "--silent-after", str(SILENT_AFTER))
     stack.register_trainer(num_steps=10**6)

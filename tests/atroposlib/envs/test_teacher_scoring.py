@@ -1,4 +1,6 @@
-"""A teacher scores what environments send: every group, through every outage, and nothing of another vocabulary."""
+"""A teacher scores what environments send: every group, through every outage, and nothing of
+another vocabulary.
+"""
 
 import asyncio
 import logging
@@ -33,9 +35,13 @@ def ours(tokenizer: Any) -> Iterator[StandinTeacher]:
         yield started
 
 
-def environment(teacher: StandinTeacher, tokenizer: Any, script: list[Any] | None = None, **settings: Any) -> ScriptedEnv:
+def environment(
+    teacher: StandinTeacher, tokenizer: Any, script: list[Any] | None = None, **settings: Any
+) -> ScriptedEnv:
     script = script if script is not None else [response(1.0), response(0.0)]
-    env = ScriptedEnv(script, **({"teacher_url": f"{teacher.url}/v1", "teacher_timeout": SECONDS} | settings))
+    env = ScriptedEnv(
+        script, **({"teacher_url": f"{teacher.url}/v1", "teacher_timeout": SECONDS} | settings)
+    )
     env.tokenizer = tokenizer
     return env
 
@@ -46,7 +52,9 @@ def run(env: ScriptedEnv, items: int = 1) -> None:
     async def work() -> None:
         try:
             await env._delivery.teaching.wait_for_teacher()
-            for done in await asyncio.gather(*(env._rollouts.work_on("item") for _ in range(items)), return_exceptions=True):
+            for done in await asyncio.gather(
+                *(env._rollouts.work_on("item") for _ in range(items)), return_exceptions=True
+            ):
                 if isinstance(done, BaseException):
                     raise done
         finally:
@@ -63,20 +71,37 @@ def refused(env: ScriptedEnv, kind: type[Exception] = EnvironmentFailure) -> str
     return str(error.value)
 
 
-def test_every_trained_token_gets_the_teachers_logprob(teacher: StandinTeacher, tokenizer: Any) -> None:
-    # Scores are equal, and the teacher teaches all the same. The second sequence has a gap, and trains its first token.
-    gap = {"tokens": [9, 8, 7, 6, 5], "masks": [9, -100, 7, -100, 5], "scores": 1.0, "inference_logprobs": [-1.0] * 5}
-    env = environment(teacher, tokenizer, [response(1.0, 4, inference_logprobs=[1.0, -1.0, -1.0, -1.0]), gap])
+def test_every_trained_token_gets_the_teachers_logprob(
+    teacher: StandinTeacher, tokenizer: Any
+) -> None:
+    # Scores are equal, and the teacher teaches all the same. The second sequence has a gap, and
+    # trains its first token.
+    gap = {
+        "tokens": [9, 8, 7, 6, 5],
+        "masks": [9, -100, 7, -100, 5],
+        "scores": 1.0,
+        "inference_logprobs": [-1.0] * 5,
+    }
+    env = environment(
+        teacher, tokenizer, [response(1.0, 4, inference_logprobs=[1.0, -1.0, -1.0, -1.0]), gap]
+    )
     run(env)
     (group,) = env.posted
     first, second = expected([1, 2, 3, 4]), expected([9, 8, 7, 6, 5])
     assert group["distill_token_ids"] == [[[], [2], [3], [4]], [[], [], [7], [], [5]]]
-    assert group["distill_logprobs"] == [[[], [first[1]], [first[2]], [first[3]]], [[], [], [second[2]], [], [second[4]]]]
+    assert group["distill_logprobs"] == [
+        [[], [first[1]], [first[2]], [first[3]]],
+        [[], [], [second[2]], [], [second[4]]],
+    ]
     asked = "/generate" if teacher.kind == "ours" else "/v1/completions"
-    assert [path for path in teacher.paths if path in ("/generate", "/v1/completions")] == [asked] * 3  # one to begin with
+    assert [path for path in teacher.paths if path in ("/generate", "/v1/completions")] == [
+        asked
+    ] * 3  # one to begin with
     taught = [value for row in group["distill_logprobs"] for entry in row for value in entry]
     teaching = env._delivery.teaching
-    assert teaching.kl_sum / teaching.kl_tokens == pytest.approx(sum(-1.0 - value for value in taught) / 5)
+    assert teaching.kl_sum / teaching.kl_tokens == pytest.approx(
+        sum(-1.0 - value for value in taught) / 5
+    )
 
 
 def test_a_model_that_is_named_is_asked_by_its_name(ours: StandinTeacher, tokenizer: Any) -> None:
@@ -89,7 +114,9 @@ def test_a_model_that_is_named_is_asked_by_its_name(ours: StandinTeacher, tokeni
     assert "--env.teacher_model_name another" in line
 
 
-def test_an_environment_with_a_teacher_of_its_own_keeps_what_it_said(ours: StandinTeacher, tokenizer: Any) -> None:
+def test_an_environment_with_a_teacher_of_its_own_keeps_what_it_said(
+    ours: StandinTeacher, tokenizer: Any
+) -> None:
     own = {"distill_token_ids": [[], [2], [3]], "distill_logprobs": [[], [-0.5], [-0.5]]}
     env = environment(ours, tokenizer, [response(1.0, **own), response(0.0, **own)])
     run(env)
@@ -100,7 +127,9 @@ def test_groups_wait_for_a_teacher_that_died_and_none_is_lost(
     teacher: StandinTeacher, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    env = environment(teacher, tokenizer, [response(float(n % 2)) for n in range(8)], teacher_max_requests=3)
+    env = environment(
+        teacher, tokenizer, [response(float(n % 2)) for n in range(8)], teacher_max_requests=3
+    )
 
     async def work() -> None:
         await env._delivery.teaching.wait_for_teacher()
@@ -125,7 +154,9 @@ def test_groups_wait_for_a_teacher_that_died_and_none_is_lost(
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_a_teacher_that_fails_for_a_while_is_asked_again(ours: StandinTeacher, tokenizer: Any, status: int) -> None:
+def test_a_teacher_that_fails_for_a_while_is_asked_again(
+    ours: StandinTeacher, tokenizer: Any, status: int
+) -> None:
     env = environment(ours, tokenizer)
     ours.status = status
 
@@ -152,7 +183,9 @@ def test_a_teacher_that_never_comes_back_ends_it_with_one_line_and_the_group_is_
         finally:
             await close_servers(env)
 
-    with pytest.raises(InferenceUnavailable, match=rf"teacher at {ours.url}: .* giving up; .*--env\.teacher_url") as error:
+    with pytest.raises(
+        InferenceUnavailable, match=rf"teacher at {ours.url}: .* giving up; .*--env\.teacher_url"
+    ) as error:
         asyncio.run(asyncio.wait_for(work(), SECONDS))
     assert "\n" not in str(error.value)
     assert str(env.drops) == "teacher_away=1"
@@ -161,9 +194,15 @@ def test_a_teacher_that_never_comes_back_ends_it_with_one_line_and_the_group_is_
     ours.start()
 
 
-def test_another_vocabulary_is_refused_by_its_first_difference(teacher: StandinTeacher, tokenizer: Any) -> None:
+def test_another_vocabulary_is_refused_by_its_first_difference(
+    teacher: StandinTeacher, tokenizer: Any
+) -> None:
     token = tokenizer.convert_ids_to_tokens(65)
-    teacher.vocabulary = {**{t: i for t, i in teacher.vocabulary.items() if i != 65}, "other": 65, "more": 9999}
+    teacher.vocabulary = {
+        **{t: i for t, i in teacher.vocabulary.items() if i != 65},
+        "other": 65,
+        "more": 9999,
+    }
     teacher.shift = 1
     line = refused(environment(teacher, tokenizer), UsageError)
     assert f"--env.teacher_url {teacher.url}" in line
@@ -177,9 +216,13 @@ def test_another_vocabulary_is_refused_by_its_first_difference(teacher: StandinT
         assert "token 0 is " in line
 
 
-def test_a_sequence_that_the_teacher_cannot_take_is_dropped_alone(ours: StandinTeacher, tokenizer: Any) -> None:
+def test_a_sequence_that_the_teacher_cannot_take_is_dropped_alone(
+    ours: StandinTeacher, tokenizer: Any
+) -> None:
     ours.context = 8
-    env = environment(ours, tokenizer, [response(1.0, 8), response(0.0, 8), response(1.0, 7), response(0.0, 7)])
+    env = environment(
+        ours, tokenizer, [response(1.0, 8), response(0.0, 8), response(1.0, 7), response(0.0, 7)]
+    )
     line = refused(env, RolloutFailure)
     assert "a sequence of 8 tokens does not fit into its 8" in line
     assert str(env.drops) == "teacher_refused=1"
@@ -198,7 +241,11 @@ def test_a_sequence_that_the_teacher_cannot_take_is_dropped_alone(ours: StandinT
     ],
 )
 def test_what_a_person_must_mend_is_said_at_the_start(
-    ours: StandinTeacher, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
+    ours: StandinTeacher,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    said: str,
 ) -> None:
     monkeypatch.delenv(TEACHER_KEY, raising=False)
     for name, value in change.items():
@@ -206,7 +253,9 @@ def test_what_a_person_must_mend_is_said_at_the_start(
     assert said in refused(environment(ours, tokenizer))
 
 
-def test_a_token_that_the_teacher_has_no_logprob_of_costs_its_group_alone(teacher: StandinTeacher, tokenizer: Any) -> None:
+def test_a_token_that_the_teacher_has_no_logprob_of_costs_its_group_alone(
+    teacher: StandinTeacher, tokenizer: Any
+) -> None:
     scripts = [response(1.0, 8), response(0.0, 8), response(1.0, 3), response(0.0, 3)]
     env = environment(teacher, tokenizer, scripts)
     teacher.wrong_token = 8
@@ -250,7 +299,9 @@ def test_a_teacher_that_is_exchanged_while_nobody_asks_is_compared_again(
     assert len(env.posted) == 2
 
 
-def test_the_teachers_key_is_its_own(ours: StandinTeacher, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_teachers_key_is_its_own(
+    ours: StandinTeacher, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "the student's")
     monkeypatch.setenv(TEACHER_KEY, "secret")
     ours.key = "secret"
@@ -270,9 +321,13 @@ vocabularies = st.dictionaries(st.text(max_size=3), st.integers(0, 20), max_size
 
 
 @given(vocabularies, vocabularies)
-def test_the_difference_that_is_named_is_the_lowest(there: dict[str, int], here: dict[str, int]) -> None:
+def test_the_difference_that_is_named_is_the_lowest(
+    there: dict[str, int], here: dict[str, int]
+) -> None:
     said = first_difference(there, here)
-    tables = [{i: {t for t, j in table.items() if j == i} for i in range(21)} for table in (there, here)]
+    tables = [
+        {i: {t for t, j in table.items() if j == i} for i in range(21)} for table in (there, here)
+    ]
     differing = [i for i in range(21) if tables[0][i] != tables[1][i]]
     assert (said is None) == (there == here)
     assert said is None or said.startswith(f"id {differing[0]} is ")

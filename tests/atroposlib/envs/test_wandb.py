@@ -1,7 +1,8 @@
-"""What an environment logs arrives in W&B: the real package, offline, read back from the file that it would upload.
+"""What an environment logs arrives in W&B: the real package, offline, read back from the file that
+it would upload.
 
-The test runs where wandb is installed, in this environment or in a folder of its own; with LOCKSTEP_WANDB=1 it fills that
-folder first. The project itself does without.
+The test runs where wandb is installed, in this environment or in a folder of its own; with
+LOCKSTEP_WANDB=1 it fills that folder first. The project itself does without.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def with_wandb() -> dict[str, str]:
         return {}
     if not (FOLDER / "ready").exists():
         if os.environ.get("LOCKSTEP_WANDB") != "1":
-            pytest.skip(f"wandb is installed neither here nor in {FOLDER}; set LOCKSTEP_WANDB=1 to do it")
+            pytest.skip(
+                f"wandb is installed neither here nor in {FOLDER}; set LOCKSTEP_WANDB=1 to do it"
+            )
         command = [
             sys.executable,
             "-m",
@@ -82,20 +85,32 @@ def with_wandb() -> dict[str, str]:
 
 
 @pytest.mark.e2e
-def test_an_environment_logs_to_wandb(stack: Stack, shared_inference: str, with_wandb: dict[str, str], tmp_path: Path) -> None:
+def test_an_environment_logs_to_wandb(
+    stack: Stack, shared_inference: str, with_wandb: dict[str, str], tmp_path: Path
+) -> None:
     stack.use_inference(shared_inference)
     stack.start_service()
     stack.register_trainer(num_steps=2, batch_size=8)
     command = [
         *(sys.executable, str(ROOT / "environments" / "arithmetic_server.py")),
-        *("--env.rollout_server_url", stack.service_url, "--openai.base_url", f"{stack.inference_url}/v1"),
+        *(
+            "--env.rollout_server_url",
+            stack.service_url,
+            "--openai.base_url",
+            f"{stack.inference_url}/v1",
+        ),
         *("--env.use_wandb", "--env.group_size", "4", "--env.wandb_name", "sums"),
         *("--env.ensure_scores_are_not_same", "false", "--env.num_rollouts_to_keep", "8"),
     ]
     # Without a login the run is kept offline, though nothing says so.
-    variables: dict[str, str | None] = {**dict.fromkeys(("NETRC", "WANDB_API_KEY", "WANDB_MODE")), "HOME": str(tmp_path)}
+    variables: dict[str, str | None] = {
+        **dict.fromkeys(("NETRC", "WANDB_API_KEY", "WANDB_MODE")),
+        "HOME": str(tmp_path),
+    }
     variables |= {"WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true", **with_wandb}
-    environment = stack.processes.start("environment", command, OFFLINE | variables, may_finish=True)
+    environment = stack.processes.start(
+        "environment", command, OFFLINE | variables, may_finish=True
+    )
     stack.take_batches(2)
     stack.end_run()
     wait_until("its end", lambda: None if environment.poll() is not None else "it still runs", 120)

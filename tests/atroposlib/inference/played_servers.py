@@ -26,7 +26,13 @@ class Light:
 
     def says(self, **told: Any) -> None:
         """What GET /weights answers."""
-        known = {"instance": "i", "weight_version": 3, "weight_epoch": 7, "trouble": "", "in_flight": 0}
+        known = {
+            "instance": "i",
+            "weight_version": 3,
+            "weight_epoch": 7,
+            "trouble": "",
+            "in_flight": 0,
+        }
         self.answers["/weights"] = (200, known | told)
 
     @property
@@ -77,7 +83,12 @@ class Light:
         if path == "/generate":
             ids = json.loads(body)["prompt"]["prompt_token_ids"]
             tables = [[{str(ids[0]): -0.5}]]
-            return 200, {"token_ids": [ids[:1]], "logprobs": tables, "finish_reasons": ["stop"], "weight_versions": [3]}
+            return 200, {
+                "token_ids": [ids[:1]],
+                "logprobs": tables,
+                "finish_reasons": ["stop"],
+                "weight_versions": [3],
+            }
         return 404, {}
 
     @property
@@ -102,7 +113,9 @@ async def fleet(count: int, **config: Any) -> AsyncIterator[tuple[ServerManager,
 
 async def ask(manager: ServerManager, count: int) -> None:
     """So many requests at once; each must have its own answer."""
-    answers = await asyncio.gather(*(manager.generate(input_ids=[number]) for number in range(count)))
+    answers = await asyncio.gather(
+        *(manager.generate(input_ids=[number]) for number in range(count))
+    )
     assert [answer.output_tokens for answer in answers] == [[[number]] for number in range(count)]
 
 

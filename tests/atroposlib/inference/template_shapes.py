@@ -1,4 +1,6 @@
-"""Chat templates made of parts, each of which some family of models has, and a server that answers with given tokens."""
+"""Chat templates made of parts, each of which some family of models has, and a server that answers
+with given tokens.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,8 @@ HISTORY = {
     "reasoning rebuilt": REASONING + "<think>\n{{ r }}\n</think>\n\n{{ c }}",
     "reasoning rebuilt after the last question": REASONING
     + "{% if loop.index0 > ns.last %}<think>\n{{ r }}\n</think>\n\n{% endif %}{{ c }}",
-    "empty reasoning unless it is the last": REASONING + "<think>{{ r if loop.last else '' }}</think>{{ c | trim }}",
+    "empty reasoning unless it is the last": REASONING
+    + "<think>{{ r if loop.last else '' }}</think>{{ c | trim }}",
     "reasoning from a field": "<think>{{ m.reasoning_content or '' }}</think>{{ c }}",
     "in capitals": "{{ c | upper }}",
     "reasoning must be in a field": "<think>{{ '\n' + m.reasoning_content + '\n' }}</think>{{ c }}",
@@ -63,10 +66,18 @@ class Shape:
         return (ROLES if self.strict else "") + loop + opening
 
     def tail(self, sampled_end: str, *messages: dict[str, Any]) -> str:
-        """What follows an answer, of which the model sampled this end: written without the template."""
+        """What follows an answer, of which the model sampled this end: written without the
+        template.
+        """
         stripped = self.turn_end.lstrip()
-        end = stripped.removeprefix(sampled_end) if sampled_end and stripped.startswith(sampled_end) else self.turn_end
-        rest = "".join(f"{START}{message['role']}\n{message['content']}{END}\n" for message in messages)
+        end = (
+            stripped.removeprefix(sampled_end)
+            if sampled_end and stripped.startswith(sampled_end)
+            else self.turn_end
+        )
+        rest = "".join(
+            f"{START}{message['role']}\n{message['content']}{END}\n" for message in messages
+        )
         return f"{end}{rest}{START}assistant\n{self.opened}"
 
 
@@ -82,7 +93,12 @@ class Sampler:
         self.prompts.append(input_ids)
         answers, self.next = self.next[:n], self.next[n:]
         tokens = [list(row) for row, _ in answers]
-        return Generation(input_ids, tokens, [[-token / 1000 for token in row] for row in tokens], [r for _, r in answers])
+        return Generation(
+            input_ids,
+            tokens,
+            [[-token / 1000 for token in row] for row in tokens],
+            [r for _, r in answers],
+        )
 
 
 def managed_with(sampler: Sampler, template: str, **options: Any) -> ManagedServer:

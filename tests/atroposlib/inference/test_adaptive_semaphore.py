@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from atroposlib.inference.client import AsyncSemWithAdaptiveWeight
 
 
-@given(size=st.integers(1, 12), weights=st.lists(st.floats(0, 1), min_size=1, max_size=6), tasks=st.integers(1, 40))
-def test_never_more_holders_than_slots_and_everyone_gets_one(size: int, weights: list[float], tasks: int) -> None:
+@given(
+    size=st.integers(1, 12),
+    weights=st.lists(st.floats(0, 1), min_size=1, max_size=6),
+    tasks=st.integers(1, 40),
+)
+def test_never_more_holders_than_slots_and_everyone_gets_one(
+    size: int, weights: list[float], tasks: int
+) -> None:
     async def run() -> int:
         semaphore = AsyncSemWithAdaptiveWeight(size)
         done = 0

@@ -1,7 +1,8 @@
 """Conversations under chat templates of every shape: what was sampled is never rendered again.
 
-The templates are made of parts, each of which some family of models has: tags of reasoning in the generation prompt, answers
-that are stripped, trimmed or rebuilt in the history, ends of turns that the model does not sample, roles that are refused.
+The templates are made of parts, each of which some family of models has: tags of reasoning in the
+generation prompt, answers that are stripped, trimmed or rebuilt in the history, ends of turns that
+the model does not sample, roles that are refused.
 """
 
 import asyncio
@@ -65,10 +66,16 @@ QUESTIONS = st.text(alphabet="ab 1?\n", max_size=8).map(lambda text: f"q{text}")
 
 @st.composite
 def answers(draw: st.DrawFn, end: int) -> tuple[list[str | int], str]:
-    """Text and single tokens of an answer, and its finish reason. Many texts have several tokenisations: any may be sampled."""
+    """Text and single tokens of an answer, and its finish reason.
+
+    Many texts have several tokenisations: any may be sampled.
+    """
     pieces = draw(
         st.lists(
-            st.one_of(st.sampled_from(["so 1 plus 1", "\n", "</think>\n\n2", " ", "<think>\nhm", "2"]), st.integers(3, 1000))
+            st.one_of(
+                st.sampled_from(["so 1 plus 1", "\n", "</think>\n\n2", " ", "<think>\nhm", "2"]),
+                st.integers(3, 1000),
+            )
         )
     )
     stops = draw(st.sampled_from(["stop", "stop", "stop", "length"]))
@@ -76,14 +83,19 @@ def answers(draw: st.DrawFn, end: int) -> tuple[list[str | int], str]:
 
 
 def encoded(tokenizer: Any, pieces: list[str | int]) -> list[int]:
-    ids = ([piece] if isinstance(piece, int) else tokenizer.encode(piece, add_special_tokens=False) for piece in pieces)
+    ids = (
+        [piece] if isinstance(piece, int) else tokenizer.encode(piece, add_special_tokens=False)
+        for piece in pieces
+    )
     return [token for row in ids for token in row]
 
 
 @settings(max_examples=150)
 @given(
     shape=SHAPES,
-    turns=st.lists(st.tuples(answers(2), QUESTIONS, st.sampled_from(FORMS)), min_size=2, max_size=4),
+    turns=st.lists(
+        st.tuples(answers(2), QUESTIONS, st.sampled_from(FORMS)), min_size=2, max_size=4
+    ),
     system=st.booleans(),
     preserve=st.booleans(),
 )
@@ -109,9 +121,15 @@ def test_every_sampled_token_is_trained_once_and_every_prompt_begins_with_all_be
             **({"opened": shape.opened} if shape.opened else {}),
         }
     (node,) = managed.get_state()["nodes"]
-    assert [token for token in node.masked_tokens if token != -100] == [token for row in sampled for token in row]
-    assert [value for value in node.logprobs if value != 1.0] == [-token / 1000 for row in sampled for token in row]
-    for (prompt, later), row, tail in zip(pairwise(sampler.prompts), sampled, expected, strict=False):
+    assert [token for token in node.masked_tokens if token != -100] == [
+        token for row in sampled for token in row
+    ]
+    assert [value for value in node.logprobs if value != 1.0] == [
+        -token / 1000 for row in sampled for token in row
+    ]
+    for (prompt, later), row, tail in zip(
+        pairwise(sampler.prompts), sampled, expected, strict=False
+    ):
         so_far = prompt + row
         assert later[: len(so_far)] == so_far
         assert tokenizer.decode(later[len(so_far) :]) == tail
@@ -125,19 +143,26 @@ def trained(node: Any) -> list[int]:
 
 @given(
     shape=SHAPES,
-    firsts=st.lists(st.sampled_from(["a", "a", "b</think>c", "<think>b</think>c"]), min_size=2, max_size=4),
+    firsts=st.lists(
+        st.sampled_from(["a", "a", "b</think>c", "<think>b</think>c"]), min_size=2, max_size=4
+    ),
     drawn=st.data(),
 )
 def test_members_of_a_group_that_go_different_ways_keep_their_own_tokens(
     sampler: Sampler, shape: Shape, firsts: list[str], drawn: st.DataObject
 ) -> None:
-    """One request for all first answers, some of them equal; then each goes on by itself for two turns, in any order."""
+    """One request for all first answers, some of them equal; then each goes on by itself for two
+    turns, in any order.
+    """
     managed = managed_with(sampler, shape.template)
     ask = [{"role": "user", "content": "q"}]
     sampler.next = [(encoded(sampler.tokenizer, [text, 2]), "stop") for text in firsts]
     expected = [row for row, _ in sampler.next]
     answer = asyncio.run(managed.chat_completion(messages=ask, n=len(firsts)))
-    talks = [[*ask, {"role": "assistant", "content": choice.message.content}] for choice in answer.choices]
+    talks = [
+        [*ask, {"role": "assistant", "content": choice.message.content}]
+        for choice in answer.choices
+    ]
     order = drawn.draw(st.permutations([*range(len(firsts))] * 2))
     last: dict[int, Any] = {}
     for step, member in enumerate(order):
@@ -145,7 +170,9 @@ def test_members_of_a_group_that_go_different_ways_keep_their_own_tokens(
         row = [100 + step, 2]
         sampler.next = [(row, "stop")]
         last[member] = asyncio.run(managed.chat_completion(messages=talks[member], n=1))
-        talks[member].append({"role": "assistant", "content": last[member].choices[0].message.content})
+        talks[member].append(
+            {"role": "assistant", "content": last[member].choices[0].message.content}
+        )
         expected[member] = expected[member] + row
     for member in range(len(firsts)):
         assert trained(managed.node_of(last[member])) == expected[member]
@@ -166,12 +193,23 @@ def test_a_turn_that_is_continued_in_two_ways_is_in_both(sampler: Sampler, shape
     assert sorted(map(trained, managed.get_state()["nodes"])) == [[90, 2, 91, 2], [90, 2, 92, 2]]
 
 
-def two_turns(managed: ManagedServer, sampler: Sampler, edit: Any = None, **second: Any) -> list[list[int]]:
-    """What is trained after two turns. `edit` changes the messages between them, `second` the second request."""
+def two_turns(
+    managed: ManagedServer, sampler: Sampler, edit: Any = None, **second: Any
+) -> list[list[int]]:
+    """What is trained after two turns.
+
+    `edit` changes the messages between them, `second` the second request.
+    """
     messages: list[Any] = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
-    sampler.next = [(encoded(sampler.tokenizer, ["so 1 plus 1\n</think>\n\n2", 2]), "stop"), ([99, 2], "stop")]
+    sampler.next = [
+        (encoded(sampler.tokenizer, ["so 1 plus 1\n</think>\n\n2", 2]), "stop"),
+        ([99, 2], "stop"),
+    ]
     answer = asyncio.run(managed.chat_completion(messages=messages))
-    messages += [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "?"}]
+    messages += [
+        {"role": "assistant", "content": answer.choices[0].message.content},
+        {"role": "user", "content": "?"},
+    ]
     asyncio.run(managed.chat_completion(messages=edit(messages) if edit else messages, **second))
     return [trained(node) for node in managed.tracker.nodes]
 
@@ -189,7 +227,8 @@ def without_system(messages: list[Any]) -> list[Any]:
     [
         (without_reasoning, "as it is", "2"),
         (without_reasoning, "reasoning rebuilt", "<think>\n\n</think>\n\n2"),
-        # The answer itself is as it was: the template gets it whole, with the tag that the prompt had opened.
+        # The answer itself is as it was: the template gets it whole, with the tag that the prompt
+        # had opened.
         (without_system, "as it is", "<think>\nso 1 plus 1\n</think>\n\n2"),
         (without_system, "reasoning rebuilt", "<think>\nso 1 plus 1\n</think>\n\n2"),
         (without_system, "reasoning removed", "2"),
@@ -200,29 +239,52 @@ def test_a_history_that_the_environment_changed_is_a_sequence_of_its_own(
     sampler: Sampler, caplog: pytest.LogCaptureFixture, edit: Any, history: str, shown: str
 ) -> None:
     say_that_history_changed.cache_clear()
-    first, second = two_turns(managed_with(sampler, Shape("<think>\n", history).template), sampler, edit)
-    assert second == [99, 2], "what was sampled after another history is given text here, and not trained"
+    first, second = two_turns(
+        managed_with(sampler, Shape("<think>\n", history).template), sampler, edit
+    )
+    assert second == [99, 2], (
+        "what was sampled after another history is given text here, and not trained"
+    )
     assert len(first) > 2
     prompt = sampler.tokenizer.decode(sampler.prompts[1])
     assert prompt.split(f"{START}assistant\n")[1].split(END)[0] == shown
     assert caplog.text.count("conversation becomes several nodes") == (edit is without_system)
 
 
-def test_options_of_the_template_that_change_the_next_answer_alone_do_not_end_the_sequence(sampler: Sampler) -> None:
+def test_options_of_the_template_that_change_the_next_answer_alone_do_not_end_the_sequence(
+    sampler: Sampler,
+) -> None:
     switch = "{% if not thinks %}<think>\n\n</think>\n\n{% endif %}"
     shape = replace(Shape("", "reasoning removed"), opened=switch)
-    assert len(two_turns(managed_with(sampler, shape.template), sampler, chat_template_kwargs={"thinks": True})) == 1
+    assert (
+        len(
+            two_turns(
+                managed_with(sampler, shape.template),
+                sampler,
+                chat_template_kwargs={"thinks": True},
+            )
+        )
+        == 1
+    )
     effort = "{{ 'Effort: ' + effort if effort is defined else '' }}"
     changed = managed_with(sampler, effort + Shape().template)
-    assert len(two_turns(changed, sampler, chat_template_kwargs={"effort": "low"})) == 2, "the system's words are others"
+    assert len(two_turns(changed, sampler, chat_template_kwargs={"effort": "low"})) == 2, (
+        "the system's words are others"
+    )
 
 
 @pytest.mark.parametrize("preserve", [False, True])
-def test_an_answer_from_elsewhere_gets_the_tag_that_its_own_prompt_had(sampler: Sampler, preserve: bool) -> None:
-    """As in a session that was opened anew: only a closing tag shows that some prompt had opened the reasoning."""
+def test_an_answer_from_elsewhere_gets_the_tag_that_its_own_prompt_had(
+    sampler: Sampler, preserve: bool
+) -> None:
+    """As in a session that was opened anew: only a closing tag shows that some prompt had opened
+    the reasoning.
+    """
     managed = managed_with(sampler, Shape("<think>\n").template, preserve_think_blocks=preserve)
     answer = {"role": "assistant", "content": "hm\n</think>\n\n2"}
-    text = managed.render([{"role": "user", "content": "</think>"}, answer, {"role": "user", "content": "?"}])
+    text = managed.render(
+        [{"role": "user", "content": "</think>"}, answer, {"role": "user", "content": "?"}]
+    )
     assert text.split(f"{START}assistant\n")[1].split(END)[0] == "<think>\nhm\n</think>\n\n2"
     assert text.startswith(f"{START}user\n</think>{END}"), "the words of others stay as they are"
 
@@ -235,11 +297,17 @@ GIVEN = [
 ]
 
 
-@pytest.mark.parametrize("history", sorted(set(HISTORY) - {"in capitals", "reasoning from a field", *MUST}))
-def test_reasoning_from_elsewhere_is_kept_where_it_is_asked_for_and_stands_there_once(sampler: Sampler, history: str) -> None:
+@pytest.mark.parametrize(
+    "history", sorted(set(HISTORY) - {"in capitals", "reasoning from a field", *MUST})
+)
+def test_reasoning_from_elsewhere_is_kept_where_it_is_asked_for_and_stands_there_once(
+    sampler: Sampler, history: str
+) -> None:
     template = Shape("<think>\n", history).template
     text = managed_with(sampler, template, preserve_think_blocks=True).render(GIVEN)
-    assert text.split(f"{START}assistant\n")[1] == f"{GIVEN[1]['content']}{END}\n{START}user\n?{END}\n"
+    assert (
+        text.split(f"{START}assistant\n")[1] == f"{GIVEN[1]['content']}{END}\n{START}user\n?{END}\n"
+    )
 
 
 CALLS = "{% for call in m.tool_calls or [] %}{% set f = call.function %}"
@@ -263,15 +331,29 @@ TOOL_TEMPLATES = {
     + CALLS
     + "{% for k, v in f.arguments | items %}{{ k }}={{ v }}{% endfor %}{% endfor %}"
     + END,
-    "arguments are text": NAMED + FOLLOWS + SPOKEN + CALLS + "{{ '<' + f.name + '>' + f.arguments }}{% endfor %}" + END,
+    "arguments are text": NAMED
+    + FOLLOWS
+    + SPOKEN
+    + CALLS
+    + "{{ '<' + f.name + '>' + f.arguments }}{% endfor %}"
+    + END,
 }
-TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
 @pytest.mark.parametrize("form", ["object", "written anew"])
-def test_an_answer_with_calls_is_continued_whatever_the_template_makes_of_calls(sampler: Sampler, name: str, form: str) -> None:
-    opening = f"{{% endfor %}}{{% if add_generation_prompt %}}{START}assistant\n<think>\n{{% endif %}}"
+def test_an_answer_with_calls_is_continued_whatever_the_template_makes_of_calls(
+    sampler: Sampler, name: str, form: str
+) -> None:
+    opening = (
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{START}assistant\n<think>\n{{% endif %}}"
+    )
     managed = managed_with(sampler, TOOL_TEMPLATES[name] + opening)
     # Spacing that no serialiser would write.
     raw = 'hm</think>\nLet me see.\n<tool_call>\n{"name":"look_up",   "arguments": {"q":  "x"}}\n</tool_call>'
@@ -280,19 +362,26 @@ def test_an_answer_with_calls_is_continued_whatever_the_template_makes_of_calls(
     answer = asyncio.run(managed.chat_completion(messages=messages, tools=TOOLS))
     message = answer.choices[0].message
     if form == "written anew":
-        call = {"id": "other", "type": "function", "function": {"name": "look_up", "arguments": '{"q":"x"}'}}
+        call = {
+            "id": "other",
+            "type": "function",
+            "function": {"name": "look_up", "arguments": '{"q":"x"}'},
+        }
         message = {"role": "assistant", "content": message.content, "tool_calls": [call]}
     messages += [message, {"role": "tool", "content": "x is 1"}]
     asyncio.run(managed.chat_completion(messages=messages, tools=TOOLS))
     (node,) = managed.get_state()["nodes"]
     assert trained(node) == [*encoded(sampler.tokenizer, [raw, 2]), 99, 2]
     assert node.full_text.endswith(
-        f"</tool_call>{END}{START}tool\nx is 1{END}{START}assistant\n<think>\n" + sampler.tokenizer.decode([99])
+        f"</tool_call>{END}{START}tool\nx is 1{END}{START}assistant\n<think>\n"
+        + sampler.tokenizer.decode([99])
     )
 
 
 def test_a_tree_holds_every_turn(sampler: Sampler) -> None:
-    managed = managed_with(sampler, Shape("<think>\n", "reasoning removed").template, track_tree=True)
+    managed = managed_with(
+        sampler, Shape("<think>\n", "reasoning removed").template, track_tree=True
+    )
     assert two_turns(managed, sampler)[-1][-2:] == [99, 2]
     assert len(managed.get_state()["sequences"]) == 2
 
@@ -307,7 +396,9 @@ def test_content_in_parts_is_continued(sampler: Sampler) -> None:
     sampler.next = [([90, 2], "stop"), ([91, 2], "stop")]
     answer = asyncio.run(managed.chat_completion(messages=[message("user", "q")]))
     said = message("assistant", answer.choices[0].message.content)
-    asyncio.run(managed.chat_completion(messages=[message("user", "q"), said, message("user", "?")]))
+    asyncio.run(
+        managed.chat_completion(messages=[message("user", "q"), said, message("user", "?")])
+    )
     (node,) = managed.get_state()["nodes"]
     assert trained(node) == [90, 2, 91, 2]
 

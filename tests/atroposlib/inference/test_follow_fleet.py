@@ -1,4 +1,6 @@
-"""An environment that follows the fleet goes on while servers join, are restarted one by one, and leave."""
+"""An environment that follows the fleet goes on while servers join, are restarted one by one, and
+leave.
+"""
 
 from __future__ import annotations
 
@@ -28,29 +30,44 @@ def table(*servers: tuple[str, str], **more: Any) -> dict[str, Any]:
     return {"servers": listed, "wanted": [], "left": [], "published": 1.0} | more
 
 
-# ---- which servers are followed ----------------------------------------------------------------------------------------
+# ---- which servers are followed
+# ----------------------------------------------------------------------------------------
 
 
-@given(st.dictionaries(st.sampled_from([f"http://h:{port}" for port in range(1, 6)]), st.sampled_from(STANDINGS)), st.data())
+@given(
+    st.dictionaries(
+        st.sampled_from([f"http://h:{port}" for port in range(1, 6)]), st.sampled_from(STANDINGS)
+    ),
+    st.data(),
+)
 def test_whatever_the_table_says_those_with_the_trainers_weights_are_followed(
     told: dict[str, str], data: st.DataObject
 ) -> None:
     left = data.draw(st.lists(st.sampled_from(sorted(told) or ["http://h:9"])))
     found = servers_of(table(*told.items(), left=left))
     assert found is not None
-    assert set(found) == {url for url, standing in told.items() if standing != "joining"} - set(left)
+    assert set(found) == {url for url, standing in told.items() if standing != "joining"} - set(
+        left
+    )
 
 
 def test_what_is_no_table_is_told() -> None:
     assert servers_of(table(("http://h:1", "good"), published=None)) is None
-    for wrong in ([], {}, {"published": 1.0}, table(("h", "good")), table(("http://h:1", "good")) | {"servers": [1]}):
+    for wrong in (
+        [],
+        {},
+        {"published": 1.0},
+        table(("h", "good")),
+        table(("http://h:1", "good")) | {"servers": [1]},
+    ):
         with pytest.raises(ValueError):  # noqa: PT011  # each names something else
             servers_of(wrong)
     assert same_address("http://H:1/v1", "http://h:1/")
     assert not same_address("http://h:1", "https://h:1")
 
 
-# ---- the list of servers ----------------------------------------------------------------------------------------------
+# ---- the list of servers
+# ----------------------------------------------------------------------------------------------
 
 
 class Told(FleetFollower):
@@ -63,7 +80,13 @@ class Told(FleetFollower):
 
 
 async def test_servers_that_stay_are_the_same_and_new_ones_are_as_the_others() -> None:
-    manager = ServerManager([APIServerConfig(base_url="http://a:1/v1,http://b:1/v1", server_type="vllm", model_name="m")])
+    manager = ServerManager(
+        [
+            APIServerConfig(
+                base_url="http://a:1/v1,http://b:1/v1", server_type="vllm", model_name="m"
+            )
+        ]
+    )
     manager.follower = follower = Told("http://service:1")
     a, b = manager.servers
     a.tokenizer, a.max_sequence_length = "its tokenizer", 64
@@ -76,7 +99,12 @@ async def test_servers_that_stay_are_the_same_and_new_ones_are_as_the_others() -
     await manager._follow_once()
     c, same = manager.servers
     assert same is a
-    assert (c.root_url, c.tokenizer, c.max_sequence_length, c.sem.weight) == ("http://c:1", "its tokenizer", 64, 0.5)
+    assert (c.root_url, c.tokenizer, c.max_sequence_length, c.sem.weight) == (
+        "http://c:1",
+        "its tokenizer",
+        64,
+        0.5,
+    )
     assert b.router is c.router is a.router, "what is asked of the one that left goes to the others"
     assert len(manager.routers()) == 1
     follower.addresses = ["http://d:1"]
@@ -87,9 +115,17 @@ async def test_servers_that_stay_are_the_same_and_new_ones_are_as_the_others() -
     await manager.close()
 
 
-async def test_a_service_that_says_nothing_takes_no_server_away(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_service_that_says_nothing_takes_no_server_away(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
-    answers: list[Any] = [httpx.ConnectError("gone"), (404, {}), (500, {}), (200, []), (200, table(published=None))]
+    answers: list[Any] = [
+        httpx.ConnectError("gone"),
+        (404, {}),
+        (500, {}),
+        (200, []),
+        (200, table(published=None)),
+    ]
     answers += [httpx.ConnectError("gone"), (200, table(("http://a:1", "away")))]
 
     def answer(_: httpx.Request) -> httpx.Response:
@@ -109,34 +145,53 @@ async def test_a_service_that_says_nothing_takes_no_server_away(caplog: pytest.L
     await follower.close()
 
 
-# ---- with processes ------------------------------------------------------------------------------------------------------
+# ---- with processes
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.e2e
-def test_it_goes_on_while_servers_come_are_restarted_and_leave(stack: Stack, free_port: Callable[[], int]) -> None:
+def test_it_goes_on_while_servers_come_are_restarted_and_leave(
+    stack: Stack, free_port: Callable[[], int]
+) -> None:
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
 
     def start(which: int) -> Any:
-        command = [sys.executable, str(STANDIN), "--port", str(ports[which]), "--tokenizer", str(stack.tokenizer_dir)]
+        command = [
+            sys.executable,
+            str(STANDIN),
+            "--port",
+            str(ports[which]),
+            "--tokenizer",
+            str(stack.tokenizer_dir),
+        ]
         return stack.processes.start(f"inference-{which}", command, OFFLINE)
 
     def control(which: int, **change: Any) -> None:
         httpx.post(f"{urls[which]}/control", json=change, timeout=60).raise_for_status()
 
     def publish(*standings: str) -> None:
-        told = [{"url": url, "standing": standing} for url, standing in zip(urls, standings, strict=True)]
-        httpx.post(f"{stack.service_url}/fleet", json={"servers": told}, timeout=60).raise_for_status()
+        told = [
+            {"url": url, "standing": standing}
+            for url, standing in zip(urls, standings, strict=True)
+        ]
+        httpx.post(
+            f"{stack.service_url}/fleet", json={"servers": told}, timeout=60
+        ).raise_for_status()
 
     def requests(which: int) -> int:
         return len(httpx.get(f"{urls[which]}/requests", timeout=60).json())
 
     def until(text: str) -> None:
-        """Train until the environment has written it: one that has nothing to do looks at no server."""
+        """Train until the environment has written it: one that has nothing to do looks at no
+        server.
+        """
 
         def probe() -> str | None:
             stack.next_batch()
-            return None if text in environment.log_path.read_text(errors="replace") else f"no {text!r}"
+            return (
+                None if text in environment.log_path.read_text(errors="replace") else f"no {text!r}"
+            )
 
         wait_until(text, probe, 180)
 
@@ -147,7 +202,9 @@ def test_it_goes_on_while_servers_come_are_restarted_and_leave(stack: Stack, fre
         stack.processes.wait_for_http(f"{urls[which]}/health", 120)
         control(which, serving=True)
     publish("good", "joining")
-    environment = stack.start_environment(ARITHMETIC, "--follow_fleet")  # its own --openai.base_url leads nowhere
+    environment = stack.start_environment(
+        ARITHMETIC, "--follow_fleet"
+    )  # its own --openai.base_url leads nowhere
     stack.take_batches(2)
     assert requests(1) == 0, "a server that joins has no weights of the trainer's"
     publish("good", "good")
@@ -168,7 +225,9 @@ def test_it_goes_on_while_servers_come_are_restarted_and_leave(stack: Stack, fre
     control(1, serving=True)
     until(f"inference server at {urls[1]} is back")
 
-    httpx.post(f"{stack.service_url}/fleet/leave", json={"url": urls[0]}, timeout=60).raise_for_status()
+    httpx.post(
+        f"{stack.service_url}/fleet/leave", json={"url": urls[0]}, timeout=60
+    ).raise_for_status()
     until(f"the inference servers of the fleet are now: {urls[1]}")
     before = requests(0)
     for batch in stack.take_batches(6):
@@ -182,7 +241,9 @@ def test_it_goes_on_while_servers_come_are_restarted_and_leave(stack: Stack, fre
 
 def test_following_ends_with_the_environment() -> None:
     async def live() -> None:
-        manager = ServerManager([APIServerConfig(base_url="http://a:1", server_type="vllm", health_check=False)])
+        manager = ServerManager(
+            [APIServerConfig(base_url="http://a:1", server_type="vllm", health_check=False)]
+        )
         manager.follower = Told("http://service:1", every=0.01)
         await manager.wait_until_well()
         assert manager._following is not None

@@ -1,4 +1,6 @@
-"""Messages of other programs: taken in every form that a prompt can hold, or refused by the name of the field."""
+"""Messages of other programs: taken in every form that a prompt can hold, or refused by the name of
+the field.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from atroposlib.inference.proxy import create_app
 from atroposlib.inference.tool_calls import FORMATS, ToolCallTranslator
 from tests.atroposlib.inference.template_shapes import STARTER, Sampler, Shape
 
-TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
@@ -30,24 +37,55 @@ def asked(content: Any) -> dict[str, Any]:
 
 
 def called(**function: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "an image": ([asked([{"type": "text", "text": "q"}, IMAGE])], "messages[0].content[1] is an image: prompts are text here"),
-    "an image without a type": ([asked([{"image_url": "x"}])], "messages[0].content[0] is an image"),
-    "a sound": ([asked([{"type": "input_audio", "input_audio": {}}])], "messages[0].content[0].type is 'input_audio'"),
-    "a part without text": ([asked([{"type": "text"}])], "messages[0].content[0].text is missing: give text"),
+    "an image": (
+        [asked([{"type": "text", "text": "q"}, IMAGE])],
+        "messages[0].content[1] is an image: prompts are text here",
+    ),
+    "an image without a type": (
+        [asked([{"image_url": "x"}])],
+        "messages[0].content[0] is an image",
+    ),
+    "a sound": (
+        [asked([{"type": "input_audio", "input_audio": {}}])],
+        "messages[0].content[0].type is 'input_audio'",
+    ),
+    "a part without text": (
+        [asked([{"type": "text"}])],
+        "messages[0].content[0].text is missing: give text",
+    ),
     "a part that is a number": ([asked("q"), asked([1])], "messages[1].content[0] is a number"),
     "a number": ([asked(5)], "messages[0].content is a number: give text"),
     "an object": ([asked({"text": "q"})], "messages[0].content is an object"),
     "no role": ([{"content": "q"}], "messages[0].role is missing"),
     "a role that is a number": ([asked("q") | {"role": 1}], "messages[0].role is a number"),
-    "reasoning in a list": ([asked("q"), {"role": "assistant", "reasoning_content": []}], "messages[1].reasoning_content"),
-    "calls in an object": ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls is an object"),
-    "a call that is text": ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0] is text"),
-    "a call without a function": ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "tool_calls[0].function is missing"),
-    "a call without a name": ([called(arguments="{}")], "messages[0].tool_calls[0].function.name is missing"),
+    "reasoning in a list": (
+        [asked("q"), {"role": "assistant", "reasoning_content": []}],
+        "messages[1].reasoning_content",
+    ),
+    "calls in an object": (
+        [{"role": "assistant", "tool_calls": {}}],
+        "messages[0].tool_calls is an object",
+    ),
+    "a call that is text": (
+        [{"role": "assistant", "tool_calls": ["f"]}],
+        "messages[0].tool_calls[0] is text",
+    ),
+    "a call without a function": (
+        [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
+        "tool_calls[0].function is missing",
+    ),
+    "a call without a name": (
+        [called(arguments="{}")],
+        "messages[0].tool_calls[0].function.name is missing",
+    ),
 }
 
 
@@ -64,7 +102,9 @@ def served(sampler: Sampler) -> TestClient:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_message_that_no_prompt_can_hold_is_refused_by_its_field(sampler: Sampler, case: str) -> None:
+def test_a_message_that_no_prompt_can_hold_is_refused_by_its_field(
+    sampler: Sampler, case: str
+) -> None:
     messages, expected = REFUSED[case]
     with pytest.raises(UsageError) as refused:
         asyncio.run(ManagedServer(sampler, sampler.tokenizer).chat_completion(messages=messages))
@@ -101,7 +141,10 @@ def test_a_template_that_shows_parts_alone_gets_parts(sampler: Sampler) -> None:
         "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
     )
     assert (
-        ManagedServer(sampler, sampler.tokenizer).render([asked("one"), asked([{"type": "text", "text": "two"}])]) == "one|two|"
+        ManagedServer(sampler, sampler.tokenizer).render(
+            [asked("one"), asked([{"type": "text", "text": "two"}])]
+        )
+        == "one|two|"
     )
 
 
@@ -117,10 +160,17 @@ def test_arguments_of_a_history_may_be_anything(name: str) -> None:
 
 
 def test_arguments_that_are_not_json_are_shown_to_the_model(sampler: Sampler) -> None:
-    for sent in (called(name="f", arguments='{"a": '), called(name="f", arguments='{"a": ') | {"content": "x"}):
+    for sent in (
+        called(name="f", arguments='{"a": '),
+        called(name="f", arguments='{"a": ') | {"content": "x"},
+    ):
         sampler.next = [([99, 2], "stop")]
         managed = ManagedServer(sampler, sampler.tokenizer)
-        answer = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "no JSON"}]}
+        answer = {
+            "role": "tool",
+            "tool_call_id": "1",
+            "content": [{"type": "text", "text": "no JSON"}],
+        }
         asyncio.run(managed.chat_completion(messages=[asked("q"), sent, answer], tools=TOOLS))
         assert json.dumps('{"a": ') in sampler.tokenizer.decode(sampler.prompts[-1])
 
@@ -129,13 +179,22 @@ ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),
     lambda inner: (
         st.lists(inner, max_size=2)
-        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "tool_calls", "function", "name"]), inner)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "tool_calls", "function", "name"]),
+            inner,
+        )
     ),
     max_leaves=6,
 )
 
 
-@given(messages=ANY | st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": ANY, "tool_calls": ANY}), max_size=2))
+@given(
+    messages=ANY
+    | st.lists(
+        st.fixed_dictionaries({"role": st.just("user"), "content": ANY, "tool_calls": ANY}),
+        max_size=2,
+    )
+)
 def test_whatever_a_program_sends_is_taken_or_refused_in_one_line(messages: Any) -> None:
     try:
         taken = checked_messages(messages)
@@ -150,7 +209,10 @@ def test_whatever_a_program_sends_is_taken_or_refused_in_one_line(messages: Any)
 def test_the_model_reads_why_its_calls_cannot_be_read(sampler: Sampler) -> None:
     good, bad = FORMATS["hermes"].render("f", {}), '<tool_call>{"name": "f"'
     encode = sampler.tokenizer.encode
-    rows = [encode(f"{text}<|im_end|>", add_special_tokens=False) for text in (f"{good}{bad}", bad, "done")]
+    rows = [
+        encode(f"{text}<|im_end|>", add_special_tokens=False)
+        for text in (f"{good}{bad}", bad, "done")
+    ]
     sampler.next = [(row, "stop") for row in rows]
     managed = ManagedServer(sampler, sampler.tokenizer)
     messages: list[Any] = [asked("q")]
@@ -166,26 +228,40 @@ def test_the_model_reads_why_its_calls_cannot_be_read(sampler: Sampler) -> None:
     assert f"{reason}4" in prompt
     assert f"{reason}Well?" in prompt
     (node,) = managed.get_state()["nodes"]
-    assert [token for token in node.masked_tokens if token != -100] == [token for row in rows for token in row]
+    assert [token for token in node.masked_tokens if token != -100] == [
+        token for row in rows for token in row
+    ]
 
 
 def test_half_of_a_surrogate_pair_harms_neither_prompt_nor_answer(sampler: Sampler) -> None:
     half = "\ud800"
     written = f"<tool_call>{json.dumps({'name': f'f{half}', 'arguments': {'a': half}})}</tool_call>"
-    sampler.next = [(sampler.tokenizer.encode(f"{written}<|im_end|>", add_special_tokens=False), "stop")]
+    sampler.next = [
+        (sampler.tokenizer.encode(f"{written}<|im_end|>", add_special_tokens=False), "stop")
+    ]
     history = [asked(f"q{half}"), called(name=half, arguments=json.dumps({"a": half})), asked("?")]
     with served(sampler) as http:
         session = http.post("/sessions/create", json={}).json()["uuid"]
         body = json.dumps({"messages": history, "tools": TOOLS})
-        answer = http.post(f"/{session}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        answer = http.post(
+            f"/{session}/v1/chat/completions",
+            content=body,
+            headers={"content-type": "application/json"},
+        )
     (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "f?"
     assert json.loads(call["function"]["arguments"]) == {"a": half}
 
 
-def test_a_closing_tag_in_an_argument_does_not_open_reasoning_in_the_history(sampler: Sampler) -> None:
+def test_a_closing_tag_in_an_argument_does_not_open_reasoning_in_the_history(
+    sampler: Sampler,
+) -> None:
     managed = ManagedServer(sampler, sampler.tokenizer)
     said = FORMATS["hermes"].render("f", {"a": "</think>"})
-    assert "<think>" not in managed.render([asked("q"), {"role": "assistant", "content": said}, asked("?")])
-    thought = managed.render([asked("q"), {"role": "assistant", "content": f"hm</think>{said}"}, asked("?")])
+    assert "<think>" not in managed.render(
+        [asked("q"), {"role": "assistant", "content": said}, asked("?")]
+    )
+    thought = managed.render(
+        [asked("q"), {"role": "assistant", "content": f"hm</think>{said}"}, asked("?")]
+    )
     assert thought.count("<think>") == 1

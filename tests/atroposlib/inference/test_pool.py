@@ -1,4 +1,6 @@
-"""Requests to several servers, of which some are away, fail, hang or come back: each is answered once."""
+"""Requests to several servers, of which some are away, fail, hang or come back: each is answered
+once.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def quick() -> Iterator[None]:
         yield
 
 
-# ---- against a model, without HTTP ---------------------------------------------------------------------------------------
+# ---- against a model, without HTTP
+# ---------------------------------------------------------------------------------------
 
 
 class Fake(APIServer):
@@ -90,10 +93,14 @@ rounds = st.lists(st.tuples(*[st.sampled_from(STATES)] * 3), min_size=1, max_siz
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(script=rounds)
-def test_whatever_happens_to_the_servers_each_request_has_one_answer(script: list[tuple[str, ...]]) -> None:
+def test_whatever_happens_to_the_servers_each_request_has_one_answer(
+    script: list[tuple[str, ...]],
+) -> None:
     async def play() -> None:
         Fake.failures = Counter()
-        manager = ServerManager(APIServerConfig(base_url="http://a:1,http://b:1,http://c:1"), server_class=Fake)
+        manager = ServerManager(
+            APIServerConfig(base_url="http://a:1,http://b:1,http://c:1"), server_class=Fake
+        )
         numbers, tasks = itertools.count(), {}
         conversation = manager.pick()  # as a managed server holds one
         for states in [*script, ("ok", "ok", "ok")]:
@@ -120,7 +127,8 @@ def test_whatever_happens_to_the_servers_each_request_has_one_answer(script: lis
     asyncio.run(play())
 
 
-# ---- over HTTP -----------------------------------------------------------------------------------------------------------
+# ---- over HTTP
+# -----------------------------------------------------------------------------------------------------------
 
 
 async def test_requests_spread_and_all_kinds_of_faults_are_gone_around() -> None:
@@ -143,7 +151,10 @@ async def test_requests_spread_and_all_kinds_of_faults_are_gone_around() -> None
         quarantined.answers.pop("/generate")
         quarantined.says(serving=True)
         before = [light.generated for light in lights]
-        await seen(manager, lambda: all(light.generated > was for light, was in zip(lights, before, strict=True)))
+        await seen(
+            manager,
+            lambda: all(light.generated > was for light, was in zip(lights, before, strict=True)),
+        )
 
 
 async def test_the_freshest_weights_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,15 +163,25 @@ async def test_the_freshest_weights_are_asked_for(monkeypatch: pytest.MonkeyPatc
         lights[0].says(serving=True, weight_epoch=0, weight_version=900)
         lights[1].says(serving=True, weight_version=2)
         known = manager.routers()[0].routing
-        await seen(manager, lambda: None not in [known.of(server).weights for server in manager.servers])
+        await seen(
+            manager, lambda: None not in [known.of(server).weights for server in manager.servers]
+        )
         await asyncio.sleep(0.06)
         before = [light.generated for light in lights]
         await ask(manager, 20)
-        assert [light.generated - was for light, was in zip(lights, before, strict=True)] == [0, 0, 20]
+        assert [light.generated - was for light, was in zip(lights, before, strict=True)] == [
+            0,
+            0,
+            20,
+        ]
         await lights[2].stop()
         before = [light.generated for light in lights]
         await ask(manager, 20)
-        assert [light.generated - was for light, was in zip(lights, before, strict=True)] == [0, 20, 0], "the next best"
+        assert [light.generated - was for light, was in zip(lights, before, strict=True)] == [
+            0,
+            20,
+            0,
+        ], "the next best"
 
 
 async def test_requests_at_a_server_that_hangs_are_asked_elsewhere(
@@ -194,7 +215,9 @@ async def test_one_that_stands_alone_is_named_when_it_is_silent_and_goes_on_with
                 await asyncio.sleep(0.01)
         later = asyncio.create_task(ask(manager, 1))
         async with asyncio.timeout(60):
-            while "waiting for inference server at" not in caplog.text:  # a new request is not sent to it
+            while (
+                "waiting for inference server at" not in caplog.text
+            ):  # a new request is not sent to it
                 await asyncio.sleep(0.01)
         light.hold.set()
         async with asyncio.timeout(60):
@@ -202,7 +225,9 @@ async def test_one_that_stands_alone_is_named_when_it_is_silent_and_goes_on_with
         assert light.generated == 13, "no request was sent twice"
 
 
-async def test_a_server_whose_engine_hangs_is_gone_around_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_whose_engine_hangs_is_gone_around_with_its_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
     reason = "vLLM's engine has not answered for 30 s (--engine-timeout)"
     async with fleet(2) as (manager, lights):
@@ -216,7 +241,9 @@ async def test_a_server_whose_engine_hangs_is_gone_around_with_its_reason(caplog
         assert reason in caplog.text
 
 
-async def test_all_away_is_one_line_that_names_them_and_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
+async def test_all_away_is_one_line_that_names_them_and_has_an_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
     async with fleet(2) as (manager, lights):
         await ask(manager, 2)
@@ -227,7 +254,9 @@ async def test_all_away_is_one_line_that_names_them_and_has_an_end(caplog: pytes
         async with asyncio.timeout(60):
             while "waiting for" not in caplog.text:
                 await asyncio.sleep(0.01)
-        (line,) = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
+        (line,) = [
+            record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()
+        ]
         assert line.startswith("waiting for inference servers, 2 of which none can be asked: ")
         assert lights[0].url in line
         assert lights[1].url in line
@@ -282,7 +311,9 @@ async def test_servers_are_left_in_peace_when_nothing_is_asked() -> None:
 async def test_servers_that_somebody_sets_replace_the_others() -> None:
     async with fleet(2) as (manager, lights):
         held = manager.servers[0]
-        manager.servers = ServerManager([APIServerConfig(base_url=lights[1].url, server_type="vllm")]).servers
+        manager.servers = ServerManager(
+            [APIServerConfig(base_url=lights[1].url, server_type="vllm")]
+        ).servers
         await ask(manager, 5)
         assert lights[0].generated == 0
         await held.generate(input_ids=[1])

@@ -1,4 +1,6 @@
-"""Who may use the managed-server proxy, and how much of it: keys, pages, sizes, numbers and ages of sessions."""
+"""Who may use the managed-server proxy, and how much of it: keys, pages, sizes, numbers and ages of
+sessions.
+"""
 
 import asyncio
 import sys
@@ -24,9 +26,16 @@ KEY = "sesame"
 MODULE = "atroposlib.inference.proxy"
 
 
-def client(tokenizer: Any, limits: ProxyLimits | None = None, base_url: str = "http://127.0.0.1:9100") -> httpx.AsyncClient:
-    manager = ServerManager([APIServerConfig(base_url="http://127.0.0.1:9/v1", server_type="vllm", health_check=False)])
-    return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(manager, tokenizer, "m", limits)), base_url=base_url)
+def client(
+    tokenizer: Any, limits: ProxyLimits | None = None, base_url: str = "http://127.0.0.1:9100"
+) -> httpx.AsyncClient:
+    manager = ServerManager(
+        [APIServerConfig(base_url="http://127.0.0.1:9/v1", server_type="vllm", health_check=False)]
+    )
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(create_app(manager, tokenizer, "m", limits)),
+        base_url=base_url,
+    )
 
 
 @pytest.fixture
@@ -36,19 +45,27 @@ async def http(tokenizer: Any) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-# ---- who may call ------------------------------------------------------------------------------------------------------
+# ---- who may call
+# ------------------------------------------------------------------------------------------------------
 
 
 async def test_a_key_is_wanted_of_everybody_when_there_is_one(tokenizer: Any) -> None:
     async with client(tokenizer, ProxyLimits(Access(KEY, "0.0.0.0"))) as http:
-        for method, path in (("GET", "/sessions"), ("POST", "/setup"), ("GET", "/any/nodes"), ("DELETE", "/any")):
+        for method, path in (
+            ("GET", "/sessions"),
+            ("POST", "/setup"),
+            ("GET", "/any/nodes"),
+            ("DELETE", "/any"),
+        ):
             for headers in ({}, {"Authorization": "Bearer wrong"}):
                 refused = await http.request(method, path, headers=headers, json={})
                 assert refused.status_code == 401, path
                 assert refused.headers["www-authenticate"] == "Bearer"
                 assert "bearer token" in refused.json()["error"]["message"]
         http.headers["Authorization"] = f"Bearer {KEY}"
-        session = (await http.post("/sessions/create", json={}, headers={"Host": "any.name"})).json()["uuid"]
+        session = (
+            await http.post("/sessions/create", json={}, headers={"Host": "any.name"})
+        ).json()["uuid"]
         assert (await http.get(f"/{session}/nodes")).json() == {"nodes": []}
 
 
@@ -62,7 +79,9 @@ async def test_a_key_is_wanted_of_everybody_when_there_is_one(tokenizer: Any) ->
         {"User-Agent": "Mozilla/5.0"},
     ],
 )
-async def test_without_a_key_no_web_page_is_served(http: httpx.AsyncClient, headers: dict[str, str]) -> None:
+async def test_without_a_key_no_web_page_is_served(
+    http: httpx.AsyncClient, headers: dict[str, str]
+) -> None:
     refused = await http.post("/sessions/create", json={}, headers=headers)
     assert refused.status_code == 403
     assert refused.json()["error"]["code"] == 403
@@ -70,7 +89,9 @@ async def test_without_a_key_no_web_page_is_served(http: httpx.AsyncClient, head
 
 
 @pytest.mark.parametrize("host", ["localhost:9100", "127.0.0.1", "[::1]:9100"])
-async def test_without_a_key_programs_of_this_machine_are_served(http: httpx.AsyncClient, host: str) -> None:
+async def test_without_a_key_programs_of_this_machine_are_served(
+    http: httpx.AsyncClient, host: str
+) -> None:
     assert (await http.post("/sessions/create", json={}, headers={"Host": host})).status_code == 200
 
 
@@ -95,7 +116,9 @@ def test_it_listens_on_this_machine_alone_unless_it_has_a_key(
 
 @pytest.mark.parametrize("flag", ["--max-sessions", "--session-timeout", "--max-body-bytes"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "many"])
-def test_limits_that_are_none_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_that_are_none_are_refused(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--tokenizer", "t", f"{flag}={value}"])
     assert f"argument {flag}: {value!r} is no number" in capsys.readouterr().err
@@ -103,16 +126,29 @@ def test_limits_that_are_none_are_refused(flag: str, value: str, capsys: pytest.
 
 @pytest.mark.e2e
 async def test_the_key_reaches_both_ends(
-    processes: Any, free_port: Callable[[], int], shared_inference: str, tokenizer_dir: Any, monkeypatch: pytest.MonkeyPatch
+    processes: Any,
+    free_port: Callable[[], int],
+    shared_inference: str,
+    tokenizer_dir: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The environment and another program talk through a proxy that has a key."""
     async with httpx.AsyncClient() as standin:
         change = {"text": None, "cycle": None, "fail_next": 0, "delay": 0.0}
         await standin.post(f"{shared_inference}/control", json=change)
     port = free_port()
-    flags = ["--base-url", f"{shared_inference}/v1", "--tokenizer", str(tokenizer_dir), "--port", str(port)]
+    flags = [
+        "--base-url",
+        f"{shared_inference}/v1",
+        "--tokenizer",
+        str(tokenizer_dir),
+        "--port",
+        str(port),
+    ]
     variables = OFFLINE | {"ATROPOS_PROXY_API_KEY": KEY}
-    processes.start("proxy", [sys.executable, "-m", MODULE, *flags, "--host", "127.0.0.1"], variables)
+    processes.start(
+        "proxy", [sys.executable, "-m", MODULE, *flags, "--host", "127.0.0.1"], variables
+    )
     address = f"http://127.0.0.1:{port}"
     processes.wait_for_http(address, 180)
     manager = ServerManager([APIServerConfig(base_url="http://not-used")], proxy_url=address)
@@ -124,16 +160,27 @@ async def test_the_key_reaches_both_ends(
     async with manager.managed_server() as managed:
         answer = await managed.chat_completion(messages=ASK, max_tokens=32, temperature=0.0)
         assert answer.choices[0].message.content == "\\boxed{42}"
-        async with httpx.AsyncClient(base_url=managed.get_url(), headers={"Authorization": f"Bearer {KEY}"}) as theirs:
-            assert (await theirs.post("/chat/completions", json={"messages": ASK})).status_code == 200
+        async with httpx.AsyncClient(
+            base_url=managed.get_url(), headers={"Authorization": f"Bearer {KEY}"}
+        ) as theirs:
+            assert (
+                await theirs.post("/chat/completions", json={"messages": ASK})
+            ).status_code == 200
         assert len((await managed.fetch_state())["nodes"]) == 2
 
 
-# ---- sizes -------------------------------------------------------------------------------------------------------------
+# ---- sizes
+# -------------------------------------------------------------------------------------------------------------
 
 
-@given(chunks=st.lists(st.binary(max_size=40), max_size=6), most=st.integers(1, 60), says_length=st.booleans())
-def test_a_body_is_passed_on_whole_or_refused_for_its_size(chunks: list[bytes], most: int, says_length: bool) -> None:
+@given(
+    chunks=st.lists(st.binary(max_size=40), max_size=6),
+    most=st.integers(1, 60),
+    says_length=st.booleans(),
+)
+def test_a_body_is_passed_on_whole_or_refused_for_its_size(
+    chunks: list[bytes], most: int, says_length: bool
+) -> None:
     seen: list[bytes] = []
     sent: list[Any] = []
     total = sum(map(len, chunks))
@@ -142,13 +189,19 @@ def test_a_body_is_passed_on_whole_or_refused_for_its_size(chunks: list[bytes], 
         seen.append((await receive())["body"])
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": left.pop(0) if left else b"", "more_body": bool(left)}
+        return {
+            "type": "http.request",
+            "body": left.pop(0) if left else b"",
+            "more_body": bool(left),
+        }
 
     async def send(message: Any) -> None:
         sent.append(message)
 
     left = list(chunks)
-    headers = [(b"host", b"localhost")] + ([(b"content-length", b"%d" % total)] if says_length else [])
+    headers = [(b"host", b"localhost")] + (
+        [(b"content-length", b"%d" % total)] if says_length else []
+    )
     scope = {"type": "http", "method": "POST", "path": "/setup", "headers": headers}
     limits = ProxyLimits(Access(bound_to="127.0.0.1"), max_body=most).of_requests()
     asyncio.run(RequestLimitsMiddleware(app, limits, refuse=openai_answer)(scope, receive, send))
@@ -165,18 +218,26 @@ async def test_a_body_that_never_comes_is_given_up(tokenizer: Any) -> None:
         yield b"{"
         await asyncio.Event().wait()
 
-    async with client(tokenizer, ProxyLimits(Access(bound_to="127.0.0.1"), body_seconds=0.05)) as http:
+    async with client(
+        tokenizer, ProxyLimits(Access(bound_to="127.0.0.1"), body_seconds=0.05)
+    ) as http:
         refused = await http.post("/sessions/create", content=stalls())
-    assert (refused.status_code, refused.json()["error"]["message"]) == (408, "the body did not arrive within 0.05 s")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (
+        408,
+        "the body did not arrive within 0.05 s",
+    )
 
 
 async def test_too_many_completions_at_once_are_refused(http: httpx.AsyncClient) -> None:
     session = (await http.post("/sessions/create", json={})).json()["uuid"]
     for wrong in ({"n": 10**9}, {"n": 0}, {"max_tokens": 0}):
-        assert (await http.post(f"/{session}/v1/chat/completions", json={"messages": ASK} | wrong)).status_code == 422
+        assert (
+            await http.post(f"/{session}/v1/chat/completions", json={"messages": ASK} | wrong)
+        ).status_code == 422
 
 
-# ---- sessions ----------------------------------------------------------------------------------------------------------
+# ---- sessions
+# ----------------------------------------------------------------------------------------------------------
 
 
 async def test_sessions_are_limited_in_number(tokenizer: Any) -> None:
@@ -189,7 +250,9 @@ async def test_sessions_are_limited_in_number(tokenizer: Any) -> None:
         assert (await http.post("/sessions/create", json={})).status_code == 200
         gone = await http.get(f"/{opened[0]}/nodes")
         assert gone.status_code == 404
-        assert "was ended, or expired 3600 s after its last request" in gone.json()["error"]["message"]
+        assert (
+            "was ended, or expired 3600 s after its last request" in gone.json()["error"]["message"]
+        )
 
 
 class Clock:
@@ -223,7 +286,9 @@ def test_a_session_expires_after_its_last_request_but_not_during_one() -> None:
         sessions.delete(made.uuid)
 
 
-async def test_a_request_that_fails_lets_its_session_expire(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_fails_lets_its_session_expire(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def fails(*_: Any, **__: Any) -> None:
         raise InferenceUnavailable("gone")
 
@@ -233,6 +298,8 @@ async def test_a_request_that_fails_lets_its_session_expire(tokenizer: Any, monk
     monkeypatch.setattr(f"{MODULE}.Sessions", lambda most, seconds: Sessions(most, seconds, clock))
     async with client(tokenizer, limits) as http:
         session = (await http.post("/sessions/create", json={})).json()["uuid"]
-        assert (await http.post(f"/{session}/v1/chat/completions", json={"messages": ASK})).status_code == 503
+        assert (
+            await http.post(f"/{session}/v1/chat/completions", json={"messages": ASK})
+        ).status_code == 503
         clock.now += 61
         assert (await http.get("/sessions")).json() == {"sessions": []}

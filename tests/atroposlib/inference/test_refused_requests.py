@@ -43,7 +43,9 @@ def test_a_tokenizer_without_a_chat_template(template: str | None) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(STARTER)
     require_chat_template(tokenizer)
     tokenizer.chat_template = template
-    with pytest.raises(EnvironmentFailure, match="has no chat template, as those of base models") as caught:
+    with pytest.raises(
+        EnvironmentFailure, match="has no chat template, as those of base models"
+    ) as caught:
         require_chat_template(tokenizer)
     assert "\n" not in str(caught.value)
     managed = ManagedServer(Sampler(tokenizer), tokenizer=tokenizer)

@@ -43,7 +43,12 @@ def fleets(draw: st.DrawFn) -> tuple[Routing[int], list[tuple[int, Load]], float
         match draw(st.sampled_from(["look", "wrong", "refused", "failed", "answered"])):
             case "look":
                 weights = draw(st.none() | st.builds(Weights, st.integers(0, 2), st.integers(0, 3)))
-                made.looked(server, now, now, Look(weights=weights, in_flight=draw(st.none() | st.integers(0, 20))))
+                made.looked(
+                    server,
+                    now,
+                    now,
+                    Look(weights=weights, in_flight=draw(st.none() | st.integers(0, 20))),
+                )
             case "wrong":
                 made.looked(server, now, now, Look(wrong="silent"))
             case "refused":
@@ -59,7 +64,9 @@ def fleets(draw: st.DrawFn) -> tuple[Routing[int], list[tuple[int, Load]], float
 @settings(max_examples=300, deadline=None)
 @given(fleets(), st.sets(st.integers(0, 4)), st.none() | st.integers(0, 4))
 def test_the_best_one_that_can_be_asked_is_asked(
-    fleet: tuple[Routing[int], list[tuple[int, Load]], float], tried: set[int], preferred: int | None
+    fleet: tuple[Routing[int], list[tuple[int, Load]], float],
+    tried: set[int],
+    preferred: int | None,
 ) -> None:
     made, loads, now = fleet
     server = made.choose(loads, now, preferred, tried)
@@ -95,7 +102,9 @@ def test_the_best_one_that_can_be_asked_is_asked(
     of = dict(loads)
     room = [key for key in good if of[key].ours < of[key].most]
     assert server in room or not room
-    assert made.of(server).load(of[server].ours) == min(made.of(key).load(of[key].ours) for key in room or good)
+    assert made.of(server).load(of[server].ours) == min(
+        made.of(key).load(of[key].ours) for key in room or good
+    )
 
 
 def test_new_weights_draw_requests_only_once_the_others_should_have_them() -> None:
@@ -153,7 +162,9 @@ def test_a_server_that_fails_at_once_gets_trials_and_no_more() -> None:
         now += 0.05
     assert sent[0] <= math.log2(MAX_PAUSE) + 2 + 300.0 / MAX_PAUSE
     made.answered(0, now)
-    assert chosen(made, now, Load(0, 8), Load(4, 8), Load(5, 8)) == 0, "one answer, and it is as the others"
+    assert chosen(made, now, Load(0, 8), Load(4, 8), Load(5, 8)) == 0, (
+        "one answer, and it is as the others"
+    )
 
 
 def test_what_fails_together_counts_once_and_a_trial_is_one_request() -> None:
@@ -216,9 +227,19 @@ def test_requests_are_moved_only_when_another_server_can_take_them() -> None:
 
 
 def test_a_look_is_read() -> None:
-    told = {"instance": "a", "weight_version": 3, "weight_epoch": 9, "serving": True, "trouble": "", "in_flight": 4}
+    told = {
+        "instance": "a",
+        "weight_version": 3,
+        "weight_epoch": 9,
+        "serving": True,
+        "trouble": "",
+        "in_flight": 4,
+    }
     assert read_look(told) == Look("", Weights(9, 3), 4)
-    assert read_look(told | {"serving": False, "trouble": "quarantined: late"}).wrong == "quarantined: late"
+    assert (
+        read_look(told | {"serving": False, "trouble": "quarantined: late"}).wrong
+        == "quarantined: late"
+    )
     assert read_look(told | {"serving": False}).wrong
     assert read_look({}) == Look()
     assert read_look({"weight_version": True, "weight_epoch": None, "in_flight": "many"}) == Look()

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.inference.generation import Generation, Span, Weights, joined, spans_of, weight_fields
+from atroposlib.inference.generation import (
+    Generation,
+    Span,
+    Weights,
+    joined,
+    spans_of,
+    weight_fields,
+)
 from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.inference.sequence_tracker import SequenceNode, SequenceTracker, sequence_fields
 
@@ -19,25 +26,35 @@ def trained(node: Any) -> str:
 
 
 class OddTokenizer:
-    """Two ways to write every text: encoding always joins pairs of characters, the sampler emits single ones.
+    """Two ways to write every text: encoding always joins pairs of characters, the sampler emits
+    single ones.
 
-    So a response that was tokenised again would come out with other ids than those that were sampled.
+    So a response that was tokenised again would come out with other ids than those that were
+    sampled.
     """
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         pairs = [text[i : i + 2] for i in range(0, len(text), 2)]
-        return [ord(pair) if len(pair) == 1 else 10**7 + ord(pair[0]) * 2000 + ord(pair[1]) for pair in pairs]
+        return [
+            ord(pair) if len(pair) == 1 else 10**7 + ord(pair[0]) * 2000 + ord(pair[1])
+            for pair in pairs
+        ]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return "".join(
-            chr(token) if token < 10**7 else chr((token - 10**7) // 2000) + chr((token - 10**7) % 2000) for token in ids
+            chr(token)
+            if token < 10**7
+            else chr((token - 10**7) // 2000) + chr((token - 10**7) % 2000)
+            for token in ids
         )
 
 
 TOKENIZER = OddTokenizer()
 
 
-def sampled(prompt: list[int], *texts: str, version: int = 0, epoch: int | None = None) -> Generation:
+def sampled(
+    prompt: list[int], *texts: str, version: int = 0, epoch: int | None = None
+) -> Generation:
     """Completions one character per token, with logprobs that tell which token they belong to."""
     tokens = [[ord(character) for character in text] for text in texts]
     return Generation(
@@ -50,7 +67,9 @@ def sampled(prompt: list[int], *texts: str, version: int = 0, epoch: int | None 
     )
 
 
-def turn(tracker: SequenceTracker, text: str, *texts: str, version: int = 0, epoch: int | None = None) -> list[Any]:
+def turn(
+    tracker: SequenceTracker, text: str, *texts: str, version: int = 0, epoch: int | None = None
+) -> list[Any]:
     ids, request = tracker.prompt(text)
     return tracker.add(text, request, sampled(ids, *texts, version=version, epoch=epoch))
 
@@ -67,7 +86,9 @@ class UnderWay:
 
 
 def check(node: Any) -> None:
-    """Sampled tokens are those that the sampler emitted, with their logprobs; all others are masked."""
+    """Sampled tokens are those that the sampler emitted, with their logprobs; all others are
+    masked.
+    """
     assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
     assert TOKENIZER.decode(node.tokens) == node.full_text
     for token, mask, logprob in zip(node.tokens, node.masked_tokens, node.logprobs, strict=True):
@@ -88,15 +109,21 @@ def test_a_conversation_is_one_sequence_however_many_turns(turns: list[tuple[str
     (node,) = tracker.nodes
     check(node)
     assert node.full_text == text
-    assert [mask for mask in node.masked_tokens if mask != -100] == [ord(c) for _, answer in turns for c in answer]
+    assert [mask for mask in node.masked_tokens if mask != -100] == [
+        ord(c) for _, answer in turns for c in answer
+    ]
     assert node.weight_version == 10 - len(turns) + 1, "the oldest version of all its turns"
 
 
 @given(answers=st.lists(words, min_size=2, max_size=5), follow_up=words)
-def test_branches_share_their_past_and_keep_their_own_tokens(answers: list[str], follow_up: str) -> None:
+def test_branches_share_their_past_and_keep_their_own_tokens(
+    answers: list[str], follow_up: str
+) -> None:
     tracker = SequenceTracker(TOKENIZER)
     first = turn(tracker, "<q>", *answers)
-    assert [TOKENIZER.decode([m for m in node.masked_tokens if m != -100]) for node in first] == answers
+    assert [
+        TOKENIZER.decode([m for m in node.masked_tokens if m != -100]) for node in first
+    ] == answers
     turn(tracker, f"<q>{answers[0]}<more>", follow_up)
     assert len(tracker.nodes) == len(answers), "the continued branch took its parent's place"
     for node in tracker.nodes:
@@ -112,7 +139,9 @@ def test_one_turn_continued_several_ways_keeps_every_branch() -> None:
     assert [node.full_text for node in tracker.nodes] == ["<q>abc<more>x", "<q>abc<more>y"]
     for node in tracker.nodes:
         check(node)
-        assert [m for m in node.masked_tokens if m != -100] == [ord(c) for c in "abc" + node.full_text[-1]]
+        assert [m for m in node.masked_tokens if m != -100] == [
+            ord(c) for c in "abc" + node.full_text[-1]
+        ]
 
 
 @settings(max_examples=30)
@@ -129,7 +158,9 @@ def test_a_history_that_was_changed_starts_a_sequence_of_its_own() -> None:
     tracker = SequenceTracker(TOKENIZER)
     turn(tracker, "<q>", "<think>hm</think>4")
     (node,) = turn(tracker, "<q>4<more>", "5")
-    assert [m for m in node.masked_tokens if m != -100] == [ord("5")], "text that was not sampled as it stands is not trained"
+    assert [m for m in node.masked_tokens if m != -100] == [ord("5")], (
+        "text that was not sampled as it stands is not trained"
+    )
     assert len(tracker.nodes) == 2
 
 
@@ -149,13 +180,19 @@ def test_logprobs_that_do_not_line_up_are_refused() -> None:
 def test_sequences_stand_where_their_first_turn_stood_whatever_is_continued_when(
     answers: list[str], turns: int, drawn: st.DataObject
 ) -> None:
-    """Conversations of one request, each continued on its own; some do not go on, and the answers come in any order."""
+    """Conversations of one request, each continued on its own; some do not go on, and the answers
+    come in any order.
+    """
     tracker = SequenceTracker(TOKENIZER)
     texts = [f"<q>{node_text}" for node_text in answers]
     turn(tracker, "<q>", *answers)
     for number in range(turns):
-        goes_on = drawn.draw(st.lists(st.sampled_from(range(len(answers))), unique=True).map(sorted))
-        prompts = {index: UnderWay(tracker, f"{texts[index]}<{number}.{index}>") for index in goes_on}
+        goes_on = drawn.draw(
+            st.lists(st.sampled_from(range(len(answers))), unique=True).map(sorted)
+        )
+        prompts = {
+            index: UnderWay(tracker, f"{texts[index]}<{number}.{index}>") for index in goes_on
+        }
         for index in drawn.draw(st.permutations(goes_on)):
             (node,) = prompts[index].answer("abc")
             texts[index] = node.full_text
@@ -165,7 +202,9 @@ def test_sequences_stand_where_their_first_turn_stood_whatever_is_continued_when
 
 
 @given(answered=st.permutations(range(4)))
-def test_conversations_that_were_begun_together_stand_in_the_order_in_which_they_were_begun(answered: list[int]) -> None:
+def test_conversations_that_were_begun_together_stand_in_the_order_in_which_they_were_begun(
+    answered: list[int],
+) -> None:
     tracker = SequenceTracker(TOKENIZER)
     prompts = [UnderWay(tracker, f"<{index}>") for index in range(4)]
     for index in answered:
@@ -247,11 +286,17 @@ def test_every_sampled_token_of_a_conversation_keeps_its_weights(
     assert [span.weights for span in node.weight_spans for _ in range(span.tokens)] == expected
     assert len(expected) == sum(token != -100 for token in node.masked_tokens)
     assert all(span.tokens for span in node.weight_spans)
-    assert all(one.weights != next_one.weights for one, next_one in pairwise(node.weight_spans)), "side by side they are one"
-    assert SequenceNode(**json.loads(json.dumps(node.model_dump()))) == node, "it travels through a proxy"
+    assert all(one.weights != next_one.weights for one, next_one in pairwise(node.weight_spans)), (
+        "side by side they are one"
+    )
+    assert SequenceNode(**json.loads(json.dumps(node.model_dump()))) == node, (
+        "it travels through a proxy"
+    )
 
 
-REQUESTS = st.fixed_dictionaries({"temperature": st.sampled_from([0.0, 0.5, 1.0]), "max_tokens": st.integers(1, 9)})
+REQUESTS = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 0.5, 1.0]), "max_tokens": st.integers(1, 9)}
+)
 
 
 @given(st.lists(st.tuples(REQUESTS, words), min_size=1, max_size=5), st.booleans())
@@ -267,7 +312,9 @@ def test_every_sampled_token_of_a_conversation_keeps_the_parameters_that_it_was_
         generation.sampling = None if one_untold and number == 0 else sampling_of(asked, 1)
         (node,) = tracker.add(text, request, generation)
         text += answer
-    assert SequenceNode(**json.loads(json.dumps(node.model_dump()))) == node, "it travels through a proxy"
+    assert SequenceNode(**json.loads(json.dumps(node.model_dump()))) == node, (
+        "it travels through a proxy"
+    )
     fields = sequence_fields([node])
     assert fields["finish_reasons"] == ["stop"]
     if one_untold:
@@ -277,22 +324,34 @@ def test_every_sampled_token_of_a_conversation_keeps_the_parameters_that_it_was_
     expected = [asked["temperature"] for asked, answer in turns for _ in answer]
     if isinstance(told, dict):
         assert set(expected) == {told["temperature"]}
-        assert told["max_tokens"] == turns[-1][0]["max_tokens"], "the last turn's, which the finish reason is of"
+        assert told["max_tokens"] == turns[-1][0]["max_tokens"], (
+            "the last turn's, which the finish reason is of"
+        )
     else:
         assert [part["temperature"] for part in told for _ in range(part["tokens"])] == expected
         assert len(set(expected)) > 1
     other = SequenceNode(full_text="", tokens=[1], masked_tokens=[1], logprobs=[0.0])
-    assert sequence_fields([other, node]) == {"finish_reasons": [None, "stop"], "sampling_params": [None, told]}
+    assert sequence_fields([other, node]) == {
+        "finish_reasons": [None, "stop"],
+        "sampling_params": [None, told],
+    }
 
 
 def test_a_branch_keeps_the_weights_of_its_own_past() -> None:
     tracker = SequenceTracker(TOKENIZER)
-    for text, completion, version in (("<q>", "abc", 1), ("<q>abc<r>", "de", 2), ("<q>abc<other>", "f", 3)):
+    for text, completion, version in (
+        ("<q>", "abc", 1),
+        ("<q>abc<r>", "de", 2),
+        ("<q>abc<other>", "f", 3),
+    ):
         ids, request = tracker.prompt(text)
         generation = sampled(ids, completion, version=version)
         generation.weight_spans = [[Span(Weights(0, version), len(completion))]]
         tracker.add(text, request, generation)
-    spans = [[(span.weights.version, span.tokens) for span in node.weight_spans or []] for node in tracker.nodes]
+    spans = [
+        [(span.weights.version, span.tokens) for span in node.weight_spans or []]
+        for node in tracker.nodes
+    ]
     assert sorted(spans) == [[(1, 3), (2, 2)], [(1, 3), (3, 1)]]
 
 
@@ -309,8 +368,13 @@ def test_spans_that_do_not_cover_the_completion_are_refused() -> None:
 def test_a_group_says_the_spans_of_all_its_sequences_or_of_none(
     rows: list[list[tuple[int, int, int]]], one_untold: bool
 ) -> None:
-    told = [joined([Span(Weights(epoch, version), count) for epoch, version, count in row]) for row in rows]
-    spans: list[list[Span] | None] = [None if one_untold and index == 0 else row for index, row in enumerate(told)]
+    told = [
+        joined([Span(Weights(epoch, version), count) for epoch, version, count in row])
+        for row in rows
+    ]
+    spans: list[list[Span] | None] = [
+        None if one_untold and index == 0 else row for index, row in enumerate(told)
+    ]
     fields = weight_fields([Weights(0, 0) for _ in rows], spans)
     if one_untold:
         assert not {"weight_version_spans", "weight_epoch_spans"} & fields.keys()
@@ -329,7 +393,8 @@ class StartingTokenizer(OddTokenizer):
 
 
 @pytest.mark.parametrize(
-    ("text", "rendered", "starts"), [("plain", False, 1), (f"{chr(7)}plain", False, 1), ("<|user|>hi", True, 0)]
+    ("text", "rendered", "starts"),
+    [("plain", False, 1), (f"{chr(7)}plain", False, 1), ("<|user|>hi", True, 0)],
 )
 def test_plain_text_begins_with_one_start_token_and_rendered_text_as_it_was_rendered(
     text: str, rendered: bool, starts: int
@@ -340,5 +405,7 @@ def test_plain_text_begins_with_one_start_token_and_rendered_text_as_it_was_rend
     assert tracker.encode(text, rendered) == ids
     (node,) = tracker.add(text, request, sampled(ids, "abc"))
     following = tracker.encode(f"{node.full_text}, more", rendered)
-    assert following[: len(node.tokens)] == node.tokens, "a continuation goes on from the very tokens"
+    assert following[: len(node.tokens)] == node.tokens, (
+        "a continuation goes on from the very tokens"
+    )
     assert following.count(7) == starts

@@ -1,4 +1,6 @@
-"""What is asked of an inference server over HTTP, and what comes back: lengths, splits, versions, second tries."""
+"""What is asked of an inference server over HTTP, and what comes back: lengths, splits, versions,
+second tries.
+"""
 
 import asyncio
 from typing import Any
@@ -17,7 +19,9 @@ from tests.atroposlib.inference.conftest import control, last_request
 ASK = [{"role": "user", "content": "What is 40 plus 2?"}]
 
 
-async def test_responses_end_where_the_trainer_takes_no_more(manager: ServerManager, tokenizer: Any) -> None:
+async def test_responses_end_where_the_trainer_takes_no_more(
+    manager: ServerManager, tokenizer: Any
+) -> None:
     server = manager.servers[0]
     prompt = tokenizer.encode("1 and 2")
     server.max_sequence_length = len(prompt) + 4
@@ -29,20 +33,32 @@ async def test_responses_end_where_the_trainer_takes_no_more(manager: ServerMana
         await server.generate(input_ids=prompt, max_tokens=500)
 
 
-async def test_many_completions_are_split_and_joined_in_order(manager: ServerManager, tokenizer: Any) -> None:
+async def test_many_completions_are_split_and_joined_in_order(
+    manager: ServerManager, tokenizer: Any
+) -> None:
     manager.max_n_completions = 3
     control(manager, cycle=[f"\\boxed{{{n}}}" for n in range(8)])
     answer = await manager.chat_completion(messages=ASK, n=8)
     assert [choice.index for choice in answer.choices] == list(range(8))
-    assert sorted(choice.message.content for choice in answer.choices) == [f"\\boxed{{{n}}}" for n in range(8)]
-    generation = await manager.generate(input_ids=[1], n=8, max_tokens=20, temperature=0.001, top_p=0.9)
-    assert generation.sampling == [{"temperature": 0.01, "top_p": 0.9, "max_tokens": 20}] * 8, "vLLM samples at no less"
-    tokens, outputs, logprobs, reasons = await manager.tokens_and_logprobs_completion(prompt="1 and 2", n=8, max_tokens=20)
+    assert sorted(choice.message.content for choice in answer.choices) == [
+        f"\\boxed{{{n}}}" for n in range(8)
+    ]
+    generation = await manager.generate(
+        input_ids=[1], n=8, max_tokens=20, temperature=0.001, top_p=0.9
+    )
+    assert generation.sampling == [{"temperature": 0.01, "top_p": 0.9, "max_tokens": 20}] * 8, (
+        "vLLM samples at no less"
+    )
+    tokens, outputs, logprobs, reasons = await manager.tokens_and_logprobs_completion(
+        prompt="1 and 2", n=8, max_tokens=20
+    )
     assert tokens == tokenizer.encode("1 and 2")
     assert len(outputs) == len(logprobs) == len(reasons) == 8
 
 
-async def test_the_versions_that_a_rollout_met_are_noted(manager: ServerManager, tokenizer: Any) -> None:
+async def test_the_versions_that_a_rollout_met_are_noted(
+    manager: ServerManager, tokenizer: Any
+) -> None:
     record = VersionRecord()
     token = current_versions.set(record)
     try:
@@ -83,17 +99,26 @@ async def test_what_a_server_broke_off_is_asked_for_again(
     if how == "generate":
         reasons = (await manager.generate(input_ids=[1, 2], n=2, max_tokens=4)).finish_reasons
     else:
-        reasons = [choice.finish_reason for choice in (await manager.chat_completion(messages=ASK, n=2)).choices]
+        reasons = [
+            choice.finish_reason
+            for choice in (await manager.chat_completion(messages=ASK, n=2)).choices
+        ]
     assert len(reasons) == 2
     assert not broken
     assert reason not in reasons
     assert server.attempts_list[-1] == 2
     broken += [reason] * 3
     with pytest.raises(CutOff, match=rf"1 of 1 completions were broken off \({reason}\)"):
-        await (manager.generate(input_ids=[1, 2], max_tokens=4) if how == "generate" else manager.chat_completion(messages=ASK))
+        await (
+            manager.generate(input_ids=[1, 2], max_tokens=4)
+            if how == "generate"
+            else manager.chat_completion(messages=ASK)
+        )
 
 
-async def test_the_model_is_asked_for_and_the_timings_are_kept(manager: ServerManager, tokenizer_dir: Any) -> None:
+async def test_the_model_is_asked_for_and_the_timings_are_kept(
+    manager: ServerManager, tokenizer_dir: Any
+) -> None:
     server = manager.servers[0]
     assert await server.model() == str(tokenizer_dir)
     await manager.generate(input_ids=[1], max_tokens=2, split="eval")
@@ -105,7 +130,11 @@ async def test_the_model_is_asked_for_and_the_timings_are_kept(manager: ServerMa
 @pytest.mark.parametrize(
     ("options", "asked", "left_out"),
     [
-        (["return_text", "token_logprobs"], {"return_text": False, "token_logprobs": True}, {"logprobs"}),
+        (
+            ["return_text", "token_logprobs"],
+            {"return_text": False, "token_logprobs": True},
+            {"logprobs"},
+        ),
         (["token_logprobs"], {"token_logprobs": True}, {"logprobs", "return_text"}),
         ([], {"logprobs": 0}, {"token_logprobs", "return_text"}),
         (None, {"logprobs": 0}, {"token_logprobs", "return_text"}),
@@ -119,7 +148,9 @@ async def test_a_server_is_asked_for_the_shortest_answer_that_it_knows(
     request = last_request(manager)
     assert {name: request[name] for name in asked} == asked
     assert not left_out & request.keys()
-    assert generation.output_logprobs == [[-0.25 - 0.001 * i for i in range(len(generation.output_tokens[0]))]]
+    assert generation.output_logprobs == [
+        [-0.25 - 0.001 * i for i in range(len(generation.output_tokens[0]))]
+    ]
     assert generation.weight_spans == [[Span(Weights(0, 4), len(generation.output_tokens[0]))]]
 
 
@@ -127,7 +158,11 @@ async def test_alternatives_are_asked_for_in_tables(manager: ServerManager) -> N
     control(manager, generate_options=["return_text", "token_logprobs"])
     await manager.generate(input_ids=[1, 2], max_tokens=3, logprobs=4)
     request = last_request(manager)
-    assert (request["logprobs"], request["return_text"], "token_logprobs" in request) == (4, False, False)
+    assert (request["logprobs"], request["return_text"], "token_logprobs" in request) == (
+        4,
+        False,
+        False,
+    )
 
 
 def test_answers_that_do_not_line_up_are_refused() -> None:
@@ -136,8 +171,14 @@ def test_answers_that_do_not_line_up_are_refused() -> None:
     with pytest.raises(ValueError, match="different lengths"):
         parse_generation([1], numbers | {"token_ids": [[5]]})
     with pytest.raises(ValueError, match="zip"):
-        parse_generation([1], numbers | {"weight_version_spans": [[[1, 2]]], "weight_epoch_spans": [[]]})
-    answer = {"logprobs": [[[{"5": -0.1}], [{"6": -0.2}]]], "finish_reasons": ["stop"], "token_ids": [[5, 6]]}
+        parse_generation(
+            [1], numbers | {"weight_version_spans": [[[1, 2]]], "weight_epoch_spans": [[]]}
+        )
+    answer = {
+        "logprobs": [[[{"5": -0.1}], [{"6": -0.2}]]],
+        "finish_reasons": ["stop"],
+        "token_ids": [[5, 6]],
+    }
     assert parse_generation([1], answer).output_logprobs == [[-0.1, -0.2]]
     with pytest.raises(ValueError, match="token_ids"):
         parse_generation([1], answer | {"token_ids": [[5, 7]]})
@@ -146,9 +187,13 @@ def test_answers_that_do_not_line_up_are_refused() -> None:
 
 
 @pytest.mark.parametrize("server_type", ["openai", "vllm"])
-async def test_an_address_is_right_with_or_without_v1(shared_inference: str, server_type: Any, tokenizer_dir: Any) -> None:
+async def test_an_address_is_right_with_or_without_v1(
+    shared_inference: str, server_type: Any, tokenizer_dir: Any
+) -> None:
     for path in ("", "/", "/v1", "/v1/"):
-        manager = ServerManager([APIServerConfig(base_url=f"{shared_inference}{path}", server_type=server_type)])
+        manager = ServerManager(
+            [APIServerConfig(base_url=f"{shared_inference}{path}", server_type=server_type)]
+        )
         assert await manager.servers[0].probe() is None
         answer = await manager.chat_completion(messages=ASK, max_tokens=4)
         assert (answer.model, len(answer.choices)) == (str(tokenizer_dir), 1)
@@ -157,8 +202,15 @@ async def test_an_address_is_right_with_or_without_v1(shared_inference: str, ser
 
 def test_an_endpoint_below_another_path_is_asked_there() -> None:
     server = OpenAIServer(APIServerConfig(base_url="https://provider.example/api/openai/"))
-    assert str(server.openai.base_url) == f"{server.openai_url}/" == "https://provider.example/api/openai/"
-    assert OpenAIServer(APIServerConfig(base_url="https://a.example/team/v1")).openai_url == "https://a.example/team/v1"
+    assert (
+        str(server.openai.base_url)
+        == f"{server.openai_url}/"
+        == "https://provider.example/api/openai/"
+    )
+    assert (
+        OpenAIServer(APIServerConfig(base_url="https://a.example/team/v1")).openai_url
+        == "https://a.example/team/v1"
+    )
 
 
 def test_no_server_is_a_usage_error() -> None:

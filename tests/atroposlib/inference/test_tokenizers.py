@@ -13,7 +13,9 @@ from tests.atroposlib.inference.template_shapes import STARTER
 
 def with_marks(*marks: str) -> Any:
     made = PreTrainedTokenizerFast.from_pretrained(STARTER)
-    made.add_special_tokens({"additional_special_tokens": list(marks)}, replace_extra_special_tokens=False)
+    made.add_special_tokens(
+        {"additional_special_tokens": list(marks)}, replace_extra_special_tokens=False
+    )
     return made
 
 
@@ -30,7 +32,9 @@ def with_marks(*marks: str) -> Any:
         ),
     ],
 )
-def test_tags_of_reasoning_stay_in_a_response_where_they_are_special_tokens(marks: tuple[str, ...], text: str) -> None:
+def test_tags_of_reasoning_stay_in_a_response_where_they_are_special_tokens(
+    marks: tuple[str, ...], text: str
+) -> None:
     tokenizer = with_marks(*marks)
     tokens = tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
     assert ResponseDecoder(tokenizer)(tokens) == text

@@ -1,4 +1,6 @@
-"""What a format writes it reads again, whatever the arguments; what models really write is read; half a call is no call."""
+"""What a format writes it reads again, whatever the arguments; what models really write is read;
+half a call is no call.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "look_up",
-            "parameters": {"type": "object", "properties": {"word": {"type": "string"}, "count": {"type": "integer"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string"}, "count": {"type": "integer"}},
+            },
         },
     }
 ]
@@ -25,13 +30,22 @@ WORDS = st.text("abc 123äñ'.,:?!", min_size=1, max_size=12).map(str.strip).fil
 
 @pytest.mark.parametrize("name", {format: name for name, format in FORMATS.items()}.values())
 @settings(max_examples=15)
-@given(calls=st.lists(st.fixed_dictionaries({"word": WORDS, "count": st.integers(-99, 99)}), min_size=1, max_size=3))
+@given(
+    calls=st.lists(
+        st.fixed_dictionaries({"word": WORDS, "count": st.integers(-99, 99)}),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_what_is_written_is_read_again(name: str, calls: list[dict[str, Any]]) -> None:
     text = FORMATS[name].render_all(("look_up", arguments) for arguments in calls)
     found = FORMATS[name].parse(
-        f"Let me see.\n{text}" if name not in ("llama3_json", "llama4_json", "pythonic") else text, TOOLS
+        f"Let me see.\n{text}" if name not in ("llama3_json", "llama4_json", "pythonic") else text,
+        TOOLS,
     )
-    assert [(call.name, call.arguments) for call in found] == [("look_up", arguments) for arguments in calls]
+    assert [(call.name, call.arguments) for call in found] == [
+        ("look_up", arguments) for arguments in calls
+    ]
 
 
 X, Y = '{"word": "x"}', '{"word": "y"}'
@@ -53,7 +67,10 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_models_write_is_read(name: str) -> None:
     calls = FORMATS[name].parse(WRITTEN[name], TOOLS)
-    assert [(call.name, call.arguments) for call in calls] == [("look_up", {"word": "x"}), ("look_up", {"word": "y"})]
+    assert [(call.name, call.arguments) for call in calls] == [
+        ("look_up", {"word": "x"}),
+        ("look_up", {"word": "y"}),
+    ]
     assert content_before(WRITTEN[name], calls) is None
 
 
@@ -74,7 +91,11 @@ def test_half_a_call_stays_text(name: str) -> None:
     (call,) = FORMATS[name].parse(HALF[name], TOOLS)
     assert (call.name, call.arguments) == ("", None)
     assert call.problem
-    assert ToolCallTranslator(None, name).parse_model_output(HALF[name], tools=TOOLS) == (HALF[name], None, "stop")
+    assert ToolCallTranslator(None, name).parse_model_output(HALF[name], tools=TOOLS) == (
+        HALF[name],
+        None,
+        "stop",
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -96,6 +117,10 @@ def test_a_call_is_a_table_and_an_object() -> None:
     with pytest.raises(AttributeError, match="has no 'index'"):
         _ = call.index
     said = {"role": "assistant", "content": "Hm.", "tool_calls": [json.loads(json.dumps(call))]}
-    assert translator.convert_messages_for_template([said])[0]["content"] == raw, "as it was sampled, to the last space"
+    assert translator.convert_messages_for_template([said])[0]["content"] == raw, (
+        "as it was sampled, to the last space"
+    )
     changed = translator.convert_messages_for_template([said | {"content": "Oh."}])[0]["content"]
-    assert changed == 'Oh.\n<tool_call>\n{"name": "look_up", "arguments": {"word": "x"}}\n</tool_call>'
+    assert (
+        changed == 'Oh.\n<tool_call>\n{"name": "look_up", "arguments": {"word": "x"}}\n</tool_call>'
+    )

@@ -1,4 +1,7 @@
-"""Run as a process: a sandbox on a host that allows less, and some hostile programs in it. Needs nothing but Python."""
+"""Run as a process: a sandbox on a host that allows less, and some hostile programs in it.
+
+Needs nothing but Python.
+"""
 
 import asyncio
 import json
@@ -25,7 +28,11 @@ a socket with an abstract name|deleting files|emptying Python's own files|writin
 orphans in groups of their own|higher limits|becoming root|capabilities|mounting|namespaces of its own|loosening its filter
 closing everything|telling results of its own|a file too large"""
 
-BY_MEMORY = ("memory over many processes", "memory in a process whose first thread ended", "memory in page tables")
+BY_MEMORY = (
+    "memory over many processes",
+    "memory in a process whose first thread ended",
+    "memory in page tables",
+)
 """Programs that the sum over all their processes ends."""
 
 
@@ -34,7 +41,9 @@ def refuse_calls(names: tuple[str, ...], numbers: tuple[int, ...] = ()) -> None:
     column = list(filters.AUDIT_ARCH).index(os.uname().machine)
     program = filters._step(filters.LOAD, filters.NUMBER_AT)
     for number in (*(filters.FORBIDDEN[name][column] for name in names), *numbers):
-        program += filters._step(filters.JUMP_EQUAL, number or 0, 0, 1) + filters.refuse(filters.EPERM)
+        program += filters._step(filters.JUMP_EQUAL, number or 0, 0, 1) + filters.refuse(
+            filters.EPERM
+        )
     kernel.forbid_new_privileges()
     kernel.install_filter(program + filters._step(filters.RETURN, filters.ALLOW))
 
@@ -56,7 +65,13 @@ async def main(way: str) -> dict[str, object]:
     prelude, *sections = text.split("\n## ")
     programs = dict(section.split("\n", 1) for section in sections)
     victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])  # noqa: ASYNC220
-    places = {"SECRET": __file__, "FOLDER": os.path.dirname(__file__), "NAME": "none", "PORT": 1, "PARENT": os.getpid()}
+    places = {
+        "SECRET": __file__,
+        "FOLDER": os.path.dirname(__file__),
+        "NAME": "none",
+        "PORT": 1,
+        "PARENT": os.getpid(),
+    }
     names = [name for line in CHOSEN.splitlines() for name in line.split("|")]
 
     def filled(name: str) -> Program:
@@ -66,7 +81,9 @@ async def main(way: str) -> dict[str, object]:
         return Program(code, "answer", [[3]])
 
     outcomes = await asyncio.gather(*(box.run(filled(name)) for name in names))
-    honest = await box.run(Program("import decimal, csv\ndef answer(x): return x * 17", "answer", [[3]]))
+    honest = await box.run(
+        Program("import decimal, csv\ndef answer(x): return x * 17", "answer", [[3]])
+    )
     alive = victim.poll() is None
     victim.kill()
     victim.wait()
@@ -77,7 +94,12 @@ async def main(way: str) -> dict[str, object]:
         if name in BY_MEMORY:
             held = held and outcome.end == "memory"
         kinds[name] = "held" if held else f"{outcome}"
-    return {"mode": box.mode, "missing": box.missing, "kinds": kinds, "honest": verdict(honest, [51]).kind}
+    return {
+        "mode": box.mode,
+        "missing": box.missing,
+        "kinds": kinds,
+        "honest": verdict(honest, [51]).kind,
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Over a hundred hostile programs, several at once, with honest ones among them: all are held, none scores, none hangs."""
+"""Over a hundred hostile programs, several at once, with honest ones among them: all are held, none
+scores, none hangs.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def descendants(pid: int) -> list[int]:
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             try:
-                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(path.name)] = int(
+                    (path / "stat").read_text().rpartition(")")[2].split()[1]
+                )
             except (OSError, IndexError):
                 continue  # it ended meanwhile
     found = [pid]
@@ -97,8 +101,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
         idle = len(alive())
         names = list(PROGRAMS)
-        programs = [Program(f"{PRELUDE}\n{filled(PROGRAMS[name])}", "answer", CALLS) for name in names]
-        honest = [Program(HONEST.replace("@FACTOR@", str(factor)), "answer", CALLS) for _ in range(12)]
+        programs = [
+            Program(f"{PRELUDE}\n{filled(PROGRAMS[name])}", "answer", CALLS) for name in names
+        ]
+        honest = [
+            Program(HONEST.replace("@FACTOR@", str(factor)), "answer", CALLS) for _ in range(12)
+        ]
         boxes = [patient if name in PATIENTLY else box for name in names]
         tried = [each.run(program) for each, program in zip(boxes, programs, strict=True)]
         ended = await asyncio.gather(*tried, *(box.run(program) for program in honest))
@@ -121,9 +129,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 server.close()
         if victim.poll() is not None:
             reached.append("the victim")
-        if (folder / "secret").read_text() != canary or {path.name for path in folder.iterdir()} != {"secret", "socket"}:
+        if (folder / "secret").read_text() != canary or {
+            path.name for path in folder.iterdir()
+        } != {"secret", "socket"}:
             reached.append("the folder")
-        if socket.gethostname() != host or Path("/dev/shm/new").exists() or Path("/var/tmp/new").exists():
+        if (
+            socket.gethostname() != host
+            or Path("/dev/shm/new").exists()
+            or Path("/var/tmp/new").exists()
+        ):
             reached.append("the host's name or its shared folders")
     finally:
         del os.environ["SANDBOX_CANARY"]
@@ -152,7 +166,9 @@ def test_nothing_of_the_host_was_reached(ran: Ran) -> None:
 
 
 def test_honest_programs_among_them_are_right(ran: Ran) -> None:
-    assert [verdict(outcome, ran.expected).kind for outcome in ran.honest] == ["right"] * len(ran.honest)
+    assert [verdict(outcome, ran.expected).kind for outcome in ran.honest] == ["right"] * len(
+        ran.honest
+    )
 
 
 def test_each_kind_of_end_was_met(ran: Ran) -> None:
@@ -161,7 +177,12 @@ def test_each_kind_of_end_was_met(ran: Ran) -> None:
     assert {"exited", "signal", "deadline", "memory", "output"} <= set(ends_by_name.values())
     kinds = {name: verdict(outcome, ran.expected).kind for name, outcome in ran.outcomes.items()}
     assert kinds["sleeping with every signal ignored"] == kinds["spinning for ever"] == "timeout"
-    assert kinds["output without end"] == kinds["a daemon"] == kinds["memory over many processes"] == "contained"
+    assert (
+        kinds["output without end"]
+        == kinds["a daemon"]
+        == kinds["memory over many processes"]
+        == "contained"
+    )
     for name in (
         "over many processes",
         "in a process whose first thread ended",

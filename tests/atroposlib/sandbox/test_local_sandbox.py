@@ -1,4 +1,6 @@
-"""The sandbox itself: what it answers, which limit ends what, and what happens when the host or a process fails it."""
+"""The sandbox itself: what it answers, which limit ends what, and what happens when the host or a
+process fails it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ PIECES = [b"{", b'"call"', b":", b"0", b"1", b"}", b",", b'"value"', b"\n"]
 OTHER_WAYS = Path(__file__).with_name("other_ways.py")
 
 
-def in_sandbox(work: Callable[[LocalSandbox], Coroutine[Any, Any, Any]], limits: Limits | None = None) -> Any:
+def in_sandbox(
+    work: Callable[[LocalSandbox], Coroutine[Any, Any, Any]], limits: Limits | None = None
+) -> Any:
     async def run() -> Any:
         box = LocalSandbox(limits)
         await box.start()
@@ -77,8 +81,17 @@ def test_what_comes_of_programs() -> None:
         limits=Limits(seconds=60, cpu_seconds=1),
     )
     assert good.results[:2] == [Returned([0.5, {"1": None}]), Returned([2.0, {"1": None}])]
-    assert all(isinstance(result, Raised) and result.text.startswith("TypeError: ") for result in good.results[2:])
-    assert (len(good.results), good.end, good.code, good.left, good.output) == (5, "exited", 0, 0, "é\n" * 4)
+    assert all(
+        isinstance(result, Raised) and result.text.startswith("TypeError: ")
+        for result in good.results[2:]
+    )
+    assert (len(good.results), good.end, good.code, good.left, good.output) == (
+        5,
+        "exited",
+        0,
+        0,
+        "é\n" * 4,
+    )
     assert script.output == "cba /tmp [] __main__ {}\n"
     assert "SyntaxError" in str(broken.problem)
     assert missing.problem == "it defines no function f"
@@ -148,14 +161,18 @@ def f():
     ],
 )
 def test_an_ordinary_program_works(name: str, value: list[Any]) -> None:
-    (outcome,) = run_all(Program(ORDINARY[name], "f", [[]]), limits=Limits(seconds=60, cpu_seconds=30))
+    (outcome,) = run_all(
+        Program(ORDINARY[name], "f", [[]]), limits=Limits(seconds=60, cpu_seconds=30)
+    )
     assert outcome.results == [Returned(value)], outcome
 
 
 def test_a_refusal_is_an_error_that_counts_as_contained() -> None:
     shared = "import mmap\ndef f():\n    return len(mmap.mmap(-1, 4096))"
     large = "def f():\n    return len(bytearray(1 << 40))"
-    outcomes = run_all(Program(shared, "f", [[]]), Program(large, "f", [[]]), Program(f"{shared}\nf()", "f", [[]]))
+    outcomes = run_all(
+        Program(shared, "f", [[]]), Program(large, "f", [[]]), Program(f"{shared}\nf()", "f", [[]])
+    )
     judged = [verdict(outcome, [4096]) for outcome in outcomes]
     assert [each.kind for each in judged] == ["contained"] * 3
     assert [each.why for each in judged] == [
@@ -205,7 +222,9 @@ def test_memory_of_all_processes_is_found_in_either_proc(own: bool) -> None:
 
 def test_output_is_counted_and_its_beginning_kept() -> None:
     limits = Limits(output=300_000, kept_output=1000)
-    some, much = run_all(Program("print('x' * 200_000)"), Program("while True: print('y' * 1000)"), limits=limits)
+    some, much = run_all(
+        Program("print('x' * 200_000)"), Program("while True: print('y' * 1000)"), limits=limits
+    )
     assert (some.end, some.output, some.output_bytes) == ("exited", "x" * 1000, 200_001)
     assert (much.end, len(much.output)) == ("output", 1000)
     assert 300_000 < much.output_bytes < 10_000_000
@@ -215,7 +234,9 @@ def test_a_keeper_that_dies_is_started_again_and_its_programs_run_anew() -> None
     async def work(box: LocalSandbox) -> Any:
         assert box._keeper is not None
         first = box._keeper
-        running = asyncio.create_task(box.run(Program("import time\ntime.sleep(0.3)\ndef f():\n    return 1", "f", [[]])))
+        running = asyncio.create_task(
+            box.run(Program("import time\ntime.sleep(0.3)\ndef f():\n    return 1", "f", [[]]))
+        )
         await asyncio.sleep(0.1)
         # Its first process ends with those that it started.
         os.kill(processes_below(first.pid)[0], signal.SIGKILL)
@@ -274,21 +295,33 @@ def other_way(way: str, python: str = sys.executable, *before: str) -> dict[str,
 def system_python() -> str:
     """One that another user may run, too."""
     for name in ("/usr/bin/python3", "/usr/local/bin/python3"):
-        said = subprocess.run([name, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True, text=True)
+        said = subprocess.run(
+            [name, "-c", "import sys; print(sys.version_info >= (3, 11))"],
+            capture_output=True,
+            text=True,
+        )
         if said.stdout.strip() == "True":
             return name
     pytest.skip("no Python of the system's that other users may run")
 
 
 def held_all(told: dict[str, Any], mode: str) -> dict[str, Any]:
-    return {"mode": mode, "missing": {}, "kinds": dict.fromkeys(told["kinds"], "held"), "honest": "right"}
+    return {
+        "mode": mode,
+        "missing": {},
+        "kinds": dict.fromkeys(told["kinds"], "held"),
+        "honest": "right",
+    }
 
 
 def test_an_ordinary_user_holds_programs_as_well() -> None:
     before: tuple[str, ...] = ()
     python = sys.executable
     if os.geteuid() == 0:
-        python, before = system_python(), ("setpriv", "--reuid", "1000", "--regid", "1000", "--clear-groups")
+        python, before = (
+            system_python(),
+            ("setpriv", "--reuid", "1000", "--regid", "1000", "--clear-groups"),
+        )
     told = other_way("plain", python, *before)
     assert told == held_all(told, "user_namespace")
 
@@ -310,7 +343,10 @@ def test_what_a_host_cannot_give_is_named_and_refused_unless_allowed() -> None:
         LocalSandbox(allow_missing=["netwrok"])
 
 
-HEADERS = {0: Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), 1: Path("/usr/include/asm-generic/unistd.h")}
+HEADERS = {
+    0: Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    1: Path("/usr/include/asm-generic/unistd.h"),
+}
 
 
 @pytest.mark.parametrize("column", HEADERS)
@@ -319,11 +355,16 @@ def test_numbers_of_calls_are_those_of_the_kernels_headers(column: int) -> None:
         pytest.skip(f"no {HEADERS[column]} here")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[column].read_text())
     theirs = {name: int(number) for name, number in found}
-    ours = {name: row[column] for name, row in (filters.FORBIDDEN | filters.WITHOUT_NAMESPACES | filters.BY_ARGUMENT).items()}
-    newest = max(theirs.values())
-    assert {name: number for name, number in ours.items() if number is not None and number <= newest} == {
-        name: theirs[name] for name in ours if name in theirs
+    ours = {
+        name: row[column]
+        for name, row in (
+            filters.FORBIDDEN | filters.WITHOUT_NAMESPACES | filters.BY_ARGUMENT
+        ).items()
     }
+    newest = max(theirs.values())
+    assert {
+        name: number for name, number in ours.items() if number is not None and number <= newest
+    } == {name: theirs[name] for name in ours if name in theirs}
 
 
 def test_paths_within_others_are_left_out() -> None:
@@ -369,8 +410,18 @@ def test_values_that_differ_are_told_apart(one: Any, other: Any) -> None:
             (None, 0, False),
             ("1", 1, False),
         ),
-        *((1.0, 1 + 1e-9, True), (1.0, 1.001, False), (1.0, 10**400, False), (float("nan"), float("nan"), True)),
-        *(((1, 2), [1, 2], True), ([1], [1, 2], False), ({"a": 1}, {"a": 1, "b": 2}, False), ([], {}, False)),
+        *(
+            (1.0, 1 + 1e-9, True),
+            (1.0, 1.001, False),
+            (1.0, 10**400, False),
+            (float("nan"), float("nan"), True),
+        ),
+        *(
+            ((1, 2), [1, 2], True),
+            ([1], [1, 2], False),
+            ({"a": 1}, {"a": 1, "b": 2}, False),
+            ([], {}, False),
+        ),
     ],
 )
 def test_types_count(expected: Any, got: Any, same: bool) -> None:

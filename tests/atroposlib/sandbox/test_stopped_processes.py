@@ -1,4 +1,7 @@
-"""Stopped processes (SIGSTOP) of the sandbox: its keeper, a program's watcher, and a program. Each run ends with a result."""
+"""Stopped processes (SIGSTOP) of the sandbox: its keeper, a program's watcher, and a program.
+
+Each run ends with a result.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ async def idle_sandbox(at_once: int | None = None) -> tuple[LocalSandbox, list[i
     await box.start()
     assert box._keeper is not None
     async with asyncio.timeout(60):
-        while len(found := processes_below(box._keeper.pid)) > 2:  # the trial of the start still ends
+        while (
+            len(found := processes_below(box._keeper.pid)) > 2
+        ):  # the trial of the start still ends
             await asyncio.sleep(0.02)
     return box, [box._keeper.pid, *found]
 
@@ -50,7 +55,9 @@ async def start_sleeper(box: LocalSandbox, keepers: int) -> tuple[asyncio.Task[O
     return running, found[-2], found[-1]
 
 
-def test_a_stopped_keeper_is_replaced_and_every_program_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_keeper_is_replaced_and_every_program_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def work() -> None:
         box, family = await idle_sandbox()
         os.kill(family[-1], signal.SIGSTOP)

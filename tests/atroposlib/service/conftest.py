@@ -23,7 +23,9 @@ _PORTS = PortReservations()
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that stays this process's own: a service starts on it seconds later, or again."""
+    """A port that nobody listens on, and that stays this process's own: a service starts on it
+    seconds later, or again.
+    """
     return _PORTS.pick()
 
 
@@ -60,7 +62,13 @@ def trainer(**fields: Any) -> dict[str, Any]:
 
 def environment(**fields: Any) -> dict[str, Any]:
     """An environment's registration."""
-    return {"max_token_length": 128, "desired_name": "task", "weight": 1.0, "group_size": 4, **fields}
+    return {
+        "max_token_length": 128,
+        "desired_name": "task",
+        "weight": 1.0,
+        "group_size": 4,
+        **fields,
+    }
 
 
 class Service:
@@ -72,7 +80,13 @@ class Service:
 
     forked = True
 
-    def __init__(self, folder: Path, *flags: str, port: int | None = None, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        port: int | None = None,
+        environ: dict[str, str] | None = None,
+    ) -> None:
         self.port = port or free_port()
         self.flags = flags
         self.cwd = ROOT
@@ -83,23 +97,36 @@ class Service:
 
     def command(self) -> list[str]:
         """The command line that starts it."""
-        return [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(self.port), *self.flags]
+        return [
+            sys.executable,
+            "-m",
+            "atroposlib.cli.run_api",
+            "--port",
+            str(self.port),
+            *self.flags,
+        ]
 
     def start(self, seconds: float = 120) -> Service:
         """Start it and wait until it answers."""
         with self.log.open("ab") as log:
             start = start_unguarded if self.forked else execute
-            self.process = start(self.command(), log.fileno(), {**os.environ, **self.environ}, self.cwd)
+            self.process = start(
+                self.command(), log.fileno(), {**os.environ, **self.environ}, self.cwd
+            )
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the service ended with {self.process.returncode}: {self.log.read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"the service ended with {self.process.returncode}: {self.log.read_text()[-2000:]}"
+                )
             try:
                 if httpx.get(f"http://127.0.0.1:{self.port}/", timeout=5).status_code == 200:
                     return self
             except httpx.TransportError:
                 time.sleep(0.02)
-        raise TimeoutError(f"the service did not answer within {seconds} s: {self.log.read_text()[-2000:]}")
+        raise TimeoutError(
+            f"the service did not answer within {seconds} s: {self.log.read_text()[-2000:]}"
+        )
 
     def signal(self, number: signal.Signals, seconds: float = 60) -> int:
         """Send it a signal and wait for its end. Returns the exit status."""

@@ -1,8 +1,9 @@
-"""A whole run in one thread: the real queue and store, the real window of items, and a trainer and a sampler of a few lines.
+"""A whole run in one thread: the real queue and store, the real window of items, and a trainer and
+a sampler of a few lines.
 
-Weights are a hash of all that was learned, and what is sampled is a hash of weights and item: so two runs that end with the
-same weights have sampled the same rollouts and learned from them in the same order. A script of numbers chooses what happens
-next, and who dies.
+Weights are a hash of all that was learned, and what is sampled is a hash of weights and item: so
+two runs that end with the same weights have sampled the same rollouts and learned from them in the
+same order. A script of numbers chooses what happens next, and who dies.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Checkpoint:
     value: str
     positions: dict[str, int] | None
     learned: tuple[tuple[int, int, int], ...]
-    """(batch, its registration, the version after it): those that the service may not have been told of."""
+    """(batch, its registration, the version after it): those that the service may not have been
+    told of."""
 
 
 @dataclass(eq=False)
@@ -67,7 +69,9 @@ class World:
     """(version, content) of what was learned from, by the present weights."""
 
     def __post_init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="exact", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="exact", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+        )
         self.store = SqliteStore(self.folder / "a.db")
         self.queue = RolloutQueue(snapshot=self.store.load())
         self.bodies: dict[int, bytes] = {}
@@ -88,14 +92,20 @@ class World:
 
     def start_trainer(self) -> None:
         self.epoch += 10
-        self.value, self.version, self.positions = self.saved.value, self.saved.step, self.saved.positions
+        self.value, self.version, self.positions = (
+            self.saved.value,
+            self.saved.step,
+            self.saved.positions,
+        )
         self.log = [entry for entry in self.log if entry[0] < self.version]
         self.writing: Checkpoint | None = None
         self.owed: list[tuple[int, int, int]] = []
         self.lease: tuple[int, int] | None = None
         self.lease_positions: dict[str, int] = {}
         self.trained = False
-        self.sampler = Weights(self.epoch, self.version, self.value)  # before it registers, as grpo.py does it
+        self.sampler = Weights(
+            self.epoch, self.version, self.value
+        )  # before it registers, as grpo.py does it
         for batch, uuid, _ in self.saved.learned:
             self.tell(batch, uuid, self.version, keep=False)
         self.register()
@@ -104,7 +114,13 @@ class World:
         self.uuid += 1
         self.received: int | None = None
         size, steps = GROUP * GROUPS, (self.version, self.steps)
-        exact = {"max_staleness": 0, "ack_batches": True, "model": "m", "weight_epoch": self.epoch, "positions": self.positions}
+        exact = {
+            "max_staleness": 0,
+            "ack_batches": True,
+            "model": "m",
+            "weight_epoch": self.epoch,
+            "positions": self.positions,
+        }
         trainer = Registration(self.uuid, "g", "p", size, 9, "c", 1, *steps, **exact)
         self.queue.register(trainer)
         self.commit()
@@ -113,7 +129,8 @@ class World:
         try:
             self.queue.ack(batch, version, uuid, keep=keep)
         except QueueError:
-            return  # of a service that has forgotten, or has another registration: as RolloutClient does
+            # of a service that has forgotten, or has another registration: as RolloutClient does
+            return
         self.commit()
 
     def fetch(self) -> None:
@@ -125,7 +142,10 @@ class World:
             return
         self.received = lease.batch_id
         ordered = self.queue.streams.in_order(lease.groups)
-        self.lease, self.lease_positions = (lease.batch_id, self.uuid), self.queue.streams.after(lease.groups)
+        self.lease, self.lease_positions = (
+            (lease.batch_id, self.uuid),
+            self.queue.streams.after(lease.groups),
+        )
         self.batch = [self.bodies[group.seq].decode() for group in ordered]
 
     def step(self) -> None:
@@ -162,7 +182,10 @@ class World:
     # ---- the inference server ----
 
     def restart_sampler(self) -> None:
-        """It samples with its checkpoint's weights until it has the trainer's. What was under way there is asked for again."""
+        """It samples with its checkpoint's weights until it has the trainer's.
+
+        What was under way there is asked for again.
+        """
         self.sampler = Weights(0, 0, "base")
         for worker in self.workers:
             if worker.content is None:
@@ -206,7 +229,11 @@ class World:
         busy = [worker for worker in self.workers if worker.content is None]
         worker = busy[which % len(busy)]
         # What was sampled while weights changed is of neither.
-        value = worker.weights.value if worker.weights.value == self.sampler.value else mixed(worker.weights, self.sampler)
+        value = (
+            worker.weights.value
+            if worker.weights.value == self.sampler.value
+            else mixed(worker.weights, self.sampler)
+        )
         worker.content = mixed("sampled", value, worker.number)
         if not gives_a_group(worker.content):
             self.workers.remove(worker)
@@ -217,7 +244,15 @@ class World:
         weights = ((worker.weights.epoch, worker.weights.version),)
         body = worker.content.encode()
         draft = ValidatedGroup(
-            body, GROUP, 9, self.env_id, weights, f"post {self.posted}", stream=STREAM, item=worker.number, life=worker.life
+            body,
+            GROUP,
+            9,
+            self.env_id,
+            weights,
+            f"post {self.posted}",
+            stream=STREAM,
+            item=worker.number,
+            life=worker.life,
         )
         self.posts.append((draft, worker))
 
@@ -289,4 +324,6 @@ class World:
             if self.done and not self.trained:
                 return self.value, [content for _, content in self.log]
             self.happen(choices())
-        raise AssertionError(f"the run stands still at version {self.version}: {self.queue.streams.stored()}, {self.workers}")
+        raise AssertionError(
+            f"the run stands still at version {self.version}: {self.queue.streams.stored()}, {self.workers}"
+        )

@@ -1,7 +1,9 @@
-"""The public Atropos server and ours get the same requests, and must give the same answers, but where `INTENDED` says why not.
+"""The public Atropos server and ours get the same requests, and must give the same answers, but
+where `INTENDED` says why not.
 
-The public server is the released package, in a process and a virtual environment of its own. The test runs where that
-environment exists (`python bench/public_server.py` makes it) and, with LOCKSTEP_DIFFERENTIAL=1, makes it first.
+The public server is the released package, in a process and a virtual environment of its own. The
+test runs where that environment exists (`python bench/public_server.py` makes it) and, with
+LOCKSTEP_DIFFERENTIAL=1, makes it first.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ INTENDED = {
     "unknown encoding": "it reads a body whose encoding it does not know as if it had none; ours says 415",
     "broken text": "text that is not UTF-8 is a 400; ours a 422, as is every other body that is no JSON",
 }
-"""Every way in which the two are meant to differ. The original's SDK, whose environments never register again, is not
-asked here: this is about the wire."""
+"""Every way in which the two are meant to differ. The original's SDK, whose environments never
+register again, is not asked here: this is about the wire."""
 
 
 ADDED_FIELDS = (
@@ -72,7 +74,9 @@ class PublicService(Service):
     """The public server."""
 
     def command(self) -> list[str]:
-        """In isolated mode, so that neither the working directory nor PYTHONPATH brings in our package of the same name."""
+        """In isolated mode, so that neither the working directory nor PYTHONPATH brings in our
+        package of the same name.
+        """
         python = public_server.FOLDER / "bin" / "python"
         return [str(python), "-I", "-m", "atroposlib.cli.run_api", "--port", str(self.port)]
 
@@ -83,21 +87,34 @@ def public_package() -> None:
     if public_server.is_ready():
         return
     if os.environ.get("LOCKSTEP_DIFFERENTIAL") != "1":
-        pytest.skip(f"{public_server.PUBLIC} is not installed in {public_server.FOLDER}; set LOCKSTEP_DIFFERENTIAL=1 to do it")
+        pytest.skip(
+            f"{public_server.PUBLIC} is not installed in {public_server.FOLDER}; set LOCKSTEP_DIFFERENTIAL=1 to do it"
+        )
     try:
         public_server.public_python()
     except subprocess.SubprocessError as error:
-        pytest.fail(f"LOCKSTEP_DIFFERENTIAL=1, but {public_server.PUBLIC} could not be installed: {error}")
+        pytest.fail(
+            f"LOCKSTEP_DIFFERENTIAL=1, but {public_server.PUBLIC} could not be installed: {error}"
+        )
 
 
 def ask(service: Service, step: Step) -> httpx.Response:
-    """One request on a connection of its own: the public server closes those on which it has failed."""
-    headers = {"connection": "close", "accept-encoding": "gzip", **{k.replace("_", "-"): v for k, v in step.headers.items()}}
+    """One request on a connection of its own: the public server closes those on which it has
+    failed.
+    """
+    headers = {
+        "connection": "close",
+        "accept-encoding": "gzip",
+        **{k.replace("_", "-"): v for k, v in step.headers.items()},
+    }
     return service.http.request(step.method, step.path, content=step.content, headers=headers)
 
 
 def places(errors: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """The fields that validation errors are about. Ours stops at a field's first wrong value, so no further than that."""
+    """The fields that validation errors are about.
+
+    Ours stops at a field's first wrong value, so no further than that.
+    """
     found = set()
     for error in errors:
         loc = error["loc"] if error["type"] != "json_invalid" else ["body"]
@@ -164,7 +181,11 @@ def check_headers(response: httpx.Response, step: Step) -> None:
 @pytest.mark.usefixtures("public_package")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_both_servers_answer_alike(name: str, tmp_path: Path) -> None:
-    flags = ["--store", str(tmp_path / "rollouts.db"), *(["--max-queue-groups", "6"] if name == "bound" else [])]
+    flags = [
+        "--store",
+        str(tmp_path / "rollouts.db"),
+        *(["--max-queue-groups", "6"] if name == "bound" else []),
+    ]
     services = (PublicService(tmp_path), Service(tmp_path, *flags))
     services[0].cwd = tmp_path
     try:
@@ -188,7 +209,9 @@ def test_both_servers_answer_alike(name: str, tmp_path: Path) -> None:
                 (answers[0], public, step.differs.public, "public"),
                 (answers[1], ours, step.differs.ours, "ours"),
             ):
-                assert (answer.status_code, brief(step, expected[1], found)) == expected, f"{where}: {who}, {step.differs.why}"
+                assert (answer.status_code, brief(step, expected[1], found)) == expected, (
+                    f"{where}: {who}, {step.differs.why}"
+                )
     finally:
         for service in services:
             if service.process is not None:
@@ -199,4 +222,9 @@ def test_both_servers_answer_alike(name: str, tmp_path: Path) -> None:
 def test_every_intended_difference_is_shown() -> None:
     shown = {step.differs.why for script in SCRIPTS.values() for step in script if step.differs}
     assert shown == set(INTENDED)
-    assert all(step.differs.public != step.differs.ours for script in SCRIPTS.values() for step in script if step.differs)
+    assert all(
+        step.differs.public != step.differs.ours
+        for script in SCRIPTS.values()
+        for step in script
+        if step.differs
+    )

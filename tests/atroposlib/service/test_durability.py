@@ -1,4 +1,6 @@
-"""200 means durable, whatever happens between the queue and the disk: commits that stall or fail, calls that are cut short."""
+"""200 means durable, whatever happens between the queue and the disk: commits that stall or fail,
+calls that are cut short.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ async def client_of(
     """The whole service on this loop, with a trainer that wants four sequences."""
     service = RolloutService(store)
     transport = httpx.ASGITransport(make_app(service, limits), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", timeout=None
+    ) as client:
         if register:
             (await client.post("/register", json=trainer(batch_size=4))).raise_for_status()
             (await client.get("/batch")).raise_for_status()
@@ -119,7 +123,9 @@ def test_a_retried_post_is_not_answered_before_the_first_one_is_stored(store: Fa
     run(test)
 
 
-@pytest.mark.parametrize("fault", [StoreError("the disk is full"), ValueError("of a kind that nobody expected")])
+@pytest.mark.parametrize(
+    "fault", [StoreError("the disk is full"), ValueError("of a kind that nobody expected")]
+)
 def test_a_retried_post_fails_with_the_first_one(store: FaultyStore, fault: Exception) -> None:
     async def test() -> None:
         async with client_of(store) as client:
@@ -138,19 +144,28 @@ def test_a_retried_post_fails_with_the_first_one(store: FaultyStore, fault: Exce
             while (answer := await client.post("/scored_data", json=body)).status_code == 507:
                 await asyncio.sleep(0.01)  # it takes over the store's view
             assert answer.json() == {"status": "received"}
-            assert (await client.get("/status")).json()["queue_size"] == len(on_disk(store).queued) == 1
+            assert (
+                (await client.get("/status")).json()["queue_size"]
+                == len(on_disk(store).queued)
+                == 1
+            )
 
     run(test)
 
 
-def test_a_batch_that_is_asked_for_again_waits_until_its_bodies_are_written(store: FaultyStore) -> None:
+def test_a_batch_that_is_asked_for_again_waits_until_its_bodies_are_written(
+    store: FaultyStore,
+) -> None:
     async def test() -> None:
         async with client_of(store) as client:
             store._recent.most_bytes = 0  # or the bodies would be at hand
             with store.stalled():
                 post = asyncio.create_task(client.post("/scored_data", json=group(mark=1)))
                 await store.commit_begins()
-                batches = [asyncio.create_task(client.get("/batch", params={"received": 0})) for _ in range(3)]
+                batches = [
+                    asyncio.create_task(client.get("/batch", params={"received": 0}))
+                    for _ in range(3)
+                ]
                 await still_waits(batches[2])
             for batch in batches:
                 answer = await batch
@@ -162,7 +177,9 @@ def test_a_batch_that_is_asked_for_again_waits_until_its_bodies_are_written(stor
     run(test)
 
 
-Interruption = Callable[[httpx.AsyncClient, FaultyStore, RequestLimits, pytest.MonkeyPatch], Awaitable[None]]
+Interruption = Callable[
+    [httpx.AsyncClient, FaultyStore, RequestLimits, pytest.MonkeyPatch], Awaitable[None]
+]
 
 
 @contextmanager
@@ -175,12 +192,16 @@ def hurried(limits: RequestLimits) -> Iterator[None]:
         object.__setattr__(limits, "seconds", SECONDS)
 
 
-async def a_stalled_commit(client: httpx.AsyncClient, store: FaultyStore, limits: RequestLimits, _: pytest.MonkeyPatch) -> None:
+async def a_stalled_commit(
+    client: httpx.AsyncClient, store: FaultyStore, limits: RequestLimits, _: pytest.MonkeyPatch
+) -> None:
     with store.stalled(), hurried(limits):
         assert (await client.get("/batch")).status_code == 503
 
 
-async def a_failed_commit(client: httpx.AsyncClient, store: FaultyStore, _: RequestLimits, __: pytest.MonkeyPatch) -> None:
+async def a_failed_commit(
+    client: httpx.AsyncClient, store: FaultyStore, _: RequestLimits, __: pytest.MonkeyPatch
+) -> None:
     store.fault = StoreError("the disk is full")
     assert (await client.get("/batch")).status_code == 507
     while (await client.post("/scored_data", json=group(2, mark=9))).status_code == 507:
@@ -210,7 +231,10 @@ async def a_client_that_goes_away(
             await asked
 
 
-@pytest.mark.parametrize("interruption", [a_stalled_commit, a_failed_commit, a_cancelled_compression, a_client_that_goes_away])
+@pytest.mark.parametrize(
+    "interruption",
+    [a_stalled_commit, a_failed_commit, a_cancelled_compression, a_client_that_goes_away],
+)
 def test_a_batch_whose_sending_was_interrupted_comes_again(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch, interruption: Interruption
 ) -> None:
@@ -218,7 +242,9 @@ def test_a_batch_whose_sending_was_interrupted_comes_again(
         limits = RequestLimits(seconds=SECONDS)
         async with client_of(store, limits) as client:
             for mark in (1, 2):
-                (await client.post("/scored_data", json=group(mark=mark, length=300))).raise_for_status()
+                (
+                    await client.post("/scored_data", json=group(mark=mark, length=300))
+                ).raise_for_status()
             while store.arrived.acquire(blocking=False):
                 pass
             await interruption(client, store, limits, monkeypatch)
@@ -242,12 +268,16 @@ def test_a_damaged_body_costs_its_group_and_nothing_else(tmp_path: Path) -> None
 
     async def fill(client: httpx.AsyncClient) -> None:
         for mark in (11111, 22222, 33333, 44444, 55555):
-            (await client.post("/scored_data", json=group(2, mark=mark, length=30))).raise_for_status()
+            (
+                await client.post("/scored_data", json=group(2, mark=mark, length=30))
+            ).raise_for_status()
 
     async def take(client: httpx.AsyncClient) -> None:
         answer = await client.get("/batch")
         assert answer.status_code == 200, answer.text
-        assert marks(answer.json()["batch"]) == [22222, 33333], "the batch is formed anew, oldest first"
+        assert marks(answer.json()["batch"]) == [22222, 33333], (
+            "the batch is formed anew, oldest first"
+        )
         stats = (await client.get("/stats")).json()
         assert stats["dropped"] == [{"reason": "damaged", "longest_up_to": 32, "groups": 1}]
         assert stats["current_step"] == 1
@@ -265,20 +295,30 @@ def test_a_damaged_body_costs_its_group_and_nothing_else(tmp_path: Path) -> None
 
 
 def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
-    """Posts, retries, batches and acknowledgements at once, while commits stall and fail as they please: whoever is answered
-    finds on the disk what the answer promises, at that moment; and in the end queue and disk hold the same."""
+    """Posts, retries, batches and acknowledgements at once, while commits stall and fail as they
+    please: whoever is answered finds on the disk what the answer promises, at that moment; and in
+    the end queue and disk hold the same."""
 
     async def post(service: RolloutService, store: FaultyStore, key: str) -> None:
-        (draft,) = read_groups(httpx.Request("POST", "http://x", json=group(idempotency_key=key)).content, many=False)
+        (draft,) = read_groups(
+            httpx.Request("POST", "http://x", json=group(idempotency_key=key)).content, many=False
+        )
         await service.post([draft])
         assert key in [stored for stored, _ in on_disk(store).keys]
 
     async def batch(service: RolloutService, store: FaultyStore) -> None:
         async with service.handing_out(0, None) as hand_out:
             if hand_out is not None:
-                leases = {lease.batch_id: [held.seq for held in lease.groups] for lease in on_disk(store).leases}
-                if hand_out.lease.batch_id in service.queue.leases:  # not acknowledged by somebody else meanwhile
-                    assert leases[hand_out.lease.batch_id] == [held.seq for held in hand_out.lease.groups]
+                leases = {
+                    lease.batch_id: [held.seq for held in lease.groups]
+                    for lease in on_disk(store).leases
+                }
+                if (
+                    hand_out.lease.batch_id in service.queue.leases
+                ):  # not acknowledged by somebody else meanwhile
+                    assert leases[hand_out.lease.batch_id] == [
+                        held.seq for held in hand_out.lease.groups
+                    ]
                 hand_out.complete = True
 
     async def ack(service: RolloutService, store: FaultyStore) -> None:
@@ -289,12 +329,18 @@ def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
 
     async def chaos(store: FaultyStore, chance: random.Random) -> None:
         service = RolloutService(store)
-        await service.run(lambda queue: queue.register(Registration(1, "g", "p", 4, 9, "c", 1, 0, 9, ack_batches=True)))
+        await service.run(
+            lambda queue: queue.register(
+                Registration(1, "g", "p", 4, 9, "c", 1, 0, 9, ack_batches=True)
+            )
+        )
         tasks: list[asyncio.Task[None]] = []
         for _ in range(60):
             what = chance.random()
             if what < 0.45:
-                tasks.append(asyncio.create_task(post(service, store, f"key {chance.randrange(12)}")))
+                tasks.append(
+                    asyncio.create_task(post(service, store, f"key {chance.randrange(12)}"))
+                )
             elif what < 0.65:
                 tasks.append(asyncio.create_task(batch(service, store)))
             elif what < 0.75:
@@ -311,7 +357,9 @@ def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
                 await asyncio.sleep(0)
         store.may_go_on.set()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert result is None or isinstance(result, StoreError | asyncio.CancelledError), repr(result)
+            assert result is None or isinstance(result, StoreError | asyncio.CancelledError), repr(
+                result
+            )
         store.fault = None
         while True:
             with suppress(StoreError):
@@ -321,8 +369,12 @@ def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
         snapshot = on_disk(store)
         queue = service.queue
         assert [held.seq for held in queue.lines] == [held.seq for held in snapshot.queued]
-        assert {lease.batch_id for lease in queue.leases.values()} == {lease.batch_id for lease in snapshot.leases}
-        assert all(lease.sending == 0 for lease in queue.leases.values()), "none is taken to be on its way for ever"
+        assert {lease.batch_id for lease in queue.leases.values()} == {
+            lease.batch_id for lease in snapshot.leases
+        }
+        assert all(lease.sending == 0 for lease in queue.leases.values()), (
+            "none is taken to be on its way for ever"
+        )
         assert list(queue.keys) == [key for key, _ in snapshot.keys]
         await service.committer.close()
 

@@ -1,4 +1,6 @@
-"""What the service must survive, done to real processes: kills, cut connections, jumping clocks, rival trainers."""
+"""What the service must survive, done to real processes: kills, cut connections, jumping clocks,
+rival trainers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Poster(threading.Thread):
     def run(self) -> None:
         with httpx.Client(base_url=self.service.http.base_url, timeout=60) as http:
             while not self.stop.is_set():
-                body = group(mark=self.mark, length=200, env_id=0, idempotency_key=f"group {self.mark}")
+                body = group(
+                    mark=self.mark, length=200, env_id=0, idempotency_key=f"group {self.mark}"
+                )
                 while True:
                     try:
                         answer = http.post("/scored_data", json=body)
@@ -84,7 +88,9 @@ class Consumer(threading.Thread):
                         self.learned += marks(answer["batch"])
                         last = answer["batch_id"]
                         self.batches += 1
-                    http.post("/batch/ack", json={"batch_id": last, "weight_version": self.batches}).raise_for_status()
+                    http.post(
+                        "/batch/ack", json={"batch_id": last, "weight_version": self.batches}
+                    ).raise_for_status()
                 except httpx.TransportError:
                     time.sleep(0.02)
 
@@ -100,7 +106,10 @@ def test_twenty_kills_under_load_lose_nothing_and_double_nothing(tmp_path: Path)
     chance = random.Random(0)
     for _ in range(20):
         before = sum(len(poster.accepted) for poster in posters)
-        until(lambda before=before: sum(len(p.accepted) for p in posters) > before + 2, "posts are accepted again")
+        until(
+            lambda before=before: sum(len(p.accepted) for p in posters) > before + 2,
+            "posts are accepted again",
+        )
         time.sleep(chance.uniform(0, 0.2))
         assert service.signal(signal.SIGKILL) == -signal.SIGKILL
         service.start()
@@ -108,7 +117,10 @@ def test_twenty_kills_under_load_lose_nothing_and_double_nothing(tmp_path: Path)
         poster.stop.set()
         poster.join(DEADLINE)
     accepted = Counter(mark for poster in posters for mark in poster.accepted)
-    until(lambda: len(consumer.learned) >= len(accepted) - 1, "the trainer gets all that fills batches")
+    until(
+        lambda: len(consumer.learned) >= len(accepted) - 1,
+        "the trainer gets all that fills batches",
+    )
     consumer.stop.set()
     consumer.join(DEADLINE)
     left = service.get("/status")["queue_size"]
@@ -117,7 +129,11 @@ def test_twenty_kills_under_load_lose_nothing_and_double_nothing(tmp_path: Path)
     assert set(learned) <= set(accepted), "nothing that was never answered with 200"
     assert len(accepted) - len(learned) == left <= 1, "nothing lost: an odd last group waits"
     for poster in posters:
-        mine = [mark for mark in consumer.learned if mark // 1_000_000 == poster.accepted[0] // 1_000_000]
+        mine = [
+            mark
+            for mark in consumer.learned
+            if mark // 1_000_000 == poster.accepted[0] // 1_000_000
+        ]
         assert mine == sorted(mine), "oldest first, across all restarts"
     assert sum(poster.retries for poster in posters) > 0, "the kills did hit requests"
     service.signal(signal.SIGTERM)
@@ -140,7 +156,10 @@ time.sleep(60)  # training
 
 def run_trainer_and_kill_it(service: Service, lines: int, mode: str) -> list[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(service.http.base_url), mode], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", TRAINER, str(service.http.base_url), mode],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     said = [process.stdout.readline().strip() for _ in range(lines)]
@@ -177,7 +196,10 @@ def test_an_environment_killed_in_the_middle_of_a_group(service: Service) -> Non
     """Its half group is nobody's, and what came later does not wait for it."""
     service.begin(batch_size=4)
     process = subprocess.Popen(
-        [sys.executable, "-c", ENVIRONMENT, str(service.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ENVIRONMENT, str(service.port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -189,7 +211,9 @@ def test_an_environment_killed_in_the_middle_of_a_group(service: Service) -> Non
     assert not answered, "the others did not wait until the stuck upload was given up"
     process.kill()
     process.wait(60)
-    service.post("/scored_data", group(2, mark=2, env_id=0))  # half a group in the other sense: it stays in the buffer
+    service.post(
+        "/scored_data", group(2, mark=2, env_id=0)
+    )  # half a group in the other sense: it stays in the buffer
     service.post("/scored_data", group(mark=3))
     assert marks(service.get("/batch")["batch"]) == [1]
     assert marks(service.get("/batch")["batch"]) == [3]
@@ -200,7 +224,10 @@ def test_an_environment_killed_in_the_middle_of_a_group(service: Service) -> Non
 
 @contextmanager
 def proxy(port: int, how: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A TCP proxy that cuts the first answers in the middle: it stalls, resets or truncates. Afterwards it works."""
+    """A TCP proxy that cuts the first answers in the middle: it stalls, resets or truncates.
+
+    Afterwards it works.
+    """
     broken = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(0.2)
@@ -230,7 +257,9 @@ def proxy(port: int, how: str) -> Iterator[tuple[str, Callable[[], None]]]:
         if how == "stall":
             over.wait(20)
         elif how == "reset":
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+            client.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
+            )
 
     def pump(source: socket.socket, target: socket.socket) -> None:
         try:
@@ -275,7 +304,9 @@ def test_a_network_that_cuts_answers_loses_and_doubles_nothing(service: Service,
                 failures += 1
             if attempt == 1:
                 mend()
-                http.timeout = httpx.Timeout(DEADLINE)  # two seconds tell a stall, and are short for a busy machine
+                http.timeout = httpx.Timeout(
+                    DEADLINE
+                )  # two seconds tell a stall, and are short for a busy machine
         assert failures == 2
         assert answer.json()["batch_id"] == 1, "the batch whose answer was cut came again"
         http.post("/batch/ack", json={"batch_id": 1, "weight_version": 1}).raise_for_status()
@@ -283,8 +314,12 @@ def test_a_network_that_cuts_answers_loses_and_doubles_nothing(service: Service,
     assert service.get("/stats")["queue"]["held_groups"] == 0
 
 
-def test_a_trainer_that_resets_its_connection_gets_the_batch_again_without_acks(service: Service) -> None:
-    """A client of the old wire that goes away in the middle of an answer must not lose what it did not get."""
+def test_a_trainer_that_resets_its_connection_gets_the_batch_again_without_acks(
+    service: Service,
+) -> None:
+    """A client of the old wire that goes away in the middle of an answer must not lose what it did
+    not get.
+    """
     service.begin(batch_size=8)
     for mark in (1, 2):
         service.post("/scored_data", group(length=100_000, mark=mark))
@@ -293,7 +328,10 @@ def test_a_trainer_that_resets_its_connection_gets_the_batch_again_without_acks(
         client.sendall(b"GET /batch HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
-    until(lambda: not any(lease["sent"] for lease in service.get("/stats")["leases"]), "the service notices")
+    until(
+        lambda: not any(lease["sent"] for lease in service.get("/stats")["leases"]),
+        "the service notices",
+    )
     batches: list[Any] = []
 
     def asked() -> bool:
@@ -356,7 +394,9 @@ def test_two_trainers_at_once_share_nothing_and_the_first_is_told(service: Servi
     def register_and_train(delay: float) -> None:
         time.sleep(delay)
         with httpx.Client(base_url=service.http.base_url, timeout=60) as http:
-            uuid = http.post("/register", json=trainer(batch_size=4, ack_batches=True)).json()["uuid"]
+            uuid = http.post("/register", json=trainer(batch_size=4, ack_batches=True)).json()[
+                "uuid"
+            ]
             train(http, uuid)
 
     threads = [threading.Thread(target=register_and_train, args=(delay,)) for delay in (0.0, 0.05)]
@@ -373,7 +413,13 @@ def test_a_full_disk_refuses_new_data_and_keeps_the_old(tmp_path: Path) -> None:
 
     class Limited(Service):
         def command(self) -> list[str]:
-            return ["bash", "-c", 'ulimit -f 3000; exec "$@"', "limited", *super().command()]  # in KiB
+            return [
+                "bash",
+                "-c",
+                'ulimit -f 3000; exec "$@"',
+                "limited",
+                *super().command(),
+            ]  # in KiB
 
     service = Limited(tmp_path, "--store", str(tmp_path / "run.db")).start()
     service.begin(batch_size=4)

@@ -1,4 +1,6 @@
-"""A trainer that fetches its next batch while it trains: nothing that it trains on is too old, and nobody waits for ever."""
+"""A trainer that fetches its next batch while it trains: nothing that it trains on is too old, and
+nobody waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,16 @@ BATCH, GROUP = 8, 4
 
 
 def register(queue: RolloutQueue, step: int, staleness: int | None, uuid: int = 1) -> int:
-    """A trainer that names its life registers, and an environment after it. Returns the environment's id."""
-    fields = {"max_staleness": staleness, "ack_batches": True, "model": "m", "weight_epoch": 10 * uuid}
+    """A trainer that names its life registers, and an environment after it.
+
+    Returns the environment's id.
+    """
+    fields = {
+        "max_staleness": staleness,
+        "ack_batches": True,
+        "model": "m",
+        "weight_epoch": 10 * uuid,
+    }
     queue.register(Registration(uuid, "g", "p", BATCH, 9, "c", 0, step, 99, **fields))
     queue.started = True
     environment = queue.register_env("task", 1.0, GROUP, 9, None, 0.0)
@@ -28,7 +38,9 @@ def register(queue: RolloutQueue, step: int, staleness: int | None, uuid: int = 
 
 @dataclass
 class Trainer:
-    """Holds batches as the real one does: asks for the one behind the highest that it holds, acknowledges the first."""
+    """Holds batches as the real one does: asks for the one behind the highest that it holds,
+    acknowledges the first.
+    """
 
     queue: RolloutQueue
     uuid: int
@@ -49,9 +61,15 @@ class Trainer:
 
 
 class FetchingAhead(RuleBasedStateMachine):
-    """Weights are served as soon as a step is done, the acknowledgement follows later, and rollouts take their time."""
+    """Weights are served as soon as a step is done, the acknowledgement follows later, and rollouts
+    take their time.
+    """
 
-    @initialize(staleness=st.integers(0, 3), ahead=st.integers(1, 2), offpolicy=st.sampled_from([-1, 0, 1, 3]))
+    @initialize(
+        staleness=st.integers(0, 3),
+        ahead=st.integers(1, 2),
+        offpolicy=st.sampled_from([-1, 0, 1, 3]),
+    )
     def begin(self, staleness: int, ahead: int, offpolicy: int) -> None:
         self.queue = RolloutQueue()
         self.staleness, self.most_held, self.offpolicy = staleness, 1 + ahead, offpolicy
@@ -59,7 +77,9 @@ class FetchingAhead(RuleBasedStateMachine):
         self.trainer = Trainer(self.queue, 1, 0, deque())
         self.lives = [(10, 0)]
         self.under_way: list[tuple[int, int]] = []
-        self.stepped = False  # a step was taken on the first batch that is held, which is not acknowledged yet
+        self.stepped = (
+            False  # a step was taken on the first batch that is held, which is not acknowledged yet
+        )
         self.kept: list[tuple[Lease, int]] = []  # learned from, and not saved yet
 
     @rule(which=st.integers(0, 5))
@@ -72,7 +92,9 @@ class FetchingAhead(RuleBasedStateMachine):
     def begin_rollouts(self) -> None:
         """As many as the environment's own policy allows."""
         status = self.queue.status_env(self.env_id, 0.0)
-        state = QueueState(status["queue_size"], status["self_queue_size"], 1.0, status["groups_wanted"])
+        state = QueueState(
+            status["queue_size"], status["self_queue_size"], 1.0, status["groups_wanted"]
+        )
         limits = WorkerLimits(64, GROUP, BATCH, self.offpolicy)
         while len(self.under_way) < allowed_workers(limits, state):
             self.under_way.append((self.lives[-1][0], self.trainer.version))
@@ -87,18 +109,24 @@ class FetchingAhead(RuleBasedStateMachine):
     def train(self) -> None:
         version = self.trainer.version
         for group in self.trainer.held[0].groups:
-            assert version - self.counts_as(group.weights) <= self.staleness, "older than max_staleness"
+            assert version - self.counts_as(group.weights) <= self.staleness, (
+                "older than max_staleness"
+            )
         self.trainer.version += 1
         self.stepped = True
 
     @precondition(lambda self: self.stepped)
     @rule(keep=st.booleans())
     def acknowledge(self, keep: bool) -> None:
-        """With `keep`, a checkpoint is being written meanwhile, and what was learned since is not saved."""
+        """With `keep`, a checkpoint is being written meanwhile, and what was learned since is not
+        saved.
+        """
         self.kept.append((self.trainer.held.popleft(), self.trainer.version))
         self.stepped = False
         if keep:
-            self.queue.ack(self.kept[-1][0].batch_id, self.trainer.version, self.trainer.uuid, keep=True)
+            self.queue.ack(
+                self.kept[-1][0].batch_id, self.trainer.version, self.trainer.uuid, keep=True
+            )
         else:
             self.save()
 
@@ -112,11 +140,19 @@ class FetchingAhead(RuleBasedStateMachine):
     @rule()
     def skip(self) -> None:
         """What is held behind it is then trained on one version earlier than was thought."""
-        self.queue.ack(self.trainer.held.popleft().batch_id, self.trainer.version, self.trainer.uuid, skipped="bad")
+        self.queue.ack(
+            self.trainer.held.popleft().batch_id,
+            self.trainer.version,
+            self.trainer.uuid,
+            skipped="bad",
+        )
 
     @rule(lost=st.integers(0, 2))
     def die_and_come_back(self, lost: int) -> None:
-        """With a checkpoint of a few steps ago. The next trainer gets the leased batches, or the queue sets them aside."""
+        """With a checkpoint of a few steps ago.
+
+        The next trainer gets the leased batches, or the queue sets them aside.
+        """
         leases = [*(lease for lease, _ in self.kept), *self.trainer.held]
         held = {lease.batch_id: {group.seq for group in lease.groups} for lease in leases}
         self.kept.clear()
@@ -167,7 +203,9 @@ TestFetchingAhead.settings = settings(
 
 
 def test_what_is_fetched_ahead_counts_as_queued_for_environments() -> None:
-    """Or they would sample on, and what they sample would be trained on one version later than they bound it to."""
+    """Or they would sample on, and what they sample would be trained on one version later than they
+    bound it to.
+    """
     queue = RolloutQueue()
     env_id = register(queue, 0, None)
     trainer = Trainer(queue, 1, 0, deque())
@@ -196,14 +234,18 @@ def test_a_batch_fetched_ahead_is_as_fresh_as_one_that_is_fetched_in_time() -> N
         queue.add(ValidatedGroup(b"{}", GROUP, 9, env_id, ((10, 0),)), 0.0)
     assert trainer.fetch()
     assert trainer.fetch()
-    assert queue.add(ValidatedGroup(b"{}", GROUP, 9, env_id, ((10, 0),)), 0.0).status == "dropped", "two batches are before it"
+    assert (
+        queue.add(ValidatedGroup(b"{}", GROUP, 9, env_id, ((10, 0),)), 0.0).status == "dropped"
+    ), "two batches are before it"
     assert queue.groups_wanted(env_id, 0.0) == 0
     queue.ack(trainer.held.popleft().batch_id, 1)
     assert queue.groups_wanted(env_id, 0.0) == 2
     assert queue.add(ValidatedGroup(b"{}", GROUP, 9, env_id, ((10, 1),)), 0.0).status == "received"
 
 
-def test_what_came_while_a_skipped_batch_had_lowered_the_bound_is_dropped_when_it_rises_again() -> None:
+def test_what_came_while_a_skipped_batch_had_lowered_the_bound_is_dropped_when_it_rises_again() -> (
+    None
+):
     queue = RolloutQueue()
     env_id = register(queue, 2, 1)
     trainer = Trainer(queue, 1, 2, deque())
@@ -231,7 +273,9 @@ def test_a_batch_that_is_kept_counts_as_learned_from_and_comes_to_the_next_train
     kept = trainer.held.popleft()
     assert queue.ack(kept.batch_id, 1, keep=True) == 0
     assert (queue.sampling_version(), queue.trainer_version()) == (1, 1)
-    assert queue.groups_wanted(env_id, 0.0) == 4, "a checkpoint that is being written keeps nobody from sampling"
+    assert queue.groups_wanted(env_id, 0.0) == 4, (
+        "a checkpoint that is being written keeps nobody from sampling"
+    )
     register(queue, 0, 1, uuid=2)
     again = Trainer(queue, 2, 0, deque())
     assert again.fetch()

@@ -15,7 +15,9 @@ from atroposlib.service.store import StoreError
 
 @pytest.mark.parametrize("suffix", ["", "-wal"])
 @pytest.mark.parametrize("then", ["nothing", "another file", "a folder"])
-def test_nothing_is_accepted_into_a_file_that_lost_its_name(tmp_path: Path, suffix: str, then: str) -> None:
+def test_nothing_is_accepted_into_a_file_that_lost_its_name(
+    tmp_path: Path, suffix: str, then: str
+) -> None:
     path = tmp_path / "rollouts.db"
     store, queue = SqliteStore(path), RolloutQueue()
     queue.register(Registration(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=None))
@@ -29,7 +31,9 @@ def test_nothing_is_accepted_into_a_file_that_lost_its_name(tmp_path: Path, suff
         file.mkdir()
     queue.add(ValidatedGroup(b"{}", 4, 10, None, (), None), 0.0)
     changes = queue.take_changes()
-    with pytest.raises(StoreError, match=f"{file.name} (is not in its place|was replaced).*put the old file back"):
+    with pytest.raises(
+        StoreError, match=f"{file.name} (is not in its place|was replaced).*put the old file back"
+    ):
         store.commit([changes])
     if then == "a folder":
         file.rmdir()

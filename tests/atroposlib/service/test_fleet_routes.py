@@ -1,4 +1,6 @@
-"""The inference servers as the service knows them: what is wanted, what shall leave, what the trainer says."""
+"""The inference servers as the service knows them: what is wanted, what shall leave, what the
+trainer says.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.service.fleet import FORGET_SECONDS, FleetFullError, FleetRequests, FleetStatus, UnknownServerError
+from atroposlib.service.fleet import (
+    FORGET_SECONDS,
+    FleetFullError,
+    FleetRequests,
+    FleetStatus,
+    UnknownServerError,
+)
 from atroposlib.service.records import MAX_SERVERS
 from atroposlib.web.addresses import server_address
 
@@ -21,7 +29,14 @@ ONE, TWO = "http://10.0.0.5:9001", "http://gpu-2:9001"
 
 
 def entry(url: str, standing: str = "good", **fields: Any) -> dict[str, Any]:
-    told = {"url": url, "standing": standing, "weight_version": 3, "weight_epoch": 7, "since": 12.5, "reason": ""}
+    told = {
+        "url": url,
+        "standing": standing,
+        "weight_version": 3,
+        "weight_epoch": 7,
+        "since": 12.5,
+        "reason": "",
+    }
     return told | fields
 
 
@@ -106,7 +121,11 @@ def test_tables_of_several_publishers_stand_side_by_side_while_they_are_fresh() 
     def row(port: int, version: int) -> dict[str, Any]:
         return {"url": f"http://h:{port}", "weight_version": version}
 
-    table = FleetStatus().updated("a", [row(1, 1), row(2, 1)], 100.0, 5.0).updated("b", [row(3, 1)], 101.0, 9e8)
+    table = (
+        FleetStatus()
+        .updated("a", [row(1, 1), row(2, 1)], 100.0, 5.0)
+        .updated("b", [row(3, 1)], 101.0, 9e8)
+    )
     assert table.urls() == ["http://h:1", "http://h:2", "http://h:3"]
     table = table.updated("a", [row(1, 2)], 102.0, 7.0)
     assert sorted(table.urls() or ()) == ["http://h:1", "http://h:3"]
@@ -138,7 +157,9 @@ def test_the_trainers_table_is_told_and_forgotten(service: Service) -> None:
     service.post("/register", trainer())
     refused = service.http.post("/fleet", json={"servers": [], "uuid": uuid})
     assert refused.status_code == 409
-    assert service.get("/fleet")["servers"] == table, "the trainer that was superseded no longer tells"
+    assert service.get("/fleet")["servers"] == table, (
+        "the trainer that was superseded no longer tells"
+    )
     service.http.get("/reset_data")
     assert service.get("/fleet")["published"] is None
 
@@ -154,7 +175,9 @@ def test_the_trainers_table_is_told_and_forgotten(service: Service) -> None:
         ("/fleet", {}, "Field required"),
     ],
 )
-def test_what_is_no_fleet_is_refused_by_its_name(service: Service, path: str, body: dict[str, Any], says: str) -> None:
+def test_what_is_no_fleet_is_refused_by_its_name(
+    service: Service, path: str, body: dict[str, Any], says: str
+) -> None:
     answer = service.http.post(path, json=body)
     assert answer.status_code == 422, answer.text
     assert says in answer.json()["detail"][0]["msg"]
@@ -173,12 +196,20 @@ def test_what_is_wanted_survives_a_kill(tmp_path: Path) -> None:
     service.signal(signal.SIGKILL)
     service.start()
     never = {"published": None, "published_ago": None}
-    assert service.get("/fleet") == {"servers": [], "wanted": [TWO], "left": [ONE], "keyed": False} | never
+    assert (
+        service.get("/fleet")
+        == {"servers": [], "wanted": [TWO], "left": [ONE], "keyed": False} | never
+    )
     assert service.signal(signal.SIGTERM) == 0
-    # With a key: trainers send their keys to what is wanted, so what anyone may have asked for before is left out.
-    keyed = Service(tmp_path, "--store", str(tmp_path / "a.db"), environ={"ROLLOUT_API_KEY": "s3cret"}).start()
+    # With a key: trainers send their keys to what is wanted, so what anyone may have asked for
+    # before is left out.
+    keyed = Service(
+        tmp_path, "--store", str(tmp_path / "a.db"), environ={"ROLLOUT_API_KEY": "s3cret"}
+    ).start()
     keyed.http.headers["Authorization"] = "Bearer s3cret"
-    assert keyed.get("/fleet") == {"servers": [], "wanted": [], "left": [ONE], "keyed": True} | never
+    assert (
+        keyed.get("/fleet") == {"servers": [], "wanted": [], "left": [ONE], "keyed": True} | never
+    )
     assert "asked to join before this service had a key" in keyed.log.read_text()
     assert keyed.post("/fleet/join", {"url": TWO})["wanted"] == [TWO]
     assert keyed.signal(signal.SIGTERM) == 0

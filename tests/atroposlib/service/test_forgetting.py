@@ -1,4 +1,6 @@
-"""Registrations are bounded: silent environments are forgotten, those that are needed are not, and no id comes twice."""
+"""Registrations are bounded: silent environments are forgotten, those that are needed are not, and
+no id comes twice.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def come(queue: RolloutQueue, now: float, name: str = "task", stream: str | None
 
 
 class Registrations(RuleBasedStateMachine):
-    """Environments register, post, speak, leave and are silent, in a queue with space for few of them."""
+    """Environments register, post, speak, leave and are silent, in a queue with space for few of
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +55,8 @@ class Registrations(RuleBasedStateMachine):
         except RegistryFullError:
             assert len(before) >= MOST
             assert all(
-                self.needed(one) or (self.queue.registry.by_id[one].connected and self.now - self.seen[one] <= 60)
+                self.needed(one)
+                or (self.queue.registry.by_id[one].connected and self.now - self.seen[one] <= 60)
                 for one in before
             )
             return
@@ -59,7 +64,11 @@ class Registrations(RuleBasedStateMachine):
         gone = before - self.queue.registry.by_id.keys()
         for one in gone:
             assert not self.needed(one)
-        kept_silent = [one for one in before - gone if not self.needed(one) and self.now - self.seen[one] > FORGET_SECONDS]
+        kept_silent = [
+            one
+            for one in before - gone
+            if not self.needed(one) and self.now - self.seen[one] > FORGET_SECONDS
+        ]
         assert not kept_silent
         self.ids.append(env_id)
         self.seen[env_id] = self.now
@@ -133,7 +142,9 @@ def test_names_are_remembered_up_to_a_bound() -> None:
     assert queue.registry.by_id[20].wandb_name == "task 19_1"
 
 
-def test_streams_are_never_forgotten_and_so_refused_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_never_forgotten_and_so_refused_beyond_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(queue_module, "MAX_STREAMS", 2)
     queue = started(8)
     come(queue, 0.0, stream="a")

@@ -39,26 +39,44 @@ def space(free: int, whole: bool = True, promised: int = 0, reusable: int = 0) -
     return DiskSpace(Path("/disk/rollouts.db"), free, promised, reusable, RESERVE, whole)
 
 
-@given(st.integers(0, 1 << 30), st.integers(0, 1 << 27), st.integers(0, 1 << 28), st.integers(0, 1 << 28))
+@given(
+    st.integers(0, 1 << 30),
+    st.integers(0, 1 << 27),
+    st.integers(0, 1 << 28),
+    st.integers(0, 1 << 28),
+)
 def test_a_post_that_is_taken_leaves_the_disk_space_for_all_that_was_promised(
     free: int, n_bytes: int, promised: int, reusable: int
 ) -> None:
     now = space(free, True, promised, reusable)
     if now.refusal(n_bytes) is None:
         growth = max(0, n_bytes - reusable)
-        assert free >= promised + n_bytes + growth, "its bytes fit into the log, and later into the file"
+        assert free >= promised + n_bytes + growth, (
+            "its bytes fit into the log, and later into the file"
+        )
         assert now.refusal(n_bytes // 2) is None
     if space(free, False, promised, reusable).refusal(n_bytes) is None:
-        assert free - RESERVE >= now.needed_for(n_bytes), "a reserve that cannot be allocated is left free"
-    assert replace(now, reserve_is_whole=False, reserve_lacks_space=True).refusal(n_bytes), "a quota is used up"
+        assert free - RESERVE >= now.needed_for(n_bytes), (
+            "a reserve that cannot be allocated is left free"
+        )
+    assert replace(now, reserve_is_whole=False, reserve_lacks_space=True).refusal(n_bytes), (
+        "a quota is used up"
+    )
 
 
 def test_the_refusal_names_file_space_reserve_and_remedy() -> None:
     refusal = space(3_100_000).refusal(1000)
     assert refusal is not None
-    for part in ("store /disk/rollouts.db", "3.1 MB are free", "4.2 MB beyond that are reserved", "free some in /disk"):
+    for part in (
+        "store /disk/rollouts.db",
+        "3.1 MB are free",
+        "4.2 MB beyond that are reserved",
+        "free some in /disk",
+    ):
         assert part in refusal
-    assert "reserve of 4.2 MB for batches and acknowledgements is not whole" in (space(1 << 20, False).refusal(0) or "")
+    assert "reserve of 4.2 MB for batches and acknowledgements is not whole" in (
+        space(1 << 20, False).refusal(0) or ""
+    )
 
 
 class ScriptedStore(MemoryStore):
@@ -76,7 +94,9 @@ class ScriptedStore(MemoryStore):
 
 def test_posts_that_are_under_way_count_and_room_is_made_before_one_is_refused() -> None:
     async def test() -> None:
-        room = PostSpace(store := ScriptedStore(free=1 << 20, after_making_room=SLACK_BYTES + (30 << 20)))
+        room = PostSpace(
+            store := ScriptedStore(free=1 << 20, after_making_room=SLACK_BYTES + (30 << 20))
+        )
         await room.require(10 << 20)
         assert store.made_room == 1
         with room.taken(10 << 20):
@@ -154,8 +174,12 @@ def opened(path: Path) -> SqliteStore:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_file_that_may_not_grow_loses_and_doubles_nothing_and_always_drains(tmp_path: Path, seed: int) -> None:
-    """An adversary changes how long the file may be; what was accepted is delivered once, and only posts are refused."""
+def test_a_file_that_may_not_grow_loses_and_doubles_nothing_and_always_drains(
+    tmp_path: Path, seed: int
+) -> None:
+    """An adversary changes how long the file may be; what was accepted is delivered once, and only
+    posts are refused.
+    """
     chance = random.Random(seed)
     store = opened(tmp_path / "a.db")
     queue = RolloutQueue()
@@ -181,7 +205,9 @@ def test_a_file_that_may_not_grow_loses_and_doubles_nothing_and_always_drains(tm
             assert commit(), "and acknowledged"
             delivered.extend(int(body.split(b":", 1)[0]) for body in bodies)
 
-    queue.register(Registration(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=None, ack_batches=True))
+    queue.register(
+        Registration(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=None, ack_batches=True)
+    )
     assert commit()
     number = 0
     for _ in range(120):
@@ -191,7 +217,14 @@ def test_a_file_that_may_not_grow_loses_and_doubles_nothing_and_always_drains(tm
                 number = numbers[-1] + 1
                 for one in numbers:
                     queue.add(
-                        ValidatedGroup(b"%d:" % one + b"x" * chance.choice((10, 3000, 300_000)), 4, 10, None, (), f"k{one}"),
+                        ValidatedGroup(
+                            b"%d:" % one + b"x" * chance.choice((10, 3000, 300_000)),
+                            4,
+                            10,
+                            None,
+                            (),
+                            f"k{one}",
+                        ),
                         0.0,
                     )
                 if commit():
@@ -210,7 +243,10 @@ def test_a_file_that_may_not_grow_loses_and_doubles_nothing_and_always_drains(tm
         drain()
     assert refused > 0
     assert len(delivered) == len(set(delivered))
-    left = {int(body.split(b":", 1)[0]) for body in store.bodies([one.seq for one in store.load().queued])}
+    left = {
+        int(body.split(b":", 1)[0])
+        for body in store.bodies([one.seq for one in store.load().queued])
+    }
     assert set(delivered) | left == accepted
     store.close()
 
@@ -222,7 +258,9 @@ def test_posts_in_one_commit_with_a_batch_never_use_the_reserve(tmp_path: Path) 
     store.commit([queue.take_changes()])
     store._reserve.hold(store, 0)  # type: ignore[attr-defined]
     queue.add(ValidatedGroup(b"x" * 20 * PAGE_SIZE, 4, 10), 0.0)
-    with pytest.raises(StoreError, match=r"full; [\d.,]+ MB are free on the disk of .*: free some space"):
+    with pytest.raises(
+        StoreError, match=r"full; [\d.,]+ MB are free on the disk of .*: free some space"
+    ):
         store.commit([queue.take_changes(), Changes(keys_added=[])])
     assert store._reserve.is_whole
     assert store.load().queued == []
@@ -233,7 +271,10 @@ def run(test: Callable[[httpx.AsyncClient], Awaitable[None]], store: SqliteStore
     async def bounded() -> None:
         service = RolloutService(store)
         transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
-        async with asyncio.timeout(120), httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with (
+            asyncio.timeout(120),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+        ):
             await test(client)
         await service.committer.close()
 
@@ -259,13 +300,17 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-def test_a_full_disk_drains_and_posts_go_on_when_there_is_space(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_drains_and_posts_go_on_when_there_is_space(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("atroposlib.service.post_space.FRESH_SECONDS", 0.0)
     store = SqliteStore(disk / "a.db", RESERVE)
     accepted: list[int] = []
 
     async def test(client: httpx.AsyncClient) -> None:
-        (await client.post("/register", json=trainer(batch_size=8, ack_batches=True))).raise_for_status()
+        (
+            await client.post("/register", json=trainer(batch_size=8, ack_batches=True))
+        ).raise_for_status()
         (await client.get("/batch")).raise_for_status()
         refusal = await post_until_refused(client, accepted)
         assert str(disk / "a.db") in refusal
@@ -275,7 +320,9 @@ def test_a_full_disk_drains_and_posts_go_on_when_there_is_space(disk: Path, monk
         assert "507" not in (stats["waiting_because"] or "")
         assert "rollout_store_refusing_posts 1.0" in (await client.get("/metrics")).text
         other = fill(disk)
-        assert (await client.post("/scored_data", json=group(mark=99))).status_code == 507, "not the smallest either"
+        assert (await client.post("/scored_data", json=group(mark=99))).status_code == 507, (
+            "not the smallest either"
+        )
         delivered: list[int] = []
         while batch := (answer := await client.get("/batch")).json()["batch"]:
             delivered += marks(batch)
@@ -285,7 +332,9 @@ def test_a_full_disk_drains_and_posts_go_on_when_there_is_space(disk: Path, monk
         assert len(accepted) - len(delivered) < 2
         before = len(accepted)
         await post_until_refused(client, accepted)
-        assert len(accepted) > before, "an empty queue gives its space back, though another program still has the rest"
+        assert len(accepted) > before, (
+            "an empty queue gives its space back, though another program still has the rest"
+        )
         other.unlink()
         await post_until_refused(client, accepted)
         assert len(accepted) >= 2 * before
@@ -296,9 +345,16 @@ def test_a_full_disk_drains_and_posts_go_on_when_there_is_space(disk: Path, monk
     store.close()
 
 
-def test_a_store_that_cannot_begin_is_one_line_and_begins_when_there_is_space(full_disk: FullDisk) -> None:
+def test_a_store_that_cannot_begin_is_one_line_and_begins_when_there_is_space(
+    full_disk: FullDisk,
+) -> None:
     path = full_disk.path / "a.db"
-    with full_disk.full(), pytest.raises(StoreError, match=r"store .*a\.db: .*MB are free on the disk of .*: free some space"):
+    with (
+        full_disk.full(),
+        pytest.raises(
+            StoreError, match=r"store .*a\.db: .*MB are free on the disk of .*: free some space"
+        ),
+    ):
         SqliteStore(path, RESERVE)
     store = SqliteStore(path, RESERVE)
     assert store.load().queued == []
@@ -332,13 +388,17 @@ def test_the_reserve_opens_a_store_that_was_killed_on_a_full_disk(tmp_path: Path
 def test_environments_wait_while_another_program_has_the_disk_and_nothing_is_lost_or_doubled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """More groups than the disk takes at once, another program that fills it twice, and a kill while it is full."""
+    """More groups than the disk takes at once, another program that fills it twice, and a kill
+    while it is full.
+    """
     monkeypatch.setattr(service_client, "retry_after", lambda *_, **__: 0.1)
     count = 36
 
     async def post(client: RolloutServiceClient, numbers: range) -> None:
         for number in numbers:
-            answer = await client.post("/scored_data", wide(number) | {"idempotency_key": f"k{number}"})
+            answer = await client.post(
+                "/scored_data", wide(number) | {"idempotency_key": f"k{number}"}
+            )
             assert answer["status"] == "received"
 
     async def train(service: Service, disk: Path) -> list[int]:
@@ -353,7 +413,9 @@ def test_environments_wait_while_another_program_has_the_disk_and_nothing_is_los
                 if len(delivered) == 6:
                     await asyncio.to_thread(restart, service)
                 other.unlink()
-            ack = await asyncio.to_thread(service.http.post, "/batch/ack", json={"batch_id": answer.json()["batch_id"]})
+            ack = await asyncio.to_thread(
+                service.http.post, "/batch/ack", json={"batch_id": answer.json()["batch_id"]}
+            )
             assert ack.status_code == 200, ack.text
             delivered += marks(answer.json()["batch"])
         return delivered
@@ -366,7 +428,10 @@ def test_environments_wait_while_another_program_has_the_disk_and_nothing_is_los
         client = RolloutServiceClient(str(service.http.base_url), timeout=60.0)
         async with asyncio.timeout(120):
             third = count // 3
-            posts = [asyncio.create_task(post(client, range(n * third + 1, (n + 1) * third + 1))) for n in range(3)]
+            posts = [
+                asyncio.create_task(post(client, range(n * third + 1, (n + 1) * third + 1)))
+                for n in range(3)
+            ]
             while client._full_since is None:  # the disk does not hold them all
                 await asyncio.sleep(0.01)
             delivered = await train(service, disk)

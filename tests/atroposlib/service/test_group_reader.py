@@ -1,4 +1,6 @@
-"""Large bodies are read in another process: the service stays there for others, whatever becomes of that process."""
+"""Large bodies are read in another process: the service stays there for others, whatever becomes of
+that process.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from atroposlib.service.group_reader import IN_A_PROCESS_FROM, GroupReader, ReaderError, TooComplexError
+from atroposlib.service.group_reader import (
+    IN_A_PROCESS_FROM,
+    GroupReader,
+    ReaderError,
+    TooComplexError,
+)
 from atroposlib.service.group_schema import read_groups
 from atroposlib.service.schemas import InvalidRequestError
 from example_trainer.child_processes.guard import descendants, parents
@@ -36,7 +43,9 @@ def large(**fields: object) -> bytes:
 
 
 def test_it_finds_what_is_found_at_once(reader: GroupReader) -> None:
-    one = large(weight_versions=[1, 2, 3, 3], weight_epochs=[7, 7, 8, 8], env_id=3, idempotency_key="k")
+    one = large(
+        weight_versions=[1, 2, 3, 3], weight_epochs=[7, 7, 8, 8], env_id=3, idempotency_key="k"
+    )
     listed = b"[" + one + b"," + large(advantages=[]) + b"]"
 
     async def test() -> None:
@@ -49,7 +58,11 @@ def test_it_finds_what_is_found_at_once(reader: GroupReader) -> None:
 
 def test_it_refuses_what_is_refused_at_once(reader: GroupReader) -> None:
     async def test() -> None:
-        for body in (large(scores=[0.0, 1.0, float("nan"), 2.0]), large()[:-1], large(masks=[[-100] * 30_000] * 4)):
+        for body in (
+            large(scores=[0.0, 1.0, float("nan"), 2.0]),
+            large()[:-1],
+            large(masks=[[-100] * 30_000] * 4),
+        ):
             with pytest.raises(InvalidRequestError) as here:
                 read_groups(body, many=False)
             with pytest.raises(InvalidRequestError) as there:
@@ -99,10 +112,16 @@ def test_a_child_that_does_not_answer_is_not_waited_for_for_ever() -> None:
 
 def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_read() -> None:
     reader = GroupReader(max_body=8 << 20)
-    lists = b'{"tokens":[[1,2]],"masks":[[-100,2]],"scores":[1],"pad":[' + b",".join([b"[]"] * (8 << 20)) + b"]}"
+    lists = (
+        b'{"tokens":[[1,2]],"masks":[[-100,2]],"scores":[1],"pad":['
+        + b",".join([b"[]"] * (8 << 20))
+        + b"]}"
+    )
 
     async def test() -> None:
-        with pytest.raises(TooComplexError, match=r"more than 416 MiB of memory.*post fewer groups at once"):
+        with pytest.raises(
+            TooComplexError, match=r"more than 416 MiB of memory.*post fewer groups at once"
+        ):
             await reader.read(lists, many=False)
         assert len(await reader.read(large(), many=False)) == 1
 
@@ -111,7 +130,9 @@ def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_read()
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_others_are_served_meanwhile_and_no_child_is_left(tmp_path: Path, end: signal.Signals) -> None:
+def test_others_are_served_meanwhile_and_no_child_is_left(
+    tmp_path: Path, end: signal.Signals
+) -> None:
     service = Service(tmp_path, "--store", "memory").start()
     service.begin(batch_size=4)
     assert service.process is not None
@@ -133,7 +154,15 @@ def test_others_are_served_meanwhile_and_no_child_is_left(tmp_path: Path, end: s
     os.kill(child, signal.SIGCONT)
     posting.join(60)
     assert answers[0].status_code == 200
-    assert [marks(service.get("/batch")["batch"]) for _ in range(7)] == [[70000], [0], [1], [2], [3], [4], [70000]]
+    assert [marks(service.get("/batch")["batch"]) for _ in range(7)] == [
+        [70000],
+        [0],
+        [1],
+        [2],
+        [3],
+        [4],
+        [70000],
+    ]
     service.signal(end)
     deadline = time.monotonic() + 60
     while child in parents():

@@ -23,9 +23,13 @@ def matches(shown: Any, answered: Any) -> bool:
     if shown == "…":
         return isinstance(answered, str | int | float)
     if isinstance(shown, dict) and isinstance(answered, dict):
-        return shown.keys() == answered.keys() and all(matches(shown[key], answered[key]) for key in shown)
+        return shown.keys() == answered.keys() and all(
+            matches(shown[key], answered[key]) for key in shown
+        )
     if isinstance(shown, list) and isinstance(answered, list):
-        return len(shown) == len(answered) and all(matches(*pair) for pair in zip(shown, answered, strict=True))
+        return len(shown) == len(answered) and all(
+            matches(*pair) for pair in zip(shown, answered, strict=True)
+        )
     return bool(shown == answered)
 
 

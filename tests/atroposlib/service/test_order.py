@@ -1,4 +1,6 @@
-"""What a client can rely on: a group that was answered before another one was sent is not handed out after it."""
+"""What a client can rely on: a group that was answered before another one was sent is not handed
+out after it.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ CLIENTS, GROUPS = 16, 20
 
 def test_a_broken_promise_is_counted() -> None:
     posts = {1: [0.0, 0.1, 0.2], 2: [0.3, 0.4, 0.5], 3: [0.1, 0.2, 0.6]}
-    assert broken_promises(posts, [1, 2, 3]) == broken_promises(posts, [3, 1, 2]) == 0, "3 was under way with both"
+    assert broken_promises(posts, [1, 2, 3]) == broken_promises(posts, [3, 1, 2]) == 0, (
+        "3 was under way with both"
+    )
     assert broken_promises(posts, [2, 3, 1]) == 1
     assert broken_promises(posts, [2, 1]) == 1
 
 
-def test_groups_of_many_clients_are_handed_out_in_the_order_of_their_acceptance(tmp_path: Path) -> None:
+def test_groups_of_many_clients_are_handed_out_in_the_order_of_their_acceptance(
+    tmp_path: Path,
+) -> None:
     """Short and long bodies at once, to the durable service, while a trainer drains it."""
     service = Service(tmp_path, "--store", str(tmp_path / "run.db")).start()
     service.begin(batch_size=16)
@@ -42,7 +48,9 @@ def test_groups_of_many_clients_are_handed_out_in_the_order_of_their_acceptance(
                 if answer.status_code != 200:
                     wrong.append(answer.text)
 
-    clients = [threading.Thread(target=post, args=(client,), daemon=True) for client in range(CLIENTS)]
+    clients = [
+        threading.Thread(target=post, args=(client,), daemon=True) for client in range(CLIENTS)
+    ]
     for client in clients:
         client.start()
     handed_out: list[int] = []

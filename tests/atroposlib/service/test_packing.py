@@ -13,8 +13,12 @@ from atroposlib.service.scheduling import choose_exact, choose_multiple
 
 @given(st.lists(st.integers(1, 12), max_size=11), st.integers(1, 40))
 def test_the_choice_is_the_first_of_all_that_add_up(sizes: list[int], target: int) -> None:
-    every = itertools.chain.from_iterable(itertools.combinations(range(len(sizes)), n) for n in range(1, len(sizes) + 1))
-    fitting = [list(choice) for choice in every if sum(sizes[position] for position in choice) == target]
+    every = itertools.chain.from_iterable(
+        itertools.combinations(range(len(sizes)), n) for n in range(1, len(sizes) + 1)
+    )
+    fitting = [
+        list(choice) for choice in every if sum(sizes[position] for position in choice) == target
+    ]
     assert choose_exact(sizes, target) == (min(fitting) if fitting else None)
 
 
@@ -29,7 +33,9 @@ def test_long_queues_add_up_exactly(sizes: list[int], target: int) -> None:
 
 
 def test_memory_is_bounded_for_many_candidates() -> None:
-    """Fifty thousand candidates for a batch of 100,000 sequences: with a set for each it would be 600 MB."""
+    """Fifty thousand candidates for a batch of 100,000 sequences: with a set for each it would be
+    600 MB.
+    """
     target = 100_001
     sizes = [3] + [4] * 25_000 + [6] * 20_000 + [5]
     tracemalloc.start()

@@ -25,10 +25,14 @@ from atroposlib.service.records import (
 
 
 def registration(batch_size: int = 8, uuid: int = 1, **fields: Any) -> Registration:
-    return Registration(uuid, "g", "p", batch_size, 128, "c", 5, fields.pop("starting_step", 0), 100, **fields)
+    return Registration(
+        uuid, "g", "p", batch_size, 128, "c", 5, fields.pop("starting_step", 0), 100, **fields
+    )
 
 
-def draft(size: int = 4, env_id: int | None = None, version: int | None = None, **fields: Any) -> ValidatedGroup:
+def draft(
+    size: int = 4, env_id: int | None = None, version: int | None = None, **fields: Any
+) -> ValidatedGroup:
     weights = () if version is None else ((None, version),)
     return ValidatedGroup(b"{}", size, fields.pop("longest", 10), env_id, weights, **fields)
 
@@ -40,7 +44,9 @@ def started(batch_size: int = 8, limits: Limits | None = None, **fields: Any) ->
     return queue
 
 
-def env(queue: RolloutQueue, group_size: int = 4, weight: float = 1.0, allocation: float | None = None) -> int:
+def env(
+    queue: RolloutQueue, group_size: int = 4, weight: float = 1.0, allocation: float | None = None
+) -> int:
     environment = queue.register_env("task", weight, group_size, 128, allocation, 0.0)
     assert environment is not None
     return environment.env_id
@@ -72,7 +78,9 @@ def test_batches_are_exact_whole_and_oldest_first(sizes: list[int]) -> None:
         assert batch == sorted(batch)
         seen += batch
     assert len(seen) == len(set(seen)), "nothing twice"
-    assert sorted(seen + [group.seq for group in queue.lines]) == list(range(len(sizes))), "nothing lost"
+    assert sorted(seen + [group.seq for group in queue.lines]) == list(range(len(sizes))), (
+        "nothing lost"
+    )
 
 
 @given(st.integers(1, 40))
@@ -224,8 +232,14 @@ def test_a_returned_batch_that_became_too_old_is_not_handed_out() -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 4), st.lists(st.sampled_from([0.2, 0.5, 1.0, 2.0, 3.0, 5.0]), min_size=1, max_size=4), st.integers(1, 8))
-@example(3, [3.0, 1.0, 1.0], 2)  # whole groups can put an environment above its share by more than one of them
+@given(
+    st.integers(0, 4),
+    st.lists(st.sampled_from([0.2, 0.5, 1.0, 2.0, 3.0, 5.0]), min_size=1, max_size=4),
+    st.integers(1, 8),
+)
+@example(
+    3, [3.0, 1.0, 1.0], 2
+)  # whole groups can put an environment above its share by more than one of them
 @example(1, [2.0, 5.0, 1.0, 1.0], 8)
 def test_environments_that_post_what_is_wanted_have_nothing_dropped(
     staleness: int, weights: list[float], groups_per_batch: int
@@ -363,7 +377,11 @@ def test_environments_wait_for_the_trainers_first_batch() -> None:
     assert queue.register_env("task", 1.0, 4, 128, None, 0.0) is None
     queue.next_batch(0.0)
     names = [queue.register_env(name, 1.0, 4, 128, None, 0.0) for name in ("task", "task", "other")]
-    assert [environment and environment.wandb_name for environment in names] == ["task_0", "task_1", "other_0"]
+    assert [environment and environment.wandb_name for environment in names] == [
+        "task_0",
+        "task_1",
+        "other_0",
+    ]
 
 
 def test_reset_forgets_everything() -> None:

@@ -1,4 +1,6 @@
-"""Random bytes on the sockets of the rollout service: no answer above 499 but 503 and 507, no hang, no traceback, no leak."""
+"""Random bytes on the sockets of the rollout service: no answer above 499 but 503 and 507, no hang,
+no traceback, no leak.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,24 @@ signal.signal(signal.SIGUSR1, lambda *_: print(f"tasks: {len(asyncio.all_tasks()
 """
 """Has the service write the number of its tasks to its log at each SIGUSR1."""
 PAST_WARM_UP = 8
-"""Files that the service may open after the first requests, such as those of the archive of rollouts."""
+"""Files that the service may open after the first requests, such as those of the archive of
+rollouts."""
 
-SERVER = {"url": "http://127.0.0.1:9", "standing": "good", "weight_version": 1, "weight_epoch": 0, "since": 1.0, "reason": ""}
-EVALUATION = {"name": "held out", "metrics": {"accuracy": 0.5}, "env_id": 0, "weight_version": 1, "idempotency_key": "a key"}
+SERVER = {
+    "url": "http://127.0.0.1:9",
+    "standing": "good",
+    "weight_version": 1,
+    "weight_epoch": 0,
+    "since": 1.0,
+    "reason": "",
+}
+EVALUATION = {
+    "name": "held out",
+    "metrics": {"accuracy": 0.5},
+    "env_id": 0,
+    "weight_version": 1,
+    "idempotency_key": "a key",
+}
 REFERENCE = {"worker": "one", "model": "m", "max_tokens": 4096, "seconds": 10}
 FULL_GROUP = group(
     weight_versions=[0] * 4,
@@ -36,29 +52,65 @@ FULL_GROUP = group(
     idempotency_key="another key",
     env_id=0,
 )
-READ = ("/", "/status", "/batch", "/stats", "/metrics", "/info", "/wandb_info", "/latest_example", "/fleet", "/reference")
+READ = (
+    "/",
+    "/status",
+    "/batch",
+    "/stats",
+    "/metrics",
+    "/info",
+    "/wandb_info",
+    "/latest_example",
+    "/fleet",
+    "/reference",
+)
 READ += ("/evaluations?after=0", "/batch/set-aside", "/openapi.json", "/ui", "/reset_data")
 TARGETS = [
     *(
         Target("GET", path)
-        for path in ("/", "/status", "/batch", "/stats", "/metrics", "/info", "/wandb_info", "/latest_example")
+        for path in (
+            "/",
+            "/status",
+            "/batch",
+            "/stats",
+            "/metrics",
+            "/info",
+            "/wandb_info",
+            "/latest_example",
+        )
     ),
     *(
         Target("GET", path)
-        for path in ("/fleet", "/reference", "/evaluations?after=0", "/batch/set-aside", "/openapi.json", "/ui")
+        for path in (
+            "/fleet",
+            "/reference",
+            "/evaluations?after=0",
+            "/batch/set-aside",
+            "/openapi.json",
+            "/ui",
+        )
     ),
-    Target("POST", "/register", trainer(ack_batches=True, max_staleness=3, log_dir="logs", positions={"a": 1})),
+    Target(
+        "POST",
+        "/register",
+        trainer(ack_batches=True, max_staleness=3, log_dir="logs", positions={"a": 1}),
+    ),
     Target("POST", "/register-env", environment(min_batch_allocation=0.5, stream="a")),
     Target("POST", "/disconnect-env", {"env_id": 1}),
     Target("GET", "/status-env", {"env_id": 0, "moves": 0, "wait": 0.1}),
-    *[Target("POST", "/scored_data", FULL_GROUP), Target("POST", "/scored_data", group(length=40))] * 3,
+    *[Target("POST", "/scored_data", FULL_GROUP), Target("POST", "/scored_data", group(length=40))]
+    * 3,
     Target("POST", "/scored_data_list", [FULL_GROUP, group(env_id=0)]),
     Target("POST", "/batch/ack", {"batch_id": 1, "weight_version": 1, "report": {"loss": 0.5}}),
     Target("POST", "/batch/report", {"batch_id": 1, "error": "a reason"}),
     Target("POST", "/weight-epoch", {"asked": 3, "run": "r"}),
     Target("POST", "/run/end", {"uuid": 5}),
     Target("POST", "/reference/lease", REFERENCE),
-    Target("POST", "/reference/done", {"worker": "one", "groups": [{"id": 1, "ref_logprobs": [[0.0, -1.0]]}]}),
+    Target(
+        "POST",
+        "/reference/done",
+        {"worker": "one", "groups": [{"id": 1, "ref_logprobs": [[0.0, -1.0]]}]},
+    ),
     Target("POST", "/evaluations", EVALUATION),
     Target("POST", "/fleet", {"servers": [SERVER], "by": "a publisher"}),
     Target("POST", "/fleet/join", {"url": "http://127.0.0.1:9"}),
@@ -71,7 +123,14 @@ TARGETS = [
 def counted_service(tmp_path: Path) -> Iterator[Service]:
     """A service that writes the number of its tasks to its log when it gets SIGUSR1."""
     (tmp_path / "sitecustomize.py").write_text(COUNT_TASKS)
-    flags = ("--store", str(tmp_path / "run.db"), "--request-timeout", "3", "--max-queue-groups", "2000")
+    flags = (
+        "--store",
+        str(tmp_path / "run.db"),
+        "--request-timeout",
+        "3",
+        "--max-queue-groups",
+        "2000",
+    )
     service = Service(tmp_path, *flags, environ={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}).start()
     yield service
     assert service.signal(signal.SIGTERM) == 0, service.log.read_text()[-2000:]
@@ -103,8 +162,13 @@ def test_random_bytes_do_not_break_the_service(counted_service: Service) -> None
     print(f"{inputs} inputs: {dict(sorted(outcome.statuses.items()))}")
     assert outcome.faults == [], "\n".join(outcome.faults[:5])
     assert raw_fuzz.faults_in(service.log) == [], f"seed {seed}"
-    assert {200, 400, 404, 422} <= outcome.statuses.keys(), "the inputs reach the routes, and are wrong in several ways"
-    until(lambda: raw_fuzz.open_files(pid) <= files + PAST_WARM_UP, f"seed {seed}: files are closed ({files} before)")
+    assert {200, 400, 404, 422} <= outcome.statuses.keys(), (
+        "the inputs reach the routes, and are wrong in several ways"
+    )
+    until(
+        lambda: raw_fuzz.open_files(pid) <= files + PAST_WARM_UP,
+        f"seed {seed}: files are closed ({files} before)",
+    )
     until(lambda: tasks_of(service) <= tasks, f"seed {seed}: tasks end ({tasks} before)")
     service.http.get("/reset_data")
     service.begin(batch_size=4)

@@ -14,12 +14,26 @@ from atroposlib.service.records import Registration, ValidatedGroup
 
 from .conftest import Service, group, marks, trainer
 
-WANTED: dict[str, Any] = {"batch_size": 4, "model": "m", "ack_batches": True, "ref_logprobs_from_workers": True}
+WANTED: dict[str, Any] = {
+    "batch_size": 4,
+    "model": "m",
+    "ack_batches": True,
+    "ref_logprobs_from_workers": True,
+}
 ROWS = [[1.0, -0.25, -0.1234567890123456]] * 4
 
 
-def lease(service: Service, worker: str = "one", max_tokens: int = 1, seconds: float = 60, model: str = "m") -> Any:
-    return service.post("/reference/lease", {"worker": worker, "model": model, "max_tokens": max_tokens, "seconds": seconds})
+def lease(
+    service: Service,
+    worker: str = "one",
+    max_tokens: int = 1,
+    seconds: float = 60,
+    model: str = "m",
+) -> Any:
+    return service.post(
+        "/reference/lease",
+        {"worker": worker, "model": model, "max_tokens": max_tokens, "seconds": seconds},
+    )
 
 
 def done(service: Service, number: int, worker: str = "one", **answer: Any) -> Any:
@@ -28,11 +42,21 @@ def done(service: Service, number: int, worker: str = "one", **answer: Any) -> A
 
 
 def test_groups_go_to_workers_and_come_back_with_their_reference(service: Service) -> None:
-    assert lease(service) == {"groups": [], "waiting": 0, "reference": None, "reason": "no trainer has registered"}
+    assert lease(service) == {
+        "groups": [],
+        "waiting": 0,
+        "reference": None,
+        "reason": "no trainer has registered",
+    }
     service.post("/register", trainer(**WANTED | {"ref_logprobs_from_workers": False}))
     assert "takes no ref_logprobs" in lease(service)["reason"]
     service.post(
-        "/scored_data", group(mark=1, ref_logprobs=None, messages=[[{"role": "user", "content": ',"ref_logprobs":null}'}]])
+        "/scored_data",
+        group(
+            mark=1,
+            ref_logprobs=None,
+            messages=[[{"role": "user", "content": ',"ref_logprobs":null}'}]],
+        ),
     )
     reference = {"model": "base", "temperature": 1.0, "table": "fast", "seq_len": 9}
     service.post("/register", trainer(**WANTED, reference=reference))
@@ -56,12 +80,21 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     assert both[0]["sampling_params"] == [{"temperature": 0.5}] * 4
     told = service.get("/batch")
     assert told["batch"] is None
-    assert "2 groups wait for ref_logprobs; 1 are at worker one, 1 are at worker two" in told["reason"]
+    assert (
+        "2 groups wait for ref_logprobs; 1 are at worker one, 1 are at worker two" in told["reason"]
+    )
     assert told["reason"] == service.get("/stats")["waiting_because"]
 
     assert "hand ids back" in done(service, taken["id"] ^ 1)["refused"][0]["reason"]
-    assert "rows of [2, 3, 3, 3]" in done(service, both[0]["id"], ref_logprobs=[[1.0, 0.0], *ROWS[1:]])["refused"][0]["reason"]
-    assert lease(service, "three", model="base")["groups"] == [taken], "a refused answer frees its group"
+    assert (
+        "rows of [2, 3, 3, 3]"
+        in done(service, both[0]["id"], ref_logprobs=[[1.0, 0.0], *ROWS[1:]])["refused"][0][
+            "reason"
+        ]
+    )
+    assert lease(service, "three", model="base")["groups"] == [taken], (
+        "a refused answer frees its group"
+    )
     for worker in ("three", "one"):
         assert done(service, taken["id"], worker) == {"accepted": [taken["id"]], "refused": []}
     assert "no longer waits" in done(service, 2**52)["refused"][0]["reason"]
@@ -69,7 +102,9 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     assert handed["ref_logprobs"] == ROWS
     assert handed["messages"] == [[{"role": "user", "content": ',"ref_logprobs":null}'}]]
     service.post("/batch/ack", {})
-    assert done(service, both[0]["id"], "two", unusable="token 5 is none of mine")["accepted"] == [both[0]["id"]]
+    assert done(service, both[0]["id"], "two", unusable="token 5 is none of mine")["accepted"] == [
+        both[0]["id"]
+    ]
     (handed,) = service.get("/batch")["batch"]
     assert (handed["tokens"][0][0], handed["ref_logprobs"]) == (2, None)
 
@@ -79,7 +114,10 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     counts = {"waiting": 0, "leased": 0, "answered": 1, "unusable": 1, "expired": 0}
     assert told == {"wanted": True, "model": "base", "reference": reference, **counts}
     assert "rollout_references_answered_total 1.0" in service.http.get("/metrics").text
-    assert service.http.post("/register", json=trainer(ref_logprobs_from_workers=True)).status_code == 422
+    assert (
+        service.http.post("/register", json=trainer(ref_logprobs_from_workers=True)).status_code
+        == 422
+    )
 
 
 def test_nothing_is_lost_when_workers_and_service_are_killed(tmp_path: Path) -> None:
@@ -95,7 +133,10 @@ def test_nothing_is_lost_when_workers_and_service_are_killed(tmp_path: Path) -> 
         service.signal(signal.SIGKILL)
         service.start()
         assert done(service, first["id"])["accepted"] == [first["id"]], "of before the kill"
-        assert [entry["tokens"][0][0] for entry in lease(service, max_tokens=10_000)["groups"]] == [2, 3], "lent anew"
+        assert [entry["tokens"][0][0] for entry in lease(service, max_tokens=10_000)["groups"]] == [
+            2,
+            3,
+        ], "lent anew"
         assert done(service, second["id"], "soon gone")["accepted"] == [second["id"]]
         service.signal(signal.SIGKILL)
         service.start()
@@ -107,7 +148,9 @@ def test_nothing_is_lost_when_workers_and_service_are_killed(tmp_path: Path) -> 
         (third,) = lease(service)["groups"]
         done(service, third["id"])
         service.post("/register", trainer(**WANTED, reference={"table": "another"}))
-        assert lease(service, "heir")["groups"][0]["tokens"] == third["tokens"], "that was of another reference"
+        assert lease(service, "heir")["groups"][0]["tokens"] == third["tokens"], (
+            "that was of another reference"
+        )
         service.post("/register", trainer(**WANTED | {"ref_logprobs_from_workers": False}))
         (handed,) = service.get("/batch")["batch"]
         assert (handed["tokens"][0][0], handed["ref_logprobs"]) == (3, None)
@@ -117,7 +160,9 @@ def test_nothing_is_lost_when_workers_and_service_are_killed(tmp_path: Path) -> 
 
 def test_a_trainer_that_waits_in_vain_is_told_that_there_is_no_worker() -> None:
     queue = RolloutQueue()
-    queue.register(Registration(1, "g", "p", 4, 128, "c", 5, 0, 100, model="m", ref_logprobs_from_workers=True))
+    queue.register(
+        Registration(1, "g", "p", 4, 128, "c", 5, 0, 100, model="m", ref_logprobs_from_workers=True)
+    )
     queue.add(ValidatedGroup(b"{" + NO_REFERENCE, 4, 10, tokens=40, referenced=False), 0.0)
     said = []
     for now in (5.0, 5.0 + IDLE_SECONDS - 1, 5.0 + IDLE_SECONDS):
@@ -131,7 +176,13 @@ def test_a_trainer_that_waits_in_vain_is_told_that_there_is_no_worker() -> None:
 
 def test_a_reference_takes_the_place_of_the_one_before() -> None:
     for null in ("", '"ref_logprobs": null,', '"ref_logprobs": [],'):
-        body = "{" + null + json.dumps(group(messages=[[{"role": "user", "content": ',"ref_logprobs":null}'}]]))[1:]
+        body = (
+            "{"
+            + null
+            + json.dumps(group(messages=[[{"role": "user", "content": ',"ref_logprobs":null}'}]]))[
+                1:
+            ]
+        )
         for many in (False, True):
             (draft,) = read_groups((f"[{body}]" if many else body).encode(), many)
             assert not draft.referenced

@@ -10,7 +10,10 @@ from tests.atroposlib.service.test_queue import draft, env, registration
 
 def stage_with(groups: int) -> ReferenceQueue:
     stage = ReferenceQueue()
-    stage.add(Group(seq, NOBODY, 2, 8, 100, ((0, 0),), tokens=16, reference=MISSING) for seq in range(groups))
+    stage.add(
+        Group(seq, NOBODY, 2, 8, 100, ((0, 0),), tokens=16, reference=MISSING)
+        for seq in range(groups)
+    )
     return stage
 
 
@@ -18,16 +21,28 @@ def test_a_stopped_worker_is_named_with_the_time_at_which_its_groups_go_to_anoth
     stage = stage_with(3)
     stage.lend("one", "m", 32, 60.0, 100.0)
     stage.lend("two", "m", 16, 60.0, 110.0)
-    assert stage.why_waiting(120.0) == "3 groups wait for ref_logprobs; 2 are at worker one, 1 are at worker two"
-    stopped = "2 are at worker one, which has sent nothing for 35 s; they go to another worker in 25 s"
-    assert stage.why_waiting(135.0) == f"3 groups wait for ref_logprobs; {stopped}, 1 are at worker two"
+    assert (
+        stage.why_waiting(120.0)
+        == "3 groups wait for ref_logprobs; 2 are at worker one, 1 are at worker two"
+    )
+    stopped = (
+        "2 are at worker one, which has sent nothing for 35 s; they go to another worker in 25 s"
+    )
+    assert (
+        stage.why_waiting(135.0)
+        == f"3 groups wait for ref_logprobs; {stopped}, 1 are at worker two"
+    )
     assert len(stage.lend("two", "m", 1000, 60.0, 159.0)) == 0
-    assert len(stage.lend("two", "m", 1000, 60.0, 160.0)) == 2, "the lease of the stopped one has ended"
+    assert len(stage.lend("two", "m", 1000, 60.0, 160.0)) == 2, (
+        "the lease of the stopped one has ended"
+    )
     assert stage.why_waiting(161.0) == "3 groups wait for ref_logprobs; 3 are at worker two"
     group = next(iter(stage.waiting.values()))
     stage.answer("one", group, computed=True, now=162.0)
     assert group.seq not in stage.waiting
-    assert stage.was_answered(group.seq), "what the other one computes of it later is answered as accepted, and not taken"
+    assert stage.was_answered(group.seq), (
+        "what the other one computes of it later is answered as accepted, and not taken"
+    )
 
 
 def test_a_worker_that_was_the_last_to_ask_is_named_when_its_lease_has_ended() -> None:
@@ -58,4 +73,6 @@ def test_environments_are_not_blamed_for_a_batch_that_waits_for_workers() -> Non
     assert queue.waiting == "0 of 8 sequences are queued; 2 groups wait for ref_logprobs"
     queue.register(registration(16, ref_logprobs_from_workers=True, model="m"))
     assert queue.next_batch(200.0) is None
-    assert "task_0 has sent nothing for 199 s" in str(queue.waiting), "two groups of 4 make no batch of 16"
+    assert "task_0 has sent nothing for 199 s" in str(queue.waiting), (
+        "two groups of 4 make no batch of 16"
+    )

@@ -20,7 +20,22 @@ from .conftest import Service, group, marks, trainer
 
 def started(replay: dict[str, Any], staleness: int, limits: Limits | None = None) -> RolloutQueue:
     queue = RolloutQueue(limits)
-    queue.register(Registration(1, "g", "p", 4, 128, "c", 5, 0, 100, max_staleness=staleness, ack_batches=True, replay=replay))
+    queue.register(
+        Registration(
+            1,
+            "g",
+            "p",
+            4,
+            128,
+            "c",
+            5,
+            0,
+            100,
+            max_staleness=staleness,
+            ack_batches=True,
+            replay=replay,
+        )
+    )
     return queue
 
 
@@ -63,7 +78,9 @@ def test_a_group_that_is_out_is_in_no_other_batch() -> None:
     assert first is not None
     assert queue.next_batch(0.0, received=first.batch_id) is None, "only one is left"
     queue.ack(first.batch_id, keep=True)
-    assert queue.next_batch(0.0, received=first.batch_id) is None, "it may come to the next trainer again"
+    assert queue.next_batch(0.0, received=first.batch_id) is None, (
+        "it may come to the next trainer again"
+    )
     queue.ack(first.batch_id)
     assert learn(queue) == [0, 2]
 
@@ -97,7 +114,9 @@ def test_uniform_follows_from_seed_batch_and_numbers_and_is_fair() -> None:
     for batch in range(3000):
         order = [entry.seq for entry in replay.ordered(line, batch)]
         assert sorted(order) == list(range(6)), "each once"
-        assert order == [entry.seq for entry in Replay("uniform", 9, 7).ordered(reversed(line), batch)]
+        assert order == [
+            entry.seq for entry in Replay("uniform", 9, 7).ordered(reversed(line), batch)
+        ]
         without = [entry.seq for entry in replay.ordered(line[1:], batch)]
         assert without == [seq for seq in order if seq], "what else waits changes nothing"
         first.update(order[:2])
@@ -133,7 +152,9 @@ def test_no_policy_uses_a_group_too_often_twice_at_once_or_too_late(
 
 @settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4))
-def test_who_posts_what_is_wanted_has_nothing_dropped_that_was_not_used(staleness: int, reuse: int) -> None:
+def test_who_posts_what_is_wanted_has_nothing_dropped_that_was_not_used(
+    staleness: int, reuse: int
+) -> None:
     queue = started({"max_reuse": reuse}, staleness)
     queue.next_batch(0.0)
     environment = queue.register_env("task", 1.0, 2, 128, None, 0.0)
@@ -164,7 +185,9 @@ def test_a_trainer_that_reuses_less_gets_nothing_again() -> None:
         post(queue)
     assert learn(queue) == [0, 1]
     assert queue.next_batch(0.0) is not None
-    queue.register(Registration(2, "g", "p", 4, 128, "c", 5, 1, 100, max_staleness=9, ack_batches=True))
+    queue.register(
+        Registration(2, "g", "p", 4, 128, "c", 5, 1, 100, max_staleness=9, ack_batches=True)
+    )
     assert queue.next_batch(0.0) is None
     assert queue.drops == {("used_up", 16): 2}
 

@@ -1,4 +1,7 @@
-"""What the service goes on with when it is started again, and what a trainer of another run gets. Real processes."""
+"""What the service goes on with when it is started again, and what a trainer of another run gets.
+
+Real processes.
+"""
 
 from __future__ import annotations
 
@@ -36,21 +39,35 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def registration(**fields: Any) -> dict[str, Any]:
     """A trainer that has come to version 1."""
-    return trainer(**{"batch_size": 4, "ack_batches": True, "model": "m", "max_staleness": 5, "starting_step": 1, **fields})
+    return trainer(
+        **{
+            "batch_size": 4,
+            "ack_batches": True,
+            "model": "m",
+            "max_staleness": 5,
+            "starting_step": 1,
+            **fields,
+        }
+    )
 
 
 def begin(service: Service) -> None:
-    """A run with something of everything: a batch that is out, a queue, a buffer, a key, an environment."""
+    """A run with something of everything: a batch that is out, a queue, a buffer, a key, an
+    environment.
+    """
     service.post("/register", registration(starting_step=0))
     service.get("/batch")
     service.post("/register-env", environment())
     for mark in range(4):
         service.post("/scored_data", group(mark=mark, env_id=0, weight_versions=[1] * 4))
-    service.post("/scored_data", group(2, mark=9, env_id=0, idempotency_key="nine", weight_versions=[1, 1]))
+    service.post(
+        "/scored_data", group(2, mark=9, env_id=0, idempotency_key="nine", weight_versions=[1, 1])
+    )
     batch = service.get("/batch")
     service.post("/batch/ack", {"batch_id": batch["batch_id"], "weight_version": 1})
     assert marks(service.get("/batch")["batch"]) == [1]
-    # That a batch has been sent is written down after it was sent; a kill before that would have it sent again, as it should.
+    # That a batch has been sent is written down after it was sent; a kill before that would have it
+    # sent again, as it should.
     deadline = time.monotonic() + 60
     while not sent_on_disk(service):
         assert time.monotonic() < deadline, service.log.read_text()[-2000:]
@@ -59,14 +76,20 @@ def begin(service: Service) -> None:
 
 def sent_on_disk(service: Service) -> bool:
     """Whether the store says of the last batch that the trainer has it."""
-    found = (path for path in service.cwd.rglob("*.db") if not path.parent.name.endswith("observed"))
+    found = (
+        path for path in service.cwd.rglob("*.db") if not path.parent.name.endswith("observed")
+    )
     [path] = [path for path in found if ".previous" not in path.name]
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=60)) as store:
-        return bool(store.execute("SELECT sent FROM leases ORDER BY batch_id DESC LIMIT 1").fetchone()[0])
+        return bool(
+            store.execute("SELECT sent FROM leases ORDER BY batch_id DESC LIMIT 1").fetchone()[0]
+        )
 
 
 def lasting(service: Service) -> dict[str, Any]:
-    """Return /stats without the time since an environment has spoken, and without the disk, which other programs fill."""
+    """Return /stats without the time since an environment has spoken, and without the disk, which
+    other programs fill.
+    """
     stats: dict[str, Any] = service.get("/stats")
     for entry in stats["environments"]:
         del entry["seconds_silent"]
@@ -75,15 +98,24 @@ def lasting(service: Service) -> dict[str, Any]:
 
 
 def is_new(service: Service) -> bool:
-    return service.get("/status") == {"current_step": 0, "queue_size": 0} and service.get("/info")["batch_size"] == -1
+    return (
+        service.get("/status") == {"current_step": 0, "queue_size": 0}
+        and service.get("/info")["batch_size"] == -1
+    )
 
 
-def test_the_same_command_goes_on_however_the_service_ended_until_its_trainer_ends_the_run(start: Start) -> None:
+def test_the_same_command_goes_on_however_the_service_ended_until_its_trainer_ends_the_run(
+    start: Start,
+) -> None:
     service = start()
     assert is_new(service)
     begin(service)
     before = lasting(service)
-    for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):  # a crash, a scheduler that preempts or reboots, a person
+    for how in (
+        signal.SIGKILL,
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # a crash, a scheduler that preempts or reboots, a person
         service.signal(how)
         service = start()
         assert lasting(service) == before
@@ -91,7 +123,10 @@ def test_the_same_command_goes_on_however_the_service_ended_until_its_trainer_en
     assert service.status_env(0).status_code == 200, "the environment is known still"
     assert marks(service.get("/batch")["batch"]) == [1], "the batch that was out is the trainer's"
     assert (
-        service.post("/scored_data", group(2, mark=9, env_id=0, idempotency_key="nine", weight_versions=[1, 1]))["status"]
+        service.post(
+            "/scored_data",
+            group(2, mark=9, env_id=0, idempotency_key="nine", weight_versions=[1, 1]),
+        )["status"]
         == "buffered"
     )
     assert lasting(service) == before, "the group was posted before"
@@ -110,16 +145,26 @@ def test_the_same_command_goes_on_however_the_service_ended_until_its_trainer_en
     name = Path("runs") / f"rollouts-{service.port}.db"
     previous = name.with_suffix(".previous.db")
     log = service.log.read_text()
-    assert f"because the trainer of the last one said that it had ended (--store {name} would have gone on" in log
-    assert f"4 groups of the last run are kept in {previous}; to continue that run, pass --store {previous}" in log
+    assert (
+        f"because the trainer of the last one said that it had ended (--store {name} would have gone on"
+        in log
+    )
+    assert (
+        f"4 groups of the last run are kept in {previous}; to continue that run, pass --store {previous}"
+        in log
+    )
     service.signal(signal.SIGTERM)
     service = start("--store", str(previous))
     assert marks(service.get("/batch")["batch"]) == [1]
     service.post("/register", registration())
-    assert not service.get("/stats")["run_ended"], "a trainer that has more to do goes on with its run"
+    assert not service.get("/stats")["run_ended"], (
+        "a trainer that has more to do goes on with its run"
+    )
 
 
-def test_a_named_store_goes_on_after_a_stop_too_unless_told_otherwise(start: Start, tmp_path: Path) -> None:
+def test_a_named_store_goes_on_after_a_stop_too_unless_told_otherwise(
+    start: Start, tmp_path: Path
+) -> None:
     service = start("--store", "run.db")
     begin(service)
     before = lasting(service)
@@ -133,8 +178,12 @@ def test_a_named_store_goes_on_after_a_stop_too_unless_told_otherwise(start: Sta
     assert (tmp_path / "run.previous.db").exists()
 
 
-def test_a_crash_of_everything_does_not_feed_the_next_run_with_the_last_ones_rollouts(start: Start) -> None:
-    """`kill -9` of all processes, and the same commands again: the service goes on, but the trainer is at step 0."""
+def test_a_crash_of_everything_does_not_feed_the_next_run_with_the_last_ones_rollouts(
+    start: Start,
+) -> None:
+    """`kill -9` of all processes, and the same commands again: the service goes on, but the trainer
+    is at step 0.
+    """
     service = start()
     begin(service)
     service.signal(signal.SIGKILL)
@@ -142,7 +191,10 @@ def test_a_crash_of_everything_does_not_feed_the_next_run_with_the_last_ones_rol
     service.post("/register", registration(starting_step=0))
     assert service.get("/batch") == {"batch": None}
     stats = service.get("/stats")
-    assert sum(entry["groups"] for entry in stats["dropped"] if entry["reason"] == "ahead_of_trainer") == 4
+    assert (
+        sum(entry["groups"] for entry in stats["dropped"] if entry["reason"] == "ahead_of_trainer")
+        == 4
+    )
     assert stats["queue"]["held_groups"] == 0
     assert "dropped 4 groups that this trainer's weights did not sample" in service.log.read_text()
     late = service.post("/scored_data", group(mark=5, env_id=0, weight_versions=[1] * 4))
@@ -164,13 +216,20 @@ def test_a_trainer_that_resumes_keeps_what_its_weights_sampled(start: Start) -> 
 
 def test_a_weight_epoch_is_given_once_however_the_service_ends(start: Start) -> None:
     service = start()
-    given = [service.post("/weight-epoch", {"asked": asked, "run": "a"})["weight_epoch"] for asked in (900, 100)]
+    given = [
+        service.post("/weight-epoch", {"asked": asked, "run": "a"})["weight_epoch"]
+        for asked in (900, 100)
+    ]
     service.signal(signal.SIGKILL)
     service = start()
     given.append(service.post("/weight-epoch", {"asked": 100, "run": "a"})["weight_epoch"])
     service.http.get("/reset_data").raise_for_status()
     given.append(service.post("/weight-epoch", {})["weight_epoch"])
     assert given == [900, 901, 902, 903]
-    answer = service.post("/register", registration(weight_epoch=902, run="a", lives=[[900, 0], [902, 1]]))
+    answer = service.post(
+        "/register", registration(weight_epoch=902, run="a", lives=[[900, 0], [902, 1]])
+    )
     assert answer["weight_epoch"] == 902
-    assert "weight_epoch" not in service.post("/register", registration()), "the old wire is as it was"
+    assert "weight_epoch" not in service.post("/register", registration()), (
+        "the old wire is as it was"
+    )

@@ -1,4 +1,6 @@
-"""Whoever is killed, and whenever: a run that is resumed ends with the weights of the one that nobody hurt. See exact_world."""
+"""Whoever is killed, and whenever: a run that is resumed ends with the weights of the one that
+nobody hurt. See exact_world.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_an_item_is_answered_once_and_never_behind_its_batch() -> None:
     late = streams.refusal(ValidatedGroup(b"{}", 4, 9, stream=STREAM, item=4, life=streams.life))
     assert late is not None
     assert "begins at 6" in str(late.reason)
-    earlier = streams.refusal(ValidatedGroup(b"{}", 4, 9, stream=STREAM, item=6, life="of another trainer"))
+    earlier = streams.refusal(
+        ValidatedGroup(b"{}", 4, 9, stream=STREAM, item=6, life="of another trainer")
+    )
     assert earlier is not None
     assert "begun anew" in str(earlier.reason)
     unknown = streams.refusal(ValidatedGroup(b"{}", 4, 9, stream="other", item=0))
@@ -124,7 +128,9 @@ def test_what_cannot_be_resumed_exactly_is_told_to_the_environment() -> None:
 
 def test_a_group_says_its_item_and_a_field_of_a_clients_own_says_nothing() -> None:
     def item_of(fields: str) -> tuple[str | None, int | None]:
-        (draft,) = read_groups(b'{"tokens":[[1,2]],"masks":[[-100,2]],"scores":[1]%s}' % fields.encode(), many=False)
+        (draft,) = read_groups(
+            b'{"tokens":[[1,2]],"masks":[[-100,2]],"scores":[1]%s}' % fields.encode(), many=False
+        )
         return draft.stream, draft.item
 
     assert item_of(',"stream":"a","stream_item":3,"stream_life":"1.0"') == ("a", 3)

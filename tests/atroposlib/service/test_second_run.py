@@ -1,4 +1,6 @@
-"""A run that follows another one on the same service, and the text for a trainer that gets no batch."""
+"""A run that follows another one on the same service, and the text for a trainer that gets no
+batch.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,18 @@ def restarted(queue: RolloutQueue) -> RolloutQueue:
     changes = queue.take_changes()
     records = {one["env_id"]: one for one in changes.environments}
     for env_id, environment in queue.registry.by_id.items():
-        records.setdefault(env_id, {name: getattr(environment, name) for name in Environment.__slots__})
-    return RolloutQueue(snapshot=Snapshot(state=changes.state or {}, environments=list(records.values())))
+        records.setdefault(
+            env_id, {name: getattr(environment, name) for name in Environment.__slots__}
+        )
+    return RolloutQueue(
+        snapshot=Snapshot(state=changes.state or {}, environments=list(records.values()))
+    )
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_an_environment_that_registers_after_the_end_waits_for_the_next_trainer(restart: bool) -> None:
+def test_an_environment_that_registers_after_the_end_waits_for_the_next_trainer(
+    restart: bool,
+) -> None:
     queue = RolloutQueue()
     trainer(queue, 1)
     first = join(queue)
@@ -53,20 +61,26 @@ def test_an_environment_that_registers_after_the_end_waits_for_the_next_trainer(
     assert second is not None
     assert second.env_id > first.env_id
     assert not queue.status_env(second.env_id, 0.0)["run_ended"]
-    assert queue.status_env(first.env_id, 0.0)["run_ended"], "an environment of the ended run still ends, however late it asks"
+    assert queue.status_env(first.env_id, 0.0)["run_ended"], (
+        "an environment of the ended run still ends, however late it asks"
+    )
     queue = restarted(queue)
     assert not queue.status_env(second.env_id, 0.0)["run_ended"]
     assert queue.status_env(first.env_id, 0.0)["run_ended"]
 
 
 def test_a_second_end_message_ends_no_environment_of_the_next_run() -> None:
-    """The trainer that starts with nothing left to do repeats the message of the one before, under its own registration."""
+    """The trainer that starts with nothing left to do repeats the message of the one before, under
+    its own registration.
+    """
     queue = RolloutQueue()
     trainer(queue, 1)
     environments = [join(queue), join(queue)]
     for _ in range(2):
         queue.end(1)
-    assert all(queue.status_env(one.env_id, 0.0)["run_ended"] for one in environments if one is not None)
+    assert all(
+        queue.status_env(one.env_id, 0.0)["run_ended"] for one in environments if one is not None
+    )
     trainer(queue, 2)
     second = join(queue)
     assert second is not None
@@ -75,7 +89,10 @@ def test_a_second_end_message_ends_no_environment_of_the_next_run() -> None:
 
 
 def test_a_late_environment_of_the_ended_run_does_not_disturb_an_exact_resume() -> None:
-    """Exact resume refuses a second environment that fills batches. One that only asks and leaves is not one."""
+    """Exact resume refuses a second environment that fills batches.
+
+    One that only asks and leaves is not one.
+    """
     queue = RolloutQueue()
     trainer(queue, 1)
     first = join(queue)
@@ -90,7 +107,9 @@ def test_a_late_environment_of_the_ended_run_does_not_disturb_an_exact_resume() 
 
 
 def test_the_figures_of_a_run_list_its_own_environments() -> None:
-    """An environment that was killed with SIGKILL in an earlier run must not be listed as silent for ever."""
+    """An environment that was killed with SIGKILL in an earlier run must not be listed as silent
+    for ever.
+    """
 
     def listed(queue: RolloutQueue) -> list[int]:
         return [one["env_id"] for one in stats.environments(queue, 5.0)]
@@ -99,7 +118,9 @@ def test_the_figures_of_a_run_list_its_own_environments() -> None:
     trainer(queue, 1)
     old = [join(queue), join(queue)]
     queue.end(1)
-    assert listed(queue) == [one.env_id for one in old if one is not None], "until another run begins"
+    assert listed(queue) == [one.env_id for one in old if one is not None], (
+        "until another run begins"
+    )
     trainer(queue, 2)
     assert listed(queue) == []
     new = join(queue)
@@ -110,7 +131,8 @@ def test_the_figures_of_a_run_list_its_own_environments() -> None:
     assert listed(queue) == [old[0].env_id, new.env_id], "the public SDK goes on with the next run"
 
 
-# ---- the text for a trainer that waits --------------------------------------------------------------------------------------
+# ---- the text for a trainer that waits
+# --------------------------------------------------------------------------------------
 
 
 def waits_because(queue: RolloutQueue, now: float) -> str:
@@ -122,7 +144,9 @@ def waits_because(queue: RolloutQueue, now: float) -> str:
 def test_the_text_names_the_missing_environment_and_the_remedy() -> None:
     queue = RolloutQueue()
     trainer(queue, 1)
-    assert waits_because(queue, 5.0).startswith("0 of 4 sequences are queued; no environment is registered: start one, for")
+    assert waits_because(queue, 5.0).startswith(
+        "0 of 4 sequences are queued; no environment is registered: start one, for"
+    )
     environment = join(queue, now=6.0)
     assert environment is not None
     assert "no environment" not in waits_because(queue, 6.0)
@@ -144,7 +168,9 @@ def test_an_environment_of_the_ended_run_is_not_taken_for_one_of_this_run() -> N
     trainer(queue, 2, 3.0)
     assert "no environment is registered" in waits_because(queue, 3.0)
     queue.add(draft(env_id=first.env_id, size=2), 4.0)
-    assert "gsm8k_0 posted its last group 1 s ago" in waits_because(queue, 5.0), "the public SDK goes on with the next run"
+    assert "gsm8k_0 posted its last group 1 s ago" in waits_because(queue, 5.0), (
+        "the public SDK goes on with the next run"
+    )
 
 
 def test_the_text_says_for_how_long_environments_are_silent_or_post_nothing() -> None:
@@ -155,16 +181,25 @@ def test_the_text_says_for_how_long_environments_are_silent_or_post_nothing() ->
     assert second is not None
     queue.status_env(first.env_id, 20.0)
     text = waits_because(queue, 20.0)
-    assert "gsm8k_0 is registered and has posted no group for 20 s, gsm8k_1 is registered and has" in text
+    assert (
+        "gsm8k_0 is registered and has posted no group for 20 s, gsm8k_1 is registered and has"
+        in text
+    )
     assert "inference server" not in text, "a slow model is not a fault yet"
     queue.status_env(first.env_id, 70.0)
     text = waits_because(queue, 70.0)
-    assert "gsm8k_0 is registered and has posted no group for 70 s: see its log, and whether its inference server" in text
+    assert (
+        "gsm8k_0 is registered and has posted no group for 70 s: see its log, and whether its inference server"
+        in text
+    )
     assert "gsm8k_1 has sent nothing for 70 s: see its log, and start it again" in text
     queue.add(draft(env_id=first.env_id, size=2), 71.0)
     assert "; gsm8k_0 posted its last group 4 s ago" in waits_because(queue, 75.0)
     text = waits_because(queue, 140.0)
-    assert "gsm8k_0 has sent nothing for 69 s, gsm8k_1 has sent nothing for 140 s: see its log, and start it again" in text
+    assert (
+        "gsm8k_0 has sent nothing for 69 s, gsm8k_1 has sent nothing for 140 s: see its log, and start it again"
+        in text
+    )
 
 
 def test_the_text_leaves_out_an_environment_that_another_one_has_replaced() -> None:
@@ -175,7 +210,9 @@ def test_the_text_leaves_out_an_environment_that_another_one_has_replaced() -> N
     assert beside is not None
     queue.status_env(first.env_id, 10.0)
     queue.status_env(beside.env_id, 100.0)
-    assert "gsm8k_0 has sent nothing for 90 s" in waits_because(queue, 100.0), "gsm8k_1 came before gsm8k_0 fell silent"
+    assert "gsm8k_0 has sent nothing for 90 s" in waits_because(queue, 100.0), (
+        "gsm8k_1 came before gsm8k_0 fell silent"
+    )
     join(queue, now=101.0)  # gsm8k_0 was killed and started again
     text = waits_because(queue, 102.0)
     assert "gsm8k_0" not in text
@@ -192,7 +229,10 @@ def test_the_text_counts_what_was_refused_since_the_last_batch_and_why() -> None
         queue.add(draft(env_id=environment.env_id, size=2, version=1), 1.0)
     queue.refusals.note_refusal("scores[0] is nan: every number must be finite " + "x" * 1000)
     text = waits_because(queue, 2.0)
-    assert "2 groups were dropped since the last batch, the last one because: stale: sampled at weight version 1" in text
+    assert (
+        "2 groups were dropped since the last batch, the last one because: stale: sampled at weight version 1"
+        in text
+    )
     assert "1 post was refused since the last batch, the last one because: scores[0] is nan" in text
     assert len(text) < 800 + MAX_REASON
     for _ in range(2):
@@ -224,7 +264,8 @@ def test_no_reason_remains_after_the_end() -> None:
 class RunsMachine(RuleBasedStateMachine):
     """Runs one after another on one service that is restarted at any moment.
 
-    Model: an environment gets an id while a trainer takes batches and its run has not ended, and ends with that run.
+    Model: an environment gets an id while a trainer takes batches and its run has not ended, and
+    ends with that run.
     """
 
     def __init__(self) -> None:
@@ -268,7 +309,9 @@ class RunsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.of_this_run or self.of_ended_runs)
     @rule(data=st.data())
     def environment_leaves(self, data: st.DataObject) -> None:
-        self.queue.disconnect_env(data.draw(st.sampled_from(sorted(self.of_this_run | self.of_ended_runs))))
+        self.queue.disconnect_env(
+            data.draw(st.sampled_from(sorted(self.of_this_run | self.of_ended_runs)))
+        )
 
     @rule()
     def service_restarts(self) -> None:

@@ -18,7 +18,11 @@ def test_before_anyone_registered(service: Service) -> None:
     assert service.get("/info") == {"batch_size": -1, "max_token_len": -1}
     assert service.get("/status") == {"current_step": 0, "queue_size": 0}
     answer = service.get("/batch")
-    assert answer == {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+    assert answer == {
+        "status": "error",
+        "message": "Trainer not registered. Call /register first.",
+        "batch": [],
+    }
     assert service.get("/latest_example")["tokens"] == []
     assert service.post("/register-env", environment()) == {"status": "wait for trainer to start"}
 
@@ -65,7 +69,8 @@ def test_groups_come_back_with_every_field(service: Service) -> None:
         weight_epochs=[0, 0, 9, 9],
         weight_version_spans=[[[3, 2]], [[4, 1], [5, 1]], [[5, 2]], []],
         weight_epoch_spans=[[0], [0, 9], [9], []],
-        sampling_params=[{"temperature": 1.0}] * 3 + [[{"temperature": 1, "tokens": 1}, {"temperature": 0.5, "tokens": 1}]],
+        sampling_params=[{"temperature": 1.0}] * 3
+        + [[{"temperature": 1, "tokens": 1}, {"temperature": 0.5, "tokens": 1}]],
         finish_reasons=["stop", "length", "stop", "abort"],
         successes=[True, False, None, True],
         unknown_to_the_service=[1],
@@ -78,7 +83,10 @@ def test_groups_come_back_with_every_field(service: Service) -> None:
 
 
 def test_evaluations_are_told_in_the_order_in_which_they_came(service: Service) -> None:
-    env_id, before = service.begin(), max([0, *(known["id"] for known in service.get("/evaluations")["evaluations"])])
+    env_id, before = (
+        service.begin(),
+        max([0, *(known["id"] for known in service.get("/evaluations")["evaluations"])]),
+    )
     first = {
         "env_id": env_id,
         "name": "task",
@@ -92,11 +100,23 @@ def test_evaluations_are_told_in_the_order_in_which_they_came(service: Service) 
     one, two = service.get("/evaluations", after=before)["evaluations"]
     assert one == {"id": ids[0], "time": one["time"]} | first
     del second["idempotency_key"]
-    assert two == {"id": ids[1], "time": two["time"], "env_id": None, "weight_version": None, "weight_epoch": None} | second
+    assert (
+        two
+        == {
+            "id": ids[1],
+            "time": two["time"],
+            "env_id": None,
+            "weight_version": None,
+            "weight_epoch": None,
+        }
+        | second
+    )
     assert one["time"] <= two["time"] <= time.time()
     assert service.get("/evaluations", after=ids[0])["evaluations"] == [two]
     service.post("/register", trainer(model="b"))
-    assert len(service.get("/evaluations", after=before)["evaluations"]) == 2, "the trainer that registered named no model"
+    assert len(service.get("/evaluations", after=before)["evaluations"]) == 2, (
+        "the trainer that registered named no model"
+    )
     service.post("/register", trainer(model="c"))
     assert service.get("/evaluations")["evaluations"] == [], "they are of another run"
 
@@ -112,9 +132,19 @@ def test_absent_fields_come_back_as_null(service: Service) -> None:
 
 def test_mis_sized_groups_and_lists(service: Service) -> None:
     service.begin()
-    assert service.post("/scored_data", group(2, env_id=0)) == {"status": "buffered", "buffer_size": 2}
-    answer = service.post("/scored_data_list", [group(4, env_id=0), group(1, env_id=0), group(1, env_id=0)])
-    assert answer == {"status": "received", "groups_processed": 3, "buffered": 2, "last_buffer_size": 0}
+    assert service.post("/scored_data", group(2, env_id=0)) == {
+        "status": "buffered",
+        "buffer_size": 2,
+    }
+    answer = service.post(
+        "/scored_data_list", [group(4, env_id=0), group(1, env_id=0), group(1, env_id=0)]
+    )
+    assert answer == {
+        "status": "received",
+        "groups_processed": 3,
+        "buffered": 2,
+        "last_buffer_size": 0,
+    }
     assert service.post("/scored_data_list", []) == {"status": "received", "groups_processed": 0}
     assert service.get("/status")["queue_size"] == 4
     assert sum(len(entry["tokens"]) for entry in service.get("/batch")["batch"]) == 8
@@ -127,11 +157,15 @@ def test_batches_are_oldest_first(service: Service) -> None:
     service.begin(batch_size=4)
     for mark in range(6):
         service.post("/scored_data", group(mark=mark, env_id=0))
-    assert [marks(service.get("/batch")["batch"]) for _ in range(6)] == [[mark] for mark in range(6)]
+    assert [marks(service.get("/batch")["batch"]) for _ in range(6)] == [
+        [mark] for mark in range(6)
+    ]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_a_score_that_is_no_number_is_refused_and_costs_no_batch(service: Service, number: str) -> None:
+def test_a_score_that_is_no_number_is_refused_and_costs_no_batch(
+    service: Service, number: str
+) -> None:
     service.begin(batch_size=4)
     text = json.dumps(group(scores=[0.0, 0.0, 12345.0, 0.0])).replace("12345.0", number)
     answer = service.http.post("/scored_data", content=text)
@@ -161,7 +195,9 @@ def test_a_group_larger_than_a_batch_is_refused_and_blocks_nothing(service: Serv
     assert "batch_size is 8" in detail["msg"]
     answer = service.http.post("/scored_data_list", json=[group(8), group(9)])
     assert answer.json()["detail"][0]["loc"] == ["body", 1, "tokens"]
-    assert service.get("/status")["queue_size"] == 0, "of a list that is refused, nothing is accepted"
+    assert service.get("/status")["queue_size"] == 0, (
+        "of a list that is refused, nothing is accepted"
+    )
     service.post("/scored_data", group(8, mark=1))
     assert marks(service.get("/batch")["batch"]) == [1]
 
@@ -172,12 +208,16 @@ def test_data_posted_before_the_trainer_registers_wedges_nothing(service: Servic
     service.post("/scored_data", group(4, mark=2, env_id=17))
     service.post("/register", trainer())
     assert marks(service.get("/batch")["batch"]) == [1, 2]
-    assert service.get("/stats")["dropped"] == [{"reason": "larger_than_batch", "longest_up_to": 4, "groups": 1}]
+    assert service.get("/stats")["dropped"] == [
+        {"reason": "larger_than_batch", "longest_up_to": 4, "groups": 1}
+    ]
 
 
 def test_a_second_registration_takes_effect(service: Service) -> None:
     first = service.post("/register", trainer())["uuid"]
-    second = service.post("/register", trainer(batch_size=4, wandb_group="other", starting_step=9))["uuid"]
+    second = service.post("/register", trainer(batch_size=4, wandb_group="other", starting_step=9))[
+        "uuid"
+    ]
     assert first != second
     assert service.get("/info")["batch_size"] == 4
     assert service.get("/wandb_info")["group"] == "other"
@@ -191,7 +231,10 @@ def test_after_a_reset_everything_answers(service: Service) -> None:
     service.begin()
     service.post("/scored_data", group())
     answer = service.http.get("/reset_data")
-    assert (answer.text, answer.headers["content-type"]) == ("Reset successful", "text/plain; charset=utf-8")
+    assert (answer.text, answer.headers["content-type"]) == (
+        "Reset successful",
+        "text/plain; charset=utf-8",
+    )
     assert service.get("/batch")["status"] == "error"
     assert service.get("/status") == {"current_step": 0, "queue_size": 0}
     assert service.get("/latest_example")["tokens"] == []
@@ -213,7 +256,10 @@ def test_a_batch_of_a_trainer_that_dies_is_not_gone(service: Service) -> None:
     service.post("/register", trainer(batch_size=4))
     again = service.get("/batch")
     assert (marks(again["batch"]), again["batch_id"]) == ([1], first["batch_id"])
-    assert service.post("/batch/ack", {"batch_id": again["batch_id"], "weight_version": 1})["groups"] == 1
+    assert (
+        service.post("/batch/ack", {"batch_id": again["batch_id"], "weight_version": 1})["groups"]
+        == 1
+    )
     assert marks(service.get("/batch")["batch"]) == [2]
 
 
@@ -234,17 +280,25 @@ def test_acks(service: Service) -> None:
     assert service.post("/batch/ack", {}) == {"status": "success", "groups": 1, "weight_version": 2}
 
 
-def test_a_batch_that_the_trainer_cannot_learn_from_is_skipped_and_counted(service: Service) -> None:
+def test_a_batch_that_the_trainer_cannot_learn_from_is_skipped_and_counted(
+    service: Service,
+) -> None:
     service.begin(batch_size=4, ack_batches=True)
     for mark in range(2):
         service.post("/scored_data", group(mark=mark))
     first = service.get("/batch")["batch_id"]
     said = {"batch_id": first, "weight_version": 0, "skipped": "out of memory at 40 sequences"}
-    assert service.post("/batch/ack", said) == {"status": "success", "groups": 1, "weight_version": 0}
+    assert service.post("/batch/ack", said) == {
+        "status": "success",
+        "groups": 1,
+        "weight_version": 0,
+    }
     assert marks(service.get("/batch")["batch"]) == [1]
     assert service.get("/stats")["batches_skipped"] == 1
     assert "rollout_batches_skipped 1.0" in service.http.get("/metrics").text
-    assert f"skipped batch {first}, 1 groups: out of memory at 40 sequences" in service.log.read_text()
+    assert (
+        f"skipped batch {first}, 1 groups: out of memory at 40 sequences" in service.log.read_text()
+    )
 
 
 def test_the_trainer_ends_its_run(service: Service) -> None:
@@ -255,7 +309,9 @@ def test_the_trainer_ends_its_run(service: Service) -> None:
     assert service.get("/stats")["run_ended"] is True
 
 
-def test_an_environment_that_registers_after_the_end_waits_for_the_next_trainer(service: Service) -> None:
+def test_an_environment_that_registers_after_the_end_waits_for_the_next_trainer(
+    service: Service,
+) -> None:
     first = service.begin()
     uuid = service.post("/register", trainer(wandb_project="first"))["uuid"]
     service.get("/batch")
@@ -263,7 +319,9 @@ def test_an_environment_that_registers_after_the_end_waits_for_the_next_trainer(
     answer = service.post("/register-env", environment())
     assert answer["status"] == "wait for trainer to start", "as the public SDK knows it"
     assert answer["reason"].startswith("the last trainer's run has ended")
-    assert service.get("/wandb_info") == {"group": None, "project": None}, "W&B runs belong to the next trainer's project"
+    assert service.get("/wandb_info") == {"group": None, "project": None}, (
+        "W&B runs belong to the next trainer's project"
+    )
     assert service.begin(wandb_project="second") > first
     assert service.get("/wandb_info")["project"] == "second"
     assert service.status_env(first).json()["run_ended"]
@@ -276,15 +334,27 @@ def test_stats_say_what_keeps_the_trainer_waiting(service: Service) -> None:
     assert service.http.post("/scored_data_list", json=[group(), group(size=8)]).status_code == 422
     assert service.get("/batch") == {"batch": None}
     reason = service.get("/stats")["waiting_because"]
-    assert reason.startswith("0 of 4 sequences are queued; task_0 is registered and has posted no group for 0 s; 2 posts")
-    assert "refused since the last batch, the last one because: tokens: the group has 8 sequences" in reason
+    assert reason.startswith(
+        "0 of 4 sequences are queued; task_0 is registered and has posted no group for 0 s; 2 posts"
+    )
+    assert (
+        "refused since the last batch, the last one because: tokens: the group has 8 sequences"
+        in reason
+    )
 
 
 def test_versions_that_go_back_are_told_apart_by_their_epochs(service: Service) -> None:
     service.begin(batch_size=4, ack_batches=True, max_staleness=1, weight_epoch=1000)
     service.post("/batch/ack", {"weight_version": 17})
-    service.post("/register", trainer(batch_size=4, ack_batches=True, max_staleness=1, weight_epoch=2000, starting_step=10))
-    began_before = group(mark=1, weight_versions=[17, 10, 10, 10], weight_epochs=[1000, 2000, 2000, 2000])
+    service.post(
+        "/register",
+        trainer(
+            batch_size=4, ack_batches=True, max_staleness=1, weight_epoch=2000, starting_step=10
+        ),
+    )
+    began_before = group(
+        mark=1, weight_versions=[17, 10, 10, 10], weight_epochs=[1000, 2000, 2000, 2000]
+    )
     assert service.post("/scored_data", began_before) == {"status": "received"}
     batch = service.get("/batch")
     assert batch["batch"][0]["weight_versions"] == [17, 10, 10, 10]
@@ -292,7 +362,10 @@ def test_versions_that_go_back_are_told_apart_by_their_epochs(service: Service) 
     service.post("/batch/ack", {"batch_id": batch["batch_id"], "weight_version": 11})
     late = service.post("/scored_data", began_before)
     assert late["status"] == "dropped", "its age is two steps now, although it says 17"
-    assert "weight version 9 (an earlier trainer's), but the trainer takes none below 10" in late["reason"]
+    assert (
+        "weight version 9 (an earlier trainer's), but the trainer takes none below 10"
+        in late["reason"]
+    )
     assert service.get("/stats")["weight_epoch"] == 2000
 
 
@@ -304,7 +377,9 @@ def test_a_body_that_holds_no_groups_may_not_be_large(service: Service) -> None:
 def test_a_retried_post_is_counted_once(service: Service) -> None:
     service.begin(batch_size=4)
     for _ in range(3):
-        assert service.post("/scored_data", group(mark=1, idempotency_key="k")) == {"status": "received"}
+        assert service.post("/scored_data", group(mark=1, idempotency_key="k")) == {
+            "status": "received"
+        }
     assert service.get("/status")["queue_size"] == 1
 
 
@@ -316,9 +391,13 @@ def test_stale_groups_are_not_handed_out_and_are_counted(service: Service) -> No
     service.post("/scored_data", group(mark=1, weight_versions=[3, 4, 4, 4]))
     assert service.status_env(0).json()["groups_wanted"] == 1
     assert marks(service.get("/batch")["batch"]) == [1]
-    assert service.get("/stats")["dropped"] == [{"reason": "stale", "longest_up_to": 4, "groups": 1}]
+    assert service.get("/stats")["dropped"] == [
+        {"reason": "stale", "longest_up_to": 4, "groups": 1}
+    ]
     stale = group(weight_versions=[2] * 4)
-    listed = service.post("/scored_data_list", [stale, group(mark=2, weight_versions=[4] * 4), stale])
+    listed = service.post(
+        "/scored_data_list", [stale, group(mark=2, weight_versions=[4] * 4), stale]
+    )
     assert (listed["groups_processed"], listed["dropped"]) == (3, 2)
     assert "weight version 2" in listed["reason"]
     assert marks(service.get("/batch")["batch"]) == [2]
@@ -332,11 +411,16 @@ def test_gzip_both_ways(service: Service) -> None:
     sent = group(length=500)
     packed = gzip.compress(json.dumps(sent).encode())
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
-    assert service.http.post("/scored_data", content=packed, headers=headers).json() == {"status": "received"}
+    assert service.http.post("/scored_data", content=packed, headers=headers).json() == {
+        "status": "received"
+    }
     answer = service.http.get("/latest_example", headers={"accept-encoding": "gzip"})
     assert answer.headers["content-encoding"] == "gzip"
     assert answer.json()["tokens"] == sent["tokens"]
-    assert "content-encoding" not in service.http.get("/status", headers={"accept-encoding": "gzip"}).headers
+    assert (
+        "content-encoding"
+        not in service.http.get("/status", headers={"accept-encoding": "gzip"}).headers
+    )
     answer = service.http.get("/batch", headers={"accept-encoding": "gzip;q=0, identity"})
     assert "content-encoding" not in answer.headers
     service.post("/scored_data", sent)
@@ -348,8 +432,13 @@ def test_gzip_both_ways(service: Service) -> None:
         assert (answer.status_code, answer.text) == (400, "Invalid gzip payload")
     text = json.dumps(sent).encode()
     members = [gzip.compress(text[start : start + 700]) for start in range(0, len(text), 700)]
-    answer = service.http.post("/scored_data", content=b"".join(members) + bytes(16), headers=headers)
-    assert (answer.status_code, service.get("/batch")["batch"][0]["tokens"]) == (200, sent["tokens"])
+    answer = service.http.post(
+        "/scored_data", content=b"".join(members) + bytes(16), headers=headers
+    )
+    assert (answer.status_code, service.get("/batch")["batch"][0]["tokens"]) == (
+        200,
+        sent["tokens"],
+    )
     answer = service.http.post("/scored_data", content=packed, headers={"content-encoding": "br"})
     assert answer.status_code == 415
 
@@ -367,10 +456,16 @@ def test_gzip_both_ways(service: Service) -> None:
         ("/evaluations", {"name": "task", "metrics": {}}, "metrics"),
         ("/evaluations", {"name": "task", "metrics": {"accuracy": "all"}}, "metrics"),
         ("/evaluations", {"name": "task", "metrics": {"x" * 257: 1.0}}, "metrics"),
-        ("/evaluations", {"name": "task", "metrics": {"accuracy": 1}, "weight_version": -1}, "weight_version"),
+        (
+            "/evaluations",
+            {"name": "task", "metrics": {"accuracy": 1}, "weight_version": -1},
+            "weight_version",
+        ),
     ],
 )
-def test_bodies_that_do_not_validate(service: Service, path: str, body: dict[str, Any], field: str) -> None:
+def test_bodies_that_do_not_validate(
+    service: Service, path: str, body: dict[str, Any], field: str
+) -> None:
     answer = service.http.post(path, json=body)
     assert answer.status_code == 422
     assert answer.json()["detail"][0]["loc"][:2] == ["body", field]

@@ -49,7 +49,11 @@ def test_a_batch_that_two_trainers_failed_on_is_set_aside_and_the_third_goes_on(
     )
     assert queue.take_set_aside() == []
     assert trainer(queue, 3) == [1]
-    assert (queue.held_groups, queue.failures.total, [one["batch_id"] for one in queue.set_aside()]) == (1, 1, [1])
+    assert (
+        queue.held_groups,
+        queue.failures.total,
+        [one["batch_id"] for one in queue.set_aside()],
+    ) == (1, 1, [1])
     assert queue.trainer_version() == 1
 
 
@@ -117,7 +121,12 @@ def test_the_items_of_a_batch_that_is_set_aside_are_not_done_again() -> None:
     assert environment is not None
 
     def answered(item: int) -> None:
-        queue.add(ValidatedGroup(b"{}", 4, 10, environment.env_id, stream="s", item=item, life=queue.streams.life), 0.0)
+        queue.add(
+            ValidatedGroup(
+                b"{}", 4, 10, environment.env_id, stream="s", item=item, life=queue.streams.life
+            ),
+            0.0,
+        )
 
     answered(0)
     assert take(queue) == [0]
@@ -131,7 +140,9 @@ def test_the_items_of_a_batch_that_is_set_aside_are_not_done_again() -> None:
 
 
 class FailingBatches(RuleBasedStateMachine):
-    """Trainers that end in each way, on batches of which some are bad, beside a service that is killed."""
+    """Trainers that end in each way, on batches of which some are bad, beside a service that is
+    killed.
+    """
 
     @initialize()
     def begin(self) -> None:
@@ -172,7 +183,9 @@ class FailingBatches(RuleBasedStateMachine):
     def it_fetches(self) -> None:
         lease = self.queue.next_batch(0.0)
         if lease is None:
-            assert len(self.nature.keys() - self.aside - self.learned) < self.size // 4, "nothing is lost"
+            assert len(self.nature.keys() - self.aside - self.learned) < self.size // 4, (
+                "nothing is lost"
+            )
             self.commit()
             return
         self.queue.sending(lease)
@@ -222,11 +235,15 @@ class FailingBatches(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         failures = self.queue.failures
-        assert failures.counts == {seq: n for seq, n in self.counts.items() if seq not in self.aside}
+        assert failures.counts == {
+            seq: n for seq, n in self.counts.items() if seq not in self.aside
+        }
         kept = {group.seq for group in failures.groups()}
         assert kept <= self.aside
         assert len(failures.batches) == min(failures.total, MAX_SET_ASIDE)
-        assert {group.seq for group in self.queue._held()} == self.nature.keys() - self.aside - self.learned
+        assert {
+            group.seq for group in self.queue._held()
+        } == self.nature.keys() - self.aside - self.learned
         assert self.queue.held_groups == len(self.nature) - len(self.aside) - len(self.learned)
         assert self.queue.held_bytes == 2 * self.queue.held_groups
         assert len(self.store.bodies(sorted(kept))) == len(kept), "kept for inspection"

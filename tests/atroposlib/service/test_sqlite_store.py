@@ -26,7 +26,9 @@ SQLITE_FUNCTION = 31
 """The authorizer's code for a call of a function; the module has no name for it."""
 
 
-def draft(body: bytes = b"{}", size: int = 4, env_id: int | None = None, key: str | None = None) -> ValidatedGroup:
+def draft(
+    body: bytes = b"{}", size: int = 4, env_id: int | None = None, key: str | None = None
+) -> ValidatedGroup:
     return ValidatedGroup(body, size, 10, env_id, (), key)
 
 
@@ -56,8 +58,14 @@ def state_of(queue: RolloutQueue) -> object:
         state,
         {line: list(groups) for line, groups in queue.lines.by_line.items() if groups},
         {line: [group.seq for group in groups] for line, groups in queue.buffers.items() if groups},
-        [(lease.batch_id, lease.sent, lease.returned, [g.seq for g in lease.groups]) for lease in queue.leases.values()],
-        {env_id: (e.wandb_name, e.clock, e.connected) for env_id, e in queue.registry.by_id.items()},
+        [
+            (lease.batch_id, lease.sent, lease.returned, [g.seq for g in lease.groups])
+            for lease in queue.leases.values()
+        ],
+        {
+            env_id: (e.wandb_name, e.clock, e.connected)
+            for env_id, e in queue.registry.by_id.items()
+        },
         list(queue.keys),
         (queue.held_groups, queue.held_bytes, queue.lines.groups, queue.lines.total_sequences()),
         queue.evaluations.after(0),
@@ -94,7 +102,13 @@ def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
     queue.sending(lease)
     queue.sent(lease, complete=True)
     check()
-    told = {"time": 1.5, "env_id": 0, "name": "task", "weight_version": None, "metrics": {"accuracy": 0.1}}
+    told = {
+        "time": 1.5,
+        "env_id": 0,
+        "name": "task",
+        "weight_version": None,
+        "metrics": {"accuracy": 0.1},
+    }
     numbers = [queue.evaluated(0.0, **told) for _ in range(MAX_KEPT + 2)]
     assert [known.id for known in queue.evaluations.after(MAX_KEPT)] == numbers[-2:]
     check()
@@ -113,13 +127,17 @@ def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
     queue.reset()
     check()
     assert queue.held_groups == 0
-    assert queue.evaluated(0.0, **told) == MAX_KEPT + 3, "ids go on, for whoever asks after the last one that it knows"
+    assert queue.evaluated(0.0, **told) == MAX_KEPT + 3, (
+        "ids go on, for whoever asks after the last one that it knows"
+    )
     store.close()
 
 
 def test_bodies_are_read_from_the_file_when_memory_has_let_go_of_them(store: SqliteStore) -> None:
     body = bytes(range(256)) * 4096
-    changes = Changes(added=[(Group(seq, -1, 1, 1, len(body), WEIGHTS), body, False) for seq in range(70)])
+    changes = Changes(
+        added=[(Group(seq, -1, 1, 1, len(body), WEIGHTS), body, False) for seq in range(70)]
+    )
     store.commit([changes])
     assert store.bodies_at_hand([69]) == [body]
     assert store.bodies_at_hand([0]) is None, "70 MiB are more than it keeps"
@@ -127,8 +145,12 @@ def test_bodies_are_read_from_the_file_when_memory_has_let_go_of_them(store: Sql
 
 
 @pytest.mark.parametrize("name", ["itself", "symbolic_link", "link_of_the_folder", "hard_link"])
-def test_two_services_cannot_share_a_file_by_any_name(store: SqliteStore, path: Path, tmp_path: Path, name: str) -> None:
-    other = {"itself": path, "link_of_the_folder": tmp_path / "folder" / path.name}.get(name, tmp_path / "other.db")
+def test_two_services_cannot_share_a_file_by_any_name(
+    store: SqliteStore, path: Path, tmp_path: Path, name: str
+) -> None:
+    other = {"itself": path, "link_of_the_folder": tmp_path / "folder" / path.name}.get(
+        name, tmp_path / "other.db"
+    )
     if name == "symbolic_link":
         other.symlink_to(path)
     elif name == "hard_link":
@@ -140,8 +162,18 @@ from pathlib import Path
 from atroposlib.service.sqlite_store import SqliteStore
 SqliteStore(Path({str(other)!r}))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert f"is in use by another service (pid {os.getpid()}); stop it, or pass another --store" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (
+        f"is in use by another service (pid {os.getpid()}); stop it, or pass another --store"
+        in done.stderr
+    )
     store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, WEIGHTS), b"{}", False)])])
     assert store.bodies([0]) == [b"{}"]
 
@@ -155,7 +187,9 @@ def test_a_link_opens_the_store_that_it_names(path: Path, tmp_path: Path) -> Non
         assert linked.bodies([0]) == [b"{}"]
     with closing(SqliteStore(path)) as again:
         assert [one.seq for one in again.load().queued] == [0]
-    assert not list(tmp_path.glob("link.db?*")), "all that lies beside it has the name of the file itself"
+    assert not list(tmp_path.glob("link.db?*")), (
+        "all that lies beside it has the name of the file itself"
+    )
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
@@ -163,7 +197,9 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         SqliteStore(tmp_path / "nowhere" / "a.db")
 
 
-@pytest.mark.parametrize("content", [b"this is no database" * 100, b"SQLite format 3\x00" + b"\xff" * 4096])
+@pytest.mark.parametrize(
+    "content", [b"this is no database" * 100, b"SQLite format 3\x00" + b"\xff" * 4096]
+)
 def test_a_file_that_is_no_store_is_refused_and_left_alone(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(StoreError, match="damaged"):
@@ -187,20 +223,28 @@ def test_a_damaged_body_is_noticed(path: Path) -> None:
     content[content.rfind(b"precious") + 3] ^= 1
     path.write_bytes(content)
     store = SqliteStore(path)
-    with pytest.raises(DamagedError, match=r"group 0 does not match its checksum.*damaged") as caught:
+    with pytest.raises(
+        DamagedError, match=r"group 0 does not match its checksum.*damaged"
+    ) as caught:
         store.bodies([0])
     assert caught.value.seqs == {0}
     store.close()
 
 
-def test_a_body_that_sqlite_cannot_follow_does_not_keep_its_group_from_being_dropped(path: Path) -> None:
+def test_a_body_that_sqlite_cannot_follow_does_not_keep_its_group_from_being_dropped(
+    path: Path,
+) -> None:
     store = SqliteStore(path)
     for seq in range(3):
-        body = bytes([65 + seq]) * 6 * PAGE_SIZE  # on several pages, each of which begins with the number of the next
+        body = (
+            bytes([65 + seq]) * 6 * PAGE_SIZE
+        )  # on several pages, each of which begins with the number of the next
         store.commit([Changes(added=[(Group(seq, -1, 1, 1, len(body), WEIGHTS), body, False)])])
     store.close()
     content = bytearray(path.read_bytes())
-    page = next(at for at in range(0, len(content), PAGE_SIZE) if content[at + 100 : at + 200] == b"B" * 100)
+    page = next(
+        at for at in range(0, len(content), PAGE_SIZE) if content[at + 100 : at + 200] == b"B" * 100
+    )
     content[page : page + 4] = b"\xff" * 4
     path.write_bytes(content)
     store = SqliteStore(path)
@@ -249,7 +293,12 @@ def test_a_full_disk_refuses_clearly_keeps_what_was_stored_and_recovers(path: Pa
     """The limit on file sizes makes the kernel fail the write, as a full disk does."""
     assert hasattr(resource, "RLIMIT_FSIZE")
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FULL_DISK, str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     refusal, still, kept = done.stdout.splitlines()
@@ -263,7 +312,9 @@ def test_a_full_disk_refuses_clearly_keeps_what_was_stored_and_recovers(path: Pa
 
 
 def test_it_needs_nothing_that_an_old_sqlite_lacks(store: SqliteStore) -> None:
-    """No functions, JSON's among them: `->>` came with SQLite 3.38, and whole distributions link an older one."""
+    """No functions, JSON's among them: `->>` came with SQLite 3.38, and whole distributions link an
+    older one.
+    """
     calls: set[str] = set()
 
     def authorize(action: int, _: str | None, name: str | None, *__: str | None) -> int:
@@ -310,9 +361,13 @@ def test_keys_that_differ_behind_a_nul_are_two(store: SqliteStore) -> None:
     assert [key for key, _ in store.load().keys] == [*keys[1:], "new"]
 
 
-def test_a_commit_that_fails_in_an_unknown_way_stores_nothing_and_the_next_one_works(store: SqliteStore) -> None:
+def test_a_commit_that_fails_in_an_unknown_way_stores_nothing_and_the_next_one_works(
+    store: SqliteStore,
+) -> None:
     def changes(seq: int, environment: dict[str, object]) -> Changes:
-        return Changes(added=[(Group(seq, -1, 1, 1, 2, WEIGHTS), b"{}", False)], environments=[environment])
+        return Changes(
+            added=[(Group(seq, -1, 1, 1, 2, WEIGHTS), b"{}", False)], environments=[environment]
+        )
 
     with pytest.raises(TypeError):
         store.commit([changes(0, {"env_id": 0, "no JSON": object()})])
@@ -348,7 +403,9 @@ def test_a_store_of_another_format_is_refused_and_left_alone(path: Path, version
             call(path)
         message = str(refusal.value)
         assert "\n" not in message
-        assert f"{path} has format {version}, and this service reads format {FORMAT} only" in message
+        assert (
+            f"{path} has format {version}, and this service reads format {FORMAT} only" in message
+        )
         assert "move the file away" in message
         assert path.read_bytes() == content
 

@@ -19,17 +19,25 @@ from atroposlib.service.sqlite_store import SqliteStore
 
 GROUP_SIZE = 4
 REPLAYS = [None, None, ("fifo", 2), ("recent", 1), ("recent", 3), ("uniform", 2)]
-REFERENCES: dict[str, dict[str, str] | None] = {"none": None, "workers": {"a": "1"}, "other": {"a": "2"}}
+REFERENCES: dict[str, dict[str, str] | None] = {
+    "none": None,
+    "workers": {"a": "1"},
+    "other": {"a": "2"},
+}
 
 
 class ServiceMachine(RuleBasedStateMachine):
-    """Model: every accepted group is in exactly one of waiting, out, done, dropped. It knows nothing of the order of
-    lines, clocks, buffers or files."""
+    """Model: every accepted group is in exactly one of waiting, out, done, dropped. It knows
+    nothing of the order of lines, clocks, buffers or files."""
 
     @initialize()
     def open(self) -> None:
         # in memory where there is such a place: what is tested is what is written, not the disk
-        self.folder = Path(tempfile.mkdtemp(prefix="rollouts", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+        self.folder = Path(
+            tempfile.mkdtemp(
+                prefix="rollouts", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+            )
+        )
         self.store = SqliteStore(self.folder / "a.db")
         self.limits = Limits(max_keys=4)
         self.queue = RolloutQueue(self.limits, self.store.load())
@@ -78,7 +86,9 @@ class ServiceMachine(RuleBasedStateMachine):
         self.store.commit([self.queue.take_changes()])
 
     def note_drops(self, another_run: bool = False, step: int | None = None) -> None:
-        """A group may only vanish where the contract says so; which ones did is told by the numbers."""
+        """A group may only vanish where the contract says so; which ones did is told by the
+        numbers.
+        """
         held = {group.seq for group in self.queue.lines}
         held |= {group.seq for buffer in self.queue.buffers.values() for group in buffer}
         held |= set(self.queue.reference.waiting)
@@ -92,7 +102,9 @@ class ServiceMachine(RuleBasedStateMachine):
             oversize = batch_size is not None and self.size[number] > batch_size
             foreign = another_run or (step is not None and self.is_ahead(number, step))
             used_up = self.uses[number] >= self.max_reuse
-            assert stale or oversize or foreign or used_up or number in set_aside, f"group {number} was lost"
+            assert stale or oversize or foreign or used_up or number in set_aside, (
+                f"group {number} was lost"
+            )
         for number in self.waiting - gone if step is not None else ():
             assert not another_run, f"group {number} is another run's"
             assert not self.is_ahead(number, step), f"group {number} is of weights that are gone"
@@ -120,7 +132,11 @@ class ServiceMachine(RuleBasedStateMachine):
         references: str,
         replay: tuple[str, int] | None,
     ) -> None:
-        wanted = {"policy": replay[0], "max_reuse": replay[1], "seed": 5} if replay and staleness else None
+        wanted = (
+            {"policy": replay[0], "max_reuse": replay[1], "seed": 5}
+            if replay and staleness
+            else None
+        )
         self.max_reuse, self.last_replay = replay[1] if replay and staleness else 1, replay
         old = self.queue.registration
         self.uuid += 1
@@ -174,7 +190,16 @@ class ServiceMachine(RuleBasedStateMachine):
         assert trainer is not None
         version, named = self.queue.trainer_version() + later, bool(trainer.weight_epoch)
         acks, model = trainer.ack_batches, trainer.model
-        self.register(trainer.batch_size, trainer.max_staleness, version, acks, model, named, self.references, self.last_replay)
+        self.register(
+            trainer.batch_size,
+            trainer.max_staleness,
+            version,
+            acks,
+            model,
+            named,
+            self.references,
+            self.last_replay,
+        )
         self.batch(arrives=True)
 
     @precondition(lambda self: self.queue.started)
@@ -195,19 +220,29 @@ class ServiceMachine(RuleBasedStateMachine):
     )
     def post(self, size: int, which: int, age: int, key: bool, referenced: bool) -> None:
         for _ in range(3):
-            self.post_one(size, which, key, None, max(0, self.queue.sampling_version() - age), referenced)
+            self.post_one(
+                size, which, key, None, max(0, self.queue.sampling_version() - age), referenced
+            )
 
     @rule(data=st.data(), version=st.integers(0, 12))
     def post_of_some_life(self, data: st.DataObject, version: int) -> None:
         self.post_one(4, 3, False, data.draw(st.sampled_from(self.epochs)), version, True)
 
-    @rule(tokens=st.integers(1, 12), waits=st.booleans(), answers=st.sampled_from(["all", "one", "none", "unusable"]))
+    @rule(
+        tokens=st.integers(1, 12),
+        waits=st.booleans(),
+        answers=st.sampled_from(["all", "one", "none", "unusable"]),
+    )
     def work_on_references(self, tokens: int, waits: bool, answers: str) -> None:
-        """A worker takes what it can; it answers some of it, and dies, or another one has answered before."""
+        """A worker takes what it can; it answers some of it, and dies, or another one has answered
+        before.
+        """
         self.now += 10.0 * waits
         groups = self.queue.lend_references("worker", self.worker_model(), tokens, 5.0, self.now)
         assert {group.seq for group in groups} <= self.waiting & self.lacking
-        assert sum(group.tokens for group in groups) <= max(tokens, *(group.tokens for group in groups), 0)
+        assert sum(group.tokens for group in groups) <= max(
+            tokens, *(group.tokens for group in groups), 0
+        )
         self.note_drops()
         if answers == "none":
             self.commit()
@@ -215,7 +250,9 @@ class ServiceMachine(RuleBasedStateMachine):
         made: dict[int, bytes | None] = {}
         for group in groups[: 1 if answers == "one" else None]:
             (body,) = self.store.bodies([group.seq])
-            made[group.seq] = None if answers == "unusable" else with_reference(body, b"[%d]" % self.uuid)
+            made[group.seq] = (
+                None if answers == "unusable" else with_reference(body, b"[%d]" % self.uuid)
+            )
         self.queue.take_references("worker", made, self.now)
         self.queue.take_references("late", dict.fromkeys(made, b"other"), self.now)
         self.commit()
@@ -225,14 +262,18 @@ class ServiceMachine(RuleBasedStateMachine):
                 self.computed.add(seq)
                 self.body[seq] = answer
 
-    def post_one(self, size: int, which: int, key: bool, epoch: int | None, version: int, referenced: bool) -> None:
+    def post_one(
+        self, size: int, which: int, key: bool, epoch: int | None, version: int, referenced: bool
+    ) -> None:
         env_id = self.envs[which] if which < len(self.envs) else None
         if self.queue.registration is not None and size > self.queue.registration.batch_size:
             return
         self.keys += 1
         body = b'{"number":%d' % self.queue.next_seq + (b"}" if referenced else NO_REFERENCE)
         name = f"key {self.keys}" if key else None
-        draft = ValidatedGroup(body, size, 9, env_id, ((epoch, version),), name, tokens=size, referenced=referenced)
+        draft = ValidatedGroup(
+            body, size, 9, env_id, ((epoch, version),), name, tokens=size, referenced=referenced
+        )
         self.posted += 1
         number = self.queue.next_seq
         receipt = self.queue.add(draft, 0.0)
@@ -241,7 +282,11 @@ class ServiceMachine(RuleBasedStateMachine):
         self.commit()
         if epoch is not None:
             counted, oldest = self.counts_as(epoch, version), self.queue.oldest_allowed()
-            unwanted = counted < 0 or epoch in self.foreign_epochs or (oldest is not None and counted < oldest)
+            unwanted = (
+                counted < 0
+                or epoch in self.foreign_epochs
+                or (oldest is not None and counted < oldest)
+            )
             assert (receipt.status == "dropped") == unwanted, receipt
         if receipt.status == "dropped":
             assert self.queue.next_seq == number
@@ -257,7 +302,9 @@ class ServiceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.queue.registration is not None)
     @rule(arrives=st.booleans())
     def batch(self, arrives: bool) -> None:
-        done = set() if self.queue.acks else set(self.arrived)  # asking again means: done with what arrived
+        done = (
+            set() if self.queue.acks else set(self.arrived)
+        )  # asking again means: done with what arrived
         lease = self.queue.next_batch(0.0)
         if lease is not None:
             self.queue.sending(lease)
@@ -265,7 +312,8 @@ class ServiceMachine(RuleBasedStateMachine):
         for batch_id in done:
             self.learn(batch_id)
         self.arrived -= done
-        # a batch that waited for a new trainer may have been dissolved because part of it became too old
+        # a batch that waited for a new trainer may have been dissolved because part of it became
+        # too old
         for batch_id in [batch_id for batch_id in self.out if batch_id not in self.queue.leases]:
             assert batch_id not in self.arrived
             self.waiting |= set(self.out.pop(batch_id))
@@ -288,7 +336,9 @@ class ServiceMachine(RuleBasedStateMachine):
             self.out[lease.batch_id] = numbers
         if registration.max_staleness is not None and not lease.sent:
             at = self.queue.trainer_version() - 1  # the version at which this batch is trained on
-            assert all(self.version(number) >= at - registration.max_staleness for number in numbers), "too old"
+            assert all(
+                self.version(number) >= at - registration.max_staleness for number in numbers
+            ), "too old"
         self.queue.sent(lease, complete=arrives)
         if arrives:
             self.arrived.add(lease.batch_id)
@@ -324,7 +374,13 @@ class ServiceMachine(RuleBasedStateMachine):
         self.evaluation_ids += 1
         for _ in range(1 + again):  # the client did not get the answer and posts again
             number = self.queue.evaluated(
-                0.0, time=1.5, env_id=None, name="task", weight_version=3, metrics={"x": value}, key=f"{self.evaluation_ids}"
+                0.0,
+                time=1.5,
+                env_id=None,
+                name="task",
+                weight_version=3,
+                metrics={"x": value},
+                key=f"{self.evaluation_ids}",
             )
             assert number == self.evaluation_ids, "ids grow, and are never given twice"
         self.evaluations = [*self.evaluations, (number, value)][-MAX_KEPT:]
@@ -362,29 +418,43 @@ class ServiceMachine(RuleBasedStateMachine):
     def nothing_is_lost_or_doubled(self) -> None:
         if not hasattr(self, "queue"):
             return
-        assert [(known.id, known.metrics["x"]) for known in self.queue.evaluations.after(0)] == self.evaluations
+        assert [
+            (known.id, known.metrics["x"]) for known in self.queue.evaluations.after(0)
+        ] == self.evaluations
         queued = [group.seq for group in self.queue.lines]
         buffered = [group.seq for buffer in self.queue.buffers.values() for group in buffer]
         leased = [group.seq for lease in self.queue.leases.values() for group in lease.groups]
         at_workers = list(self.queue.reference.waiting)
         held = queued + buffered + leased + at_workers
-        assert set(at_workers) == (self.lacking & self.waiting if self.references != "none" else set())
+        assert set(at_workers) == (
+            self.lacking & self.waiting if self.references != "none" else set()
+        )
         assert self.queue.reference.sequences.total() == sum(self.size[seq] for seq in at_workers)
-        for (
-            line
-        ) in self.queue.lines.by_line.values():  # who has waited for others of its size joins behind those that came since
+        for line in (
+            self.queue.lines.by_line.values()
+        ):  # who has waited for others of its size joins behind those that came since
             whole = [seq for seq, group in line.items() if group.size == GROUP_SIZE]
             assert whole == sorted(whole), "oldest first"
-        assert {group.seq for group in self.queue._held() if group.reference == COMPUTED} == self.computed & set(held)
+        assert {
+            group.seq for group in self.queue._held() if group.reference == COMPUTED
+        } == self.computed & set(held)
         assert len(held) == len(set(held)), "nothing twice"
         assert set(queued + buffered + at_workers) == self.waiting
-        assert {batch_id: [g.seq for g in lease.groups] for batch_id, lease in self.queue.leases.items()} == self.out
+        assert {
+            batch_id: [g.seq for g in lease.groups] for batch_id, lease in self.queue.leases.items()
+        } == self.out
         assert self.queue.held_groups == len(held)
         for group in self.queue._held():
-            assert group.version == self.version(group.seq), "told anew by each trainer, and found again after a kill"
-            assert group.uses == self.uses[group.seq] < self.max_reuse, "counted, and no more often than allowed"
+            assert group.version == self.version(group.seq), (
+                "told anew by each trainer, and found again after a kill"
+            )
+            assert group.uses == self.uses[group.seq] < self.max_reuse, (
+                "counted, and no more often than allowed"
+            )
         assert self.queue.lines.total_sequences() == sum(self.size[seq] for seq in queued)
-        assert self.queue.lines.fresh.total() == sum(self.size[seq] for seq in queued if not self.uses[seq])
+        assert self.queue.lines.fresh.total() == sum(
+            self.size[seq] for seq in queued if not self.uses[seq]
+        )
         assert self.queue.lines.used_groups == sum(self.uses[seq] > 0 for seq in queued)
         for buffer in self.queue.buffers.values():
             assert sum(group.size for group in buffer) != GROUP_SIZE, "what can be recombined was"
@@ -396,4 +466,6 @@ class ServiceMachine(RuleBasedStateMachine):
 
 
 TestService = ServiceMachine.TestCase
-TestService.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+TestService.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -44,11 +44,17 @@ def test_status_env_can_wait_for_the_trainer(service: Service) -> None:
         return found
 
     service.post("/scored_data_list", [group(env_id=env_id)] * 2)
-    assert service.status_env(env_id).json()["moves"] == told["moves"], "what environments do is no move"
+    assert service.status_env(env_id).json()["moves"] == told["moves"], (
+        "what environments do is no move"
+    )
     batches: list[dict[str, Any]] = []
     told = after(lambda: batches.append(service.get("/batch")))
     assert (told["groups_wanted"], told["current_step"]) == (0, 1)
-    told = after(lambda: service.post("/batch/ack", {"batch_id": batches[0]["batch_id"], "weight_version": 1}))
+    told = after(
+        lambda: service.post(
+            "/batch/ack", {"batch_id": batches[0]["batch_id"], "weight_version": 1}
+        )
+    )
     assert told["groups_wanted"] == 2
     uuids: list[int] = []
     told = after(lambda: uuids.append(service.post("/register", trainer())["uuid"]))

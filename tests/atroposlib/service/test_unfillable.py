@@ -1,4 +1,6 @@
-"""Groups that no batch can hold: found as a search over all choices finds them, named, and dropped before they starve a run."""
+"""Groups that no batch can hold: found as a search over all choices finds them, named, and dropped
+before they starve a run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def by_search(waiting: Counter[int], supply: set[int], targets: set[int]) -> set
     """The same, from every choice of counts."""
     most = max(targets, default=0)
     sizes = sorted(set(waiting) | supply)
-    counts = [range((most // size if size in supply else min(waiting[size], most // size)) + 1) for size in sizes]
+    counts = [
+        range((most // size if size in supply else min(waiting[size], most // size)) + 1)
+        for size in sizes
+    ]
     found: set[int] = set()
     for choice in product(*counts):
         if sum(count * size for count, size in zip(choice, sizes, strict=True)) in targets:
@@ -29,20 +34,32 @@ def by_search(waiting: Counter[int], supply: set[int], targets: set[int]) -> set
     return found
 
 
-@given(st.lists(SIZES, max_size=5), st.sets(SIZES, max_size=2), st.sets(st.integers(1, 14), min_size=1, max_size=3))
-def test_the_sizes_that_can_fill_are_found(sizes: list[int], supply: set[int], targets: set[int]) -> None:
+@given(
+    st.lists(SIZES, max_size=5),
+    st.sets(SIZES, max_size=2),
+    st.sets(st.integers(1, 14), min_size=1, max_size=3),
+)
+def test_the_sizes_that_can_fill_are_found(
+    sizes: list[int], supply: set[int], targets: set[int]
+) -> None:
     waiting = Counter(sizes)
     assert fillable_sizes(waiting, supply, targets) == by_search(waiting, supply, targets)
 
 
 def test_many_sizes_are_not_looked_at() -> None:
     many = dict.fromkeys(range(2, 2 * MAX_SIZES + 4, 2), 1)
-    assert fillable_sizes(many, set(), [101]) == set(many), "none of them adds up to an odd number, but none is dropped"
+    assert fillable_sizes(many, set(), [101]) == set(many), (
+        "none of them adds up to an odd number, but none is dropped"
+    )
 
 
 @given(st.lists(st.tuples(SIZES, st.integers(0, 2)), max_size=25), st.data())
-def test_nothing_that_could_be_used_is_dropped(posts: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Every group that the bound drops is in no batch of the same posts without a bound, if no size is new."""
+def test_nothing_that_could_be_used_is_dropped(
+    posts: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Every group that the bound drops is in no batch of the same posts without a bound, if no size
+    is new.
+    """
     bounded, free = (started(8, Limits(max_groups=6) if bound else None) for bound in (True, False))
     for queue in (bounded, free):
         env(queue, 3)
@@ -85,7 +102,10 @@ def test_a_group_size_that_never_fits_is_named_and_gives_way() -> None:
     threes = env(queue, 3)
     for _ in range(20):
         post(queue, draft(3, threes))
-    assert "20 groups of task_0 (group_size 3) can be part of no batch of 8 (20 of 3 sequences)" in waiting_line(queue)
+    assert (
+        "20 groups of task_0 (group_size 3) can be part of no batch of 8 (20 of 3 sequences)"
+        in waiting_line(queue)
+    )
     assert len(queue.news) == 1
     assert queue.drops.total() == 0, "nothing is dropped while there is space"
     fours = env(queue, 4)
@@ -142,7 +162,9 @@ def test_a_restart_remembers_which_sizes_may_still_come() -> None:
     again = RolloutQueue(None, snapshot)
     assert [group.size for group in again.buffers[fours]] == [3]
     assert not again.unfillable().lines(), "a group of 1 may come again"
-    forgetful = RolloutQueue(None, Snapshot({**snapshot.state, "sizes_posted": []}, changes.environments, buffered=left))
+    forgetful = RolloutQueue(
+        None, Snapshot({**snapshot.state, "sizes_posted": []}, changes.environments, buffered=left)
+    )
     assert forgetful.unfillable().lines() == [fours]
 
 

@@ -1,4 +1,6 @@
-"""Which run a rollout belongs to, with clocks that jump, trainers that die, and a service that forgets."""
+"""Which run a rollout belongs to, with clocks that jump, trainers that die, and a service that
+forgets.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ from atroposlib.wire.weight_lineage import Life
 from .test_queue import registration
 
 DAY = 1_000_000
-"""Ticks of the clocks here. No two processes start in the same tick of one clock, and a day is longer than a test."""
+"""Ticks of the clocks here. No two processes start in the same tick of one clock, and a day is
+longer than a test."""
 
 
-def register(queue: RolloutQueue, epoch: int, start: int = 0, lives: list[Life] | None = None, **fields: Any) -> int:
+def register(
+    queue: RolloutQueue, epoch: int, start: int = 0, lives: list[Life] | None = None, **fields: Any
+) -> int:
     """Register a trainer; returns the epoch that the service counts it as."""
-    made: Registration = registration(4, starting_step=start, ack_batches=True, weight_epoch=epoch, **fields)
+    made: Registration = registration(
+        4, starting_step=start, ack_batches=True, weight_epoch=epoch, **fields
+    )
     queue.register(made, lives or [])
     return made.weight_epoch
 
@@ -66,8 +73,12 @@ def test_a_trainer_that_asked_for_no_epoch_keeps_its_own_where_the_clock_went_ba
     assert register(queue, 100, model="m") == 100
     post(queue, (100, 3))
     assert register(queue, 60, 2, model="m") == 101
-    assert [group.version for group in queue.lines] == [1], "of the trainer before, and later than what this one began with"
-    assert post(queue, (60, 2)) == post(queue, (101, 2)) == "received", "under the epoch that it names, and that it is told"
+    assert [group.version for group in queue.lines] == [1], (
+        "of the trainer before, and later than what this one began with"
+    )
+    assert post(queue, (60, 2)) == post(queue, (101, 2)) == "received", (
+        "under the epoch that it names, and that it is told"
+    )
     assert register(queue, 60, 2, model="m") == 101, "the same trainer again"
     assert register(queue, 30, model="other") == 30
     assert post(queue, (101, 2)) == post(queue, (60, 2)) == "dropped"
@@ -81,7 +92,9 @@ def test_what_came_before_any_trainer_is_judged_when_one_registers() -> None:
     register(queue, 600, 2, [Life(100, 0), Life(600, 2)], run="a")
     assert [group.weights for group in queue.lines] == [((100, 0),), ((0, 0),), ((0, 0),)]
     assert post(queue, (600, 2)) == "received"
-    assert post(queue, (700, 2)) == "dropped", "an epoch above the present one is nobody's of this run"
+    assert post(queue, (700, 2)) == "dropped", (
+        "an epoch above the present one is nobody's of this run"
+    )
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -92,7 +105,13 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_no_trainer_can_use_up_the_epochs() -> None:
-    trainer = {"wandb_group": "", "wandb_project": "", "batch_size": 1, "max_token_len": 1, "checkpoint_dir": ""}
+    trainer = {
+        "wandb_group": "",
+        "wandb_project": "",
+        "batch_size": 1,
+        "max_token_len": 1,
+        "checkpoint_dir": "",
+    }
     trainer |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 1}
     app = make_app(RolloutService(MemoryStore()))
     with TestClient(app, base_url="http://localhost") as client:
@@ -102,15 +121,23 @@ def test_no_trainer_can_use_up_the_epochs() -> None:
             ("/register", trainer | {"weight_epoch": 1, "lives": [[2**53 - 1, 0]]}, "lives"),
         ):
             refused = client.post(path, json=body)
-            assert (refused.status_code, refused.json()["detail"][0]["loc"]) == (422, ["body", field])
+            assert (refused.status_code, refused.json()["detail"][0]["loc"]) == (
+                422,
+                ["body", field],
+            )
         assert client.post("/register", json=trainer | {"weight_epoch": 2**52}).status_code == 200
-        for _ in range(3):  # each later trainer can register with the epoch that it was given, and names it among its lives
+        for _ in range(
+            3
+        ):  # each later trainer can register with the epoch that it was given, and names it among its lives
             given = client.post("/weight-epoch", json={"asked": 5}).json()["weight_epoch"]
-            answer = client.post("/register", json=trainer | {"weight_epoch": given, "lives": [[given, 0]]})
+            answer = client.post(
+                "/register", json=trainer | {"weight_epoch": given, "lives": [[given, 0]]}
+            )
             assert answer.json()["weight_epoch"] == given > 2**52
 
 
-# ---- against a model that knows which trainer sampled what -----------------------------------------------------
+# ---- against a model that knows which trainer sampled what
+# -----------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -138,7 +165,9 @@ class TrainedRun:
 
 
 class EpochMachine(RuleBasedStateMachine):
-    """Trainers on hosts with clocks of their own; environments that post what any of them has sampled, at any time."""
+    """Trainers on hosts with clocks of their own; environments that post what any of them has
+    sampled, at any time.
+    """
 
     @initialize(clocks=st.tuples(st.integers(0, 3), st.integers(0, 3)))
     def begin(self, clocks: tuple[int, int]) -> None:
@@ -164,7 +193,12 @@ class EpochMachine(RuleBasedStateMachine):
     def clock_jumps(self, host: int, day: int) -> None:
         self.clocks[host] = day
 
-    @rule(host=st.integers(0, 1), model=st.sampled_from("ab"), folder=st.sampled_from("xy"), empties=st.booleans())
+    @rule(
+        host=st.integers(0, 1),
+        model=st.sampled_from("ab"),
+        folder=st.sampled_from("xy"),
+        empties=st.booleans(),
+    )
     def a_run_begins(self, host: int, model: str, folder: str, empties: bool) -> None:
         self.serial += 1
         run = TrainedRun(f"run {self.serial}", model, folder)
@@ -183,9 +217,19 @@ class EpochMachine(RuleBasedStateMachine):
         self.start(run, host, step, [*saver.line, saver])
 
     def start(self, run: TrainedRun, host: int, step: int, line: list[Trainer]) -> None:
-        known = [saver.epoch for other in self.runs if other.folder == run.folder for saver, _ in other.checkpoints]
+        known = [
+            saver.epoch
+            for other in self.runs
+            if other.folder == run.folder
+            for saver, _ in other.checkpoints
+        ]
         self.starts += 1
-        asked = max([self.clocks[host] * DAY + self.starts, *(epoch + 1 for epoch in [*known, *(one.epoch for one in line)])])
+        asked = max(
+            [
+                self.clocks[host] * DAY + self.starts,
+                *(epoch + 1 for epoch in [*known, *(one.epoch for one in line)]),
+            ]
+        )
         epoch = self.queue.give_epoch(asked, run.name)
         self.commit()
         assert epoch not in [trainer.epoch for trainer in self.remembered], "given once"
@@ -210,7 +254,12 @@ class EpochMachine(RuleBasedStateMachine):
     def enter(self, trainer: Trainer) -> None:
         self.uuid += 1
         run, line = trainer.run, [*trainer.line, trainer]
-        fields = {"uuid": self.uuid, "starting_step": trainer.version, "ack_batches": True, "weight_epoch": trainer.epoch}
+        fields = {
+            "uuid": self.uuid,
+            "starting_step": trainer.version,
+            "ack_batches": True,
+            "weight_epoch": trainer.epoch,
+        }
         made = registration(4, model=run.model, run=run.name, **fields)
         made.checkpoint_dir = run.folder
         self.queue.register(made, [Life(one.epoch, one.start) for one in line] if run.name else [])
@@ -253,7 +302,9 @@ class EpochMachine(RuleBasedStateMachine):
         trainer = data.draw(st.sampled_from(self.trainers))
         version = data.draw(st.integers(trainer.start, trainer.version))
         self.sampled_by[self.queue.next_seq] = trainer
-        receipt = self.queue.add(ValidatedGroup(b"{}", 4, 10, None, ((trainer.epoch, version),)), 0.0)
+        receipt = self.queue.add(
+            ValidatedGroup(b"{}", 4, 10, None, ((trainer.epoch, version),)), 0.0
+        )
         self.commit()
         if self.queue.registration is None or self.present is None:
             return
@@ -263,20 +314,33 @@ class EpochMachine(RuleBasedStateMachine):
             assert receipt.status == "received", receipt
 
     def known(self) -> set[Trainer]:
-        """Return the trainers of the present run that the service knows. It forgets runs without a name."""
+        """Return the trainers of the present run that the service knows.
+
+        It forgets runs without a name.
+        """
         assert self.present is not None
         if self.present.run.name is not None:
             return self.remembered
         run, found = self.present.run, set()
-        for trainer in reversed([one for one in self.trainers if one in self.remembered and one.number <= self.present.number]):
+        for trainer in reversed(
+            [
+                one
+                for one in self.trainers
+                if one in self.remembered and one.number <= self.present.number
+            ]
+        ):
             if trainer.run is not run:
                 break
             found.add(trainer)
         return found
 
     def may_be_gone(self, trainer: Trainer, version: int) -> bool:
-        """Return True if a later trainer of the run began at 0, before these weights: then they count as older than any."""
-        later = [one for one in self.trainers if one.run is trainer.run and one.number > trainer.number]
+        """Return True if a later trainer of the run began at 0, before these weights: then they
+        count as older than any.
+        """
+        later = [
+            one for one in self.trainers if one.run is trainer.run and one.number > trainer.number
+        ]
         return version > 0 and any(one.start == 0 for one in later)
 
     @rule()
@@ -313,4 +377,6 @@ class EpochMachine(RuleBasedStateMachine):
 
 
 TestEpochs = EpochMachine.TestCase
-TestEpochs.settings = settings(max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+TestEpochs.settings = settings(
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,4 +1,6 @@
-"""How old weights are when versions go back, against a tree of weights in which each life is a branch."""
+"""How old weights are when versions go back, against a tree of weights in which each life is a
+branch.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def histories(draw: st.DrawFn) -> list[Branch]:
 
 
 @given(histories(), st.data())
-def test_weights_count_as_what_they_are_on_the_line_and_as_too_old_off_it(history: list[Branch], data: st.DataObject) -> None:
+def test_weights_count_as_what_they_are_on_the_line_and_as_too_old_off_it(
+    history: list[Branch], data: st.DataObject
+) -> None:
     lives: list[Life] = []
     for branch in history:
         lives = begin_life(lives, branch.epoch, branch.start)
@@ -64,7 +68,9 @@ def test_weights_count_as_what_they_are_on_the_line_and_as_too_old_off_it(histor
     assert (counted == version) == on_the_line
     if not on_the_line:
         left_at = next(branch.start for branch in later if version > branch.start)
-        assert counted < left_at, "older than all that the line has made since it left these weights"
+        assert counted < left_at, (
+            "older than all that the line has made since it left these weights"
+        )
     if later:
         assert counted <= history[-1].start, "the age of another life's weights is never below 0"
     assert oldest([(made.epoch, version), (history[-1].epoch, history[-1].end)], lives) <= counted
@@ -73,7 +79,9 @@ def test_weights_count_as_what_they_are_on_the_line_and_as_too_old_off_it(histor
 def test_the_same_life_again_is_no_new_one() -> None:
     lives = begin_life(begin_life([], 5, 3), 5, 9)
     assert lives == [Life(5, 3)]
-    assert begin_life(lives, 4, 1) == [Life(4, 1)], "an older trainer takes over: the newer one is not behind it"
+    assert begin_life(lives, 4, 1) == [Life(4, 1)], (
+        "an older trainer takes over: the newer one is not behind it"
+    )
     assert begin_life(lives, 0, 1) == []
     for epoch in range(6, 6 + MOST_LIVES):
         lives = begin_life(lives, epoch, 3)
@@ -94,7 +102,9 @@ def resumed(**fields: int) -> RolloutQueue:
     queue = RolloutQueue()
     queue.register(registration(4, starting_step=0, ack_batches=True, weight_epoch=100, **fields))
     queue.ack(None, 17)
-    queue.register(registration(4, uuid=2, starting_step=10, ack_batches=True, weight_epoch=200, **fields))
+    queue.register(
+        registration(4, uuid=2, starting_step=10, ack_batches=True, weight_epoch=200, **fields)
+    )
     return queue
 
 
@@ -121,7 +131,9 @@ def test_a_group_without_an_epoch_is_of_the_present_life() -> None:
     for weights in ([(None, 10)], [(None, 11)], []):
         assert post(queue, *weights) == "received"
     assert versions(queue) == [10, 11, 10]
-    assert post(queue, (None, 14)) == "another run", "the present trainer has not come so far, and an earlier one had"
+    assert post(queue, (None, 14)) == "another run", (
+        "the present trainer has not come so far, and an earlier one had"
+    )
     queue.register(registration(4, uuid=3, starting_step=10, ack_batches=True, weight_epoch=300))
     assert versions(queue) == [10, 9, 10], "and of an earlier one when another begins"
 
@@ -132,9 +144,17 @@ def test_what_waits_is_told_anew_when_a_trainer_resumes_and_dropped_when_a_run_b
     queue.ack(None, 17)
     for version in (3, 10, 12):
         post(queue, (100, version))
-    assert queue.register(registration(4, uuid=2, starting_step=10, ack_batches=True, weight_epoch=200)) == 0
+    assert (
+        queue.register(
+            registration(4, uuid=2, starting_step=10, ack_batches=True, weight_epoch=200)
+        )
+        == 0
+    )
     assert versions(queue) == [3, 10, 9]
-    assert queue.register(registration(4, uuid=3, starting_step=0, ack_batches=True, weight_epoch=300)) == 3
+    assert (
+        queue.register(registration(4, uuid=3, starting_step=0, ack_batches=True, weight_epoch=300))
+        == 3
+    )
     assert queue.drops == {("ahead_of_trainer", 16): 3}
     assert post(queue, (200, 11)) == "another run"
     assert post(queue, (0, 0)) == "received", "the weights that the trainer began with"
@@ -157,7 +177,11 @@ def test_a_batch_that_was_out_goes_back_to_a_trainer_that_resumes() -> None:
     queue.ack(None, 12)
     post(queue, (100, 12))
     assert queue.next_batch(0.0) is not None
-    queue.register(registration(4, uuid=2, starting_step=10, ack_batches=True, weight_epoch=200, max_staleness=1))
+    queue.register(
+        registration(
+            4, uuid=2, starting_step=10, ack_batches=True, weight_epoch=200, max_staleness=1
+        )
+    )
     lease = queue.next_batch(0.0)
     assert lease is not None
     assert [group.version for group in lease.groups] == [9]

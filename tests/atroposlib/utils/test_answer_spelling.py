@@ -10,7 +10,17 @@ from atroposlib.utils.answer_spelling import choice, spelled
 from atroposlib.utils.math_scoring import compare_plainly, number_in
 
 numbers = st.integers(-(10**9), 10**9) | st.decimals(-1000, 1000, places=2)
-unit_words = ["cm", "dollars", "km/h", "square feet", "miles per hour", "red marbles", "min", "degrees Celsius", "PM"]
+unit_words = [
+    "cm",
+    "dollars",
+    "km/h",
+    "square feet",
+    "miles per hour",
+    "red marbles",
+    "min",
+    "degrees Celsius",
+    "PM",
+]
 units = st.sampled_from(["", *(f" {unit}" for unit in unit_words)]) | st.builds(
     "{}\\{}{{{}{}}}{}".format,
     st.sampled_from(["", " ", "~", r"\ ", r"\,"]),
@@ -20,7 +30,18 @@ units = st.sampled_from(["", *(f" {unit}" for unit in unit_words)]) | st.builds(
     st.sampled_from(["", "^2", "^{3}"]),
 )
 around = st.sampled_from(
-    ["{}", "**{}**", "${}$", r"\({}\)", r"\[{}\]", r"\displaystyle {}", r"\approx {}", "{}.", r"\,{}\,", "`{}`"]
+    [
+        "{}",
+        "**{}**",
+        "${}$",
+        r"\({}\)",
+        r"\[{}\]",
+        r"\displaystyle {}",
+        r"\approx {}",
+        "{}.",
+        r"\,{}\,",
+        "`{}`",
+    ]
 )
 
 
@@ -32,7 +53,11 @@ def test_a_number_keeps_its_value_with_a_unit_and_in_any_frame(
     assert number_in(text) == value, text
 
 
-@given(value=st.integers(1, 10**6), name=st.sampled_from("xmtscdghl"), more=st.sampled_from(["", "^2", "+1", "ab"]))
+@given(
+    value=st.integers(1, 10**6),
+    name=st.sampled_from("xmtscdghl"),
+    more=st.sampled_from(["", "^2", "+1", "ab"]),
+)
 def test_a_variable_is_no_unit(value: int, name: str, more: str) -> None:
     assert number_in(f"{value}{name}{more}") is None
     assert name in spelled(f"{value}{name}{more}")
@@ -91,7 +116,10 @@ def test_a_label_is_told_from_a_formula() -> None:
     assert choice("(x)") is None
 
 
-@pytest.mark.parametrize("piece", ["1 per cent", "1 hrs ", r"\text{cm}", "~=", "**", ", ", r"\[", "1 million ", "`", "= "])
+@pytest.mark.parametrize(
+    "piece",
+    ["1 per cent", "1 hrs ", r"\text{cm}", "~=", "**", ", ", r"\[", "1 million ", "`", "= "],
+)
 def test_long_answers_are_read_in_time(piece: str) -> None:
     """The time limit of a test ends a search that takes exponential time."""
     spelled("1" + piece * (2000 // len(piece)) + "!")

@@ -6,7 +6,20 @@ from hypothesis import strategies as st
 
 from atroposlib.utils.boxed import boxed_contents, is_well_formed, last_boxed
 
-PIECES = (r"\boxed{", r"\boxed ", r"\fbox{", "{", "}", "5", r"\{", r"\}", ", ", " and ", "$", r"\text{or}")
+PIECES = (
+    r"\boxed{",
+    r"\boxed ",
+    r"\fbox{",
+    "{",
+    "}",
+    "5",
+    r"\{",
+    r"\}",
+    ", ",
+    " and ",
+    "$",
+    r"\text{or}",
+)
 balanced = st.recursive(
     st.text(alphabet="ab1+ ", max_size=4),
     lambda inner: st.builds(lambda a, b, c: f"{a}{{{b}}}{c}", inner, inner, inner),
@@ -70,7 +83,10 @@ def test_a_response_that_was_cut_off_in_its_last_box_has_no_answer() -> None:
     assert not is_well_formed(r"\boxed{ }")
 
 
-@given(text=st.text(alphabet="\\{}$ ,5", max_size=60) | st.lists(st.sampled_from([*PIECES]), max_size=12).map("".join))
+@given(
+    text=st.text(alphabet="\\{}$ ,5", max_size=60)
+    | st.lists(st.sampled_from([*PIECES]), max_size=12).map("".join)
+)
 def test_no_text_raises_and_a_closed_box_behind_it_is_found(text: str) -> None:
     boxed_contents(text)
     last_boxed(text)
@@ -79,6 +95,8 @@ def test_no_text_raises_and_a_closed_box_behind_it_is_found(text: str) -> None:
 
 @pytest.mark.parametrize("piece", [r"\boxed{", "{", r"\boxed{1}, ", r"\boxed ", "}", r"\text{and}"])
 def test_megabytes_are_read_once(piece: str) -> None:
-    """Reading that starts again at each box would take hours here, and the test's time limit ends it."""
+    """Reading that starts again at each box would take hours here, and the test's time limit ends
+    it.
+    """
     last_boxed(piece * (1_000_000 // len(piece)))
     last_boxed(r"\boxed{" * 50_000 + "}" * 50_000)

@@ -31,10 +31,24 @@ python_infos = st.sampled_from(
         "solution",
     ]
 )
-other_infos = st.sampled_from(["text", "bash", "json", "math", "console", "cpp", "c++", "output", "diff", "pycon"])
-fences = st.builds(lambda character, length: character * length, st.sampled_from("`~"), st.integers(3, 5))
+other_infos = st.sampled_from(
+    ["text", "bash", "json", "math", "console", "cpp", "c++", "output", "diff", "pycon"]
+)
+fences = st.builds(
+    lambda character, length: character * length, st.sampled_from("`~"), st.integers(3, 5)
+)
 prose = st.sampled_from(
-    ["So:", "", "1. First", "It adds one.", "Use ``` for code.", "`inc(1)` is 2", "Output:", "- a", "x = 1"]
+    [
+        "So:",
+        "",
+        "1. First",
+        "It adds one.",
+        "Use ``` for code.",
+        "`inc(1)` is 2",
+        "Output:",
+        "- a",
+        "x = 1",
+    ]
 )
 usages = st.sampled_from(["print(inc(1))", "assert inc(1) == 2", "2", "inc(1)\ninc(2)"])
 indents = st.sampled_from(["", " ", "   ", "      "])
@@ -50,7 +64,10 @@ def blocks(draw: st.DrawFn, infos: st.SearchStrategy[str], code: st.SearchStrate
 @given(
     before=st.lists(prose | blocks(other_infos, usages) | blocks(python_infos, usages), max_size=3),
     solution=blocks(python_infos, st.just(SOLUTION)),
-    after=st.lists(prose | blocks(other_infos, usages | st.just(SOLUTION)) | blocks(python_infos, usages), max_size=3),
+    after=st.lists(
+        prose | blocks(other_infos, usages | st.just(SOLUTION)) | blocks(python_infos, usages),
+        max_size=3,
+    ),
     name=st.sampled_from(["inc", None]),
 )
 def test_the_block_that_defines_the_function_is_found(
@@ -77,7 +94,10 @@ def test_no_text_raises_and_no_line_is_invented(text: str) -> None:
         ("```\r\nx = 1\r\n```\r\n", "x = 1\r"),
         ("```python\nclass inc: pass\n```\n```python\ninc()\n```", "class inc: pass"),
         ("```python\ninc = lambda n: n\n```\n```python\nprint(inc == 1)\n```", "inc = lambda n: n"),
-        ("```python\ndef inc(n): return 1\n```\nno:\n```python\ndef inc(n): return 2\n```", "def inc(n): return 2"),
+        (
+            "```python\ndef inc(n): return 1\n```\nno:\n```python\ndef inc(n): return 2\n```",
+            "def inc(n): return 2",
+        ),
         ("```text\nnothing\n```\ndef inc(n): pass", "def inc(n): pass"),
         ("````python\n```\n````", "```"),
         ("1. ```python\n   def inc(n): pass\n   ```", "def inc(n): pass"),
@@ -88,7 +108,10 @@ def test_no_text_raises_and_no_line_is_invented(text: str) -> None:
         ("```python def inc(n):\n    return n\n```", "def inc(n):\n    return n"),
         ("````markdown\n```python\ndef inc(n): pass\n```\n````", "def inc(n): pass"),
         ("    def inc(n):\n        return n", "def inc(n):\n    return n"),
-        ("```python\nif 1:\n    def inc(n): pass\n```\n```python\ninc(1)\n```", "if 1:\n    def inc(n): pass"),
+        (
+            "```python\nif 1:\n    def inc(n): pass\n```\n```python\ninc(1)\n```",
+            "if 1:\n    def inc(n): pass",
+        ),
     ],
 )
 def test_odd_answers(text: str, program: str) -> None:
@@ -106,7 +129,9 @@ def test_blocks_keep_their_order_and_language() -> None:
     assert outside == "a\nb"
 
 
-@pytest.mark.parametrize("piece", ["```\n", "~~~~python\n", "```md\n", "a ```python\n", "``` ", "a ", "\n"])
+@pytest.mark.parametrize(
+    "piece", ["```\n", "~~~~python\n", "```md\n", "a ```python\n", "``` ", "a ", "\n"]
+)
 def test_megabytes_are_read_once(piece: str) -> None:
     """The time limit of a test ends a reading that starts again at each fence."""
     program_in(piece * (1_000_000 // len(piece)), "inc")

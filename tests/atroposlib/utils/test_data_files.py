@@ -12,13 +12,18 @@ from atroposlib.errors import UsageError
 from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
 
 texts = st.text(
-    st.characters(exclude_categories=["Cs"]) | st.sampled_from("\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r\n"), max_size=20
+    st.characters(exclude_categories=["Cs"])
+    | st.sampled_from("\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r\n"),
+    max_size=20,
 )
 values = st.dictionaries(texts, texts | st.integers() | st.lists(texts, max_size=2), max_size=3)
 
 
 @given(
-    rows=st.lists(values, max_size=5), escaped=st.booleans(), mark=st.booleans(), end=st.sampled_from(["\n", "\r\n", "\n \n"])
+    rows=st.lists(values, max_size=5),
+    escaped=st.booleans(),
+    mark=st.booleans(),
+    end=st.sampled_from(["\n", "\r\n", "\n \n"]),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_survive_whatever_their_strings_hold(
@@ -26,7 +31,9 @@ def test_rows_survive_whatever_their_strings_hold(
 ) -> None:
     encoding = "utf-8-sig" if mark else "utf-8"
     lines = tmp_path / "rows.jsonl"
-    lines.write_bytes("".join(json.dumps(row, ensure_ascii=escaped) + end for row in rows).encode(encoding))
+    lines.write_bytes(
+        "".join(json.dumps(row, ensure_ascii=escaped) + end for row in rows).encode(encoding)
+    )
     assert [row.value for row in rows_of_file(lines)] == rows
     whole = tmp_path / "rows.json"
     whole.write_bytes(json.dumps(rows, ensure_ascii=escaped).encode(encoding))
@@ -44,7 +51,9 @@ def test_rows_survive_whatever_their_strings_hold(
     ],
     ids=["broken", "latin-1", "long number", "deep", "two objects"],
 )
-def test_a_bad_row_is_counted_and_the_others_are_read(tmp_path: Path, line: bytes, fault: str) -> None:
+def test_a_bad_row_is_counted_and_the_others_are_read(
+    tmp_path: Path, line: bytes, fault: str
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
     rows = usable_rows(rows_of_file(path), lambda row: row["a"])
@@ -77,7 +86,9 @@ def test_a_row_that_the_task_cannot_use_is_counted(tmp_path: Path) -> None:
         ("a.parquet", b"something else", "cannot read"),
     ],
 )
-def test_a_file_of_another_format_is_refused_in_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_file_of_another_format_is_refused_in_one_line(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UsageError, match=message) as refusal:

@@ -17,7 +17,11 @@ from atroposlib.compat.advantages import (
 )
 from atroposlib.compat.best_of_n_selection import select_best_index
 from atroposlib.compat.evaluation import pass_at_k
-from atroposlib.compat.message_history_utils import ensure_trajectory_token_limit, strip_thinking, truncate_thinking
+from atroposlib.compat.message_history_utils import (
+    ensure_trajectory_token_limit,
+    strip_thinking,
+    truncate_thinking,
+)
 from atroposlib.inference.tool_calls import parse_tool_call
 from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
@@ -38,11 +42,19 @@ class LetterTokenizer:
         return "".join(map(chr, ids))
 
     def apply_chat_template(
-        self, chat: list[Any], tokenize: bool = True, return_dict: bool = False, add_generation_prompt: bool = False
+        self,
+        chat: list[Any],
+        tokenize: bool = True,
+        return_dict: bool = False,
+        add_generation_prompt: bool = False,
     ) -> list[int]:
         assert tokenize
         assert not return_dict
-        ids = [i for message in chat for i in [*map(ord, f"{message['role'][0]}:{message['content']}"), 0]]
+        ids = [
+            i
+            for message in chat
+            for i in [*map(ord, f"{message['role'][0]}:{message['content']}"), 0]
+        ]
         return ids + ([ord("a"), ord(":")] if add_generation_prompt else [])
 
 
@@ -57,13 +69,18 @@ CHAT = [
 
 def trained(row: dict[str, Any]) -> str:
     assert len(row["tokens"]) == len(row["masks"])
-    assert all(mask in (-100, token) for token, mask in zip(row["tokens"], row["masks"], strict=True))
+    assert all(
+        mask in (-100, token) for token, mask in zip(row["tokens"], row["masks"], strict=True)
+    )
     return "".join(chr(token) for token in row["masks"] if token != -100)
 
 
 def test_the_last_turn_or_all_turns_of_the_assistant_are_trained() -> None:
     assert trained(tokenize_for_trainer(LetterTokenizer(), CHAT)) == "A2\0"
-    assert trained(tokenize_for_trainer(LetterTokenizer(), CHAT, train_on_all_assistant_turns=True)) == "A1\0A2\0"
+    assert (
+        trained(tokenize_for_trainer(LetterTokenizer(), CHAT, train_on_all_assistant_turns=True))
+        == "A1\0A2\0"
+    )
 
 
 STRIPS = "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
@@ -72,9 +89,15 @@ REBUILDS = "<think>\n{{ m.content.split('</think>')[0] if loop.last else '' }}</
 
 @pytest.mark.parametrize(
     ("history", "first", "last"),
-    [("{{ m.content }}", "hm</think>2", "so</think>4"), (STRIPS, "2", "so</think>4"), (REBUILDS, "</think>2", "so</think>4")],
+    [
+        ("{{ m.content }}", "hm</think>2", "so</think>4"),
+        (STRIPS, "2", "so</think>4"),
+        (REBUILDS, "</think>2", "so</think>4"),
+    ],
 )
-def test_templates_that_open_the_reasoning_and_rewrite_answers_lose_no_token(history: str, first: str, last: str) -> None:
+def test_templates_that_open_the_reasoning_and_rewrite_answers_lose_no_token(
+    history: str, first: str, last: str
+) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(STARTER)
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
@@ -82,7 +105,12 @@ def test_templates_that_open_the_reasoning_and_rewrite_answers_lose_no_token(his
         + "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
         + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
-    contents = [("user", "1 plus 1?"), ("assistant", "hm</think>2"), ("user", "2 plus 2?"), ("assistant", "so</think>4")]
+    contents = [
+        ("user", "1 plus 1?"),
+        ("assistant", "hm</think>2"),
+        ("user", "2 plus 2?"),
+        ("assistant", "so</think>4"),
+    ]
     chat: list[Any] = [{"role": role, "content": content} for role, content in contents]
 
     def text(row: dict[str, Any]) -> str:
@@ -117,7 +145,9 @@ def test_stats_of_what_is_no_number() -> None:
 @given(row=st.lists(st.floats(-5, 5), min_size=1, max_size=6), gamma=st.floats(0, 1))
 def test_discounted_returns_follow_their_definition(row: list[float], gamma: float) -> None:
     expected = [sum(gamma**k * reward for k, reward in enumerate(row[t:])) for t in range(len(row))]
-    np.testing.assert_allclose(compute_discounted_returns(np.array(row), gamma), expected, atol=1e-9)
+    np.testing.assert_allclose(
+        compute_discounted_returns(np.array(row), gamma), expected, atol=1e-9
+    )
 
 
 @given(data=rewards)
@@ -125,9 +155,13 @@ def test_process_advantages_are_sums_of_normalised_rewards(data: list[list[float
     flat = np.array([value for row in data for value in row])
     if flat.std() < 1e-6:
         return
-    for row, advantages in zip(data, compute_grpo_process_supervision_advantages(data), strict=True):
+    for row, advantages in zip(
+        data, compute_grpo_process_supervision_advantages(data), strict=True
+    ):
         normalised = (np.array(row) - flat.mean()) / flat.std()
-        np.testing.assert_allclose(advantages, normalised[::-1].cumsum()[::-1], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            advantages, normalised[::-1].cumsum()[::-1], rtol=1e-4, atol=1e-4
+        )
 
 
 def test_equal_rewards_have_no_advantages() -> None:
@@ -141,8 +175,14 @@ def test_close_to_the_first() -> None:
     assert list(allclose_to_first(values, return_vector=True)) == [True, True, False]  # type: ignore[arg-type]
 
 
-@given(scores=st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=1), high=st.booleans(), low=st.booleans())
-def test_no_alternative_is_better_than_the_one_that_is_selected(scores: list[tuple[int, int]], high: bool, low: bool) -> None:
+@given(
+    scores=st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=1),
+    high=st.booleans(),
+    low=st.booleans(),
+)
+def test_no_alternative_is_better_than_the_one_that_is_selected(
+    scores: list[tuple[int, int]], high: bool, low: bool
+) -> None:
     best = select_best_index([a for a, _ in scores], [b for _, b in scores], high, low)
 
     def rank(index: int) -> tuple[int, int, int]:
@@ -161,14 +201,22 @@ def test_selecting_from_nothing_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('<tool_call>{"name": "f", "arguments": {"a": "it\'s"}}</tool_call>', ("f", {"a": "it's"}, False)),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "it\'s"}}</tool_call>',
+            ("f", {"a": "it's"}, False),
+        ),
         ("<tool_call>{'name': 'f', 'arguments': {}}</tool_call>", ("f", {}, False)),
-        ('<tool_call>{"name": "g", "arguments": {"a": 1}}</tool_call>', ("-ERROR-", {"a": 1}, True)),
+        (
+            '<tool_call>{"name": "g", "arguments": {"a": 1}}</tool_call>',
+            ("-ERROR-", {"a": 1}, True),
+        ),
         ("<tool_call>f()</tool_call>", ("-ERROR-", {}, True)),
         ("no call", ("-ERROR-", {}, True)),
     ],
 )
-def test_tool_calls_are_read_or_refused(text: str, expected: tuple[str, dict[str, Any], bool]) -> None:
+def test_tool_calls_are_read_or_refused(
+    text: str, expected: tuple[str, dict[str, Any], bool]
+) -> None:
     assert parse_tool_call(text, [{"function": {"name": "f"}}]) == expected
 
 
@@ -177,7 +225,9 @@ def test_thinking_is_stripped_and_shortened_from_the_front() -> None:
     assert strip_thinking("a<think>b") == "a<think>b"
     tokenizer = LetterTokenizer()
     long = "<think>first thoughts\n\nlast</think>done"
-    assert truncate_thinking(long, tokenizer, 100) == "<think>\nfirst thoughts\n\nlast\n</think>done"
+    assert (
+        truncate_thinking(long, tokenizer, 100) == "<think>\nfirst thoughts\n\nlast\n</think>done"
+    )
     assert truncate_thinking(long, tokenizer, 6) == "<think>\n... last\n</think>done"
     assert truncate_thinking(long, tokenizer, 2) == "<think>\n... st\n</think>done"
     assert truncate_thinking("<think> </think>done", tokenizer, 2) == "<think></think>done"
@@ -209,7 +259,13 @@ def test_histories_lose_their_oldest_turns_until_they_fit() -> None:
 
 
 def test_statistics_have_the_names_that_dashboards_use() -> None:
-    assert get_std_min_max_avg("x", [1.0, 3.0], {"y": 0}) == {"y": 0, "x_mean": 2.0, "x_std": 1.0, "x_max": 3.0, "x_min": 1.0}
+    assert get_std_min_max_avg("x", [1.0, 3.0], {"y": 0}) == {
+        "y": 0,
+        "x_mean": 2.0,
+        "x_std": 1.0,
+        "x_max": 3.0,
+        "x_min": 1.0,
+    }
 
 
 @given(m=st.integers(1, 12), c=st.integers(0, 12), k=st.integers(1, 12))

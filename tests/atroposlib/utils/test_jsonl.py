@@ -39,7 +39,9 @@ ROWS = st.lists(st.dictionaries(st.text(max_size=8), VALUES, max_size=4), max_si
 
 
 @given(ROWS, st.lists(st.integers(1, 60), max_size=30), st.integers(8, 200))
-def test_a_file_that_grows_is_read_once_wherever_it_is_torn(rows: list[Any], steps: list[int], piece: int) -> None:
+def test_a_file_that_grows_is_read_once_wherever_it_is_torn(
+    rows: list[Any], steps: list[int], piece: int
+) -> None:
     written, at = lines_of(*rows), 0
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(jsonl, "PIECE", piece)
@@ -60,7 +62,9 @@ def test_a_file_that_grows_is_read_once_wherever_it_is_torn(rows: list[Any], ste
 
 @given(ROWS, ROWS, st.booleans())
 @example([{"first": 1}, {"long": "x" * 300}], [{"other": 1}, {"long": "x" * 300}], True)
-def test_a_file_that_was_written_anew_is_read_from_its_beginning(old: list[Any], new: list[Any], in_place: bool) -> None:
+def test_a_file_that_was_written_anew_is_read_from_its_beginning(
+    old: list[Any], new: list[Any], in_place: bool
+) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder, "rows.jsonl")
         path.write_bytes(lines_of(*old))
@@ -74,13 +78,19 @@ def test_a_file_that_was_written_anew_is_read_from_its_beginning(old: list[Any],
         rows, rewritten = read_all(file)
         before, after = lines_of(*old), lines_of(*new)
         grew = in_place and after.startswith(before)
-        marks_are_equal = after[:256] == before[:256] and after[: len(before)][-256:] == before[-256:]
-        assume(grew or not (in_place and marks_are_equal))  # a difference between the marks is not looked for
+        marks_are_equal = (
+            after[:256] == before[:256] and after[: len(before)][-256:] == before[-256:]
+        )
+        assume(
+            grew or not (in_place and marks_are_equal)
+        )  # a difference between the marks is not looked for
         assert rewritten is not grew
         assert json.dumps(rows) == json.dumps(new[len(old) :] if grew else new)
 
 
-def test_what_is_no_row_is_counted_and_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_row_is_counted_and_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jsonl, "PIECE", 64)
     monkeypatch.setattr(jsonl, "MAX_LINE", 256)
     path = tmp_path / "rows.jsonl"
@@ -110,15 +120,23 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     st.binary(max_size=5),
     st.integers(0, 60),
 )
-def test_the_last_bytes_begin_with_a_whole_line(lines: list[bytes], tail: bytes, last_bytes: int) -> None:
+def test_the_last_bytes_begin_with_a_whole_line(
+    lines: list[bytes], tail: bytes, last_bytes: int
+) -> None:
     tail = tail.replace(b"\n", b"")
     written = b"".join(line + b"\n" for line in lines) + tail
     with TemporaryDirectory() as folder:
         path = Path(folder, "rows.jsonl")
         path.write_bytes(written)
         follower = LineFollower(path, last_bytes=last_bytes)
-        starts = [len(b"".join(line + b"\n" for line in lines[:number])) for number in range(len(lines))]
-        expected = [line for line, start in zip(lines, starts, strict=True) if start >= len(written) - last_bytes]
+        starts = [
+            len(b"".join(line + b"\n" for line in lines[:number])) for number in range(len(lines))
+        ]
+        expected = [
+            line
+            for line, start in zip(lines, starts, strict=True)
+            if start >= len(written) - last_bytes
+        ]
         assert follower.read_new().lines == expected
         follower.take_tail()
         append(path, b"\nnext\n")

@@ -19,8 +19,12 @@ async def calls() -> AsyncIterator[KillableCalls]:
     made.close()
 
 
-async def test_a_call_that_waits_does_not_hold_up_the_next_ones(calls: KillableCalls, tmp_path: Path) -> None:
-    """The slow call ends only after a later one has done its work, so it would never end if that one waited for it."""
+async def test_a_call_that_waits_does_not_hold_up_the_next_ones(
+    calls: KillableCalls, tmp_path: Path
+) -> None:
+    """The slow call ends only after a later one has done its work, so it would never end if that
+    one waited for it.
+    """
     mark = tmp_path / "mark"
     slow = asyncio.create_task(calls.call(wait_for, str(mark), seconds=120))
     await asyncio.sleep(0)
@@ -28,7 +32,9 @@ async def test_a_call_that_waits_does_not_hold_up_the_next_ones(calls: KillableC
     assert await slow == "seen"
 
 
-async def test_the_number_of_slow_calls_is_bounded(calls: KillableCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_slow_calls_is_bounded(
+    calls: KillableCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(killable, "SLOW_SECONDS", 0.0)
     monkeypatch.setattr(killable, "MAX_SLOW_CALLS", 1)
     running, most = 0, 0
@@ -52,7 +58,9 @@ async def test_the_number_of_slow_calls_is_bounded(calls: KillableCalls, monkeyp
     assert MAX_SLOW_CALLS > 1
 
 
-async def test_what_the_function_raises_is_raised_and_the_child_goes_on(calls: KillableCalls) -> None:
+async def test_what_the_function_raises_is_raised_and_the_child_goes_on(
+    calls: KillableCalls,
+) -> None:
     first = await calls.call(os.getpid, seconds=60)
     with pytest.raises(ZeroDivisionError):
         await calls.call(divmod, 1, 0, seconds=60)

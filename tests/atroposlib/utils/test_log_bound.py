@@ -14,7 +14,12 @@ def record(message: str, *arguments: object, line: int = 1) -> logging.LogRecord
     return logging.LogRecord("a", logging.INFO, "file", line, message, arguments, None)
 
 
-@given(st.lists(st.tuples(st.sampled_from([0.0, 2.0**-7, 1.0, LINES_SECONDS]), st.integers(1, 80)), max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 2.0**-7, 1.0, LINES_SECONDS]), st.integers(1, 80)),
+        max_size=20,
+    )
+)
 def test_no_line_is_lost_without_being_counted(bursts: list[tuple[float, int]]) -> None:
     now = 0.0
     bounded = BoundedLines(lambda: now)

@@ -1,6 +1,8 @@
-"""Our comparison of answers against math_verify by itself, on 2,000 made-up pairs whose right verdict is known.
+"""Our comparison of answers against math_verify by itself, on 2,000 made-up pairs whose right
+verdict is known.
 
-Every pair on which both differ must belong to a kind that `EXPLAINED` lists, and there ours must be right.
+Every pair on which both differ must belong to a kind that `EXPLAINED` lists, and there ours must be
+right.
 """
 
 import random
@@ -30,7 +32,13 @@ Pair = tuple[str, str, bool]
 
 def thousands(rng: random.Random) -> Pair:
     value = rng.randrange(1000, 10**9)
-    return str(value), rng.choice([f"{value:,}", f"${value:,}$", rf"\${value:,}", f"{value:,}".replace(",", "{,}")]), True
+    return (
+        str(value),
+        rng.choice(
+            [f"{value:,}", f"${value:,}$", rf"\${value:,}", f"{value:,}".replace(",", "{,}")]
+        ),
+        True,
+    )
 
 
 def other_number(rng: random.Random) -> Pair:
@@ -112,7 +120,11 @@ def thin_spaces(rng: random.Random) -> Pair:
 
 def full_width(rng: random.Random) -> Pair:
     value = rng.randrange(1000)
-    return str(value), str(value).translate(str.maketrans("0123456789", "０１２３４５６７８９")), True
+    return (
+        str(value),
+        str(value).translate(str.maketrans("0123456789", "０１２３４５６７８９")),
+        True,
+    )
 
 
 def long_lists(rng: random.Random) -> Pair:

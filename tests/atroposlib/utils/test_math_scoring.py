@@ -1,4 +1,6 @@
-"""Comparing answers: numbers as people write them, and LaTeX through math_verify in a child process."""
+"""Comparing answers: numbers as people write them, and LaTeX through math_verify in a child
+process.
+"""
 
 import asyncio
 import os
@@ -17,13 +19,27 @@ from atroposlib.utils.math_scoring import MathScorer, as_number, compare_plainly
 @given(value=st.integers(-(10**12), 10**12))
 def test_numbers_are_read_as_people_write_them(value: int) -> None:
     latex = f"{value:,}".replace(",", r",\!")
-    for text in (f"{value}", f"{value:,}", f" ${value:,} ", rf"\${value}", f"${value}$", f"{value}.", f"{value}.00", latex):
+    for text in (
+        f"{value}",
+        f"{value:,}",
+        f" ${value:,} ",
+        rf"\${value}",
+        f"${value}$",
+        f"{value}.",
+        f"{value}.00",
+        latex,
+    ):
         assert as_number(text) == value, text
 
 
-@given(parts=st.lists(st.integers(0, 10**6).map(str), min_size=2, max_size=4), sign=st.sampled_from(["", "-"]))
+@given(
+    parts=st.lists(st.integers(0, 10**6).map(str), min_size=2, max_size=4),
+    sign=st.sampled_from(["", "-"]),
+)
 def test_commas_outside_the_places_of_thousands_make_no_number(parts: list[str], sign: str) -> None:
-    in_place = 1 <= len(parts[0]) <= 3 and parts[0][0] != "0" and all(len(part) == 3 for part in parts[1:])
+    in_place = (
+        1 <= len(parts[0]) <= 3 and parts[0][0] != "0" and all(len(part) == 3 for part in parts[1:])
+    )
     number = as_number(sign + ",".join(parts))
     assert (number is not None) == in_place
     if number is not None:
@@ -117,7 +133,9 @@ def scorer() -> Iterator[MathScorer]:
         (r"\frac{1}{2}", r"\textbf{(B)}\ \frac{1}{2}", True),
     ],
 )
-async def test_answers_are_compared_by_value(scorer: MathScorer, gold: str, answer: str, equal: bool) -> None:
+async def test_answers_are_compared_by_value(
+    scorer: MathScorer, gold: str, answer: str, equal: bool
+) -> None:
     assert await scorer.equal(gold, answer) is equal
 
 
@@ -135,7 +153,9 @@ async def test_a_comparison_that_hangs_is_cut_off_and_the_next_one_works(
     monkeypatch.setattr(math_scoring, "KILL_AFTER_SECONDS", 2.0)
     monkeypatch.setattr(math_scoring, "equal_in_this_process", sleeps)
     # Right answers that wait behind it are not cut off with it, and do not wait for its end.
-    answers = await asyncio.gather(scorer.equal("2", "x"), *(scorer.equal("2", f"quick {n}") for n in range(3)))
+    answers = await asyncio.gather(
+        scorer.equal("2", "x"), *(scorer.equal("2", f"quick {n}") for n in range(3))
+    )
     assert answers == [False, True, True, True]
     assert caplog.text.count("counts as not equal") == 1
     monkeypatch.undo()

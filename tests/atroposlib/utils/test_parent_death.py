@@ -1,4 +1,6 @@
-"""Processes that end with their parent: spawned, forked, of a pool, and those whose creating thread ends."""
+"""Processes that end with their parent: spawned, forked, of a pool, and those whose creating thread
+ends.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ import pytest
 from example_trainer.child_processes.guard import parents
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal and /proc are Linux's")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel's signal and /proc are Linux's"
+)
 
 START = f"""
 import multiprocessing, os, sys, threading, time
@@ -70,16 +74,24 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def running(program: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], Iterator[tuple[str, int]]]]:
-    """Run a program as a script; yields it and the names and process ids that it and its children print."""
+def running(
+    program: str, folder: Path
+) -> Iterator[tuple[subprocess.Popen[str], Iterator[tuple[str, int]]]]:
+    """Run a program as a script; yields it and the names and process ids that it and its children
+    print.
+    """
     script = folder / "program.py"
     script.write_text(START + program)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         try:
             yield process, ((name, int(pid)) for name, pid in map(str.split, process.stdout))
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # a child that fails to end is in this process group as well
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # a child that fails to end is in this process group as well
 
 
 def wait_until_gone(pids: set[int], seconds: float) -> None:

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.utils.thinking import TAGS, answer_part, known_calls, leaves_open, opened_by, read_reasoning
+from atroposlib.utils.thinking import (
+    TAGS,
+    answer_part,
+    known_calls,
+    leaves_open,
+    opened_by,
+    read_reasoning,
+)
 
 PLAIN = [pair for pair in TAGS if pair[1] != "<|end|>"]
 THINK = "<think>\n"
@@ -38,20 +45,30 @@ words = st.text(alphabet="abc 1\n{}\\.", max_size=12)
         ('I close with "</think>" later: 5', THINK, ""),
         ('It is "cat"</think>"cat"', THINK, '"cat"'),
         ("The tag `</think>` ends it: 4", "", "The tag `</think>` ends it: 4"),
-        ("<think>5</think>```python\nx = 'a </think> b'\n```", "", "```python\nx = 'a </think> b'\n```"),
+        (
+            "<think>5</think>```python\nx = 'a </think> b'\n```",
+            "",
+            "```python\nx = 'a </think> b'\n```",
+        ),
         ("```python\nx = 'a <think> b'\n```", "", "```python\nx = 'a <think> b'\n```"),
         ("~~~~ py\n```\n</think>\n~~~~\n4", "", "~~~~ py\n```\n</think>\n~~~~\n4"),
         # Fences in reasoning need not be in pairs.
         ("```python\nx\n</think>4", THINK, "4"),
         ("```python\nx\n</think>4", "", "4"),
         # Channels.
-        ("<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>", "", "4"),
+        (
+            "<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+            "",
+            "4",
+        ),
         ("<|channel|>analysis<|message|>5", "", ""),
         ("split('<|end|>')", "", "split('<|end|>')"),
         ("<|channel>thought\n5<channel|>4", "", "4"),
     ],
 )
-def test_the_answer_is_what_stands_outside_of_the_reasoning(text: str, opened: str, answer: str) -> None:
+def test_the_answer_is_what_stands_outside_of_the_reasoning(
+    text: str, opened: str, answer: str
+) -> None:
     assert answer_part(text, opened) == answer
 
 
@@ -63,7 +80,11 @@ def test_the_answer_is_what_stands_outside_of_the_reasoning(text: str, opened: s
     ends_inside=st.booleans(),
 )
 def test_every_kind_of_block_is_read(
-    pair: tuple[str, str], thoughts: list[str], answers: list[str], starts_inside: bool, ends_inside: bool
+    pair: tuple[str, str],
+    thoughts: list[str],
+    answers: list[str],
+    starts_inside: bool,
+    ends_inside: bool,
 ) -> None:
     opening, closing = pair
     text, expected = "", ""
@@ -80,12 +101,19 @@ def test_every_kind_of_block_is_read(
     assert parts.answer == expected + last
     assert list(parts.blocks) == thoughts
     assert parts.closed == (not thoughts or not ends_inside)
-    for (begin, end), (first, after), block in zip(parts.spans, parts.insides, parts.blocks, strict=True):
+    for (begin, end), (first, after), block in zip(
+        parts.spans, parts.insides, parts.blocks, strict=True
+    ):
         assert begin <= first <= after <= end
         assert (text + last)[first:after] == block
 
 
-@given(pair=st.sampled_from(PLAIN), thought=words, answer=words, space=st.sampled_from(["", "\n", "\n\n", " "]))
+@given(
+    pair=st.sampled_from(PLAIN),
+    thought=words,
+    answer=words,
+    space=st.sampled_from(["", "\n", "\n\n", " "]),
+)
 def test_a_tag_in_the_prompt_counts_as_one_in_the_response(
     pair: tuple[str, str], thought: str, answer: str, space: str
 ) -> None:
@@ -103,7 +131,19 @@ def test_a_tag_in_the_prompt_counts_as_one_in_the_response(
 
 @given(
     text=st.lists(
-        st.sampled_from([*(tag for pair in TAGS for tag in pair), "```", "\n", "~~~py", "`", '"', "\\boxed{4}", "a", "\ud800"])
+        st.sampled_from(
+            [
+                *(tag for pair in TAGS for tag in pair),
+                "```",
+                "\n",
+                "~~~py",
+                "`",
+                '"',
+                "\\boxed{4}",
+                "a",
+                "\ud800",
+            ]
+        )
     ).map("".join),
     opened=st.sampled_from(["", THINK, "<think>\n\n</think>\n\n", "</think>", "nothing"]),
 )
@@ -117,7 +157,9 @@ def test_any_text_is_taken_apart_without_loss(text: str, opened: str) -> None:
         assert parts.spans[-1][1] == len(text)
 
 
-@pytest.mark.parametrize("prompt", ["", "Use <think> tags.", "<|im_start|>assistant\n", "…<|end|>\n", "a <think>\nb"])
+@pytest.mark.parametrize(
+    "prompt", ["", "Use <think> tags.", "<|im_start|>assistant\n", "…<|end|>\n", "a <think>\nb"]
+)
 def test_a_prompt_that_opens_nothing(prompt: str) -> None:
     assert opened_by(prompt) == ""
 

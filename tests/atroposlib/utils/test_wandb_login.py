@@ -11,7 +11,9 @@ from atroposlib.utils.wandb_login import is_logged_in, offline_mode
 ENTRY = "machine api.wandb.ai\n  login user\n  password {}\n"
 
 
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_IDENTITY_TOKEN_FILE"])
+@pytest.mark.parametrize(
+    "name", ["WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_IDENTITY_TOKEN_FILE"]
+)
 def test_variables_decide(name: str, tmp_path: Path) -> None:
     assert is_logged_in({"HOME": str(tmp_path), name: "x"})
     assert not is_logged_in({"HOME": str(tmp_path), name: ""})
@@ -29,7 +31,13 @@ def test_the_file_that_wandb_login_writes_is_a_login(file: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "content", ["", "machine example.org\n  login a\n  password b\n", "machine api.wandb.ai login", "\x00\xff"]
+    "content",
+    [
+        "",
+        "machine example.org\n  login a\n  password b\n",
+        "machine api.wandb.ai login",
+        "\x00\xff",
+    ],
 )
 def test_other_files_are_none(content: str, tmp_path: Path) -> None:
     (tmp_path / ".netrc").write_text(content, encoding="latin-1")
@@ -37,7 +45,9 @@ def test_other_files_are_none(content: str, tmp_path: Path) -> None:
     assert not is_logged_in({"HOME": str(tmp_path)})
 
 
-def test_without_a_login_the_run_is_offline_and_the_line_says_how_to_upload_it(tmp_path: Path) -> None:
+def test_without_a_login_the_run_is_offline_and_the_line_says_how_to_upload_it(
+    tmp_path: Path,
+) -> None:
     mode, notice = offline_mode("logs", {"HOME": str(tmp_path)})
     assert mode == {"mode": "offline"}
     assert notice == (

@@ -1,4 +1,6 @@
-"""Files that are written whole or not at all, in both packages that have the functions, and logs on a full disk."""
+"""Files that are written whole or not at all, in both packages that have the functions, and logs on
+a full disk.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,11 @@ def test_a_full_disk_keeps_the_earlier_file(full_disk: FullDisk, module: ModuleT
 
 @BOTH
 def test_only_a_disks_refusals_have_that_line(module: ModuleType) -> None:
-    for other in (OSError(errno.ENOENT, "missing"), ValueError("of a program"), OSError(errno.EIO, "a terminal that is gone")):
+    for other in (
+        OSError(errno.ENOENT, "missing"),
+        ValueError("of a program"),
+        OSError(errno.EIO, "a terminal that is gone"),
+    ):
         assert module.disk_refusal(other) is None
     assert module.disk_refusal(OSError(errno.ENOSPC, "No space left on device")) == (
         "the disk refuses to be written: No space left on device; make room, or write elsewhere"
@@ -80,7 +86,9 @@ def test_only_a_disks_refusals_have_that_line(module: ModuleType) -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 400))
-def test_lines_are_appended_whole_or_not_at_all(tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int) -> None:
+def test_lines_are_appended_whole_or_not_at_all(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int
+) -> None:
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     path.write_bytes(b"row\n")
     with path.open("ab", buffering=0) as file:
@@ -94,7 +102,9 @@ def test_lines_are_appended_whole_or_not_at_all(tmp_path_factory: pytest.TempPat
         assert path.read_bytes() == b"row\n" + content * taken
 
 
-def test_lines_wait_for_space_and_come_in_their_order(full_disk: FullDisk, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_wait_for_space_and_come_in_their_order(
+    full_disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     path = full_disk.path / "a.jsonl"
     path.write_bytes(b'{"half')
     lines = KeptLines(path)
@@ -105,10 +115,19 @@ def test_lines_wait_for_space_and_come_in_their_order(full_disk: FullDisk, caplo
     assert path.read_bytes() == b'{"half\n1\n'
     lines.write(b"5")
     lines.close()
-    assert path.read_bytes().split(b"\n")[1:] == [b"1", b"2" * 5000, b"3" * 5000, b"4" * 5000, b"5", b""]
+    assert path.read_bytes().split(b"\n")[1:] == [
+        b"1",
+        b"2" * 5000,
+        b"3" * 5000,
+        b"4" * 5000,
+        b"5",
+        b"",
+    ]
     refused, again = caplog.messages
     assert refused.startswith(f"cannot write 5,001 bytes to {path}: ")
-    assert refused.endswith("; make room there: lines wait in memory and are written when there is space")
+    assert refused.endswith(
+        "; make room there: lines wait in memory and are written when there is space"
+    )
     assert again == f"{path} is written again, with all lines that waited"
 
 
@@ -147,7 +166,9 @@ class Disk(io.StringIO):
         return super().write(text)
 
 
-def test_a_log_on_a_full_disk_says_what_is_missing_without_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_on_a_full_disk_says_what_is_missing_without_tracebacks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     disk = Disk()
     logger = logging.Logger("of_this_test")
     logger.addHandler(LogLines(disk))

@@ -1,4 +1,6 @@
-"""YAML files: encodings, double keys, and text that is not YAML; and booleans where numbers are wanted."""
+"""YAML files: encodings, double keys, and text that is not YAML; and booleans where numbers are
+wanted.
+"""
 
 import os
 import subprocess
@@ -17,7 +19,9 @@ from atroposlib.wire.strict_numbers import refuse_boolean
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -95,7 +99,9 @@ def test_utf_8_is_read_in_the_c_locale(tmp_path: Path) -> None:
     code = "import sys, pathlib as p, atroposlib.utils.yaml_files as y; print(ascii(y.read_yaml(p.Path(sys.argv[1]))))"
     variables = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-c", code, str(tmp_path / "c.yaml")]
-    shown = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     assert shown.strip() == r"{'name': '\xfc'}"
 
 

@@ -30,7 +30,11 @@ from example_trainer.options.bridge import checked_addresses
 READERS: list[Callable[[str], Any]] = [
     server_address, http_address, http_addresses, host_and_port, host_name, listening_host,
 ]  # fmt: skip
-PROXY_NAMES = [name for kind in ("http", "https", "all", "no") for name in (f"{kind}_proxy", f"{kind}_PROXY".upper())]
+PROXY_NAMES = [
+    name
+    for kind in ("http", "https", "all", "no")
+    for name in (f"{kind}_proxy", f"{kind}_PROXY".upper())
+]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,11 @@ def test_good_addresses(read: Callable[[str], Any], text: str, value: Any) -> No
         (http_address, "http://a..b:1", "is no address"),
         (http_address, "http://u:p@h:1", "leave them out"),
         (http_address, "http://a b:1", "holds a space"),
-        (server_address, f"http://{'a' * 64}:1", "at most 63"),  # resolvers raise UnicodeError for it
+        (
+            server_address,
+            f"http://{'a' * 64}:1",
+            "at most 63",
+        ),  # resolvers raise UnicodeError for it
         (server_address, f"http://{'a.' * 127}:1", "at most 63"),
         (server_address, f"http://{'ß' * 62}:1", "is no address"),
         (server_address, "http://xn--a:1", "is no address"),
@@ -142,7 +150,10 @@ def test_the_trainers_flags(words: str, message: str) -> None:
 
 
 def test_settings_of_environments() -> None:
-    assert BaseEnvConfig(rollout_server_url="http://[::1]:8000/").rollout_server_url == "http://[::1]:8000"
+    assert (
+        BaseEnvConfig(rollout_server_url="http://[::1]:8000/").rollout_server_url
+        == "http://[::1]:8000"
+    )
     assert APIServerConfig(base_url="http://h:1/v1/").base_url == "http://h:1/v1"
     assert APIServerConfig(base_url=None).base_url is None
     for bad in ("h:1/v1", "http://::1:1/v1", "http://h:1/v1,"):
@@ -162,7 +173,9 @@ def test_settings_of_environments() -> None:
         ({}, None),
     ],
 )
-def test_variables_for_proxies(variables: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_for_proxies(
+    variables: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in PROXY_NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -192,7 +205,9 @@ def test_variables_for_proxies(variables: dict[str, str], message: str | None, m
         ("https://judge.example/v1", "", False),
     ],
 )
-def test_the_proxy_of_a_server(url: str, excepted: str, proxied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proxy_of_a_server(
+    url: str, excepted: str, proxied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in PROXY_NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "proxy.example:3128")

@@ -1,4 +1,6 @@
-"""Bounds of a server's connections, with real sockets, on the event loops of both kinds that the servers run on."""
+"""Bounds of a server's connections, with real sockets, on the event loops of both kinds that the
+servers run on.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ async def served(
 ) -> AsyncIterator[tuple[int, Server]]:
     """The port of a server of this application, and the server."""
     config = uvicorn.Config(
-        app, http=bounded_protocol(seconds, most, most_body=most_body), lifespan="off", log_config=None, backlog=4
+        app,
+        http=bounded_protocol(seconds, most, most_body=most_body),
+        lifespan="off",
+        log_config=None,
+        backlog=4,
     )
     server = Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -86,7 +92,9 @@ async def ask_again(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
     assert await reader.readexactly(2) == b"ok"
 
 
-def test_silent_connections_give_way_and_callers_with_the_key_stay(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_connections_give_way_and_callers_with_the_key_stay(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         async with served(known, most=12) as (port, server):
             kept = [await ask(port) for _ in range(5)]
@@ -98,12 +106,18 @@ def test_silent_connections_give_way_and_callers_with_the_key_stay(run: Run, cap
                     await ask_again(*connection)
             assert len(server.server_state.connections) <= 12 + 1
             first = await silent[0][0].read()
-            assert first.startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n"), "the oldest is closed first"
+            assert first.startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n"), (
+                "the oldest is closed first"
+            )
             for _, writer in (*silent, *kept):
                 writer.close()
 
     run(test())
-    lines = [record.getMessage() for record in caplog.records if "too many connections" in record.getMessage()]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if "too many connections" in record.getMessage()
+    ]
     assert len(lines) == 1, "one line, however many are closed"
     assert "127.0.0.1" in lines[0]
 
@@ -139,7 +153,9 @@ def test_a_flood_that_never_ends_keeps_nobody_out(run: Run) -> None:
     run(test())
 
 
-def test_a_body_that_does_not_come_ends_its_connection(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_come_ends_its_connection(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(protocol, "BODY_GRACE_SECONDS", 0.0)
     seen: list[str] = []
 
@@ -155,7 +171,10 @@ def test_a_body_that_does_not_come_ends_its_connection(run: Run, monkeypatch: py
         async with served(reading, seconds=0.3) as (port, _):
             for path, status in (("/read", b"408"), ("/refused", b"200")):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n".encode() + b"x" * 10)
+                writer.write(
+                    f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n".encode()
+                    + b"x" * 10
+                )
                 said = await reader.read()  # until the server has closed
                 assert said[9:12] == status
                 writer.close()
@@ -175,7 +194,11 @@ def test_a_body_that_is_too_long_ends_its_connection(run: Run) -> None:
     async def test() -> None:
         async with served(reading, most_body=1000) as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n" + b"64\r\n" + b"x" * 100)
+            writer.write(
+                b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+                + b"64\r\n"
+                + b"x" * 100
+            )
             writer.write((b"\r\n64\r\n" + b"x" * 100) * 10)
             assert (await reader.read())[9:12] == b"413"
             writer.close()
@@ -184,7 +207,9 @@ def test_a_body_that_is_too_long_ends_its_connection(run: Run) -> None:
     assert read <= 1000
 
 
-def test_an_answer_that_is_not_taken_ends_its_connection(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_is_not_taken_ends_its_connection(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
 
     async def large(scope: Scope, receive: Receive, send: Send) -> None:
@@ -211,7 +236,9 @@ def test_heads_with_too_many_lines_are_refused(run: Run) -> None:
             for count, status in ((200, b"200"), (300, b"431")):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 lines = b"a: b\r\n" * count
-                writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + lines + b"\r\n")
+                writer.write(
+                    b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + lines + b"\r\n"
+                )
                 assert (await reader.read())[9:12] == status
                 writer.close()
 
@@ -249,8 +276,12 @@ def test_requests_sent_ahead_of_their_answers_are_bounded(run: Run) -> None:
         (b"GET", b"\r\n", b"403"),
     ],
 )
-def test_a_websocket_whose_head_announces_a_body_is_refused(run: Run, method: bytes, lines: bytes, status: bytes) -> None:
-    """The library of WebSockets would wait for the body, with neither a deadline nor a place among the counted connections."""
+def test_a_websocket_whose_head_announces_a_body_is_refused(
+    run: Run, method: bytes, lines: bytes, status: bytes
+) -> None:
+    """The library of WebSockets would wait for the body, with neither a deadline nor a place among
+    the counted connections.
+    """
     head = b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
     head += b"sec-websocket-key: c2l4dGVlbiBieXRlcyEhIQ==\r\n"
 

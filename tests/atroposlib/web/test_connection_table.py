@@ -1,4 +1,6 @@
-"""Which connection gives way when there are too many: compared with a list that is searched from one end to the other."""
+"""Which connection gives way when there are too many: compared with a list that is searched from
+one end to the other.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Tables(RuleBasedStateMachine):
         super().__init__()
         self.known: dict[int, Known] = {}
         self.steps = 0
-        self.table: ConnectionTable[int] = ConnectionTable(MOST, lambda number: self.known[number].is_speaking)
+        self.table: ConnectionTable[int] = ConnectionTable(
+            MOST, lambda number: self.known[number].is_speaking
+        )
 
     def step(self) -> int:
         self.steps += 1
@@ -48,7 +52,9 @@ class Tables(RuleBasedStateMachine):
         unproven = sum(not one.is_proven for one in before if one.address == address) + 1
         if unproven > MOST // 2:
             assert victim is not None
-            assert victim == number or (self.known[victim].address == address and not self.known[victim].is_proven)
+            assert victim == number or (
+                self.known[victim].address == address and not self.known[victim].is_proven
+            )
         elif len(before) < MOST:
             assert victim is None
         else:
@@ -63,7 +69,9 @@ class Tables(RuleBasedStateMachine):
 
     def check(self, victim: int, new: int, before: list[Known]) -> None:
         for is_proven, is_served in ((False, False), (False, True), (True, False)):
-            kind = [one for one in before if (one.is_proven, one.is_served) == (is_proven, is_served)]
+            kind = [
+                one for one in before if (one.is_proven, one.is_served) == (is_proven, is_served)
+            ]
             silent = [one for one in kind if not one.is_speaking]
             if not silent:
                 continue
@@ -74,11 +82,15 @@ class Tables(RuleBasedStateMachine):
             counts = Counter(one.address for one in kind)
             if not is_proven and not is_served:
                 counts[self.known[new].address] += 1
-            largest = [address for address, count in counts.items() if count == max(counts.values())]
+            largest = [
+                address for address, count in counts.items() if count == max(counts.values())
+            ]
             if all(any(one.address == address for one in silent) for address in largest):
                 assert chosen.address in largest
             return
-        assert victim == new, "all others have a request of a proven client under way, or are speaking"
+        assert victim == new, (
+            "all others have a request of a proven client under way, or are speaking"
+        )
 
     @rule(data=st.data())
     def change(self, data: st.DataObject) -> None:
@@ -123,4 +135,10 @@ TestTables = Tables.TestCase
 
 
 def test_connections_leave_a_quarter_of_the_files() -> None:
-    assert [connections_under(files) for files in (1, 256, 1024, 4096, 65_536)] == [16, 64, 768, 3072, MAX_CONNECTIONS]
+    assert [connections_under(files) for files in (1, 256, 1024, 4096, 65_536)] == [
+        16,
+        64,
+        768,
+        3072,
+        MAX_CONNECTIONS,
+    ]

@@ -55,11 +55,15 @@ class Flood(threading.Thread):
             client.close()
 
 
-def test_callers_with_the_key_are_served_while_strangers_hold_all_connections(tmp_path: Path) -> None:
+def test_callers_with_the_key_are_served_while_strangers_hold_all_connections(
+    tmp_path: Path,
+) -> None:
     service = FewFiles(tmp_path, "--store", str(tmp_path / "run.db"), "--api-key", "s3cret").start()
     kept = [http.client.HTTPConnection("127.0.0.1", service.port, timeout=60) for _ in range(32)]
 
-    def ask(connection: http.client.HTTPConnection, method: str, path: str, body: object = None) -> None:
+    def ask(
+        connection: http.client.HTTPConnection, method: str, path: str, body: object = None
+    ) -> None:
         connection.request(method, path, None if body is None else json.dumps(body), KEY)
         answer = connection.getresponse()
         assert answer.status == 200, answer.read()
@@ -73,7 +77,9 @@ def test_callers_with_the_key_are_served_while_strangers_hold_all_connections(tm
     flood.start()
     until(lambda: flood.replaced > 2 * FILES, "the strangers' connections are closed")
     for mark in range(6):
-        answer = httpx.post(f"{service.http.base_url}/scored_data", json=group(mark=mark), headers=KEY, timeout=60)
+        answer = httpx.post(
+            f"{service.http.base_url}/scored_data", json=group(mark=mark), headers=KEY, timeout=60
+        )
         assert answer.status_code == 200
     stranger = httpx.post(f"{service.http.base_url}/ui/sign-in", content=b"x" * 100_000, timeout=60)
     assert stranger.status_code == 413, "nothing of the space for bodies goes to strangers"
@@ -81,13 +87,18 @@ def test_callers_with_the_key_are_served_while_strangers_hold_all_connections(tm
     until(lambda: flood.replaced > before + 50, "the flood goes on")
     for connection in kept:
         ask(connection, "GET", "/batch")
-    assert [connection.sock for connection in kept] == sockets, "idle connections of callers with the key were kept"
+    assert [connection.sock for connection in kept] == sockets, (
+        "idle connections of callers with the key were kept"
+    )
     flood.over.set()
     flood.join(60)
     for connection in kept:
         connection.close()
     log = service.log.read_text()
-    assert f"limit on open files (ulimit -n): {FILES}; connections held at a time: at most {MOST}" in log
+    assert (
+        f"limit on open files (ulimit -n): {FILES}; connections held at a time: at most {MOST}"
+        in log
+    )
     assert "too many connections: closed" in log
     assert "Too many open files" not in log
     service.signal(signal.SIGTERM)

@@ -32,7 +32,9 @@ class Keyed:
         self.clock = Clock()
         self.access = Access(KEY, attempts=Attempts(self.clock, all_tries=None))
 
-    def status(self, key: str, client: str = STRANGER, path: str = "/status", scheme: str = "Bearer") -> int:
+    def status(
+        self, key: str, client: str = STRANGER, path: str = "/status", scheme: str = "Bearer"
+    ) -> int:
         headers = Headers({"authorization": f"{scheme} {key}"} if key else {})
         refusal = None
         try:
@@ -87,7 +89,9 @@ def test_a_request_without_a_key_is_not_a_guess() -> None:
 
 
 def test_one_host_with_many_addresses_is_one_host() -> None:
-    assert network_of("2001:db8::1") == network_of("2001:db8::ffff") != network_of("2001:db8:0:1::1")
+    assert (
+        network_of("2001:db8::1") == network_of("2001:db8::ffff") != network_of("2001:db8:0:1::1")
+    )
     assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") != network_of("10.0.0.2")
     keyed = Keyed()
     for n in range(TRIES):
@@ -96,10 +100,15 @@ def test_one_host_with_many_addresses_is_one_host() -> None:
 
 
 def test_a_real_service_answers_429_with_the_seconds_to_wait(tmp_path: Path) -> None:
-    service = Service(tmp_path, "--store", "memory", "--host", "127.0.0.1", environ={"ROLLOUT_API_KEY": KEY}).start()
+    service = Service(
+        tmp_path, "--store", "memory", "--host", "127.0.0.1", environ={"ROLLOUT_API_KEY": KEY}
+    ).start()
     transport = httpx.HTTPTransport(local_address="127.0.0.9")
-    with httpx.Client(base_url=f"http://127.0.0.1:{service.port}", transport=transport, timeout=30) as http:
-        # The event is the first 429: on a slow machine the earliest guesses may have aged out by then.
+    with httpx.Client(
+        base_url=f"http://127.0.0.1:{service.port}", transport=transport, timeout=30
+    ) as http:
+        # The event is the first 429: on a slow machine the earliest guesses may have aged out by
+        # then.
         for number in range(100 * TRIES):
             answer = http.get("/status", headers={"authorization": f"Bearer guess-{number}"})
             if answer.status_code == 429:

@@ -1,4 +1,6 @@
-"""The budgets of bodies: nothing is lost, nothing is overdrawn, first come first served; and how large gzip is unpacked."""
+"""The budgets of bodies: nothing is lost, nothing is overdrawn, first come first served; and how
+large gzip is unpacked.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ from tests.atroposlib.service.test_faults import until
 Step = tuple[str, int]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "give", "cancel"]), st.integers(1, 12)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "give", "cancel"]), st.integers(1, 12)), max_size=40
+    )
+)
 def test_a_budget_serves_in_order_and_is_never_overdrawn(steps: list[Step]) -> None:
     """Compared with a list of requests that is gone through from the front."""
     most = 10
@@ -77,8 +83,14 @@ def test_who_waits_for_too_long_is_refused_and_leaves_its_place() -> None:
     asyncio.run(test())
 
 
-@given(st.lists(st.binary(max_size=300), min_size=1, max_size=4), st.integers(0, 5), st.integers(1, 600))
-def test_counting_gzip_finds_what_unpacking_finds(parts: list[bytes], zeros: int, most: int) -> None:
+@given(
+    st.lists(st.binary(max_size=300), min_size=1, max_size=4),
+    st.integers(0, 5),
+    st.integers(1, 600),
+)
+def test_counting_gzip_finds_what_unpacking_finds(
+    parts: list[bytes], zeros: int, most: int
+) -> None:
     packed = b"".join(gzip.compress(part) for part in parts) + b"\0" * zeros
     whole = b"".join(parts)
     assert unpacked_size(packed, most) == min(len(whole), most)
@@ -109,24 +121,37 @@ BOMB = gzip.compress(b"\0" * 6 * MIB)
     [
         ({"content-length": str(3 * MIB)}, [b"x" * 3 * MIB], 3 * MIB, 0),
         ({}, [b"x" * MIB] * 3, 3 * MIB, 0),
-        ({"content-encoding": "gzip", "content-length": str(len(BOMB))}, [BOMB], 6 * MIB, SMALL_BODY),
+        (
+            {"content-encoding": "gzip", "content-length": str(len(BOMB))},
+            [BOMB],
+            6 * MIB,
+            SMALL_BODY,
+        ),
         ({"content-length": "100000"}, [b"x" * 100_000], 0, 100_000),
         ({"content-length": "100"}, [b"x" * 100], 0, 0),
     ],
 )
-def test_a_body_takes_what_it_is_long(headers: dict[str, str], chunks: list[bytes], large: int, small: int) -> None:
+def test_a_body_takes_what_it_is_long(
+    headers: dict[str, str], chunks: list[bytes], large: int, small: int
+) -> None:
     async def test() -> None:
         budgets = Budgets(MOST)
         async with budgets.shared() as share:
             body = await Bodies(budgets, 60).read(Headers(headers), asking(*chunks), MOST, share)
             assert len(body) == large or large == 0
-            assert (budgets.large.taken, budgets.small.taken, budgets.packed.taken) == (large, small, 0)
+            assert (budgets.large.taken, budgets.small.taken, budgets.packed.taken) == (
+                large,
+                small,
+                0,
+            )
         assert budgets.large.taken == budgets.small.taken == 0
 
     asyncio.run(test())
 
 
-def test_gzip_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gzip_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     longest = 0
     inflate = reading._inflate
 
@@ -172,7 +197,9 @@ def test_large_answers_of_one_path_take_turns() -> None:
 
 
 def test_small_requests_are_answered_while_large_bodies_have_all_the_space(tmp_path: Path) -> None:
-    service = Service(tmp_path, "--store", "memory", "--max-body-bytes", "2M", "--request-timeout", "30").start()
+    service = Service(
+        tmp_path, "--store", "memory", "--max-body-bytes", "2M", "--request-timeout", "30"
+    ).start()
     service.begin(batch_size=4)
     head = f"POST /scored_data HTTP/1.1\r\nhost: localhost\r\ncontent-length: {2 << 20}\r\n\r\n".encode()
     started = threading.Barrier(3)

@@ -1,4 +1,6 @@
-"""RequestLimitsMiddleware: one middleware, whose refusals have the form of the service or of OpenAI."""
+"""RequestLimitsMiddleware: one middleware, whose refusals have the form of the service or of
+OpenAI.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,28 @@ async def refuse_late(request: Request) -> Response:
     return StreamingResponse(pieces())  # type: ignore[arg-type]
 
 
-def client(limits: RequestLimits, form: Callable[[HTTPRefusal], Response] = openai_answer) -> httpx.AsyncClient:
+def client(
+    limits: RequestLimits, form: Callable[[HTTPRefusal], Response] = openai_answer
+) -> httpx.AsyncClient:
     routes = [
         Route("/count", count, methods=["POST"]),
         Route("/scored_data", count, methods=["POST"]),
         Route("/refuse", refuse),
         Route("/refuse_late", refuse_late),
     ]
-    app = Starlette(routes=routes, middleware=[Middleware(RequestLimitsMiddleware, limits=limits, refuse=form)])
+    app = Starlette(
+        routes=routes, middleware=[Middleware(RequestLimitsMiddleware, limits=limits, refuse=form)]
+    )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 
 
-@pytest.mark.parametrize(("status", "kind"), [(400, "invalid_request_error"), (429, "rate_limit_error"), (502, "server_error")])
-async def test_a_refusal_of_a_route_is_answered_in_the_form_of_its_server(status: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (429, "rate_limit_error"), (502, "server_error")],
+)
+async def test_a_refusal_of_a_route_is_answered_in_the_form_of_its_server(
+    status: int, kind: str
+) -> None:
     async with client(PROXY) as http:
         openai = await http.get(f"/refuse?status={status}")
     async with client(SERVICE, detail_answer) as http:
@@ -71,14 +82,19 @@ async def test_a_refusal_after_the_answer_has_begun_is_not_a_second_answer() -> 
 
 
 @pytest.mark.parametrize(
-    ("limits", "path", "is_taken"), [(SERVICE, "/count", False), (SERVICE, "/scored_data", True), (PROXY, "/count", True)]
+    ("limits", "path", "is_taken"),
+    [(SERVICE, "/count", False), (SERVICE, "/scored_data", True), (PROXY, "/count", True)],
 )
 @pytest.mark.parametrize("packs", [False, True])
-async def test_large_bodies_go_to_paths_for_them(limits: RequestLimits, path: str, is_taken: bool, packs: bool) -> None:
+async def test_large_bodies_go_to_paths_for_them(
+    limits: RequestLimits, path: str, is_taken: bool, packs: bool
+) -> None:
     body = b" " * (SMALL_BODY + 1)
     headers = {"content-encoding": "gzip"} if packs else {}
     async with client(limits) as http:
-        answer = await http.post(path, content=gzip.compress(body) if packs else body, headers=headers)
+        answer = await http.post(
+            path, content=gzip.compress(body) if packs else body, headers=headers
+        )
     if is_taken:
         assert (answer.status_code, answer.text) == (200, str(len(body)))
     else:

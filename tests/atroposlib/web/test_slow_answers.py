@@ -19,7 +19,9 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 
 @pytest.fixture
 def slow_url() -> Iterator[str]:
-    """A server that sends a byte of an endless answer well within each read's timeout, until its client has gone."""
+    """A server that sends a byte of an endless answer well within each read's timeout, until its
+    client has gone.
+    """
     ended = threading.Event()
 
     def serve(listener: socket.socket) -> None:
@@ -40,21 +42,31 @@ def slow_url() -> Iterator[str]:
 
 def test_a_slow_answer_ends_a_request(slow_url: str) -> None:
     hooks = {"response": [end_slow_answer]}
-    with httpx.Client(timeout=READ_SECONDS, event_hooks=hooks) as client, pytest.raises(httpx.ReadTimeout, match="too slow"):
+    with (
+        httpx.Client(timeout=READ_SECONDS, event_hooks=hooks) as client,
+        pytest.raises(httpx.ReadTimeout, match="too slow"),
+    ):
         client.get(slow_url)
 
 
 def test_a_slow_answer_ends_an_asynchronous_request(slow_url: str) -> None:
     async def ask() -> None:
-        async with httpx.AsyncClient(timeout=READ_SECONDS, event_hooks={"response": [end_slow_answer_async]}) as client:
+        async with httpx.AsyncClient(
+            timeout=READ_SECONDS, event_hooks={"response": [end_slow_answer_async]}
+        ) as client:
             await client.get(slow_url)
 
     with pytest.raises(httpx.ReadTimeout, match="too slow"):
         asyncio.run(ask())
 
 
-def test_large_answers_and_clients_that_were_stopped_are_no_slow_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece comes after a gap of a hundred timeouts, as if this process had been stopped. There are few of them."""
+def test_large_answers_and_clients_that_were_stopped_are_no_slow_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each piece comes after a gap of a hundred timeouts, as if this process had been stopped.
+
+    There are few of them.
+    """
     now = iter(range(0, 10**9, 1000))
     monkeypatch.setattr("atroposlib.web.slow_answers.time.monotonic", lambda: float(next(now)))
 

@@ -24,8 +24,14 @@ def test_the_same_rewards_summed_in_another_order_or_precision_are_equal(
     assert scores_equal([math.fsum(scaled), sum(scaled), single])
 
 
-@given(score=st.floats(-1e6, 1e6), share=st.floats(2 * SCORE_TOLERANCE, 1), others=st.lists(st.just(0.0), max_size=3))
-def test_scores_that_differ_by_more_are_different(score: float, share: float, others: list[float]) -> None:
+@given(
+    score=st.floats(-1e6, 1e6),
+    share=st.floats(2 * SCORE_TOLERANCE, 1),
+    others=st.lists(st.just(0.0), max_size=3),
+)
+def test_scores_that_differ_by_more_are_different(
+    score: float, share: float, others: list[float]
+) -> None:
     other = score + share * max(1.0, abs(score))
     assert not scores_equal([score, other])
     assert not scores_equal([other, score, *([score] * len(others))])
@@ -42,7 +48,10 @@ def test_scores_that_are_not_finite_equal_only_themselves() -> None:
     assert not scores_equal([math.nan, 1.0])
 
 
-@pytest.mark.parametrize("score", [np.longdouble(1), np.float16(1), np.array([[1]]), Fraction(1), Decimal(1), np.bool_(True)])
+@pytest.mark.parametrize(
+    "score",
+    [np.longdouble(1), np.float16(1), np.array([[1]]), Fraction(1), Decimal(1), np.bool_(True)],
+)
 def test_a_score_of_any_number_type_is_read(score: Any) -> None:
     assert plain_score(score) == 1.0
     assert type(plain_score(score)) is float

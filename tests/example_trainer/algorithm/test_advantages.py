@@ -24,8 +24,15 @@ scores = st.lists(st.floats(-100, 100).map(lambda value: round(value, 3)), min_s
 
 class TestAdvantages:
     def test_closed_form(self) -> None:
-        assert group_advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([math.sqrt(3), *[-1 / math.sqrt(3)] * 3])
-        assert group_advantages([1.0, 0.0, 0.0, 0.0], divide_by_std=False) == [0.75, -0.25, -0.25, -0.25]
+        assert group_advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx(
+            [math.sqrt(3), *[-1 / math.sqrt(3)] * 3]
+        )
+        assert group_advantages([1.0, 0.0, 0.0, 0.0], divide_by_std=False) == [
+            0.75,
+            -0.25,
+            -0.25,
+            -0.25,
+        ]
 
     @given(scores)
     def test_mean_is_zero_and_population_variance_is_one(self, rewards: list[float]) -> None:
@@ -39,7 +46,9 @@ class TestAdvantages:
             )
 
     @given(scores, st.floats(0.5, 20), st.floats(-50, 50))
-    def test_scale_and_offset_of_the_reward_do_not_matter(self, rewards: list[float], scale: float, offset: float) -> None:
+    def test_scale_and_offset_of_the_reward_do_not_matter(
+        self, rewards: list[float], scale: float, offset: float
+    ) -> None:
         assume(max(rewards) - min(rewards) > 0.01)
         moved = [scale * reward + offset for reward in rewards]
         assert group_advantages(moved) == pytest.approx(group_advantages(rewards), abs=1e-6)
@@ -54,7 +63,9 @@ class TestOtherBaselines:
     groups = st.lists(scores, min_size=1, max_size=4)
 
     def test_closed_forms(self) -> None:
-        assert leave_one_out_advantages([1.0, 0.0, 0.0, 0.5]) == pytest.approx([1 - 0.5 / 3, -0.5, -0.5, 0.5 - 1 / 3])
+        assert leave_one_out_advantages([1.0, 0.0, 0.0, 0.5]) == pytest.approx(
+            [1 - 0.5 / 3, -0.5, -0.5, 0.5 - 1 / 3]
+        )
         assert batch_advantages([[1.0, 0.0], [3.0]], divide_by_std=False) == [
             pytest.approx([-1 / 3, -4 / 3]),
             pytest.approx([5 / 3]),
@@ -65,12 +76,18 @@ class TestOtherBaselines:
             pytest.approx([1.5, -1.5]),
             [0.0],
         ]
-        assert group_batch_advantages([[0.0, 2.0], [10.0, 4.0]], divide_by_std=False) == [[-1.0, 1.0], [3.0, -3.0]]
+        assert group_batch_advantages([[0.0, 2.0], [10.0, 4.0]], divide_by_std=False) == [
+            [-1.0, 1.0],
+            [3.0, -3.0],
+        ]
 
     @given(scores)
     def test_leave_one_out_is_the_difference_to_the_others_mean(self, rewards: list[float]) -> None:
         others = [[*rewards[:i], *rewards[i + 1 :]] for i in range(len(rewards))]
-        expected = [r - math.fsum(rest) / len(rest) if rest else 0.0 for r, rest in zip(rewards, others, strict=True)]
+        expected = [
+            r - math.fsum(rest) / len(rest) if rest else 0.0
+            for r, rest in zip(rewards, others, strict=True)
+        ]
         assert leave_one_out_advantages(rewards) == pytest.approx(expected, abs=1e-6)
 
     @given(groups)
@@ -78,24 +95,36 @@ class TestOtherBaselines:
         flat = [score for group in batch for score in group]
         assert [a for group in batch_advantages(batch) for a in group] == group_advantages(flat)
         centred = [a for group in group_batch_advantages(batch) for a in group]
-        assert [len(group) for group in group_batch_advantages(batch)] == [len(group) for group in batch]
-        if any(max(group) - min(group) > 5e-4 for group in batch):  # scores differ by a thousandth or not at all
+        assert [len(group) for group in group_batch_advantages(batch)] == [
+            len(group) for group in batch
+        ]
+        if any(
+            max(group) - min(group) > 5e-4 for group in batch
+        ):  # scores differ by a thousandth or not at all
             assert math.fsum(a * a for a in centred) / len(centred) == pytest.approx(1)
         else:
             assert not any(centred)
 
-    @pytest.mark.parametrize("name", ["group", "leave_one_out", "batch", "group_batch", "exponential", "zero"])
+    @pytest.mark.parametrize(
+        "name", ["group", "leave_one_out", "batch", "group_batch", "exponential", "zero"]
+    )
     def test_equal_scores_teach_nothing(self, name: str) -> None:
         assert find_advantages(name)([[0.1] * 7, [0.1]]) == [[0.0] * 7, [0.0]]
 
     def test_by_name(self) -> None:
         batch = [[1.0, 0.0], [3.0, 3.0], [2.0]]
         assert find_advantages("group")(batch) == [[1.0, -1.0], [0.0, 0.0], [0.0]]
-        assert find_advantages("group", divide_by_std=False)(batch) == [[0.5, -0.5], [0.0, 0.0], [0.0]]
+        assert find_advantages("group", divide_by_std=False)(batch) == [
+            [0.5, -0.5],
+            [0.0, 0.0],
+            [0.0],
+        ]
         assert find_advantages("leave_one_out")(batch) == [[1.0, -1.0], [0.0, 0.0], [0.0]]
         assert find_advantages("batch")(batch) == batch_advantages(batch)
         assert find_advantages("group_batch")(batch) == group_batch_advantages(batch)
-        assert find_advantages("exponential", beta=2.0)(batch) == [exponential_advantages(group, 2.0) for group in batch]
+        assert find_advantages("exponential", beta=2.0)(batch) == [
+            exponential_advantages(group, 2.0) for group in batch
+        ]
         assert find_advantages("scores")(batch) == batch
         assert find_advantages("zero")(batch) == [[0.0, 0.0], [0.0, 0.0], [0.0]]
 
@@ -105,7 +134,9 @@ class TestExponential:
 
     def test_closed_forms(self) -> None:
         # Weights 4, 2, 1, 1 have the mean 2.
-        assert exponential_advantages([2 * math.log(2), math.log(2), 0.0, 0.0], 1.0) == pytest.approx([1, 0, -0.5, -0.5])
+        assert exponential_advantages(
+            [2 * math.log(2), math.log(2), 0.0, 0.0], 1.0
+        ) == pytest.approx([1, 0, -0.5, -0.5])
         assert exponential_advantages([0.2 * math.log(3), 0.0], 0.2) == pytest.approx([0.5, -0.5])
         # One correct answer of eight at β = 0.1: the others weigh exp(-10).
         rest = math.exp(-10)
@@ -132,10 +163,17 @@ class TestExponential:
         moved = exponential_advantages([reward + offset for reward in rewards], beta)
         assert moved == pytest.approx(advantages, rel=1e-6, abs=1e-6)
 
-    @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8), st.floats(min_value=1e-300))
-    def test_every_finite_score_gives_finite_advantages(self, rewards: list[float], beta: float) -> None:
+    @given(
+        st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8),
+        st.floats(min_value=1e-300),
+    )
+    def test_every_finite_score_gives_finite_advantages(
+        self, rewards: list[float], beta: float
+    ) -> None:
         assume(math.isfinite(beta))
-        with np.errstate(all="raise"):  # what overflows inside does so on purpose, and nothing else does
+        with np.errstate(
+            all="raise"
+        ):  # what overflows inside does so on purpose, and nothing else does
             advantages = exponential_advantages(rewards, beta)
         assert all(math.isfinite(advantage) for advantage in advantages)
         if len(set(rewards)) == 1:
@@ -157,12 +195,16 @@ class TestTokenWeights:
     def test_token_and_sequence_weights_sum_to_one(self, lengths: list[int]) -> None:
         for normalisation in ("token", "sequence"):
             weights = token_weights(lengths, normalisation, max_tokens=100)  # type: ignore[arg-type]
-            assert math.fsum(w * n for w, n in zip(weights, lengths, strict=True)) == pytest.approx(1)
+            assert math.fsum(w * n for w, n in zip(weights, lengths, strict=True)) == pytest.approx(
+                1
+            )
 
     def test_closed_forms(self) -> None:
         assert token_weights([1, 3, 0], "token", 10) == [0.25, 0.25, 0.0]
         assert token_weights([1, 4, 0], "sequence", 10) == [0.5, 0.125, 0.0]
-        assert token_weights([1, 3, 0, 0], "constant", 10) == [0.025, 0.025, 0.0, 0.0], "masked ones are in the divisor"
+        assert token_weights([1, 3, 0, 0], "constant", 10) == [0.025, 0.025, 0.0, 0.0], (
+            "masked ones are in the divisor"
+        )
         assert token_weights([1, 3], "constant", 10, sequences=4) == [0.025, 0.025]
 
     def test_a_batch_without_trained_tokens_has_no_weights(self) -> None:

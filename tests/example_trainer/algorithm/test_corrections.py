@@ -1,4 +1,6 @@
-"""Corrections: closed forms, and what holds for all rollouts: bounded, monotone, 1 on equal bits, each sequence by itself."""
+"""Corrections: closed forms, and what holds for all rollouts: bounded, monotone, 1 on equal bits,
+each sequence by itself.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from example_trainer.algorithm.corrections import Correction, CorrectionSettings, CorrectionWeights, correction_weights
+from example_trainer.algorithm.corrections import (
+    Correction,
+    CorrectionSettings,
+    CorrectionWeights,
+    correction_weights,
+)
 
 NAN = math.nan
-KINDS: tuple[Correction, ...] = ("none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask")
+KINDS: tuple[Correction, ...] = (
+    "none",
+    "token_truncate",
+    "sequence_truncate",
+    "token_mask",
+    "sequence_mask",
+)
 LOG2 = math.log(2)
 
 Sequence = list[tuple[float, float]]
@@ -48,14 +61,21 @@ def found(sequences: list[Sequence], options: CorrectionSettings) -> CorrectionW
         ("none", [1, 1, 1, 1, 1, 1], [], []),
         ("token_truncate", [0.5, 2, 3, 1, 0.25, 1], [], [2]),
         ("token_mask", [1, 1, 0, 1, 0, 1], [2, 4], []),
-        # Means of the logarithm, over known tokens: log 2 of the first, -2 log 2 of the second; nothing of the third.
+        # Means of the logarithm, over known tokens: log 2 of the first, -2 log 2 of the second;
+        # nothing of the third.
         ("sequence_truncate", [2, 2, 2, 0.25, 0.25, 1], [], []),
         ("sequence_mask", [1, 1, 1, 0, 0, 1], [3, 4], []),
     ],
 )
-def test_closed_forms(kind: Correction, expected: list[float], masked: list[int], bounded: list[int]) -> None:
+def test_closed_forms(
+    kind: Correction, expected: list[float], masked: list[int], bounded: list[int]
+) -> None:
     """Ratios ½, 2, 8 · an unknown one, ¼ · an unknown one."""
-    sequences = [[(-LOG2, -3.0), (LOG2, -3.0), (3 * LOG2, -3.0)], [(1.0, NAN), (-2 * LOG2, -3.0)], [(4.0, NAN)]]
+    sequences = [
+        [(-LOG2, -3.0), (LOG2, -3.0), (3 * LOG2, -3.0)],
+        [(1.0, NAN), (-2 * LOG2, -3.0)],
+        [(4.0, NAN)],
+    ]
     weights = found(sequences, CorrectionSettings(kind, low=0.4, high=3.0))
     torch.testing.assert_close(weights.weights, torch.tensor(expected, dtype=torch.float32))
     assert weights.masked.nonzero().flatten().tolist() == masked
@@ -66,22 +86,32 @@ def test_a_sequence_is_left_out_by_its_mean_kl() -> None:
     """k3 of log ratios ± x is e^±x - 1 ∓ x; the mean over ± x is cosh x - 1."""
     sequences: list[Sequence] = [[(x, -2.0), (-x, -2.0), (1.0, NAN)] for x in (0.1, 0.4)]
     for kind in KINDS:
-        for limit, expected in ((math.cosh(0.4) - 0.999, []), (math.cosh(0.4) - 1.001, [3, 4, 5]), (1e-4, [0, 1, 2, 3, 4, 5])):
-            weights = found(sequences, CorrectionSettings(kind, low=0.1, high=9.0, sequence_kl_limit=limit))
+        for limit, expected in (
+            (math.cosh(0.4) - 0.999, []),
+            (math.cosh(0.4) - 1.001, [3, 4, 5]),
+            (1e-4, [0, 1, 2, 3, 4, 5]),
+        ):
+            weights = found(
+                sequences, CorrectionSettings(kind, low=0.1, high=9.0, sequence_kl_limit=limit)
+            )
             assert weights.masked.nonzero().flatten().tolist() == expected
             assert ((weights.weights == 0) == weights.masked).all()
 
 
 @settings(deadline=None, max_examples=60)
 @given(bins, choices)
-def test_bounds_equal_bits_and_packing(sequences: list[Sequence], options: CorrectionSettings) -> None:
+def test_bounds_equal_bits_and_packing(
+    sequences: list[Sequence], options: CorrectionSettings
+) -> None:
     weights = found(sequences, options)
     assert weights.weights.isfinite().all()
     assert (weights.weights >= 0).all()
     assert (weights.weights <= options.high * (1 + 1e-6)).all()
     assert not (weights.masked & (weights.weights != 0)).any()
     alone = [found([sequence], options) for sequence in sequences]
-    assert torch.equal(torch.cat([one.weights for one in alone]), weights.weights), "a sequence's weights are its own business"
+    assert torch.equal(torch.cat([one.weights for one in alone]), weights.weights), (
+        "a sequence's weights are its own business"
+    )
     _, rollout, numbers = tensors(sequences)
     equal = torch.where(rollout.isnan(), -1.0, rollout)
     exact = correction_weights(equal, rollout, numbers, len(sequences), options)
@@ -92,10 +122,14 @@ def test_bounds_equal_bits_and_packing(sequences: list[Sequence], options: Corre
 
 @settings(deadline=None, max_examples=40)
 @given(bins, st.sampled_from(KINDS), st.floats(0, 3))
-def test_a_truncated_weight_never_falls_with_the_ratio(sequences: list[Sequence], kind: Correction, more: float) -> None:
+def test_a_truncated_weight_never_falls_with_the_ratio(
+    sequences: list[Sequence], kind: Correction, more: float
+) -> None:
     options = CorrectionSettings(kind, low=1e-9, high=2.0)
     lower = found(sequences, options).weights
-    higher = found([[(ratio + more, sampled) for ratio, sampled in one] for one in sequences], options).weights
+    higher = found(
+        [[(ratio + more, sampled) for ratio, sampled in one] for one in sequences], options
+    ).weights
     if kind.endswith("truncate"):
         assert (higher >= lower * (1 - 1e-5)).all()
     unknown = tensors(sequences)[1].isnan()
@@ -104,5 +138,8 @@ def test_a_truncated_weight_never_falls_with_the_ratio(sequences: list[Sequence]
 
 
 def test_absurd_ratios_stay_finite() -> None:
-    weights = found([[(400.0, -1.0), (-400.0, -1.0)]], CorrectionSettings("token_truncate", sequence_kl_limit=1e12))
+    weights = found(
+        [[(400.0, -1.0), (-400.0, -1.0)]],
+        CorrectionSettings("token_truncate", sequence_kl_limit=1e12),
+    )
     assert weights.weights.tolist() == [2.0, pytest.approx(math.exp(-20))]

@@ -89,7 +89,13 @@ def test_closed_forms() -> None:
     }  # fmt: skip
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     # The nearest ranks of 0.5, 1 and 2, to half a percent of their logarithm.
-    nearest = {"ratio_p01": 0.5, "ratio_p50": 1.0, "ratio_p95": 2.0, "ratio_p99": 2.0, "ratio_max": 2.0}
+    nearest = {
+        "ratio_p01": 0.5,
+        "ratio_p50": 1.0,
+        "ratio_p95": 2.0,
+        "ratio_p99": 2.0,
+        "ratio_max": 2.0,
+    }
     assert {name: found[name] for name in nearest} == pytest.approx(nearest, rel=0.005)
     rest = {name: value for name, value in found.items() if name not in {*expected, *nearest}}
     assert set(rest.values()) == {None}
@@ -105,13 +111,24 @@ def test_ages_have_classes_with_an_open_end_and_one_for_what_is_unknown() -> Non
     expected["kl_age_8_to_15"] = (k3(logs[4]) + k3(logs[5])) / 2
     expected["kl_age_16_up"] = (k3(logs[6]) + k3(logs[7])) / 2
     expected["kl_age_unknown"] = k3(logs[8])
-    by_age = {name: value for name, value in found.items() if name.startswith("kl_age_") and value is not None}
+    by_age = {
+        name: value
+        for name, value in found.items()
+        if name.startswith("kl_age_") and value is not None
+    }
     assert by_age == pytest.approx(expected, rel=1e-5)
 
 
-@given(st.lists(st.lists(st.floats(-9, 0, width=32), max_size=9), min_size=1, max_size=5), st.integers(0, 2**31))
-def test_what_the_sampler_computed_to_the_bit_has_its_perplexity_and_no_mismatch(bins: list[list[float]], seed: int) -> None:
-    """In any number of bins, and however they are spread over three ranks that add up in different orders."""
+@given(
+    st.lists(st.lists(st.floats(-9, 0, width=32), max_size=9), min_size=1, max_size=5),
+    st.integers(0, 2**31),
+)
+def test_what_the_sampler_computed_to_the_bit_has_its_perplexity_and_no_mismatch(
+    bins: list[list[float]], seed: int
+) -> None:
+    """In any number of bins, and however they are spread over three ranks that add up in different
+    orders.
+    """
     generator = np.random.default_rng(seed)
     shares = [StepFigures(CPU, 7) for _ in range(3)]
     for one in bins:
@@ -124,15 +141,25 @@ def test_what_the_sampler_computed_to_the_bit_has_its_perplexity_and_no_mismatch
     found = shares[2].row(lambda vector: vectors[0] + (vectors[1] + vector))
     assert found["perplexity_trainer"] == found["perplexity_rollout"]
     if found["missing_rollout_logprobs"] not in (None, 1.0):
-        assert {found[name] for name in ("ratio_p01", "ratio_p50", "ratio_max", "ratio_mean", "ess")} == {1.0}
+        assert {
+            found[name] for name in ("ratio_p01", "ratio_p50", "ratio_max", "ratio_mean", "ess")
+        } == {1.0}
         assert (found["kl"], found["mismatch_kl"]) == (0.0, 0.0)
 
 
 def cut(whole: BinOutcome, begin: int, end: int) -> BinOutcome:
     """The part of a bin whose sequences are one token each; sums go with the first part."""
-    fields = {name: value[begin:end] for name, value in vars(whole).items() if isinstance(value, Tensor) and value.ndim}
+    fields = {
+        name: value[begin:end]
+        for name, value in vars(whole).items()
+        if isinstance(value, Tensor) and value.ndim
+    }
     count = len(fields["logprobs"])
-    first = {} if begin == 0 else {name: torch.zeros(()) for name in ("loss", "reference_kl", "teacher_kl")}
+    first = (
+        {}
+        if begin == 0
+        else {name: torch.zeros(()) for name in ("loss", "reference_kl", "teacher_kl")}
+    )
     return replace(whole, **fields | first | {"sequence": torch.arange(count), "sequences": count})
 
 
@@ -140,11 +167,16 @@ def cut(whole: BinOutcome, begin: int, end: int) -> BinOutcome:
 def test_bins_and_ranks_change_nothing(count: int, seed: int, cuts: list[int]) -> None:
     generator = torch.Generator().manual_seed(seed)
     logprobs = -torch.rand(count, generator=generator) * 5
-    drift = torch.randn(count, generator=generator) * torch.tensor([1e-6, 1e-3, 0.1, 3.0])[torch.arange(count) % 4]
+    drift = (
+        torch.randn(count, generator=generator)
+        * torch.tensor([1e-6, 1e-3, 0.1, 3.0])[torch.arange(count) % 4]
+    )
     flags = torch.rand(4, count, generator=generator) < 0.3
     whole = outcome(
         logprobs.tolist(),
-        torch.where(torch.rand(count, generator=generator) < 0.1, UNKNOWN, logprobs - drift).tolist(),
+        torch.where(
+            torch.rand(count, generator=generator) < 0.1, UNKNOWN, logprobs - drift
+        ).tolist(),
         versions=torch.randint(-1, 8, (count,), generator=generator),
         weights=torch.rand(count, generator=generator) * 2,
         masked=flags[0],
@@ -169,14 +201,24 @@ def test_bins_and_ranks_change_nothing(count: int, seed: int, cuts: list[int]) -
     found = mine.row(lambda vector: vector + theirs[0])
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name] == (None if value is None else pytest.approx(value, rel=1e-9, abs=1e-15)), name
+        assert found[name] == (
+            None if value is None else pytest.approx(value, rel=1e-9, abs=1e-15)
+        ), name
 
 
 @given(st.lists(st.floats(-25, 25, width=32), min_size=1, max_size=200))
-def test_percentiles_are_off_by_less_than_half_a_percent_of_their_logarithm(log_ratios: list[float]) -> None:
+def test_percentiles_are_off_by_less_than_half_a_percent_of_their_logarithm(
+    log_ratios: list[float],
+) -> None:
     found = row(outcome(log_ratios, [0.0] * len(log_ratios)))
     ordered = sorted(min(max(x, -20.0), 20.0) for x in log_ratios)
-    for name, percent in (("ratio_p01", 1), ("ratio_p50", 50), ("ratio_p95", 95), ("ratio_p99", 99), ("ratio_max", 100)):
+    for name, percent in (
+        ("ratio_p01", 1),
+        ("ratio_p50", 50),
+        ("ratio_p95", 95),
+        ("ratio_p99", 99),
+        ("ratio_max", 100),
+    ):
         true = ordered[-(-percent * len(ordered) // 100) - 1]
         value = found[name]
         assert value is not None
@@ -184,8 +226,8 @@ def test_percentiles_are_off_by_less_than_half_a_percent_of_their_logarithm(log_
 
 
 def test_drift_is_measured_from_the_weights_that_the_batch_began_with() -> None:
-    """Of the later updates of a batch, `kl` tells how far the policy has gone, and everything else what sampler and trainer
-    disagreed on before it did."""
+    """Of the later updates of a batch, `kl` tells how far the policy has gone, and everything else
+    what sampler and trainer disagreed on before it did."""
     first = outcome([-1.0, -2.0], [-1.1, -2.0])
     later = replace(first, logprobs=torch.tensor([-0.5, -2.5]))
     blind = replace(first, logprobs=torch.tensor([-0.5, -2.5]), proximal_logprobs=None)
@@ -198,9 +240,22 @@ def test_drift_is_measured_from_the_weights_that_the_batch_began_with() -> None:
 
 def test_nothing_known_is_none_and_nothing_finite_is_no_crash() -> None:
     found = row(outcome([-1.0, -2.0], [UNKNOWN, UNKNOWN]))
-    unknown = ("kl", "ratio_mean", "ratio_max", "ratio_p99", "ess", "mismatch_kl", "perplexity_rollout", "teacher_kl")
+    unknown = (
+        "kl",
+        "ratio_mean",
+        "ratio_max",
+        "ratio_p99",
+        "ess",
+        "mismatch_kl",
+        "perplexity_rollout",
+        "teacher_kl",
+    )
     assert [found[name] for name in unknown] == [None] * len(unknown)
-    assert (found["missing_rollout_logprobs"], found["entropy"], found["correction_weight"]) == (1.0, 1.0, 1.0)
+    assert (found["missing_rollout_logprobs"], found["entropy"], found["correction_weight"]) == (
+        1.0,
+        1.0,
+        1.0,
+    )
     assert row()["entropy"] is None
     broken = row(outcome([UNKNOWN, math.inf, -math.inf], [-1.0, -1.0, -1.0]))
     assert math.isnan(broken["kl"] or 0)

@@ -1,4 +1,6 @@
-"""Losses and advantages of the user's own: found, tried, used, and refused in one line that says what is wrong."""
+"""Losses and advantages of the user's own: found, tried, used, and refused in one line that says
+what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,13 @@ def module(tmp_path: Path) -> Iterator[str]:
 
 def batch(tokens: int = 3) -> LossInputs:
     logprobs = torch.linspace(-1.0, -0.5, tokens).requires_grad_()
-    return LossInputs(logprobs, logprobs.detach() - 0.5, torch.ones(tokens), torch.zeros(tokens, dtype=torch.int64), 1)
+    return LossInputs(
+        logprobs,
+        logprobs.detach() - 0.5,
+        torch.ones(tokens),
+        torch.zeros(tokens, dtype=torch.int64),
+        1,
+    )
 
 
 def test_a_loss_of_the_users(module: str) -> None:
@@ -99,7 +107,9 @@ def test_a_loss_of_the_users(module: str) -> None:
 
 
 def test_a_loss_is_tried_with_what_the_flags_say(module: str) -> None:
-    """One that needs --dual-clip can be used with it, and without it is refused before anything is loaded."""
+    """One that needs --dual-clip can be used with it, and without it is refused before anything is
+    loaded.
+    """
     name = f"{module}:bounded_twice"
     loss = find_loss(name, LossSettings(0.2, 0.2, dual_clip=3.0))
     result = token_losses(name, loss, batch(), LossSettings(0.2, 0.2, dual_clip=1.5))
@@ -131,8 +141,9 @@ def test_losses_that_are_none_are_refused_in_one_line(module: str, name: str, pr
     with pytest.raises(ConfigError) as caught:
         find_loss(f"{module}:{name}", SETTINGS)
     assert str(caught.value).startswith(f"--loss {module}:{name}: {problem}")
-    assert "; expected is a function of LossInputs and LossSettings that returns one loss per trained token" in str(
-        caught.value
+    assert (
+        "; expected is a function of LossInputs and LossSettings that returns one loss per trained token"
+        in str(caught.value)
     )
     assert "\n" not in str(caught.value)
 
@@ -148,8 +159,14 @@ def test_losses_that_are_none_are_refused_in_one_line(module: str, name: str, pr
             "functions_of_a_user_broken:f",
             "--loss functions_of_a_user_broken:f: importing it failed: ModuleNotFoundError: No mod",
         ),
-        ("functions_of_a_user_wrong:f", "--loss functions_of_a_user_wrong:f: importing it failed: SyntaxError: "),
-        ("a/file.py:f", "--loss a/file.py:f is no module:function, as in my_losses:mine; expected is"),
+        (
+            "functions_of_a_user_wrong:f",
+            "--loss functions_of_a_user_wrong:f: importing it failed: SyntaxError: ",
+        ),
+        (
+            "a/file.py:f",
+            "--loss a/file.py:f is no module:function, as in my_losses:mine; expected is",
+        ),
         ("grop", "unknown --loss grop; did you mean grpo?"),
         ("xyz", "unknown --loss xyz; there are grpo, gspo, cispo, reinforce, or module:function"),
     ],
@@ -165,7 +182,10 @@ def test_a_loss_that_goes_wrong_on_a_later_batch(module: str) -> None:
     """The trial has as many tokens as it returns."""
     name = f"{module}:later"
     loss = find_loss(name, SETTINGS)
-    with pytest.raises(ConfigError, match=rf"^--loss {name}: it returned losses of shape \[6\] for 9 tokens; expected is"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^--loss {name}: it returned losses of shape \[6\] for 9 tokens; expected is",
+    ):
         token_losses(name, loss, batch(9), SETTINGS)
 
 
@@ -186,7 +206,9 @@ def failing_with(error: Exception) -> Loss:
         ),
     ],
 )
-def test_a_loss_that_fails_on_a_later_batch_is_named_in_one_line(error: Exception, told: str) -> None:
+def test_a_loss_that_fails_on_a_later_batch_is_named_in_one_line(
+    error: Exception, told: str
+) -> None:
     """A made-up batch is on the CPU and small: what a GPU or a long sequence shows comes in a step."""
     with pytest.raises(ConfigError) as caught:
         token_losses("m:f", failing_with(error), batch(), SETTINGS)
@@ -206,7 +228,9 @@ def test_a_loss_that_fails_on_a_later_batch_is_named_in_one_line(error: Exceptio
     ],
 )
 def test_what_is_not_a_losss_own_doing_comes_through(name: str, error: Exception) -> None:
-    """Memory that runs out is the step's to see; a GPU's late errors and bugs of ours keep their place."""
+    """Memory that runs out is the step's to see; a GPU's late errors and bugs of ours keep their
+    place.
+    """
     with pytest.raises(type(error)) as caught:
         token_losses(name, failing_with(error), batch(), SETTINGS)
     assert caught.value is error
@@ -215,7 +239,10 @@ def test_what_is_not_a_losss_own_doing_comes_through(name: str, error: Exception
 def test_losses_that_are_not_finite_end_a_step_and_name_the_function() -> None:
     bins = [torch.tensor([1.0, math.nan, -math.inf]), torch.tensor([0.0])]
     count = int(sum(count_nonfinite(losses) for losses in bins))
-    with pytest.raises(NonFiniteError, match=r"^--loss m:f is NaN or infinite for 2 of 4 tokens; .*--skip-nonfinite$"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"^--loss m:f is NaN or infinite for 2 of 4 tokens; .*--skip-nonfinite$",
+    ):
         refuse_nonfinite("m:f", count, 4)
     refuse_nonfinite("m:f", int(count_nonfinite(bins[1])), 1)
 
@@ -232,13 +259,18 @@ def test_advantages_of_the_users(module: str) -> None:
     [
         ("mine", "it cannot be called with one argument (missing a required argument: 'settings')"),
         ("by_std", "it failed with ZeroDivisionError: "),
-        ("not_a_number", "gave [nan, nan, nan] for the scores [1.0, 0.0, 0.5] of group 0, which were made up to try it"),
+        (
+            "not_a_number",
+            "gave [nan, nan, nan] for the scores [1.0, 0.0, 0.5] of group 0, which were made up to try it",
+        ),
         ("one_for_each_group", "it failed with TypeError: "),
         ("too_few", "it returned 2 advantages for the 3 rollouts of group 0"),
         ("flat", "it returned 1 advantages for the 3 rollouts of group 0"),
     ],
 )
-def test_advantages_that_are_none_are_refused_in_one_line(module: str, name: str, problem: str) -> None:
+def test_advantages_that_are_none_are_refused_in_one_line(
+    module: str, name: str, problem: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         find_advantages(f"{module}:{name}")
     text = str(caught.value)
@@ -251,5 +283,7 @@ def test_advantages_that_are_none_are_refused_in_one_line(module: str, name: str
 
 def test_advantages_that_are_not_finite_in_a_batch_leave_the_batch_out(module: str) -> None:
     function = find_advantages(f"{module}:large_only")
-    with pytest.raises(BatchError, match=r"large_only gave \[0.0, inf\] for the scores \[0.0, 200.0\] of group 1$"):
+    with pytest.raises(
+        BatchError, match=r"large_only gave \[0.0, inf\] for the scores \[0.0, 200.0\] of group 1$"
+    ):
         function([[1.0], [0.0, 200.0]])

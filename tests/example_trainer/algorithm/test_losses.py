@@ -1,4 +1,6 @@
-"""Every loss against the formula written out for one token at a time, and what all of them have in common."""
+"""Every loss against the formula written out for one token at a time, and what all of them have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from example_trainer.algorithm.losses import BUILT_IN, LossInputs, LossSettings, TokenLosses, token_losses
+from example_trainer.algorithm.losses import (
+    BUILT_IN,
+    LossInputs,
+    LossSettings,
+    TokenLosses,
+    token_losses,
+)
 from example_trainer.algorithm.losses.grpo import grpo
 from example_trainer.algorithm.losses.gspo import gspo
 from example_trainer.algorithm.methods import BOUNDS
 
 Slope = tuple[float, float, bool, bool]
-"""Loss of a token, its derivative by the token's logprob, and whether the lower and the upper bound act."""
+"""Loss of a token, its derivative by the token's logprob, and whether the lower and the upper bound
+act."""
 
 
 def clipped_surrogate(ratio: float, advantage: float, s: LossSettings) -> Slope:
@@ -38,10 +47,14 @@ def bounded_weight(ratio: float, advantage: float, logprob: float, s: LossSettin
     return -weight * advantage * logprob, -weight * advantage, ratio < low, ratio > high
 
 
-def written_out(name: str, logprobs: list[float], old: list[float], advantages: list[float], s: LossSettings) -> list[Slope]:
+def written_out(
+    name: str, logprobs: list[float], old: list[float], advantages: list[float], s: LossSettings
+) -> list[Slope]:
     """One sequence, token by token."""
     ratios = [math.exp(new - past) for new, past in zip(logprobs, old, strict=True)]
-    mean = math.exp(math.fsum(new - past for new, past in zip(logprobs, old, strict=True)) / len(ratios))
+    mean = math.exp(
+        math.fsum(new - past for new, past in zip(logprobs, old, strict=True)) / len(ratios)
+    )
     done = []
     for ratio, advantage, logprob in zip(ratios, advantages, logprobs, strict=True):
         if name == "cispo":
@@ -53,14 +66,24 @@ def written_out(name: str, logprobs: list[float], old: list[float], advantages: 
     return done
 
 
-def made_up(seed: int, lengths: list[int], spread: float = 0.5, dtype: torch.dtype = torch.float64) -> LossInputs:
+def made_up(
+    seed: int, lengths: list[int], spread: float = 0.5, dtype: torch.dtype = torch.float64
+) -> LossInputs:
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     logprobs = -3 * torch.rand(n, generator=generator, dtype=torch.float64)
     old = logprobs + spread * torch.randn(n, generator=generator, dtype=torch.float64)
     advantages = torch.randn(n, generator=generator, dtype=torch.float64)
-    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    return LossInputs(logprobs.to(dtype).requires_grad_(), old.to(dtype), advantages.to(dtype), sequence, len(lengths))
+    sequence = torch.arange(len(lengths)).repeat_interleave(
+        torch.tensor(lengths, dtype=torch.int64)
+    )
+    return LossInputs(
+        logprobs.to(dtype).requires_grad_(),
+        old.to(dtype),
+        advantages.to(dtype),
+        sequence,
+        len(lengths),
+    )
 
 
 def slopes(inputs: LossInputs, result: TokenLosses) -> Tensor:
@@ -73,7 +96,9 @@ def run(name: str, inputs: LossInputs, limits: LossSettings) -> TokenLosses:
 
 
 lengths_of_sequences = st.lists(st.integers(1, 12), min_size=1, max_size=5)
-bounds = st.builds(LossSettings, st.floats(0.05, 1.0), st.floats(0.05, 1.5), st.none() | st.floats(1.1, 3.0))
+bounds = st.builds(
+    LossSettings, st.floats(0.05, 1.0), st.floats(0.05, 1.5), st.none() | st.floats(1.1, 3.0)
+)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -86,15 +111,22 @@ def test_losses_gradients_and_clipping_are_those_of_the_formula(
         limits = LossSettings(limits.clip_low, limits.clip_high)
     inputs = made_up(seed, lengths)
     result = run(name, inputs, limits)
-    rows = [tensor.detach().split(lengths) for tensor in (inputs.logprobs, inputs.old_logprobs, inputs.advantages)]
+    rows = [
+        tensor.detach().split(lengths)
+        for tensor in (inputs.logprobs, inputs.old_logprobs, inputs.advantages)
+    ]
     expected = [
         token
         for new, old, advantages in zip(*rows, strict=True)
         for token in written_out(name, new.tolist(), old.tolist(), advantages.tolist(), limits)
     ]
     losses, gradient, low, high = zip(*expected, strict=True)
-    torch.testing.assert_close(result.losses.detach(), torch.tensor(losses, dtype=torch.float64), rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(slopes(inputs, result), torch.tensor(gradient, dtype=torch.float64), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        result.losses.detach(), torch.tensor(losses, dtype=torch.float64), rtol=1e-11, atol=1e-12
+    )
+    torch.testing.assert_close(
+        slopes(inputs, result), torch.tensor(gradient, dtype=torch.float64), rtol=1e-11, atol=1e-12
+    )
     assert (result.clipped_low.tolist(), result.clipped_high.tolist()) == ([*low], [*high])
 
 
@@ -104,7 +136,9 @@ def test_where_nothing_is_held_back_the_gradient_is_that_of_the_loss(name: str) 
     inputs = made_up(3, [4, 1, 7])
 
     def losses(logprobs: Tensor) -> Tensor:
-        changed = LossInputs(logprobs, inputs.old_logprobs, inputs.advantages, inputs.sequence, inputs.sequences)
+        changed = LossInputs(
+            logprobs, inputs.old_logprobs, inputs.advantages, inputs.sequence, inputs.sequences
+        )
         return run(name, changed, LossSettings(0.2, 0.28, 3.0)).losses
 
     assert torch.autograd.gradcheck(losses, (inputs.logprobs,))
@@ -112,21 +146,32 @@ def test_where_nothing_is_held_back_the_gradient_is_that_of_the_loss(name: str) 
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), lengths=lengths_of_sequences, limits=bounds)
-def test_gspo_by_tokens_is_gspo_where_a_sequence_has_one_advantage(seed: int, lengths: list[int], limits: LossSettings) -> None:
-    """Value and gradient, averaged over a sequence's tokens, against the sequence's own objective under autograd."""
+def test_gspo_by_tokens_is_gspo_where_a_sequence_has_one_advantage(
+    seed: int, lengths: list[int], limits: LossSettings
+) -> None:
+    """Value and gradient, averaged over a sequence's tokens, against the sequence's own objective
+    under autograd.
+    """
     made = made_up(seed, lengths)
     per_sequence = made.advantages[: len(lengths)]
-    inputs = LossInputs(made.logprobs, made.old_logprobs, per_sequence[made.sequence], made.sequence, made.sequences)
+    inputs = LossInputs(
+        made.logprobs, made.old_logprobs, per_sequence[made.sequence], made.sequence, made.sequences
+    )
     whole = []
     for new, old, advantage in zip(
-        inputs.logprobs.split(lengths), inputs.old_logprobs.split(lengths), per_sequence, strict=True
+        inputs.logprobs.split(lengths),
+        inputs.old_logprobs.split(lengths),
+        per_sequence,
+        strict=True,
     ):
         ratio = (new - old).mean().exp()
         bounded = ratio.clamp(1 - limits.clip_low, 1 + limits.clip_high)
         whole.append(-torch.minimum(ratio * advantage, bounded * advantage))
     by_tokens = torch.stack([part.mean() for part in gspo(inputs, limits).losses.split(lengths)])
     torch.testing.assert_close(by_tokens, torch.stack(whole), rtol=1e-11, atol=1e-12)
-    found, expected = (torch.autograd.grad(x.sum(), inputs.logprobs)[0] for x in (by_tokens, torch.stack(whole)))
+    found, expected = (
+        torch.autograd.grad(x.sum(), inputs.logprobs)[0] for x in (by_tokens, torch.stack(whole))
+    )
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
@@ -145,7 +190,9 @@ def test_on_policy_every_gradient_is_the_plain_policy_gradient(
 @pytest.mark.parametrize("name", BUILT_IN)
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), lengths=lengths_of_sequences)
-def test_what_lies_in_a_bin_beside_a_sequence_changes_no_bit_of_it(name: str, seed: int, lengths: list[int]) -> None:
+def test_what_lies_in_a_bin_beside_a_sequence_changes_no_bit_of_it(
+    name: str, seed: int, lengths: list[int]
+) -> None:
     packed, limits = made_up(seed, lengths, dtype=torch.float32), LossSettings(0.2, 0.28)
     together = run(name, packed, limits)
     gradient, start = slopes(packed, together), 0
@@ -175,7 +222,11 @@ def test_absurd_ratios_stay_finite(name: str, advantage: float) -> None:
         sequence=torch.tensor([0, 1, 1, 1, 2]),
         sequences=3,
     )
-    for limits in (LossSettings(0.2, 0.2), LossSettings(1.0, math.inf), LossSettings(0.2, 0.2, 3.0)):
+    for limits in (
+        LossSettings(0.2, 0.2),
+        LossSettings(1.0, math.inf),
+        LossSettings(0.2, 0.2, 3.0),
+    ):
         result = run(name, inputs, limits)
         assert result.losses.isfinite().all()
         assert slopes(inputs, result).isfinite().all()
@@ -201,7 +252,9 @@ def test_a_bin_without_trained_tokens_has_a_gradient_of_nothing(name: str) -> No
         (2.5, -2.0, 3.0, 5.0, 5.0),
     ],
 )
-def test_clipping_in_numbers(ratio: float, advantage: float, dual_clip: float | None, loss: float, slope: float) -> None:
+def test_clipping_in_numbers(
+    ratio: float, advantage: float, dual_clip: float | None, loss: float, slope: float
+) -> None:
     logprobs = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
     inputs = LossInputs(logprobs, -one, advantage * one, torch.zeros(1, dtype=torch.int64), 1)
@@ -215,7 +268,10 @@ def differs(name: str, **changed: float) -> bool:
     inputs = made_up(5, [6, 1, 8], spread=1.5)
     usual: dict[str, float] = {"clip_low": 0.2, "clip_high": 0.2}
     once, again = (run(name, inputs, LossSettings(**limits)) for limits in (usual, usual | changed))
-    return not (torch.equal(once.losses, again.losses) and torch.equal(slopes(inputs, once), slopes(inputs, again)))
+    return not (
+        torch.equal(once.losses, again.losses)
+        and torch.equal(slopes(inputs, once), slopes(inputs, again))
+    )
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

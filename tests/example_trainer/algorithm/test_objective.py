@@ -1,4 +1,6 @@
-"""The objective of a bin: equal to a loop over sequences and tokens, gradients too; with the defaults GRPO's, to the bit."""
+"""The objective of a bin: equal to a loop over sequences and tokens, gradients too; with the
+defaults GRPO's, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,20 @@ from example_trainer.algorithm.objective import Objective, ObjectiveInputs, bin_
 from example_trainer.errors import ConfigError
 
 CLIP = LossSettings(clip_low=0.2, clip_high=0.3)
-KINDS: tuple[Correction, ...] = ("none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask")
+KINDS: tuple[Correction, ...] = (
+    "none",
+    "token_truncate",
+    "sequence_truncate",
+    "token_mask",
+    "sequence_mask",
+)
 LENGTHS = (1, 4, 2, 5)
 
 
 def made_up(seed: int = 0, dtype: torch.dtype = torch.float64) -> ObjectiveInputs:
-    """Sequences of LENGTHS tokens, drifted by about a tenth; some rollout's and teacher's logprobs are unknown."""
+    """Sequences of LENGTHS tokens, drifted by about a tenth; some rollout's and teacher's logprobs
+    are unknown.
+    """
     generator = torch.Generator().manual_seed(seed)
     count = sum(LENGTHS)
 
@@ -60,7 +70,9 @@ def test_the_largest_logprobs_that_the_service_accepts_give_no_infinity(
     for logprobs in (inputs.rollout_logprobs, inputs.reference_logprobs, inputs.teacher_logprobs):
         assert logprobs is not None
         logprobs[[1, 4, 8]] = absurd
-    objective = Objective("grpo", grpo, CLIP, CorrectionSettings(kind), 0.1, place, 0.0, 0.5, distill)
+    objective = Objective(
+        "grpo", grpo, CLIP, CorrectionSettings(kind), 0.1, place, 0.0, 0.5, distill
+    )
     found = bin_loss(inputs, objective)
     found.loss.backward()
     assert found.not_finite == 0
@@ -94,10 +106,15 @@ def by_hand(inputs: ObjectiveInputs, o: Objective) -> Tensor:
             old = now
         for i, t in enumerate(places):
             ratio = math.exp(mean if o.correction.kind.startswith("sequence") else gaps[i])
-            c = {"none": 1.0, "truncate": min(ratio, o.correction.high)}.get(o.correction.kind.rpartition("_")[2])
+            c = {"none": 1.0, "truncate": min(ratio, o.correction.high)}.get(
+                o.correction.kind.rpartition("_")[2]
+            )
             if c is None:
                 c = float(o.correction.low <= ratio <= o.correction.high)
-            if o.correction.sequence_kl_limit is not None and divergence > o.correction.sequence_kl_limit:
+            if (
+                o.correction.sequence_kl_limit is not None
+                and divergence > o.correction.sequence_kl_limit
+            ):
                 c = 0.0
             advantage = inputs.advantages[t].item()
             if o.kl_in == "reward":
@@ -129,19 +146,37 @@ def gradients(loss: Tensor, inputs: ObjectiveInputs) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ratio", ["proximal", "now"])
-def test_value_and_gradient_are_those_of_a_loop_over_tokens(kind: Correction, ratio: RatioTo) -> None:
+def test_value_and_gradient_are_those_of_a_loop_over_tokens(
+    kind: Correction, ratio: RatioTo
+) -> None:
     inputs, seen = made_up(), set()
     for limit in (None, 0.02):
-        correction = CorrectionSettings(kind, low=0.8, high=1.2, ratio=ratio, sequence_kl_limit=limit)
+        correction = CorrectionSettings(
+            kind, low=0.8, high=1.2, ratio=ratio, sequence_kl_limit=limit
+        )
         for kl_coef, kl_in in ((0.0, "loss"), (0.1, "loss"), (0.1, "reward")):
-            for distill_coef, distill_in, entropy in ((0.0, "loss", 0.0), (0.2, "loss", 0.03), (0.2, "advantage", -0.03)):
+            for distill_coef, distill_in, entropy in (
+                (0.0, "loss", 0.0),
+                (0.2, "loss", 0.03),
+                (0.2, "advantage", -0.03),
+            ):
                 where = cast("Literal['advantage', 'loss']", distill_in)
                 objective = Objective(
-                    "grpo", grpo, CLIP, correction, kl_coef, cast("KLPlace", kl_in), entropy, distill_coef, where
+                    "grpo",
+                    grpo,
+                    CLIP,
+                    correction,
+                    kl_coef,
+                    cast("KLPlace", kl_in),
+                    entropy,
+                    distill_coef,
+                    where,
                 )
                 ours, expected = bin_loss(inputs, objective).loss, by_hand(inputs, objective)
                 torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-                for one, two in zip(gradients(ours, inputs), gradients(expected, inputs), strict=True):
+                for one, two in zip(
+                    gradients(ours, inputs), gradients(expected, inputs), strict=True
+                ):
                     torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
                 seen.add(round(ours.item(), 12))
     assert len(seen) == 18, "each option changes something"
@@ -150,9 +185,14 @@ def test_value_and_gradient_are_those_of_a_loop_over_tokens(kind: Correction, ra
 def test_what_is_told_of_a_bin() -> None:
     inputs = made_up()
     correction = CorrectionSettings("token_truncate", high=1.05, sequence_kl_limit=0.02)
-    found = bin_loss(inputs, Objective("grpo", grpo, CLIP, correction, kl_coef=0.1, distill_coef=0.5, distill_in="loss"))
+    found = bin_loss(
+        inputs,
+        Objective("grpo", grpo, CLIP, correction, kl_coef=0.1, distill_coef=0.5, distill_in="loss"),
+    )
     told = found.outcome
-    assert not any(tensor.requires_grad for tensor in vars(told).values() if isinstance(tensor, Tensor))
+    assert not any(
+        tensor.requires_grad for tensor in vars(told).values() if isinstance(tensor, Tensor)
+    )
     assert torch.equal(told.loss, found.loss.detach())
     assert told.proximal_logprobs is inputs.proximal_logprobs
     assert inputs.reference_logprobs is not None
@@ -169,8 +209,9 @@ def test_what_is_told_of_a_bin() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_fresh_rollouts_every_correction_is_grpo_to_the_bit(kind: Correction) -> None:
-    """Rollouts' logprobs that equal the recomputed ones, as in exact synchronous training: the loss of DeepSeekMath's equation
-    3 written down plainly, in float32, has the same bits, and so has its gradient."""
+    """Rollouts' logprobs that equal the recomputed ones, as in exact synchronous training: the loss
+    of DeepSeekMath's equation 3 written down plainly, in float32, has the same bits, and so has its
+    gradient."""
     generator = torch.Generator().manual_seed(3)
     count = 2000
     logprobs = (-3 * torch.rand(count, generator=generator)).requires_grad_()
@@ -218,7 +259,9 @@ def test_what_is_missing_or_wrong_is_named() -> None:
     def of_sequences(found: LossInputs, _: LossSettings) -> Tensor:
         return found.logprobs[: found.sequences]
 
-    with pytest.raises(ConfigError, match=r"^--loss mine:one: it returned losses of shape \[4\] for 12 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"^--loss mine:one: it returned losses of shape \[4\] for 12 tokens"
+    ):
         bin_loss(inputs, Objective("mine:one", of_sequences, CLIP, none))
 
     def spoiled(found: LossInputs, _: LossSettings) -> Tensor:
@@ -228,8 +271,15 @@ def test_what_is_missing_or_wrong_is_named() -> None:
 
 
 def test_what_is_left_out_is_not_clipped_too() -> None:
-    inputs, narrow, limit = made_up(), LossSettings(clip_low=0.001, clip_high=0.001), CorrectionSettings(sequence_kl_limit=0.02)
-    some, every = (bin_loss(inputs, Objective("grpo", grpo, narrow, c)).outcome for c in (limit, CorrectionSettings()))
+    inputs, narrow, limit = (
+        made_up(),
+        LossSettings(clip_low=0.001, clip_high=0.001),
+        CorrectionSettings(sequence_kl_limit=0.02),
+    )
+    some, every = (
+        bin_loss(inputs, Objective("grpo", grpo, narrow, c)).outcome
+        for c in (limit, CorrectionSettings())
+    )
     assert ((every.clipped_low | every.clipped_high) & some.masked).any()
     assert torch.equal(some.clipped_low, every.clipped_low & ~some.masked)
     assert torch.equal(some.clipped_high, every.clipped_high & ~some.masked)

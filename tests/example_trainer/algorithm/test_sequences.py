@@ -11,7 +11,9 @@ from example_trainer.algorithm.sequences import sequence_lengths, sequence_mean
 
 @settings(max_examples=30)
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_each_token_has_the_mean_of_its_sequence_whatever_lies_beside_it(seed: int, lengths: list[int]) -> None:
+def test_each_token_has_the_mean_of_its_sequence_whatever_lies_beside_it(
+    seed: int, lengths: list[int]
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(lengths), generator=generator)
     sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -31,7 +33,9 @@ def test_the_mean_has_a_gradient() -> None:
 
 
 def test_the_gradient_is_the_mean_of_the_gradients_to_the_bit() -> None:
-    """Summed as the mean is, not by index: so it depends on no neighbour, and on no order of a GPU's threads."""
+    """Summed as the mean is, not by index: so it depends on no neighbour, and on no order of a
+    GPU's threads.
+    """
     values, gradient = torch.randn(2, 3000).unbind()
     sequence = torch.arange(3).repeat_interleave(torch.tensor([1, 2000, 999]))
     values.requires_grad_()

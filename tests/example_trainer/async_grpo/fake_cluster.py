@@ -45,10 +45,15 @@ class FakeSeat:
         if self.lost:
             return Answer(SeatLost("the actor died"))
         if method == self.cluster.broken.get(self.role.name):
-            return Answer(NodeProblem("its log cannot be written: No space left on device; free space there"))
+            return Answer(
+                NodeProblem("its log cannot be written: No space left on device; free space there")
+            )
         if method == "check":
             wanted = arguments[0].wanted or self.cluster.ports(self.role.ports)
-            problems, earlier = self.cluster.problems.get(self.role.name, ()), self.cluster.earlier.get(self.role.name, ())
+            problems, earlier = (
+                self.cluster.problems.get(self.role.name, ()),
+                self.cluster.earlier.get(self.role.name, ()),
+            )
             self.cluster.ended_by_force |= {self.role.name} if arguments[0].end_earlier else set()
             report = NodeReport("host", wanted, (), self.cluster.common, problems, earlier)
             return Answer(report, lambda: self.role.name not in self.cluster.homeless)
@@ -62,7 +67,15 @@ class FakeSeat:
             return Answer(0, lambda: not self.busy)
         ready = self.role.name not in self.cluster.slow
         lived = self.cluster.now - self.begun
-        look = Look(ready, "" if ready else "GET: refused", self.code, lived, f"exited with code {self.code}: why", b"", 1)
+        look = Look(
+            ready,
+            "" if ready else "GET: refused",
+            self.code,
+            lived,
+            f"exited with code {self.code}: why",
+            b"",
+            1,
+        )
         return Answer(look, lambda: not self.hung)
 
     def node(self) -> str:
@@ -145,7 +158,11 @@ class Bench:
     """A driver, and what turns its hands."""
 
     def __init__(self, folder: Path, **orchestration: Any) -> None:
-        values = {"training": {"model_name": "m"}, "logging": {"folder": str(folder)}, "orchestration": orchestration}
+        values = {
+            "training": {"model_name": "m"},
+            "logging": {"folder": str(folder)},
+            "orchestration": orchestration,
+        }
         self.cluster, self.fleet = FakeCluster(), FakeFleet()
         settings = make_settings(values, Path("x.yaml"))
         self.silences = FakeSilences("r", lambda: self.cluster.now)

@@ -20,14 +20,26 @@ def test_an_actor_starts_looks_and_stops(tmp_path: Path) -> None:
     (tmp_path / ".run").write_text("elsewhere")
     report = seat.check(NodeNeeds(str(tmp_path), "mark", ports=2))
     assert (len(report.ports), report.common, report.problems) == (2, False, ())
-    assert seat.check(NodeNeeds(str(tmp_path), "mark", model="/no/such")).problems[0].startswith("model folder /no/such is not")
-    assert "environment file" in seat.check(NodeNeeds(str(tmp_path), "mark", environment="x/y.py")).problems[0]
+    assert (
+        seat.check(NodeNeeds(str(tmp_path), "mark", model="/no/such"))
+        .problems[0]
+        .startswith("model folder /no/such is not")
+    )
+    assert (
+        "environment file"
+        in seat.check(NodeNeeds(str(tmp_path), "mark", environment="x/y.py")).problems[0]
+    )
     assert "has Ray" in seat.check(NodeNeeds(str(tmp_path), "mark", ray="0.1")).problems[0]
     stale = tmp_path / "role" / "old.json"
     stale.parent.mkdir()
     stale.write_text("{}")
     code = "import sys; print(open(sys.argv[1]).read()); raise ModuleNotFoundError('no module that was wanted')"
-    launch = Launch((PYTHON, "-c", code, str(tmp_path / "in.txt")), {"X": "1"}, {"in.txt": "hello"}, ("role/*.json",))
+    launch = Launch(
+        (PYTHON, "-c", code, str(tmp_path / "in.txt")),
+        {"X": "1"},
+        {"in.txt": "hello"},
+        ("role/*.json",),
+    )
     seat.start(launch, 2.0, False)
     wait_until("the end", lambda: None if seat.look().code is not None else "it runs", 180)
     look = seat.look(offset=2)
@@ -39,7 +51,9 @@ def test_an_actor_starts_looks_and_stops(tmp_path: Path) -> None:
 
 
 def test_an_actor_finds_what_an_earlier_one_has_left(tmp_path: Path) -> None:
-    """Real processes: the pipe of the first is closed, as the kernel does when its actor is killed, and it takes its time."""
+    """Real processes: the pipe of the first is closed, as the kernel does when its actor is killed,
+    and it takes its time.
+    """
     needs = NodeNeeds(str(tmp_path), "mark")
     code = (
         "import pathlib, signal, sys, time\n"
@@ -53,7 +67,11 @@ def test_an_actor_finds_what_an_earlier_one_has_left(tmp_path: Path) -> None:
         seat = RoleProcess("role", str(tmp_path))
         assert seat.check(needs).earlier == ()
         seat.start(Launch((PYTHON, "-c", code, str(tmp_path / f"end-{number}"))), 600.0, False)
-        wait_until("its word", lambda: None if seat.log.read_text().count("here") == number else "none yet", 180)
+        wait_until(
+            "its word",
+            lambda: None if seat.log.read_text().count("here") == number else "none yet",
+            180,
+        )
         return seat
 
     first = begin(1)
@@ -61,7 +79,9 @@ def test_an_actor_finds_what_an_earlier_one_has_left(tmp_path: Path) -> None:
     running = {first._process.guard.pid, first._process.command_pid()}
     first._process.release()
     second = RoleProcess("role", str(tmp_path))
-    wait_until("SIGTERM", lambda: None if "told" in second.log.read_text() else "not there yet", 180)
+    wait_until(
+        "SIGTERM", lambda: None if "told" in second.log.read_text() else "not there yet", 180
+    )
     assert set(second.check(needs).earlier) == running
     (tmp_path / "end-1").touch()
     wait_until("its end", lambda: None if not second.check(needs).earlier else "it runs", 180)
@@ -87,25 +107,36 @@ def test_a_full_disk_is_one_line_with_what_to_do(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_is_one_line_with_what_to_do(tmp_path: Path) -> None:
     seat = RoleProcess("role", str(tmp_path))
     seat.log.mkdir(parents=True)
-    with pytest.raises(NodeProblem, match=r"its log in .*: Is a directory .*; make it writable for who runs Ray there"):
+    with pytest.raises(
+        NodeProblem,
+        match=r"its log in .*: Is a directory .*; make it writable for who runs Ray there",
+    ):
         seat.start(Launch((PYTHON, "-c", "pass")), 1.0, False)
     seat.log.rmdir()
     seat.log.parent.rmdir()
     seat.log.parent.touch()
     (said,) = seat.check(NodeNeeds(str(tmp_path), "mark")).problems
     assert said.startswith(f"the run's folder {tmp_path} cannot be written: ")
-    assert said.endswith("; make it writable for who runs Ray there, or give another logging.folder")
+    assert said.endswith(
+        "; make it writable for who runs Ray there, or give another logging.folder"
+    )
 
 
-def test_no_free_port_is_one_line_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_free_port_is_one_line_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PortReservations, "take", lambda *_: False)
-    (said,) = RoleProcess("role", str(tmp_path)).check(NodeNeeds(str(tmp_path), "mark", ports=1)).problems
+    (said,) = (
+        RoleProcess("role", str(tmp_path)).check(NodeNeeds(str(tmp_path), "mark", ports=1)).problems
+    )
     assert said.startswith("it gets no port: found no free TCP port between ")
     assert "(ss -ltn)" in said
     assert RoleProcess("role", str(tmp_path)).check(NodeNeeds(str(tmp_path), "mark")).problems == ()
 
 
-def test_what_an_actor_cannot_do_comes_through_ray_as_it_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_actor_cannot_do_comes_through_ray_as_it_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ray = pytest.importorskip("ray")
 
     def fail(*_: object, **__: object) -> None:

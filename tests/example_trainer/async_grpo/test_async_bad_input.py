@@ -1,4 +1,6 @@
-"""What cannot work, with real processes on this machine and no Ray: one line, all is stopped, what was accepted is kept."""
+"""What cannot work, with real processes on this machine and no Ray: one line, all is stopped, what
+was accepted is kept.
+"""
 
 from __future__ import annotations
 
@@ -82,17 +84,26 @@ class Failing:
     """A run that cannot work, and what it leaves.
 
     Args:
-        light: kinds of its roles that weigh nothing (tests/e2e/async_roles.py); the others are the real ones.
+        light: kinds of its roles that weigh nothing (tests/e2e/async_roles.py); the others are the
+            real ones.
         sections: of its configuration.
     """
 
     def __init__(self, folder: Path, *light: str, **sections: dict[str, Any]) -> None:
-        values = {"training": {"model_name": "assets/starter_model"}, "logging": {"folder": str(folder / "run")}}
+        values = {
+            "training": {"model_name": "assets/starter_model"},
+            "logging": {"folder": str(folder / "run")},
+        }
         values["orchestration"] = {"device": "cpu"} | sections.pop("orchestration", {})
         (folder / "run.yaml").write_text(yaml.safe_dump(values | sections))
         self.settings, self.cluster = read_settings(folder / "run.yaml"), ThisMachine()
-        fleet, commands = ServiceFleet(KEYS["ROLLOUT_API_KEY"]), light_commands(*light)(self.settings, KEYS)
-        self.driver = Driver(self.settings, self.cluster, KEYS, fleet, FakeSilences("r"), self.post, commands)
+        fleet, commands = (
+            ServiceFleet(KEYS["ROLLOUT_API_KEY"]),
+            light_commands(*light)(self.settings, KEYS),
+        )
+        self.driver = Driver(
+            self.settings, self.cluster, KEYS, fleet, FakeSilences("r"), self.post, commands
+        )
         self.posted = False
 
     def post(self) -> None:
@@ -105,7 +116,11 @@ class Failing:
         # One sequence, and the trainer's batches have two: whoever is up first, nobody takes it.
         group = {"tokens": [[1, 2, 0]], "masks": [[-100, 2, 0]], "scores": [1.0]}
         httpx.post(
-            f"{service.place.url}/scored_data", json=group, headers=headers, timeout=30, trust_env=False
+            f"{service.place.url}/scored_data",
+            json=group,
+            headers=headers,
+            timeout=30,
+            trust_env=False,
         ).raise_for_status()
         self.posted = True
 
@@ -133,20 +148,39 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fa
     return lambda *light, **sections: Failing(tmp_path, *light, **sections)
 
 
-def test_an_environment_whose_file_cannot_be_imported(failing: Callable[..., Failing], tmp_path: Path) -> None:
+def test_an_environment_whose_file_cannot_be_imported(
+    failing: Callable[..., Failing], tmp_path: Path
+) -> None:
     """The generator weighs nothing; service and environment are real."""
     file = tmp_path / "broken_server.py"
     file.write_text("import what_it_needs\n")
     made = failing("generator", "trainer", inference={"environment": str(file)})
     said = made.line()
     assert said.startswith("environment-1 exited with code 1 after ")
-    assert f"ModuleNotFoundError: No module named 'what_it_needs'; log: {made.settings.folder}/logs/environment-1.log" in said
+    assert (
+        f"ModuleNotFoundError: No module named 'what_it_needs'; log: {made.settings.folder}/logs/environment-1.log"
+        in said
+    )
     assert made.all_is_kept()
 
 
-def test_a_parameter_server_without_enough_memory(failing: Callable[..., Failing], tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 1 << 20, "intermediate_size": 64, "num_attention_heads": 1, "head_dim": 64}
-    described = {"model_type": "qwen3", "num_key_value_heads": 1, "vocab_size": 1 << 20, "tie_word_embeddings": True, **sizes}
+def test_a_parameter_server_without_enough_memory(
+    failing: Callable[..., Failing], tmp_path: Path
+) -> None:
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 1 << 20,
+        "intermediate_size": 64,
+        "num_attention_heads": 1,
+        "head_dim": 64,
+    }
+    described = {
+        "model_type": "qwen3",
+        "num_key_value_heads": 1,
+        "vocab_size": 1 << 20,
+        "tie_word_embeddings": True,
+        **sizes,
+    }
     (tmp_path / "huge").mkdir()
     (tmp_path / "huge" / "config.json").write_text(json.dumps(described))
     made = failing(
@@ -161,8 +195,16 @@ def test_a_parameter_server_without_enough_memory(failing: Callable[..., Failing
     assert made.all_is_kept()
 
 
-def test_a_node_that_lacks_what_a_role_needs(failing: Callable[..., Failing], tmp_path: Path) -> None:
+def test_a_node_that_lacks_what_a_role_needs(
+    failing: Callable[..., Failing], tmp_path: Path
+) -> None:
     said = failing("generator", training={"model_name": "/no/such/model"}).line()
-    assert "cannot run generator-1: model folder /no/such/model is not there: copy it to this node" in said
+    assert (
+        "cannot run generator-1: model folder /no/such/model is not there: copy it to this node"
+        in said
+    )
     said = failing("generator", "trainer", inference={"environment": "no_such_server.py"}).line()
-    assert f"cannot run environment-1: environment file {ROOT}/no_such_server.py is not there: copy it to this node" in said
+    assert (
+        f"cannot run environment-1: environment file {ROOT}/no_such_server.py is not there: copy it to this node"
+        in said
+    )

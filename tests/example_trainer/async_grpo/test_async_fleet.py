@@ -21,7 +21,11 @@ class Service:
         self.place = Address("localhost", (port,))
 
     def wishes(self) -> tuple[list[str], list[str]]:
-        told = httpx.get(f"{self.place.url}/fleet", timeout=60, trust_env=False).raise_for_status().json()
+        told = (
+            httpx.get(f"{self.place.url}/fleet", timeout=60, trust_env=False)
+            .raise_for_status()
+            .json()
+        )
         return told["wanted"], told["left"]
 
     def wish(self, path: str, place: Address) -> None:
@@ -30,7 +34,9 @@ class Service:
 
     def publish(self, *places: Address) -> None:
         servers = [{"url": place.url, "standing": "good"} for place in places]
-        httpx.post(f"{self.place.url}/fleet", json={"servers": servers}, timeout=60, trust_env=False).raise_for_status()
+        httpx.post(
+            f"{self.place.url}/fleet", json={"servers": servers}, timeout=60, trust_env=False
+        ).raise_for_status()
 
 
 @pytest.fixture
@@ -61,7 +67,9 @@ def test_a_service_that_is_away_is_told_of_a_moved_server_when_it_is_back(
     ]
 
 
-def test_a_server_that_came_back_to_its_first_address_stays(service: Service, processes: Processes) -> None:
+def test_a_server_that_came_back_to_its_first_address_stays(
+    service: Service, processes: Processes
+) -> None:
     fleet = ServiceFleet("")
     fleet.moved(OLD, NEW)
     fleet.moved(NEW, OLD)
@@ -73,7 +81,9 @@ def test_a_server_that_came_back_to_its_first_address_stays(service: Service, pr
 def test_a_server_that_nobody_knows_any_more_is_not_owed_for_ever(
     service: Service, processes: Processes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A trainer that was started since knows the new address alone, and the service refuses to let go of another."""
+    """A trainer that was started since knows the new address alone, and the service refuses to let
+    go of another.
+    """
     processes.start_service(service.place.ports[0])
     service.publish(NEW)
     fleet = ServiceFleet("")
@@ -88,7 +98,9 @@ def test_what_an_earlier_run_wished_is_undone_once(service: Service, processes: 
     service.wish("join", OLD)
     service.wish("leave", NEW)
     fleet = ServiceFleet("")
-    fleet.tell(service.place, None)  # a generator has no place yet: whose address is whose is not known
+    fleet.tell(
+        service.place, None
+    )  # a generator has no place yet: whose address is whose is not known
     assert service.wishes() == ([OLD.url], [NEW.url])
     fleet.tell(service.place, [NEW.url])
     assert service.wishes() == ([NEW.url], [OLD.url])

@@ -30,8 +30,14 @@ def test_the_configurations_that_we_ship_are_good(file: Path) -> None:
     ("text", "says"),
     [
         ("orchestratoin: {}", "unknown section 'orchestratoin' in .*; did you mean orchestration?"),
-        ("orchestration: {generatrs: 2}", "unknown key 'generatrs' under orchestration in .*; did you mean generators?"),
-        ("training: {model_name: m, bach-size: 2}", "unknown key 'bach_size' under training .*; did you mean batch_size?"),
+        (
+            "orchestration: {generatrs: 2}",
+            "unknown key 'generatrs' under orchestration in .*; did you mean generators?",
+        ),
+        (
+            "training: {model_name: m, bach-size: 2}",
+            "unknown key 'bach_size' under training .*; did you mean batch_size?",
+        ),
         ("inference: {lr: 1.0}", "unknown key 'lr' under inference in .*; it belongs to training"),
         ("orchestration: 3", "orchestration in .* must hold 'name: value' lines, not int"),
         ("[1]", "must hold sections"),
@@ -41,17 +47,44 @@ def test_the_configurations_that_we_ship_are_good(file: Path) -> None:
             "training: {model_name: m, vllm_servers: a:1}",
             "vllm_servers under .* follows from orchestration.generators",
         ),
-        ("training: {model_name: m, vllm_api_key: k}", "whoever reads the file has the key; set VLLM_API_KEY"),
+        (
+            "training: {model_name: m, vllm_api_key: k}",
+            "whoever reads the file has the key; set VLLM_API_KEY",
+        ),
         ("training: {model_name: m, lr: -1}", "lr in .* -1: input should be greater"),
-        ("training: {model_name: m}\norchestration: {generators: 0}", "orchestration.generators in .* 0: input should be"),
-        ("training: {model_name: m, training_steps: 3}\norchestration: {steps: 4}", "training.training_steps 3 and .* are one"),
+        (
+            "training: {model_name: m}\norchestration: {generators: 0}",
+            "orchestration.generators in .* 0: input should be",
+        ),
+        (
+            "training: {model_name: m, training_steps: 3}\norchestration: {steps: 4}",
+            "training.training_steps 3 and .* are one",
+        ),
         ("training: {model_name: m, lr: true}", "lr in .* True: a boolean is not a number"),
-        ("training: {model_name: m}\norchestration: {generators: yes}", "orchestration.generators in .* True: a boolean"),
-        ("training: {model_name: m}\ntraining: {model_name: n}", "key 'training' stands twice, in lines 1 and 2"),
-        ("training: {model_name: m, batch-size: 2, batch_size: 4}", "'batch-size' and 'batch_size' are the same option"),
-        ("training: {model_name: m, colocate: true}\norchestration: {generators: 2}", "are for one generator"),
-        ("training: {model_name: m}\ninference: {weight_sync_every: 2}", "needs orchestration.parameter_servers"),
-        ("training: {model_name: m}\ninference: {server_args: --api-key x}", "everybody can read a key in `ps`"),
+        (
+            "training: {model_name: m}\norchestration: {generators: yes}",
+            "orchestration.generators in .* True: a boolean",
+        ),
+        (
+            "training: {model_name: m}\ntraining: {model_name: n}",
+            "key 'training' stands twice, in lines 1 and 2",
+        ),
+        (
+            "training: {model_name: m, batch-size: 2, batch_size: 4}",
+            "'batch-size' and 'batch_size' are the same option",
+        ),
+        (
+            "training: {model_name: m, colocate: true}\norchestration: {generators: 2}",
+            "are for one generator",
+        ),
+        (
+            "training: {model_name: m}\ninference: {weight_sync_every: 2}",
+            "needs orchestration.parameter_servers",
+        ),
+        (
+            "training: {model_name: m}\ninference: {server_args: --api-key x}",
+            "everybody can read a key in `ps`",
+        ),
         (
             "training: {model_name: m}\norchestration: {device: cpu}\ninference: {tensor_parallel_size: 2}",
             "tensor_parallel_size 2 needs orchestration.device gpu",
@@ -72,20 +105,40 @@ EXACT = {"device": "cpu", "exact_resume": True}
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"orchestration": EXACT | {"generators": 2}}, "with orchestration.generators 2 time decides .*; give 1"),
-        ({"orchestration": EXACT | {"environments_per_generator": 3}}, "environments_per_generator 3 .*; give 1"),
+        (
+            {"orchestration": EXACT | {"generators": 2}},
+            "with orchestration.generators 2 time decides .*; give 1",
+        ),
+        (
+            {"orchestration": EXACT | {"environments_per_generator": 3}},
+            "environments_per_generator 3 .*; give 1",
+        ),
         ({"orchestration": EXACT | {"trainer_ranks": 2}}, "trainer_ranks 2 .*; give 1"),
         ({"orchestration": EXACT | {"reference_workers": 1}}, "reference_workers 1 .*; give 0"),
         ({"orchestration": EXACT | {"parameter_servers": 1}}, "parameter_servers 1 .*; give 0"),
-        ({"training": {"max_staleness": 2}}, "needs training.max_staleness 0, which is 2: leave it out"),
-        ({"training": {"replay": "recent"}}, "needs training.replay fifo, which is recent: leave it out"),
+        (
+            {"training": {"max_staleness": 2}},
+            "needs training.max_staleness 0, which is 2: leave it out",
+        ),
+        (
+            {"training": {"replay": "recent"}},
+            "needs training.replay fifo, which is recent: leave it out",
+        ),
         ({"training": {"max_reuse": 2}}, "needs training.max_reuse 1, which is 2: leave it out"),
-        ({"training": {"num_threads": 2}}, "needs training.num_threads 1 on CPUs, .* it is 2: leave it out"),
-        ({"inference": {"max_sequences": 8}}, "needs inference.max_sequences 1 on CPUs, .* it is 8: leave it out"),
+        (
+            {"training": {"num_threads": 2}},
+            "needs training.num_threads 1 on CPUs, .* it is 2: leave it out",
+        ),
+        (
+            {"inference": {"max_sequences": 8}},
+            "needs inference.max_sequences 1 on CPUs, .* it is 8: leave it out",
+        ),
         ({"orchestration": {"exact_resume": True}}, "needs training.deterministic on GPUs"),
     ],
 )
-def test_what_cannot_be_resumed_exactly_is_refused(sections: dict[str, dict[str, Any]], says: str) -> None:
+def test_what_cannot_be_resumed_exactly_is_refused(
+    sections: dict[str, dict[str, Any]], says: str
+) -> None:
     values = {"orchestration": EXACT} | sections
     values["training"] = {"model_name": "m"} | sections.get("training", {})
     with pytest.raises(ConfigError, match=f"^orchestration.exact_resume .*{says}"):
@@ -98,7 +151,9 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 def test_the_trainer_gets_what_follows_from_the_rest() -> None:
-    made = settings(orchestration={"steps": 7}, inference={"temperature": 0.5}, logging={"folder": "/tmp/run"}).trainer_values
+    made = settings(
+        orchestration={"steps": 7}, inference={"temperature": 0.5}, logging={"folder": "/tmp/run"}
+    ).trainer_values
     assert (made["training_steps"], made["temperature"]) == (7, 0.5)
     assert (made["weight_bridge_mode"], made["use_shared_memory"]) == ("shared_vllm", True)
     assert (made["save_path"], made["log_dir"]) == ("/tmp/run/checkpoints", "/tmp/run/trainer")
@@ -107,7 +162,14 @@ def test_the_trainer_gets_what_follows_from_the_rest() -> None:
 
 
 def test_every_option_of_the_trainer_may_be_given() -> None:
-    given = {"model_name": "m", "kl_coef": 0.1, "loss": "dapo", "ppo_epochs": 2, "minibatches": 2, "save_path": "/tmp/x"}
+    given = {
+        "model_name": "m",
+        "kl_coef": 0.1,
+        "loss": "dapo",
+        "ppo_epochs": 2,
+        "minibatches": 2,
+        "save_path": "/tmp/x",
+    }
     try:
         made = settings(training=given)
     except ConfigError as error:  # names of losses may change

@@ -36,12 +36,17 @@ def running(folder: Path, **orchestration: float) -> Bench:
     return made
 
 
-def test_a_silent_environment_is_named_then_ended_and_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_environment_is_named_then_ended_and_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = running(tmp_path)
     active = made.cluster.now
     made.silences.was_active("environment-1", active)
     made.turn(2 * 70)
-    assert "[Async] environment-1 has been silent for 60 s, though its process runs; log: " in caplog.text
+    assert (
+        "[Async] environment-1 has been silent for 60 s, though its process runs; log: "
+        in caplog.text
+    )
     assert "/logs/environment-1.log; after 300 s it is ended and started again" in caplog.text
     made.silences.was_active("environment-1", made.cluster.now)  # SIGCONT
     made.turn(2 * 299)
@@ -51,7 +56,9 @@ def test_a_silent_environment_is_named_then_ended_and_started_again(tmp_path: Pa
     assert made.cluster.order.count("environment-1") == 2
     assert made.state("environment-1") is State.UP
     made.turn(2 * 400)
-    assert made.cluster.stopped == ["environment-1"], "nothing is known of its second life yet, and the first does not count"
+    assert made.cluster.stopped == ["environment-1"], (
+        "nothing is known of its second life yet, and the first does not count"
+    )
     assert made.cluster.order.count("environment-2") == made.cluster.order.count("trainer") == 1
 
 
@@ -63,7 +70,9 @@ def test_a_role_that_stands_still_again_and_again_ends_the_run(tmp_path: Path) -
         made.silences.was_active("environment-2", made.driver.keepers["environment-2"].since)
 
     made.driver._sleep = stand_still_at_once
-    with pytest.raises(RunFailed, match=r"environment-2 has been silent for 300 s, .*; it failed 2 times in a row"):
+    with pytest.raises(
+        RunFailed, match=r"environment-2 has been silent for 300 s, .*; it failed 2 times in a row"
+    ):
         made.driver.run()
 
 
@@ -100,7 +109,13 @@ def test_the_service_tells_of_others_and_its_own_silence_is_not_theirs(
     url = f"http://127.0.0.1:{port}"
     silences, place = Silences(KEY), Address("127.0.0.1", (port,), ())
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as http:
-        trainer = {"wandb_group": "g", "wandb_project": "p", "batch_size": 2, "max_token_len": 64, "checkpoint_dir": "c"}
+        trainer = {
+            "wandb_group": "g",
+            "wandb_project": "p",
+            "batch_size": 2,
+            "max_token_len": 64,
+            "checkpoint_dir": "c",
+        }
         trainer |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10}
         http.post("/register", json=trainer).raise_for_status()
         http.get("/batch").raise_for_status()
@@ -130,7 +145,11 @@ def test_the_service_tells_of_others_and_its_own_silence_is_not_theirs(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("example_trainer.async_grpo.silence.ANSWER_SECONDS", 0.5)
             silence("service", 1.0)
-            assert silences.seconds("environment-1", 0.0) == silences.seconds("environment-2", 0.0) == 0.0
+            assert (
+                silences.seconds("environment-1", 0.0)
+                == silences.seconds("environment-2", 0.0)
+                == 0.0
+            )
         os.kill(service.command_pid(), signal.SIGCONT)
 
         def answers() -> str | None:
@@ -154,9 +173,17 @@ def test_a_real_service_that_is_stopped_is_started_again_on_its_store(
     monkeypatch.setattr(silence, "ANSWER_SECONDS", 1.0)
     folder = tmp_path / "run"
     asked = {"device": "cpu", "silent_seconds": 4.0, "restart_delay": 0.1}
-    text = {"training": {"model_name": "assets/starter_model"}, "logging": {"folder": str(folder)}, "orchestration": asked}
+    text = {
+        "training": {"model_name": "assets/starter_model"},
+        "logging": {"folder": str(folder)},
+        "orchestration": asked,
+    }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(text))
-    settings, cluster, key = read_settings(tmp_path / "run.yaml"), ThisMachine(), KEYS["ROLLOUT_API_KEY"]
+    settings, cluster, key = (
+        read_settings(tmp_path / "run.yaml"),
+        ThisMachine(),
+        KEYS["ROLLOUT_API_KEY"],
+    )
     commands = light_commands("generator", "environment", "trainer")(settings, KEYS)
     stopped: list[int] = []
 
@@ -167,13 +194,23 @@ def test_a_real_service_that_is_stopped_is_started_again_on_its_store(
         service = driver.keepers["service"]
         if not stopped and len(trained()) > 2:
             stopped.append(len(trained()))
-            (process,) = [seat.process._process for seat in cluster.seats if seat.process._name == "service"]
+            (process,) = [
+                seat.process._process for seat in cluster.seats if seat.process._name == "service"
+            ]
             assert process is not None
             os.kill(process.command_pid(), signal.SIGSTOP)
         if stopped and service.lives > 1 and len(trained()) > stopped[0] + 2:
             (folder / "enough").touch()
 
-    driver = Driver(settings, cluster, KEYS, ServiceFleet(key), Silences(key), stop_the_service_then_end, commands)
+    driver = Driver(
+        settings,
+        cluster,
+        KEYS,
+        ServiceFleet(key),
+        Silences(key),
+        stop_the_service_then_end,
+        commands,
+    )
     for keeper in driver.keepers.values():
         keeper.role = replace(keeper.role, grace=1.0)  # a stopped process uses all of it
     driver.run()

@@ -25,7 +25,9 @@ def append(path: Path, text: bytes) -> None:
         file.write(text)
 
 
-def test_the_driver_shows_each_step_that_the_trainer_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_driver_shows_each_step_that_the_trainer_logs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     bench = Bench(tmp_path)
     log = bench.driver._settings.folder / "logs" / "trainer.log"
@@ -41,7 +43,9 @@ def test_the_driver_shows_each_step_that_the_trainer_logs(tmp_path: Path, caplog
     ]
 
 
-def test_lines_may_come_in_pieces_and_from_every_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_may_come_in_pieces_and_from_every_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     log = tmp_path / "trainer.log"
     follower = StepFollower(log)

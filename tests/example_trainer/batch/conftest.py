@@ -18,7 +18,11 @@ def client_of() -> Iterator[Callable[..., RolloutClient]]:
 
     def make(url: str, **options: Any) -> RolloutClient:
         clients.append(
-            RolloutClient(url, options.pop("stop", StopSignal()), **{"service_timeout": 60, "batch_timeout": 60} | options)
+            RolloutClient(
+                url,
+                options.pop("stop", StopSignal()),
+                **{"service_timeout": 60, "batch_timeout": 60} | options,
+            )
         )
         return clients[-1]
 
@@ -32,7 +36,9 @@ def scripted() -> Iterator[Callable[[dict[str, list[Any]]], Scripted]]:
     servers: list[Scripted] = []
 
     def make(answers: dict[str, list[Any]]) -> Scripted:
-        servers.append(Scripted({"/register": [{"uuid": 1}], "/status": [{"queue_size": 0}]} | answers))
+        servers.append(
+            Scripted({"/register": [{"uuid": 1}], "/status": [{"queue_size": 0}]} | answers)
+        )
         return servers[-1]
 
     yield make

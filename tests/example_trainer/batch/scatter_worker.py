@@ -1,5 +1,5 @@
-"""The ranks of test_scatter.py: which get batches from rank 0. Arguments: each its `own` bins, or the `same`; `ahead` of their
-training, or `asked` for."""
+"""The ranks of test_scatter.py: which get batches from rank 0. Arguments: each its `own` bins, or
+the `same`; `ahead` of their training, or `asked` for."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class Client:
             raise RolloutServiceError("the service is gone")
         return FetchedBatch(answer, TrainedBatch(len(self.acknowledged), 1), queue_size=9)
 
-    def acknowledge(self, lease: TrainedBatch, version: int, skipped: str | None = None, report: Any = None) -> None:
+    def acknowledge(
+        self, lease: TrainedBatch, version: int, skipped: str | None = None, report: Any = None
+    ) -> None:
         self.acknowledged.append((version, skipped))
 
     def interrupt(self) -> None:
@@ -71,7 +73,9 @@ def main(stop: StopSignal) -> None:
     with join_ranks(60.0, torch.device("cpu")) as ranks:
         client = Client() if ranks.is_main else None
         config = TrainerConfig.model_validate({"model_name": "m", "forward_zero_advantages": True})
-        reader = BatchReader(config, 1000, tokens_per_bin=4096, data_ranks=2 if sys.argv[1] == "own" else 1)
+        reader = BatchReader(
+            config, 1000, tokens_per_bin=4096, data_ranks=2 if sys.argv[1] == "own" else 1
+        )
         batches = Batches(
             cast(RolloutClient, client), ranks, reader, torch.device("cpu"), last_version=100, ahead=sys.argv[2] == "ahead"
         )  # fmt: skip
@@ -118,11 +122,21 @@ def main(stop: StopSignal) -> None:
 
 
 def no_room(ranks: Ranks, reader: BatchReader) -> None:
-    """One rank has none for a batch: all are told, and go on with the next. Then the run ends while a batch is on its way."""
+    """One rank has none for a batch: all are told, and go on with the next.
+
+    Then the run ends while a batch is on its way.
+    """
     client = Client() if ranks.is_main else None
     if client is not None:
         client.later.set()
-    batches = Batches(cast(RolloutClient, client), ranks, reader, torch.device("cpu"), last_version=100, ahead=True)
+    batches = Batches(
+        cast(RolloutClient, client),
+        ranks,
+        reader,
+        torch.device("cpu"),
+        last_version=100,
+        ahead=True,
+    )
     copies = batches._copies
     hand_over = copies.handed_over
 
@@ -144,7 +158,14 @@ def no_room(ranks: Ranks, reader: BatchReader) -> None:
 def one_leaves(ranks: Ranks, reader: BatchReader) -> None:
     """For rank 1 the run is over while rank 0 still waits for a batch, which then comes."""
     client = Client() if ranks.is_main else None
-    batches = Batches(cast(RolloutClient, client), ranks, reader, torch.device("cpu"), last_version=100, ahead=True)
+    batches = Batches(
+        cast(RolloutClient, client),
+        ranks,
+        reader,
+        torch.device("cpu"),
+        last_version=100,
+        ahead=True,
+    )
     batches.begin(0)
     if client is None:
         close(batches)

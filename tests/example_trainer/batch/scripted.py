@@ -25,7 +25,9 @@ class Scripted:
             def serve(self) -> None:
                 path = self.path.split("?")[0]
                 length = int(self.headers.get("content-length") or 0)
-                outer.seen.append((self.path, json.loads(self.rfile.read(length)) if length else None))
+                outer.seen.append(
+                    (self.path, json.loads(self.rfile.read(length)) if length else None)
+                )
                 script = answers.get(path, [404])
                 answer = script.pop(0) if len(script) > 1 else script[0]
                 if answer is None:

@@ -1,4 +1,6 @@
-"""What the rollout service accepts, the trainer reads and trains on: groups by the grammar of JSON, odd numbers among them."""
+"""What the rollout service accepts, the trainer reads and trains on: groups by the grammar of JSON,
+odd numbers among them.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ VALUES = st.one_of(
     ),
     st.integers(1, 1500).map(lambda depth: "[" * depth + "]" * depth),
 )
-FREE = st.sampled_from(["answer", "images", "generation_params", "group_overrides", "messages", "scores", "\\ud800"])
+FREE = st.sampled_from(
+    ["answer", "images", "generation_params", "group_overrides", "messages", "scores", "\\ud800"]
+)
 
 
 def rows(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
@@ -73,7 +77,9 @@ def rows(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 FIELDS = st.one_of(
     st.tuples(FREE, VALUES),
-    st.tuples(st.just("scores"), st.tuples(NUMBERS, NUMBERS).map(lambda pair: f"[{pair[0]},{pair[1]}]")),
+    st.tuples(
+        st.just("scores"), st.tuples(NUMBERS, NUMBERS).map(lambda pair: f"[{pair[0]},{pair[1]}]")
+    ),
     st.tuples(st.sampled_from(["advantages", "inference_logprobs", "ref_logprobs"]), rows(NUMBERS)),
     st.tuples(st.just("env_id"), NUMBERS),
     st.tuples(st.just("weight_versions"), NUMBERS.map(lambda number: f"[{number},0]")),
@@ -82,7 +88,9 @@ GROUP = '"tokens":[[1,2,3],[4,5,6]],"masks":[[-100,2,3],[-100,5,6]],"scores":[0,
 
 
 def posted(fields: list[tuple[str, str]]) -> bytes:
-    return ("{" + ",".join([GROUP, *(f'"{name}":{value}' for name, value in fields)]) + "}").encode()
+    return (
+        "{" + ",".join([GROUP, *(f'"{name}":{value}' for name, value in fields)]) + "}"
+    ).encode()
 
 
 @settings(max_examples=600, deadline=None)
@@ -110,8 +118,14 @@ def test_what_the_service_accepts_the_trainer_trains_on(fields: list[tuple[str, 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(FIELDS, max_size=3), min_size=1, max_size=3))
-def test_a_batch_that_an_older_service_stored_never_ends_the_trainer(groups: list[list[tuple[str, str]]]) -> None:
-    content = b'{"batch":[' + b",".join(map(posted, groups)) + b'],"batch_id":7,"environments":{"0":"\\"batch_id\\":9"}}'
+def test_a_batch_that_an_older_service_stored_never_ends_the_trainer(
+    groups: list[list[tuple[str, str]]],
+) -> None:
+    content = (
+        b'{"batch":['
+        + b",".join(map(posted, groups))
+        + b'],"batch_id":7,"environments":{"0":"\\"batch_id\\":9"}}'
+    )
     try:
         answer: Any = orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -119,7 +133,9 @@ def test_a_batch_that_an_older_service_stored_never_ends_the_trainer(groups: lis
     assert answer is not None
     assert answer["batch_id"] == 7
     batch = parse_batch(answer["batch"], 100, VOCABULARY, Rules(reference="optional"), 0)
-    assert len(batch.sequences) == 2 * (len(groups) - len(batch.invalid)) or len(answer["batch"]) == 1
+    assert (
+        len(batch.sequences) == 2 * (len(groups) - len(batch.invalid)) or len(answer["batch"]) == 1
+    )
     assert all(np.isfinite(sequence.advantages).all() for sequence in batch.sequences)
 
 
@@ -131,16 +147,22 @@ def test_a_group_that_cannot_be_read_is_named_and_the_others_are_kept() -> None:
     batch = parse_batch(answer["batch"], 100, VOCABULARY)
     assert len(batch.sequences) == 2
     (problem,) = batch.invalid
-    assert problem.startswith("group 1: answer.a[1] is 99999999999999999999… (400 characters), which is neither"), problem
+    assert problem.startswith(
+        "group 1: answer.a[1] is 99999999999999999999… (400 characters), which is neither"
+    ), problem
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>", b'{"batch":[{"a":1},', b"[1e400]", b'{"batch":null,"x":1e400}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"<html>", b'{"batch":[{"a":1},', b"[1e400]", b'{"batch":null,"x":1e400}']
+)
 def test_an_answer_that_is_no_batch_is_none(content: bytes) -> None:
     assert salvage(content) is None
 
 
 def test_a_batch_that_is_no_json_keeps_its_number() -> None:
-    answer = salvage(b'{"batch":[' + b"[" * 200_000 + b"]" * 200_000 + b'],"batch_id":12,"environments":{}}')
+    answer = salvage(
+        b'{"batch":[' + b"[" * 200_000 + b"]" * 200_000 + b'],"batch_id":12,"environments":{}}'
+    )
     assert answer is not None
     assert answer["batch_id"] == 12
     batch = parse_batch(answer["batch"], 100, VOCABULARY)
@@ -151,19 +173,49 @@ def test_a_batch_that_is_no_json_keeps_its_number() -> None:
 @pytest.mark.parametrize(
     ("fields", "where", "says"),
     [
-        ('"scores":[0,1e39]', ["scores", 1], "scores[1] is 1e+39: its magnitude must be at most 1e+09"),
-        ('"scores":[-1e160,1]', ["scores", 0], "scores[0] is -1e+160: its magnitude must be at most 1e+09"),
-        ('"advantages":[[0],[1e30]]', ["advantages", 1, 0], "advantages[1][0] is 1e+30: its magnitude must be at most 1e+09"),
-        ('"inference_logprobs":[[1,0,-1e39],[1,0,0]]', ["inference_logprobs", 0, 2], "at most 3.40282e+38"),
-        ('"distill_token_ids":[[[1],[1],[9999999999]],[[],[],[]]]', ["distill_token_ids", 0, 2, 0], "at most 2.14748e+09"),
-        ('"answer":{"x":[18446744073709551616]}', ["answer", "x", 0], "between -9223372036854775808 and 18446744073709551615"),
-        (f'"answer":{"9" * 400}', ["answer"], "answer is an integer of 1329 bits: an integer must lie between"),
+        (
+            '"scores":[0,1e39]',
+            ["scores", 1],
+            "scores[1] is 1e+39: its magnitude must be at most 1e+09",
+        ),
+        (
+            '"scores":[-1e160,1]',
+            ["scores", 0],
+            "scores[0] is -1e+160: its magnitude must be at most 1e+09",
+        ),
+        (
+            '"advantages":[[0],[1e30]]',
+            ["advantages", 1, 0],
+            "advantages[1][0] is 1e+30: its magnitude must be at most 1e+09",
+        ),
+        (
+            '"inference_logprobs":[[1,0,-1e39],[1,0,0]]',
+            ["inference_logprobs", 0, 2],
+            "at most 3.40282e+38",
+        ),
+        (
+            '"distill_token_ids":[[[1],[1],[9999999999]],[[],[],[]]]',
+            ["distill_token_ids", 0, 2, 0],
+            "at most 2.14748e+09",
+        ),
+        (
+            '"answer":{"x":[18446744073709551616]}',
+            ["answer", "x", 0],
+            "between -9223372036854775808 and 18446744073709551615",
+        ),
+        (
+            f'"answer":{"9" * 400}',
+            ["answer"],
+            "answer is an integer of 1329 bits: an integer must lie between",
+        ),
         (f'"answer":{"[" * 101}{"]" * 101}', ["answer"], "more than 100 levels"),
         (f'"answer":{"9" * 400},"answer":1', [], "cannot be read by trainers: number is infinity"),
         ('"answer":"\\ud800"', [], "Invalid JSON"),
     ],
 )
-def test_a_refusal_names_the_field_the_value_and_the_bound(fields: str, where: list[Any], says: str) -> None:
+def test_a_refusal_names_the_field_the_value_and_the_bound(
+    fields: str, where: list[Any], says: str
+) -> None:
     for many in (False, True):
         body = "{" + f"{GROUP},{fields}" + "}"
         if many and "answer" in fields and fields.endswith(":1"):
@@ -180,21 +232,33 @@ def test_the_sdk_refuses_with_the_same_bounds() -> None:
     group: dict[str, Any] = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [0.0]}
     assert wrong_shape(group, 1) is None
     assert wrong_shape(group | {"scores": [LARGEST_SCORE]}, 1) is None
-    assert wrong_shape(group | {"scores": [1e39]}, 1) == "scores[0] is 1e+39: its magnitude must be at most 1e+09"
-    assert wrong_shape(group | {"scores": [-1e160]}, 1) == "scores[0] is -1e+160: its magnitude must be at most 1e+09"
-    assert wrong_shape(group | {"advantages": [[1e30]]}, 1) == "advantages[0][0] is 1e+30: its magnitude must be at most 1e+09"
+    assert (
+        wrong_shape(group | {"scores": [1e39]}, 1)
+        == "scores[0] is 1e+39: its magnitude must be at most 1e+09"
+    )
+    assert (
+        wrong_shape(group | {"scores": [-1e160]}, 1)
+        == "scores[0] is -1e+160: its magnitude must be at most 1e+09"
+    )
+    assert (
+        wrong_shape(group | {"advantages": [[1e30]]}, 1)
+        == "advantages[0][0] is 1e+30: its magnitude must be at most 1e+09"
+    )
     beyond = wrong_shape(group | {"advantages": [[0, 10**400]]}, 1)
     assert beyond is not None
     assert beyond.startswith("advantages[0][1] is 1000")
     assert (
-        wrong_shape(group | {"ref_logprobs": [[0.0, float("nan")]]}, 1) == "ref_logprobs[0] holds a number that is not finite"
+        wrong_shape(group | {"ref_logprobs": [[0.0, float("nan")]]}, 1)
+        == "ref_logprobs[0] holds a number that is not finite"
     )
 
 
 def test_the_trainer_names_what_an_older_store_holds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     good = orjson.loads(posted([]))
-    batch = parse_batch([good | {"scores": [1e39, 0]}, good | {"advantages": [[1e30], [0]]}, good], 100, VOCABULARY)
+    batch = parse_batch(
+        [good | {"scores": [1e39, 0]}, good | {"advantages": [[1e30], [0]]}, good], 100, VOCABULARY
+    )
     assert batch.invalid == [
         "group 0: scores[0] is 1e+39: its magnitude must be at most 1e+09",
         "group 1: advantages[0] holds 1e+30: its magnitude must be at most 1e+09",

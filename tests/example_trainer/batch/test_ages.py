@@ -31,7 +31,9 @@ LIVES = [Life(100, 0), Life(200, 10), Life(300, 12)]
         (20, 400, 13, 2),  # of a trainer that has replaced this one
     ],
 )
-def test_ages_in_a_run_that_went_back_twice(version: int, epoch: int | None, present: int, expected: int) -> None:
+def test_ages_in_a_run_that_went_back_twice(
+    version: int, epoch: int | None, present: int, expected: int
+) -> None:
     assert age(version, epoch, present, LIVES) == expected
 
 
@@ -42,18 +44,27 @@ def test_without_lives_versions_alone_count() -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[Life], int, int, int]:
-    """Lives, each of which resumes from a step that the one before had reached; weights of one; the trainer's version."""
+    """Lives, each of which resumes from a step that the one before had reached; weights of one; the
+    trainer's version.
+    """
     lives, reached = [Life(1, 0)], [draw(st.integers(0, 20))]
     for number in range(draw(st.integers(0, 4))):
         start = draw(st.integers(lives[-1].start, reached[-1]))
         lives.append(Life(number + 2, start))
         reached.append(start + draw(st.integers(0, 20)))
     which = draw(st.integers(0, len(lives) - 1))
-    return lives, lives[which].epoch, draw(st.integers(lives[which].start, reached[which])), reached[-1]
+    return (
+        lives,
+        lives[which].epoch,
+        draw(st.integers(lives[which].start, reached[which])),
+        reached[-1],
+    )
 
 
 @given(histories())
-def test_the_age_is_that_on_the_line_which_is_trained_on(history: tuple[list[Life], int, int, int]) -> None:
+def test_the_age_is_that_on_the_line_which_is_trained_on(
+    history: tuple[list[Life], int, int, int],
+) -> None:
     lives, epoch, version, present = history
     later = [life.start for life in lives if life.epoch > epoch]
     left = [start for start in later if version > start]

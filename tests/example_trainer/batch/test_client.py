@@ -23,7 +23,9 @@ MakeServer = Callable[[dict[str, list[Any]]], Scripted]
 MakeClient = Callable[..., RolloutClient]
 
 
-def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of: MakeClient) -> None:
+def test_the_original_wire_without_leases_works(
+    scripted: MakeServer, client_of: MakeClient
+) -> None:
     server = scripted({"/batch": [{"batch": None}, {"batch": [group(5)]}]})
     client = client_of(server.url)
     client.register(REGISTRATION)
@@ -56,21 +58,43 @@ def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of:
     }
 
 
-def test_a_weight_epoch_is_the_services_or_the_one_that_was_asked_for(scripted: MakeServer, client_of: MakeClient) -> None:
-    server = scripted({"/weight-epoch": [{"weight_epoch": 70}, 404, 405, {"weight_epoch": 30}, {"message": "hello"}]})
+def test_a_weight_epoch_is_the_services_or_the_one_that_was_asked_for(
+    scripted: MakeServer, client_of: MakeClient
+) -> None:
+    server = scripted(
+        {
+            "/weight-epoch": [
+                {"weight_epoch": 70},
+                404,
+                405,
+                {"weight_epoch": 30},
+                {"message": "hello"},
+            ]
+        }
+    )
     client = client_of(server.url)
     assert client.weight_epoch(50, "a run") == 70
-    assert [client.weight_epoch(50, None) for _ in range(2)] == [50, 50], "the public service gives none"
+    assert [client.weight_epoch(50, None) for _ in range(2)] == [50, 50], (
+        "the public service gives none"
+    )
     assert server.seen[0] == ("/weight-epoch", {"asked": 50, "run": "a run"})
     for _ in range(2):
         with pytest.raises(RolloutServiceError, match="an epoch of at least 50 is needed"):
             client.weight_epoch(50, None)
 
 
-def test_a_broken_connection_and_a_failing_server_are_tried_again(scripted: MakeServer, client_of: MakeClient) -> None:
+def test_a_broken_connection_and_a_failing_server_are_tried_again(
+    scripted: MakeServer, client_of: MakeClient
+) -> None:
     server = scripted(
         {
-            "/batch": [None, 500, 429, {"batch": [group(5)], "batch_id": 8}, {"batch": [group(6)], "batch_id": 9}],
+            "/batch": [
+                None,
+                500,
+                429,
+                {"batch": [group(5)], "batch_id": 8},
+                {"batch": [group(6)], "batch_id": 9},
+            ],
             "/batch/ack": [None, {}],
         }
     )
@@ -95,7 +119,10 @@ def test_a_batch_that_nothing_was_learned_from_is_acknowledged_with_the_reason(
     batch = client.next_batch()
     assert batch.lease == TrainedBatch(8, 1)
     client.acknowledge(batch.lease, 4, skipped="x" * 5000)
-    assert server.seen[-1] == ("/batch/ack", {"batch_id": 8, "weight_version": 4, "uuid": 1, "skipped": "x" * 1000})
+    assert server.seen[-1] == (
+        "/batch/ack",
+        {"batch_id": 8, "weight_version": 4, "uuid": 1, "skipped": "x" * 1000},
+    )
 
 
 def test_a_report_goes_with_the_acknowledgement_which_is_not_lost_by_it(
@@ -112,7 +139,9 @@ def test_a_report_goes_with_the_acknowledgement_which_is_not_lost_by_it(
     plain = {"batch_id": 8, "weight_version": 4, "uuid": 1}
     client.acknowledge(first, 4, report=report)
     assert server.seen[-1] == ("/batch/ack", plain | {"report": report})
-    client.acknowledge(second, 5, report=report)  # a service that minds the report gets the acknowledgement alone
+    client.acknowledge(
+        second, 5, report=report
+    )  # a service that minds the report gets the acknowledgement alone
     assert server.seen[-1] == ("/batch/ack", {"batch_id": 9, "weight_version": 5, "uuid": 1})
     client.keep(second, 5, report)
     assert server.seen[-1][1]["report"] == report
@@ -136,7 +165,9 @@ def test_an_earlier_trainers_batch_is_acknowledged_in_its_name_and_before_regist
     assert len(server.seen) == 4, "a number alone may be another service's"
 
 
-def test_the_end_of_a_run_is_told_under_its_registration(scripted: MakeServer, client_of: MakeClient) -> None:
+def test_the_end_of_a_run_is_told_under_its_registration(
+    scripted: MakeServer, client_of: MakeClient
+) -> None:
     server = scripted({"/run/end": [None, {}]})
     client = client_of(server.url)
     client.register(REGISTRATION)
@@ -162,15 +193,24 @@ def test_a_finished_run_does_not_fail_for_the_services_sake(
     assert "did not answer POST /run/end for 0 s" in caplog.text
 
 
-def test_registering_again_says_how_far_training_is(scripted: MakeServer, client_of: MakeClient) -> None:
+def test_registering_again_says_how_far_training_is(
+    scripted: MakeServer, client_of: MakeClient
+) -> None:
     lost = {"status": "error", "message": "Trainer not registered", "batch": []}
-    server = scripted({"/batch": [{"batch": [group(5)], "batch_id": 8}, lost, {"batch": [group(6)]}], "/batch/ack": [409]})
+    server = scripted(
+        {
+            "/batch": [{"batch": [group(5)], "batch_id": 8}, lost, {"batch": [group(6)]}],
+            "/batch/ack": [409],
+        }
+    )
     client = client_of(server.url)
     client.register(REGISTRATION)
     client.acknowledge(client.next_batch().lease, 7)
     assert client.next_batch().groups == [group(6)]
     assert [body["starting_step"] for path, body in server.seen if path == "/register"] == [3, 7]
-    assert server.paths()[-2:] == ["/batch?uuid=1", "/status"], "the old lease is not spoken of any more"
+    assert server.paths()[-2:] == ["/batch?uuid=1", "/status"], (
+        "the old lease is not spoken of any more"
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,7 +226,9 @@ def test_registering_again_says_how_far_training_is(scripted: MakeServer, client
         (418, r"GET .*/batch: 418"),
     ],
 )
-def test_what_is_no_batch_is_one_line(answer: Any, message: str, scripted: MakeServer, client_of: MakeClient) -> None:
+def test_what_is_no_batch_is_one_line(
+    answer: Any, message: str, scripted: MakeServer, client_of: MakeClient
+) -> None:
     client = client_of(scripted({"/batch": [answer]}).url)
     client.register(REGISTRATION)
     with pytest.raises(RolloutServiceError, match=message) as caught:
@@ -195,38 +237,59 @@ def test_what_is_no_batch_is_one_line(answer: Any, message: str, scripted: MakeS
 
 
 def test_a_batch_that_does_not_come_is_an_error_that_says_what_was_waited_for(
-    scripted: MakeServer, client_of: MakeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scripted: MakeServer,
+    client_of: MakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(rollout_client, "PROGRESS_SECONDS", 0.1)
     caplog.set_level(logging.INFO)
-    server = scripted({"/batch": [{"batch": None}], "/status": [{"current_step": 1, "queue_size": 3}]})
+    server = scripted(
+        {"/batch": [{"batch": None}], "/status": [{"current_step": 1, "queue_size": 3}]}
+    )
     client = client_of(server.url, batch_timeout=3.0)
     client.register(REGISTRATION)
     with pytest.raises(
-        RolloutServiceError, match=r"no batch came .* within 3 s \(--batch-timeout\): 3 groups are queued, 2 seq"
+        RolloutServiceError,
+        match=r"no batch came .* within 3 s \(--batch-timeout\): 3 groups are queued, 2 seq",
     ):
         client.next_batch()
-    assert re.search(r"Waiting for a batch for [0-3] s: 3 groups are queued, 2 sequences make a batch", caplog.text)
-    assert "see whether an environment is running" in caplog.text, "the public server does not say what is missing"
+    assert re.search(
+        r"Waiting for a batch for [0-3] s: 3 groups are queued, 2 sequences make a batch",
+        caplog.text,
+    )
+    assert "see whether an environment is running" in caplog.text, (
+        "the public server does not say what is missing"
+    )
 
 
 def test_the_waiting_line_names_servers_that_do_not_serve(
-    scripted: MakeServer, client_of: MakeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scripted: MakeServer,
+    client_of: MakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(rollout_client, "PROGRESS_SECONDS", 0.1)
     caplog.set_level(logging.INFO)
     client = client_of(
-        scripted({"/batch": [{"batch": None}], "/stats": [{"waiting_because": "0 of 2"}]}).url, batch_timeout=2.0
+        scripted({"/batch": [{"batch": None}], "/stats": [{"waiting_because": "0 of 2"}]}).url,
+        batch_timeout=2.0,
     )
     client.server_trouble = lambda: "http://b:9001 (vLLM's engine has not answered for 30 s)"
     client.register(REGISTRATION)
     with pytest.raises(RolloutServiceError):
         client.next_batch()
-    assert "0 of 2; these vLLM servers do not serve: http://b:9001 (vLLM's engine has not answered for 30 s)" in caplog.text
+    assert (
+        "0 of 2; these vLLM servers do not serve: http://b:9001 (vLLM's engine has not answered for 30 s)"
+        in caplog.text
+    )
 
 
 def test_the_waiting_line_says_what_the_service_says(
-    scripted: MakeServer, client_of: MakeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scripted: MakeServer,
+    client_of: MakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(rollout_client, "PROGRESS_SECONDS", 0.1)
     caplog.set_level(logging.INFO)
@@ -234,7 +297,9 @@ def test_the_waiting_line_says_what_the_service_says(
     server = scripted({"/batch": [{"batch": None}], "/stats": [{"waiting_because": reason}]})
     client = client_of(server.url, batch_timeout=2.0)
     client.register(REGISTRATION)
-    with pytest.raises(RolloutServiceError, match=rf"no batch came .* \(--batch-timeout\): {reason}"):
+    with pytest.raises(
+        RolloutServiceError, match=rf"no batch came .* \(--batch-timeout\): {reason}"
+    ):
         client.next_batch()
     assert re.search(rf"Waiting for a batch for [0-2] s: {reason}", caplog.text)
 
@@ -245,11 +310,15 @@ def test_a_service_that_is_not_there_is_an_error_after_the_deadline(
     client = client_of(f"http://127.0.0.1:{free_port()}", service_timeout=0.3)
     with pytest.raises(RolloutServiceError) as caught:
         client.register(REGISTRATION)
-    assert "did not answer POST /register for 0 s (--service-timeout); last: ConnectError" in str(caught.value)
+    assert "did not answer POST /register for 0 s (--service-timeout); last: ConnectError" in str(
+        caught.value
+    )
     assert str(caught.value).endswith("start it with: python -m atroposlib.cli.run_api")
 
 
-def test_a_signal_ends_any_wait(scripted: MakeServer, client_of: MakeClient, free_port: Callable[[], int]) -> None:
+def test_a_signal_ends_any_wait(
+    scripted: MakeServer, client_of: MakeClient, free_port: Callable[[], int]
+) -> None:
     stop = StopSignal()
     client = client_of(scripted({"/batch": [{"batch": None}]}).url, stop=stop)
     client.register(REGISTRATION)
@@ -260,7 +329,9 @@ def test_a_signal_ends_any_wait(scripted: MakeServer, client_of: MakeClient, fre
         client_of(f"http://127.0.0.1:{free_port()}", stop=stop).register(REGISTRATION)
 
 
-def test_batches_are_acknowledged_in_the_order_in_which_they_came(scripted: MakeServer, client_of: MakeClient) -> None:
+def test_batches_are_acknowledged_in_the_order_in_which_they_came(
+    scripted: MakeServer, client_of: MakeClient
+) -> None:
     server = scripted(
         {"/batch": [{"batch": [group(n)], "batch_id": n} for n in (5, 6)], "/batch/ack": [{}]},
     )
@@ -273,11 +344,17 @@ def test_batches_are_acknowledged_in_the_order_in_which_they_came(scripted: Make
     client.acknowledge(second.lease, 5)
     with pytest.raises(RuntimeError, match=r"what is held is \[\]"):
         client.acknowledge(second.lease, 6)
-    acks = [(body["batch_id"], body["weight_version"]) for path, body in server.seen if path == "/batch/ack"]
+    acks = [
+        (body["batch_id"], body["weight_version"])
+        for path, body in server.seen
+        if path == "/batch/ack"
+    ]
     assert acks == [(5, 4), (6, 5)]
 
 
-def test_a_batch_whose_checkpoint_is_not_complete_is_kept_by_the_service(scripted: MakeServer, client_of: MakeClient) -> None:
+def test_a_batch_whose_checkpoint_is_not_complete_is_kept_by_the_service(
+    scripted: MakeServer, client_of: MakeClient
+) -> None:
     server = scripted({"/batch": [{"batch": [group(5)], "batch_id": 8}], "/batch/ack": [{}]})
     client = client_of(server.url)
     client.register(REGISTRATION)
@@ -289,7 +366,9 @@ def test_a_batch_whose_checkpoint_is_not_complete_is_kept_by_the_service(scripte
     assert acks == [{**told, "keep": True}, told]
 
 
-def test_only_the_trainers_own_waiting_counts_against_the_deadline(scripted: MakeServer, client_of: MakeClient) -> None:
+def test_only_the_trainers_own_waiting_counts_against_the_deadline(
+    scripted: MakeServer, client_of: MakeClient
+) -> None:
     """A batch that is fetched ahead may take as long as the step does."""
     server = scripted({"/batch": [{"batch": None}]})
     client = client_of(server.url, batch_timeout=30.0)

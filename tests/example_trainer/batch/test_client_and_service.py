@@ -42,12 +42,20 @@ def test_batches_arrive_are_acknowledged_and_survive_a_trainer(
     third = again.next_batch()
     assert (third.groups[0]["tokens"][0][1], third.environments) == (7, {})
     asked = {"desired_name": "sums", "weight": 1.0, "group_size": 2, "max_token_length": 64}
-    env_id = httpx.post(f"{url}/register-env", json=asked, timeout=60).raise_for_status().json()["env_id"]
-    httpx.post(f"{url}/scored_data", json=group(8) | {"env_id": env_id}, timeout=60).raise_for_status()
+    env_id = (
+        httpx.post(f"{url}/register-env", json=asked, timeout=60)
+        .raise_for_status()
+        .json()["env_id"]
+    )
+    httpx.post(
+        f"{url}/scored_data", json=group(8) | {"env_id": env_id}, timeout=60
+    ).raise_for_status()
     assert again.next_batch().environments == {str(env_id): "sums"}
     again.close()
     reusing = client_of(url)
-    reusing.register(replace(REGISTRATION, max_staleness=9, replay={"policy": "fifo", "max_reuse": 2, "seed": 0}))
+    reusing.register(
+        replace(REGISTRATION, max_staleness=9, replay={"policy": "fifo", "max_reuse": 2, "seed": 0})
+    )
     seen = []
     for version in range(4, 8):
         batch = reusing.next_batch()
@@ -63,7 +71,9 @@ def test_the_waiting_line_names_what_is_missing(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The waits of one trainer: without an environment, with one that posts nothing, and with one whose posts are refused."""
+    """The waits of one trainer: without an environment, with one that posts nothing, and with one
+    whose posts are refused.
+    """
     monkeypatch.setattr(rollout_client, "PROGRESS_SECONDS", 0.1)
     caplog.set_level(logging.INFO)
     port = free_port()
@@ -77,21 +87,35 @@ def test_the_waiting_line_names_what_is_missing(
 
     def wait_for_line(*parts: str) -> None:
         def probe() -> str | None:
-            lines = [line for line in caplog.messages if line.startswith("Waiting for a batch for ")]
+            lines = [
+                line for line in caplog.messages if line.startswith("Waiting for a batch for ")
+            ]
             return (
-                None if any(all(part in line for part in parts) for line in lines) else f"{parts} are in none of {lines[-3:]}"
+                None
+                if any(all(part in line for part in parts) for line in lines)
+                else f"{parts} are in none of {lines[-3:]}"
             )
 
         wait_until("the waiting line", probe, 60)
 
     wait_for_line(" s: 0 of 2 sequences are queued; no environment is registered: start one")
     asked = {"desired_name": "sums", "weight": 1.0, "group_size": 2, "max_token_length": 64}
-    env_id = httpx.post(f"{url}/register-env", json=asked, timeout=60).raise_for_status().json()["env_id"]
-    wait_for_line(" s: 0 of 2 sequences are queued; sums_0 is registered and has posted no group for ")
+    env_id = (
+        httpx.post(f"{url}/register-env", json=asked, timeout=60)
+        .raise_for_status()
+        .json()["env_id"]
+    )
+    wait_for_line(
+        " s: 0 of 2 sequences are queued; sums_0 is registered and has posted no group for "
+    )
     bad = group(8) | {"env_id": env_id, "scores": [1.0]}
     assert httpx.post(f"{url}/scored_data", json=bad, timeout=60).status_code == 422
-    wait_for_line("1 post was refused since the last batch, the last one because: scores has 1 entries for 2 sequences")
-    httpx.post(f"{url}/scored_data", json=group(8) | {"env_id": env_id}, timeout=60).raise_for_status()
+    wait_for_line(
+        "1 post was refused since the last batch, the last one because: scores has 1 entries for 2 sequences"
+    )
+    httpx.post(
+        f"{url}/scored_data", json=group(8) | {"env_id": env_id}, timeout=60
+    ).raise_for_status()
     waiting.join(60)
     assert len(found) == 1
 
@@ -111,7 +135,9 @@ def test_a_service_that_is_restarted_empty_is_registered_with_again(
     held = client.next_batch()
     processes.kill(service)
     found: list[FetchedBatch] = []
-    waiting = threading.Thread(target=lambda: found.append(client.next_batch()), daemon=True)  # ahead of the training
+    waiting = threading.Thread(
+        target=lambda: found.append(client.next_batch()), daemon=True
+    )  # ahead of the training
     waiting.start()
     processes.start_service(port, "--new-run")
 
@@ -123,7 +149,9 @@ def test_a_service_that_is_restarted_empty_is_registered_with_again(
         return None if "Registering with the rollout service" in caplog.text else "it has not asked"
 
     processes.wait_until("the trainer to find out", asked, seconds=180)
-    assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == -1, "it would be counted one version too young"
+    assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == -1, (
+        "it would be counted one version too young"
+    )
     client.acknowledge(held.lease, 4)
     processes.wait_until("the trainer to register again", registered, seconds=180)
     assert httpx.get(f"{url}/stats", timeout=60).json()["trainer_version"] == 4
@@ -152,6 +180,8 @@ def test_a_key_that_is_needed_is_asked_for(
 ) -> None:
     port = free_port()
     processes.start_service(port, "--api-key", "sesame", "--host", "127.0.0.1")
-    with pytest.raises(RolloutServiceError, match=r"refuses this trainer \(401\); give --atropos-api-key"):
+    with pytest.raises(
+        RolloutServiceError, match=r"refuses this trainer \(401\); give --atropos-api-key"
+    ):
         client_of(f"http://127.0.0.1:{port}").register(REGISTRATION)
     client_of(f"http://127.0.0.1:{port}", api_key="sesame").register(REGISTRATION)

@@ -1,4 +1,6 @@
-"""The penalty of a long answer: DAPO's, as its equation has it, and what it is where that has no place for its buffer."""
+"""The penalty of a long answer: DAPO's, as its equation has it, and what it is where that has no
+place for its buffer.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def group_of(limit: int, **more: object) -> dict[str, object]:
     return make_group(sampling_params=[{"temperature": 1, "max_tokens": limit}] * 2, **more)
 
 
-def test_a_limit_below_the_buffer_and_advantages_without_penalty_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_below_the_buffer_and_advantages_without_penalty_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     config = TrainerConfig(model_name="m", truncated_answers="penalise", overlong_buffer=16)
     reader = BatchReader(config, VOCAB, tokens_per_bin=64)
     reader.read([group_of(16)], 0)
@@ -48,5 +52,7 @@ def test_a_limit_below_the_buffer_and_advantages_without_penalty_are_told_once(c
         "1 of a batch's groups bring advantages of their own, which --truncated-answers penalise leaves as they are",
     ]
     caplog.clear()
-    BatchReader(TrainerConfig(model_name="m"), VOCAB, tokens_per_bin=64).read([group_of(9, advantages=[1.0, 2.0])], 0)
+    BatchReader(TrainerConfig(model_name="m"), VOCAB, tokens_per_bin=64).read(
+        [group_of(9, advantages=[1.0, 2.0])], 0
+    )
     assert not caplog.records

@@ -1,4 +1,6 @@
-"""Batches that are sampled when they are asked for: under the present weights, from the next problems, never the same twice."""
+"""Batches that are sampled when they are asked for: under the present weights, from the next
+problems, never the same twice.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.conftest import ROOT
 
 
 class MadeUpSampler:
-    """Answers each question twice with as many tokens as it has digits, under the weight version that is set."""
+    """Answers each question twice with as many tokens as it has digits, under the weight version
+    that is set.
+    """
 
     def __init__(self) -> None:
         self.version = 0
@@ -43,7 +47,10 @@ class MadeUpSampler:
 
 
 def batches(
-    sampler: MadeUpSampler, vocab_size: int = 50, staleness: int = 0, last_version: int | None = None
+    sampler: MadeUpSampler,
+    vocab_size: int = 50,
+    staleness: int = 0,
+    last_version: int | None = None,
 ) -> SampledBatches:
     reader = BatchReader(TrainerConfig(model_name="m"), vocab_size, tokens_per_bin=16)
     device = torch.device("cpu")
@@ -65,7 +72,9 @@ def test_each_batch_has_the_next_problems_and_the_present_version() -> None:
 
 
 @pytest.mark.parametrize(("staleness", "steps"), [(0, 3), (1, 4), (4, 12), (16, 5)])
-def test_every_batch_is_exactly_as_old_as_asked_for_and_nothing_is_sampled_in_vain(staleness: int, steps: int) -> None:
+def test_every_batch_is_exactly_as_old_as_asked_for_and_nothing_is_sampled_in_vain(
+    staleness: int, steps: int
+) -> None:
     """The problems are those of a run without staleness, in the same order."""
     sampler = MadeUpSampler()
     made = batches(sampler, staleness=staleness, last_version=steps)
@@ -80,7 +89,9 @@ def test_every_batch_is_exactly_as_old_as_asked_for_and_nothing_is_sampled_in_va
 
 
 @pytest.mark.parametrize(("staleness", "at"), [(0, 2), (2, 0), (1, 1), (2, 3)])
-def test_behind_a_batch_that_is_left_out_all_are_as_old_as_asked_for_or_the_run_ends(staleness: int, at: int) -> None:
+def test_behind_a_batch_that_is_left_out_all_are_as_old_as_asked_for_or_the_run_ends(
+    staleness: int, at: int
+) -> None:
     sampler, steps = MadeUpSampler(), 7
     made = batches(sampler, staleness=staleness, last_version=steps)
     ages: list[int] = []
@@ -92,7 +103,8 @@ def test_behind_a_batch_that_is_left_out_all_are_as_old_as_asked_for_or_the_run_
     made.next(at)
     if staleness and at:
         with pytest.raises(
-            TrainerError, match=f"at step {at}, and .* not --staleness {staleness} .*: its gradient is NaN"
+            TrainerError,
+            match=f"at step {at}, and .* not --staleness {staleness} .*: its gradient is NaN",
         ) as told:
             made.acknowledge(at, skipped="its gradient is NaN")
         assert not isinstance(told.value, BatchError), "which would be left out as well"
@@ -105,8 +117,16 @@ def test_behind_a_batch_that_is_left_out_all_are_as_old_as_asked_for_or_the_run_
     assert ages == [min(version, staleness) for version in range(at, steps)]
 
 
-def test_held_out_problems_are_answered_greedily_when_their_turn_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler("http://127.0.0.1:1", str(ROOT / "assets" / "starter_model"), group_size=8, max_tokens=9, seed=0)
+def test_held_out_problems_are_answered_greedily_when_their_turn_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampler = Sampler(
+        "http://127.0.0.1:1",
+        str(ROOT / "assets" / "starter_model"),
+        group_size=8,
+        max_tokens=9,
+        seed=0,
+    )
     two = sampler._tokenizer.encode(r"\boxed{2}", add_special_tokens=False)
     asked: list[dict[str, Any]] = []
 
@@ -116,7 +136,12 @@ def test_held_out_problems_are_answered_greedily_when_their_turn_has_come(monkey
 
     monkeypatch.setattr(VLLMClient, "call", answer)
     found: list[Evaluation] = []
-    problems = [Problem("1 + 1", "2"), Problem("1 + 2", "3"), Problem("5 - 3", "2"), Problem("2", "2")]
+    problems = [
+        Problem("1 + 1", "2"),
+        Problem("1 + 2", "3"),
+        Problem("5 - 3", "2"),
+        Problem("2", "2"),
+    ]
     held_out = HeldOut(sampler, problems, every=10, record=found.append)
     for version in (0, 0, 1, 9, 10, 10):  # a version comes again where a batch was left out
         held_out.look(version)
@@ -128,7 +153,9 @@ def test_held_out_problems_are_answered_greedily_when_their_turn_has_come(monkey
     ]
     assert len({one.key for one in found}) == 3
     assert len(asked) == 3 * len(problems)
-    assert all((body["n"], body["temperature"], body["max_tokens"]) == (1, 0.0, 9) for body in asked)
+    assert all(
+        (body["n"], body["temperature"], body["max_tokens"]) == (1, 0.0, 9) for body in asked
+    )
 
 
 def test_a_batch_of_another_tokenizer_can_be_skipped() -> None:
@@ -137,12 +164,19 @@ def test_a_batch_of_another_tokenizer_can_be_skipped() -> None:
         made.next(0)
 
 
-def test_the_sampler_asks_for_ids_and_numbers_and_reads_the_text_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second answer was sampled across an update of the weights: its last tokens count as sampled under the new ones."""
+def test_the_sampler_asks_for_ids_and_numbers_and_reads_the_text_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second answer was sampled across an update of the weights: its last tokens count as
+    sampled under the new ones.
+    """
     folder, asked = str(ROOT / "assets" / "starter_model"), []
     sampler = Sampler("http://127.0.0.1:1", folder, group_size=2, max_tokens=9, seed=0)
     tokenizer = sampler._tokenizer
-    right, wrong = ([*tokenizer.encode(rf"\boxed{{{n}}}", add_special_tokens=False), tokenizer.eos_token_id] for n in (2, 3))
+    right, wrong = (
+        [*tokenizer.encode(rf"\boxed{{{n}}}", add_special_tokens=False), tokenizer.eos_token_id]
+        for n in (2, 3)
+    )
     numbers = [[-0.5] * len(right), [-0.25] * len(wrong)]
 
     def answer(client: VLLMClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -157,14 +191,22 @@ def test_the_sampler_asks_for_ids_and_numbers_and_reads_the_text_itself(monkeypa
     groups = sampler.groups([Problem("What is 1 plus 1?", "2")])
     sampler.close()
     ((path, body),) = asked
-    assert (path, body["return_text"], body["token_logprobs"], "logprobs" in body) == ("/generate", False, True, False)
+    assert (path, body["return_text"], body["token_logprobs"], "logprobs" in body) == (
+        "/generate",
+        False,
+        True,
+        False,
+    )
     prompt = body["prompt"]["prompt_token_ids"]
     assert groups[0]["tokens"] == [prompt + right, prompt + wrong]
     assert groups[0]["scores"] == [1.0, -1.0]
     one, two = parse_batch(groups, max_tokens=1000, vocab_size=len(tokenizer), version=5).sequences
     assert [s.rollout_logprobs.tolist() for s in (one, two)] == numbers
     assert [s.finish_reason for s in (one, two)] == ["stop", "length"]
-    assert groups[0]["sampling_params"] == [{"temperature": body["temperature"], "max_tokens": body["max_tokens"]}] * 2
+    assert (
+        groups[0]["sampling_params"]
+        == [{"temperature": body["temperature"], "max_tokens": body["max_tokens"]}] * 2
+    )
     assert one.versions is not None
     assert one.versions.tolist() == [4] * len(right)
     assert two.versions is not None

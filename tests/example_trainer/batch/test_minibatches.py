@@ -1,4 +1,6 @@
-"""A batch in parts: every rollout in one of them, groups whole where that is possible, whatever the order of arrival."""
+"""A batch in parts: every rollout in one of them, groups whole where that is possible, whatever the
+order of arrival.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,25 @@ def test_every_rollout_is_in_one_part_and_the_parts_are_even(groups: list[int], 
     parts = divide(rollouts, count)
     assert sorted(number for part in parts for number in part) == list(range(len(groups)))
     assert len(parts) == min(count, len(groups))
-    sizes, largest = [len(part) for part in parts], max(groups.count(group) for group in set(groups))
+    sizes, largest = (
+        [len(part) for part in parts],
+        max(groups.count(group) for group in set(groups)),
+    )
     if len(set(groups)) >= count:
         assert max(sizes) - min(sizes) <= largest
-        places = [{index for index, part in enumerate(parts) for n in part if groups[n] == group} for group in set(groups)]
+        places = [
+            {index for index, part in enumerate(parts) for n in part if groups[n] == group}
+            for group in set(groups)
+        ]
         assert all(len(place) == 1 for place in places)
     else:
         assert max(sizes) - min(sizes) <= 1
 
 
 @given(GROUPS, st.integers(1, 8), st.randoms(use_true_random=False))
-def test_content_decides_and_not_the_order_of_arrival(groups: list[int], count: int, random: Random) -> None:
+def test_content_decides_and_not_the_order_of_arrival(
+    groups: list[int], count: int, random: Random
+) -> None:
     rollouts = [(group, bytes([number])) for number, group in enumerate(groups)]
     order = random.sample(range(len(rollouts)), len(rollouts))
     names = random.sample(range(6), 6)
@@ -57,7 +67,9 @@ def pack(
 
 
 @given(batches(), st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_minibatches_hold_the_batch_and_weigh_one_each(batch: Batch, minibatches: int, ranks: int, share: bool) -> None:
+def test_minibatches_hold_the_batch_and_weigh_one_each(
+    batch: Batch, minibatches: int, ranks: int, share: bool
+) -> None:
     packed = pack(batch, minibatches, ranks, share)
     orders, trained = [], [s for s in batch.sequences if len(s.positions)]
     for shares in packed:
@@ -72,29 +84,45 @@ def test_minibatches_hold_the_batch_and_weigh_one_each(batch: Batch, minibatches
 
 
 @given(batches(), st.integers(1, 4), st.booleans(), st.integers(0, 2**24 - 1))
-def test_what_teaches_nothing_is_left_out_and_counts_as_before(batch: Batch, count: int, share: bool, zeroed: int) -> None:
-    """The sum over tokens of weight × advantage × any function of the token, which gradients are, stays what it was; each
-    minibatch has a sequence to forward."""
+def test_what_teaches_nothing_is_left_out_and_counts_as_before(
+    batch: Batch, count: int, share: bool, zeroed: int
+) -> None:
+    """The sum over tokens of weight × advantage × any function of the token, which gradients are,
+    stays what it was; each minibatch has a sequence to forward."""
     sequences = [
-        replace(s, advantages=np.zeros_like(s.advantages) if zeroed >> number & 1 else s.advantages + 1)
+        replace(
+            s, advantages=np.zeros_like(s.advantages) if zeroed >> number & 1 else s.advantages + 1
+        )
         for number, s in enumerate(batch.sequences)
     ]
-    all_of_it, less = (pack(Batch(sequences), count, share=share, forward=forward) for forward in (True, False))
+    all_of_it, less = (
+        pack(Batch(sequences), count, share=share, forward=forward) for forward in (True, False)
+    )
     assert len(all_of_it) == len(less)
     for (whole,), (part,) in zip(all_of_it, less, strict=True):
         products: list[dict[tuple[int, ...], list[float]]] = [{}, {}]
         for bins, found in zip((whole, part), products, strict=True):
             for one in bins:
                 shares = (one.weights * one.advantages).split(one.counts.tolist())
-                found.update({tuple(o): p.tolist() for o, p in zip(one.orders.tolist(), shares, strict=True) if p.any()})
+                found.update(
+                    {
+                        tuple(o): p.tolist()
+                        for o, p in zip(one.orders.tolist(), shares, strict=True)
+                        if p.any()
+                    }
+                )
         assert products[0] == products[1]
         forwarded = sum(len(one.counts) for one in part)
         assert forwarded == max(len(products[0]), min(1, sum(len(one.counts) for one in whole)))
 
 
 @given(batches(), st.integers(1, 4), st.integers(0, 2**24 - 1))
-def test_a_constant_does_not_depend_on_what_is_masked(batch: Batch, count: int, masked: int) -> None:
-    """A trained token weighs the same in every minibatch, however many sequences lost all of theirs."""
+def test_a_constant_does_not_depend_on_what_is_masked(
+    batch: Batch, count: int, masked: int
+) -> None:
+    """A trained token weighs the same in every minibatch, however many sequences lost all of
+    theirs.
+    """
     some = [s.masked() if masked >> number & 1 else s for number, s in enumerate(batch.sequences)]
     packed = pack_batch(
         Batch(some), tokens_per_bin=200, ranks=1, normalisation="constant", max_tokens=MAX_TOKENS, share_prefixes=True,
@@ -108,10 +136,22 @@ def test_temperatures_and_teachers_come_along() -> None:
     rows = batches_of_two()
     ((bins,),) = pack(rows, 1)
     (one,) = bins
-    by_order = dict(zip(map(tuple, one.orders.tolist()), one.temperatures.split(one.counts.tolist()), strict=True))
+    by_order = dict(
+        zip(
+            map(tuple, one.orders.tolist()),
+            one.temperatures.split(one.counts.tolist()),
+            strict=True,
+        )
+    )
     assert by_order[0, 0].tolist() == [np.float32(0.7)] * 2
     assert by_order[0, 1].tolist() == [0.5, 0.5], "the option's, where nobody said"
-    taught = dict(zip(map(tuple, one.orders.tolist()), one.teacher_logprobs.split(one.counts.tolist()), strict=True))
+    taught = dict(
+        zip(
+            map(tuple, one.orders.tolist()),
+            one.teacher_logprobs.split(one.counts.tolist()),
+            strict=True,
+        )
+    )
     assert taught[0, 0].isnan().all()
     assert taught[0, 1].tolist() == [-1.0, -2.0]
 

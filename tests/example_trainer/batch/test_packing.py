@@ -1,4 +1,6 @@
-"""Bins hold every trained token once, behind all that it is predicted from, whatever is shared and however they are filled."""
+"""Bins hold every trained token once, behind all that it is predicted from, whatever is shared and
+however they are filled.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def rollout(
     return TrainedSequence(
         tokens=np.array(tokens, dtype=np.int64),
         positions=np.array(trained, dtype=np.int64),
-        rollout_logprobs=np.array([-0.5 * number for number in range(len(trained))], dtype=np.float32),
+        rollout_logprobs=np.array(
+            [-0.5 * number for number in range(len(trained))], dtype=np.float32
+        ),
         advantages=np.array(advantages, dtype=np.float32),
         score=float(order[1]),
         weight_version=3,
@@ -42,13 +46,17 @@ def rollout(
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Groups whose rollouts begin alike, part, and part again: each continues what it drew from a few common runs of tokens."""
+    """Groups whose rollouts begin alike, part, and part again: each continues what it drew from a
+    few common runs of tokens.
+    """
     sequences = []
     runs = [[7] * 40, [7] * 25 + [8] * 20, [1, 2, 3], [5] * 60]
     for group in range(draw(st.integers(1, 4))):
         for number in range(draw(st.integers(1, 6))):
             turns = draw(st.lists(st.sampled_from(runs), min_size=1, max_size=4))
-            tokens = [token for turn in turns for token in turn] + draw(st.lists(st.integers(0, 9), max_size=5))
+            tokens = [token for turn in turns for token in turn] + draw(
+                st.lists(st.integers(0, 9), max_size=5)
+            )
             length = len(tokens)
             trained = sorted(draw(st.sets(st.integers(1, length - 1), max_size=8)))
             versions = draw(st.none() | st.just([number % 5 for number in range(len(trained))]))
@@ -58,13 +66,18 @@ def batches(draw: st.DrawFn) -> Batch:
 
 def pack(batch: Batch, budget: int, ranks: int = 1, share: bool = True) -> list[list[PackedBin]]:
     return pack_batch(
-        batch, tokens_per_bin=budget, ranks=ranks, normalisation="sequence", max_tokens=MAX_TOKENS, share_prefixes=share
+        batch,
+        tokens_per_bin=budget,
+        ranks=ranks,
+        normalisation="sequence",
+        max_tokens=MAX_TOKENS,
+        share_prefixes=share,
     )[0]
 
 
 def contexts(one: PackedBin) -> list[list[int]]:
-    """For each trained token, the tokens that it is predicted from: its span's up to its source, behind all that this
-    continues. Independent of Packing and of how bins are made."""
+    """For each trained token, the tokens that it is predicted from: its span's up to its source,
+    behind all that this continues. Independent of Packing and of how bins are made."""
     begins = [0, *np.cumsum(one.lengths.tolist()).tolist()]
     tokens, parents = one.tokens.tolist(), one.parents.tolist()
 
@@ -108,13 +121,23 @@ def expected(batch: Batch) -> dict[tuple[int, int], list[tuple[Any, ...]]]:
     trained = sum(len(s.positions) > 0 for s in batch.sequences)
     for s in batch.sequences:
         weight = float(np.float32(1 / (max(1, len(s.positions)) * max(1, trained))))
-        versions = [UNKNOWN_VERSION] * len(s.positions) if s.versions is None else s.versions.tolist()
+        versions = (
+            [UNKNOWN_VERSION] * len(s.positions) if s.versions is None else s.versions.tolist()
+        )
         rows = zip(
             s.tokens[s.positions].tolist(), s.positions.tolist(), s.rollout_logprobs.tolist(), s.advantages.tolist(), versions,
             strict=True,
         )  # fmt: skip
         said = [
-            (target, position, logprob, advantage, weight, version, tuple(s.tokens[:position].tolist()))
+            (
+                target,
+                position,
+                logprob,
+                advantage,
+                weight,
+                version,
+                tuple(s.tokens[:position].tolist()),
+            )
             for target, position, logprob, advantage, version in rows
         ]
         if said:
@@ -127,37 +150,61 @@ def test_what_is_packed_is_what_came(batch: Batch, budget: int, ranks: int, shar
     packed = pack(batch, budget, ranks, share)
     assert unpacked([one for share_of_rank in packed for one in share_of_rank]) == expected(batch)
     assert len(packed) == ranks
-    assert len({len(share_of_rank) for share_of_rank in packed}) == 1, "every rank takes part in as many passes"
+    assert len({len(share_of_rank) for share_of_rank in packed}) == 1, (
+        "every rank takes part in as many passes"
+    )
 
 
 @given(batches(), st.integers(1, 300), st.integers(1, 4), st.booleans())
 def test_bins_keep_to_their_budget(batch: Batch, budget: int, ranks: int, share: bool) -> None:
-    for one in (one for share_of_rank in pack(batch, budget, ranks, share) for one in share_of_rank):
+    for one in (
+        one for share_of_rank in pack(batch, budget, ranks, share) for one in share_of_rank
+    ):
         assert len(one.tokens) == int(one.lengths.sum())
         assert len(one.tokens) <= budget or len(one.counts) == 1 or one.empty
         rows = one.packing().key_rows  # what attention lays keys and values out by
         keys = len(one.tokens) if rows is None else len(rows)
-        assert keys <= SEEN_PER_TOKEN * max(budget, len(one.tokens)), "what the memory plan counts on"
+        assert keys <= SEEN_PER_TOKEN * max(budget, len(one.tokens)), (
+            "what the memory plan counts on"
+        )
         if not share:
             assert one.packing().parents == (NO_PARENT,) * len(one.lengths)
 
 
-@given(batches(), st.integers(1, 300), st.integers(1, 4), st.booleans(), st.randoms(use_true_random=False))
-def test_the_order_of_arrival_does_not_matter(batch: Batch, budget: int, ranks: int, share: bool, random: Random) -> None:
+@given(
+    batches(),
+    st.integers(1, 300),
+    st.integers(1, 4),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_the_order_of_arrival_does_not_matter(
+    batch: Batch, budget: int, ranks: int, share: bool, random: Random
+) -> None:
     count = 1 + max(s.order[0] for s in batch.sequences)
     places = random.sample(range(count), count)
-    moved = sorted((replace(s, order=(places[s.order[0]], s.order[1])) for s in batch.sequences), key=lambda s: s.order)
-    for ours, theirs in zip(pack(batch, budget, ranks, share), pack(Batch(moved), budget, ranks, share), strict=True):
+    moved = sorted(
+        (replace(s, order=(places[s.order[0]], s.order[1])) for s in batch.sequences),
+        key=lambda s: s.order,
+    )
+    for ours, theirs in zip(
+        pack(batch, budget, ranks, share), pack(Batch(moved), budget, ranks, share), strict=True
+    ):
         for one, other in zip(ours, theirs, strict=True):
             for name, tensor in one.tensors().items():
-                assert name == "orders" or torch.equal(tensor.nan_to_num(9.0), other.tensors()[name].nan_to_num(9.0))
+                assert name == "orders" or torch.equal(
+                    tensor.nan_to_num(9.0), other.tensors()[name].nan_to_num(9.0)
+                )
 
 
 @given(batches(), st.integers(1, 300), st.integers(1, 300))
 def test_one_rank_that_shares_nothing_sees_the_sequences_in_one_order_whatever_the_budget(
     batch: Batch, one: int, other: int
 ) -> None:
-    orders = [[order for part in pack(batch, budget, 1, False)[0] for order in part.orders.tolist()] for budget in (one, other)]
+    orders = [
+        [order for part in pack(batch, budget, 1, False)[0] for order in part.orders.tolist()]
+        for budget in (one, other)
+    ]
     assert orders[0] == orders[1]
 
 
@@ -167,8 +214,8 @@ def cost(one: PackedBin) -> int:
 
 @given(batches(), st.integers(100, 600), st.integers(2, 4))
 def test_ranks_have_about_the_same_to_do(batch: Batch, budget: int, ranks: int) -> None:
-    """A bin outweighs another one by one sequence at most, unless that had no room for it; the ranks' sums differ by no more
-    than two bins do."""
+    """A bin outweighs another one by one sequence at most, unless that had no room for it; the
+    ranks' sums differ by no more than two bins do."""
     packed = pack(batch, budget, ranks, share=False)
     bins = [one for share in packed for one in share]
     smallest = [min(one.lengths.tolist()) for one in bins]
@@ -185,17 +232,24 @@ def test_ranks_have_about_the_same_to_do(batch: Batch, budget: int, ranks: int) 
 def test_of_passes_that_are_made_at_once_the_costlier_goes_to_the_rank_that_has_less() -> None:
     batch = Batch([rollout((i, 0), [i] * length, [1]) for i, length in enumerate((90, 80, 70, 60))])
     packed = pack(batch, 100, ranks=2, share=False)
-    assert [[one.lengths.tolist() for one in share] for share in packed] == [[[90], [60]], [[80], [70]]]
+    assert [[one.lengths.tolist() for one in share] for share in packed] == [
+        [[90], [60]],
+        [[80], [70]],
+    ]
 
 
 def test_a_prompt_is_forwarded_once_for_its_answers() -> None:
     prompt = [1] * 50
-    batch = Batch([rollout((0, i), [*prompt, 10 + i, 20 + i, 30 + i], [50, 51, 52]) for i in range(4)])
+    batch = Batch(
+        [rollout((0, i), [*prompt, 10 + i, 20 + i, 30 + i], [50, 51, 52]) for i in range(4)]
+    )
     ((shared,),) = pack(batch, 1000)
     ((plain,),) = pack(batch, 1000, share=False)
     assert shared.lengths.tolist() == [50, 3, 3, 3, 3]
     assert shared.parents.tolist() == [NO_PARENT, 0, 0, 0, 0]
-    assert (shared.sources == 49).sum() == 4, "the prompt's last token predicts the first of each answer"
+    assert (shared.sources == 49).sum() == 4, (
+        "the prompt's last token predicts the first of each answer"
+    )
     assert len(plain.tokens) == 4 * 53
     assert unpacked([shared]) == unpacked([plain])
 
@@ -203,8 +257,16 @@ def test_a_prompt_is_forwarded_once_for_its_answers() -> None:
 def test_turns_are_shared_as_a_tree() -> None:
     prompt, turn = [1] * 40, [2] * 40
     rows = [[*prompt, 3], [*prompt, *turn, 4], [*prompt, *turn, 5]]
-    ((one,),) = pack(Batch([rollout((0, i), row, [len(row) - 1]) for i, row in enumerate(rows)]), 1000)
-    assert sorted(zip(one.lengths.tolist(), one.parents.tolist(), strict=True)) == [(1, 0), (1, 1), (1, 1), (40, -1), (40, 0)]
+    ((one,),) = pack(
+        Batch([rollout((0, i), row, [len(row) - 1]) for i, row in enumerate(rows)]), 1000
+    )
+    assert sorted(zip(one.lengths.tolist(), one.parents.tolist(), strict=True)) == [
+        (1, 0),
+        (1, 1),
+        (1, 1),
+        (40, -1),
+        (40, 0),
+    ]
 
 
 @pytest.mark.parametrize(("length", "spans"), [(2 * LEAST_SAVING - 1, 2), (2 * LEAST_SAVING, 3)])
@@ -230,7 +292,10 @@ def test_a_tree_holds_its_sequences_and_never_costs_more(rows: list[list[int]]) 
 
 
 def test_a_tree_may_be_as_deep_as_its_group_is_large() -> None:
-    rows = sorted((np.arange(2 * LEAST_SAVING * (n + 1), dtype=np.int64) for n in range(1500)), key=reading_order)
+    rows = sorted(
+        (np.arange(2 * LEAST_SAVING * (n + 1), dtype=np.int64) for n in range(1500)),
+        key=reading_order,
+    )
     assert prefix_tree(rows).tokens == len(rows[-1])
 
 
@@ -242,7 +307,9 @@ def test_a_tree_may_be_as_deep_as_its_group_is_large() -> None:
         (10, 490, [180]),
     ],
 )
-def test_a_group_that_does_not_fit_is_split_with_a_prompt_for_each_part(answer: int, budget: int, tokens: list[int]) -> None:
+def test_a_group_that_does_not_fit_is_split_with_a_prompt_for_each_part(
+    answer: int, budget: int, tokens: list[int]
+) -> None:
     batch = Batch([rollout((0, i), [*([1] * 100), *([10 + i] * answer)], [100]) for i in range(8)])
     (bins,) = pack(batch, budget)
     assert [len(one.tokens) for one in bins] == tokens
@@ -250,17 +317,29 @@ def test_a_group_that_does_not_fit_is_split_with_a_prompt_for_each_part(answer: 
 
 
 @given(batches(), st.integers(1, 300))
-def test_what_is_shared_never_needs_more_room_than_it_would_apart(batch: Batch, budget: int) -> None:
-    """A batch that fits one bin unshared fits one shared: of the keys that spans see, no more than half are inner spans'."""
+def test_what_is_shared_never_needs_more_room_than_it_would_apart(
+    batch: Batch, budget: int
+) -> None:
+    """A batch that fits one bin unshared fits one shared: of the keys that spans see, no more than
+    half are inner spans'.
+    """
     assert len(pack(batch, max(budget, sum(len(s.tokens) for s in batch.sequences)))[0]) <= 1
 
 
 @pytest.mark.parametrize(("groups", "parts"), [(1, 4), (2, 2), (4, 1), (8, 1)])
 def test_ranks_share_a_group_rather_than_watch_one_of_them(groups: int, parts: int) -> None:
-    batch = Batch([rollout((g, i), [g] * 40 + [10 + i] * 100, [139]) for g in range(groups) for i in range(16)])
+    batch = Batch(
+        [
+            rollout((g, i), [g] * 40 + [10 + i] * 100, [139])
+            for g in range(groups)
+            for i in range(16)
+        ]
+    )
     packed = pack(batch, 100_000, ranks=4)
     tokens = [sum(len(one.tokens) for one in share) for share in packed]
-    assert tokens == [(groups * (1600 + parts * 40)) // 4] * 4, "no more copies of the prompt than ranks need"
+    assert tokens == [(groups * (1600 + parts * 40)) // 4] * 4, (
+        "no more copies of the prompt than ranks need"
+    )
 
 
 def test_a_sequence_longer_than_the_budget_has_a_bin_of_its_own() -> None:
@@ -273,10 +352,14 @@ def test_a_rank_without_work_takes_part_with_an_empty_bin() -> None:
     assert (ours.empty, theirs.empty) == (False, True)
     assert theirs.packing().tokens == 1
     assert theirs.sequences() is None
-    assert theirs.reference_pass.tolist() == ours.reference_pass.tolist() == [1], "it takes part in the reference's pass too"
+    assert theirs.reference_pass.tolist() == ours.reference_pass.tolist() == [1], (
+        "it takes part in the reference's pass too"
+    )
     nothing = empty_bin().tensors() | {"reference_pass": theirs.reference_pass}
     assert all(torch.equal(t, nothing[name]) for name, t in theirs.tensors().items())
-    assert {name: t.dtype for name, t in ours.tensors().items()} == {name: t.dtype for name, t in theirs.tensors().items()}
+    assert {name: t.dtype for name, t in ours.tensors().items()} == {
+        name: t.dtype for name, t in theirs.tensors().items()
+    }
 
 
 def test_nothing_to_train_on_makes_no_bins() -> None:
@@ -285,7 +368,10 @@ def test_nothing_to_train_on_makes_no_bins() -> None:
 
 def test_figures_tell_environments_apart() -> None:
     batch = Batch(
-        [replace(rollout((i, 0), [1, 2], [1]), score=float(i), env_id=env_id) for i, env_id in enumerate((0, 1, 1, 4, None, 2))]
+        [
+            replace(rollout((i, 0), [1, 2], [1]), score=float(i), env_id=env_id)
+            for i, env_id in enumerate((0, 1, 1, 4, None, 2))
+        ]
     )
     names = {"0": "maths: sums", "1": "maths_sums", "2": "maths: sums", "9": "elsewhere"}
     figures = figures_of(batch, [pack(batch, 1000)], version=5, environments=names)
@@ -301,9 +387,14 @@ def test_figures_tell_environments_apart() -> None:
 def test_the_success_rate_is_of_the_rollouts_that_say_so() -> None:
     said = [(0, True), (0, False), (0, None), (1, True), (None, False), (2, None)]
     batch = Batch(
-        [replace(rollout((i, 0), [1, 2], [1]), env_id=env_id, success=success) for i, (env_id, success) in enumerate(said)]
+        [
+            replace(rollout((i, 0), [1, 2], [1]), env_id=env_id, success=success)
+            for i, (env_id, success) in enumerate(said)
+        ]
     )
-    figures = figures_of(batch, [pack(batch, 1000)], version=5, environments={"0": "sums", "1": "maths"})
+    figures = figures_of(
+        batch, [pack(batch, 1000)], version=5, environments={"0": "sums", "1": "maths"}
+    )
     row = figures.row()
     assert row["success_rate"] == 0.5
     assert {name: value for name, value in row.items() if name.startswith("success/")} == {
@@ -311,24 +402,50 @@ def test_the_success_rate_is_of_the_rollouts_that_say_so() -> None:
         "success/maths": 1.0,
     }
     assert "success_rates" not in row
-    assert figures_of(Batch([rollout((0, 0), [1, 2], [1])]), [], version=5).row()["success_rate"] is None
+    assert (
+        figures_of(Batch([rollout((0, 0), [1, 2], [1])]), [], version=5).row()["success_rate"]
+        is None
+    )
 
 
 def test_figures_count_what_is_forwarded_and_what_that_spares() -> None:
-    batch = Batch([rollout((0, i), [1] * 50 + [10 + i] * 5, list(range(50, 55))) for i in range(4)], ["group 9: bad"], 2)
-    batch.sequences.append(replace(rollout((1, 0), [1, 2, 3], []), sampled=2, finish_reason="length"))
+    batch = Batch(
+        [rollout((0, i), [1] * 50 + [10 + i] * 5, list(range(50, 55))) for i in range(4)],
+        ["group 9: bad"],
+        2,
+    )
+    batch.sequences.append(
+        replace(rollout((1, 0), [1, 2, 3], []), sampled=2, finish_reason="length")
+    )
     batch.sequences[0] = replace(batch.sequences[0], finish_reason="stop")
     figures = figures_of(batch, [pack(batch, 1000, ranks=2)], version=5, lives=[Life(1, 0)])
     assert (figures.reward_mean, figures.sequences, figures.tokens) == (1.2, 5, 20)
-    assert (figures.groups_invalid, figures.sequences_too_long, figures.truncated_share) == (1, 2, 0.5)
-    assert (figures.response_length_mean, figures.response_length_p50, figures.response_length_max) == (4.4, 5.0, 5)
+    assert (figures.groups_invalid, figures.sequences_too_long, figures.truncated_share) == (
+        1,
+        2,
+        0.5,
+    )
+    assert (
+        figures.response_length_mean,
+        figures.response_length_p50,
+        figures.response_length_max,
+    ) == (4.4, 5.0, 5)
     assert (figures.age_mean, figures.age_max) == (2.0, 2)
     assert (figures.sequence_tokens, figures.forwarded_tokens, figures.bins) == (220, 2 * 60, 2)
     assert (figures.forwarded_targets, figures.zero_advantage_share) == (20, 0.0)
     assert figures.attended_pairs == 2 * (50 * 51 // 2 + 2 * (5 * 50 + 15))
     batch.sequences[1:4] = [replace(s, advantages=0 * s.advantages) for s in batch.sequences[1:4]]
-    settings: dict[str, Any] = {"tokens_per_bin": 1000, "ranks": 1, "normalisation": "token", "max_tokens": MAX_TOKENS}
+    settings: dict[str, Any] = {
+        "tokens_per_bin": 1000,
+        "ranks": 1,
+        "normalisation": "token",
+        "max_tokens": MAX_TOKENS,
+    }
     less = pack_batch(batch, **settings, share_prefixes=True, forward_zero_advantages=False)
     figures = figures_of(batch, less, version=5)
-    assert (figures.tokens, figures.forwarded_targets, figures.zero_advantage_share) == (20, 5, 0.75)
+    assert (figures.tokens, figures.forwarded_targets, figures.zero_advantage_share) == (
+        20,
+        5,
+        0.75,
+    )
     assert (figures.sequence_tokens, figures.forwarded_tokens) == (55, 55)

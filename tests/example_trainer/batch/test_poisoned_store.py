@@ -1,4 +1,6 @@
-"""A store of an earlier version holds groups that no trainer can read: they are dropped and named, and no trainer ends."""
+"""A store of an earlier version holds groups that no trainer can read: they are dropped and named,
+and no trainer ends.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,17 @@ POISON = b',"answer":' + b"9" * 400 + b"}"
 
 
 def poison(store: Path, marks: set[int]) -> None:
-    """Change the bodies of groups in a store, with right checksums, into what earlier versions accepted."""
+    """Change the bodies of groups in a store, with right checksums, into what earlier versions
+    accepted.
+    """
     with sqlite3.connect(store) as connection:
         for seq, body in connection.execute("SELECT seq, body FROM bodies").fetchall():
             if any(f"[1,{mark}]".encode() in body.replace(b" ", b"") for mark in marks):
                 changed = body[:-1] + POISON
-                connection.execute("UPDATE bodies SET body = ?, crc = ? WHERE seq = ?", (changed, zlib.crc32(changed), seq))
+                connection.execute(
+                    "UPDATE bodies SET body = ?, crc = ? WHERE seq = ?",
+                    (changed, zlib.crc32(changed), seq),
+                )
     connection.close()
 
 
@@ -51,7 +58,10 @@ def test_no_trainer_ends_and_the_reference_stage_goes_on(
         assert client.next_batch().groups[0]["tokens"][0][1] == 6
         client.close()
     log = service.log_path.read_text()
-    assert "an earlier version stored groups that trainers cannot read: group 0: number is infinity" in log
+    assert (
+        "an earlier version stored groups that trainers cannot read: group 0: number is infinity"
+        in log
+    )
     # Group 8 waits for a reference now, and so does 7, which cannot be read.
     referenced = replace(REGISTRATION, model="m", ref_logprobs_from_workers=True)
     client = client_of(url)

@@ -1,4 +1,6 @@
-"""Batches come ahead of the training, in order; what goes wrong is told where it is asked for; and nothing fetched is lost."""
+"""Batches come ahead of the training, in order; what goes wrong is told where it is asked for; and
+nothing fetched is lost.
+"""
 
 from __future__ import annotations
 
@@ -83,12 +85,18 @@ class Client:
             assert self.changed.wait_for(lambda: self.fetched >= count, WAIT)
 
     def acknowledge(
-        self, lease: TrainedBatch, weight_version: int, skipped: str | None = None, report: dict[str, Any] | None = None
+        self,
+        lease: TrainedBatch,
+        weight_version: int,
+        skipped: str | None = None,
+        report: dict[str, Any] | None = None,
     ) -> None:
         self.acknowledged.append((lease.id, weight_version, skipped))
         self.reports.append(report)
 
-    def keep(self, lease: TrainedBatch, weight_version: int, report: dict[str, Any] | None = None) -> None:
+    def keep(
+        self, lease: TrainedBatch, weight_version: int, report: dict[str, Any] | None = None
+    ) -> None:
         """What is held is in `Batches`."""
         self.reports.append(report)
 
@@ -111,7 +119,16 @@ def make() -> Iterator[Make]:
     def of(client: Client, ahead: bool = True, last: int = LAST) -> Batches:
         config = TrainerConfig.model_validate({"model_name": "m"})
         reader = BatchReader(config, vocab_size=1000, tokens_per_bin=64, lives=[Life(5, 0)])
-        made.append(Batches(cast(RolloutClient, client), Ranks(), reader, torch.device("cpu"), last_version=last, ahead=ahead))
+        made.append(
+            Batches(
+                cast(RolloutClient, client),
+                Ranks(),
+                reader,
+                torch.device("cpu"),
+                last_version=last,
+                ahead=ahead,
+            )
+        )
         return made[-1]
 
     yield of
@@ -191,11 +208,23 @@ class TestOrder:
 
     @settings(max_examples=30)
     @given(st.lists(st.booleans(), max_size=12), st.booleans())
-    def test_every_batch_comes_once_and_bad_ones_are_named(self, good: list[bool], ahead: bool) -> None:
-        client = Client(*(group(5 + n) if fine else BAD for n, fine in enumerate(good)), RolloutServiceError("gone"))
+    def test_every_batch_comes_once_and_bad_ones_are_named(
+        self, good: list[bool], ahead: bool
+    ) -> None:
+        client = Client(
+            *(group(5 + n) if fine else BAD for n, fine in enumerate(good)),
+            RolloutServiceError("gone"),
+        )
         config = TrainerConfig.model_validate({"model_name": "m"})
         reader = BatchReader(config, vocab_size=1000, tokens_per_bin=64)
-        batches = Batches(cast(RolloutClient, client), Ranks(), reader, torch.device("cpu"), last_version=LAST, ahead=ahead)
+        batches = Batches(
+            cast(RolloutClient, client),
+            Ranks(),
+            reader,
+            torch.device("cpu"),
+            last_version=LAST,
+            ahead=ahead,
+        )
         version, found = 0, []
         for fine in good:
             if fine:
@@ -212,12 +241,18 @@ class TestOrder:
         assert found == [5 + n for n, fine in enumerate(good) if fine]
         versions = [sum(good[: n + 1]) for n in range(len(good))]
         skipped = [None if fine else "bad" for fine in good]
-        assert client.acknowledged == list(zip(range(1, len(good) + 1), versions, skipped, strict=True))
+        assert client.acknowledged == list(
+            zip(range(1, len(good) + 1), versions, skipped, strict=True)
+        )
 
 
 class TestFaults:
-    @pytest.mark.parametrize("error", [RolloutServiceError("gone"), StopRequested(15), KeyError("a bug")])
-    def test_what_ends_the_thread_is_raised_where_a_batch_is_asked_for(self, make: Make, error: BaseException) -> None:
+    @pytest.mark.parametrize(
+        "error", [RolloutServiceError("gone"), StopRequested(15), KeyError("a bug")]
+    )
+    def test_what_ends_the_thread_is_raised_where_a_batch_is_asked_for(
+        self, make: Make, error: BaseException
+    ) -> None:
         client = Client(group(5), error)
         batches = make(client)
         batches.next(0)
@@ -238,7 +273,9 @@ class TestFaults:
         batches.next(0)
         batches.close()
         assert client.closed
-        assert not any(thread.name == "batches" and thread.is_alive() for thread in threading.enumerate())
+        assert not any(
+            thread.name == "batches" and thread.is_alive() for thread in threading.enumerate()
+        )
 
     def test_a_thread_that_does_not_end_is_not_waited_for_for_ever(
         self, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -295,7 +332,18 @@ class TestRealService:
     @pytest.fixture
     def url(self, processes: Processes, free_port: Callable[[], int]) -> str:
         port = free_port()
-        processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", "memory"])
+        processes.start(
+            "service",
+            [
+                sys.executable,
+                "-m",
+                "atroposlib.cli.run_api",
+                "--port",
+                str(port),
+                "--store",
+                "memory",
+            ],
+        )
         processes.wait_for_http(f"http://127.0.0.1:{port}/", seconds=WAIT)
         return f"http://127.0.0.1:{port}"
 
@@ -309,7 +357,9 @@ class TestRealService:
 
     def wait_for_leases(self, processes: Processes, url: str, count: int) -> None:
         processes.wait_until(
-            f"{count} leases", lambda: None if self.leased(url) == count else f"there are {self.leased(url)}", seconds=WAIT
+            f"{count} leases",
+            lambda: None if self.leased(url) == count else f"there are {self.leased(url)}",
+            seconds=WAIT,
         )
 
     def test_what_was_fetched_and_not_trained_on_comes_to_the_next_trainer(
@@ -331,12 +381,24 @@ class TestRealService:
             second.acknowledge(step + 1)
         second.close()
 
-    def test_nothing_is_lost_when_a_trainer_is_killed(self, processes: Processes, url: str, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "tests.example_trainer.batch.waiting_trainer", url, tmp_path]
+    def test_nothing_is_lost_when_a_trainer_is_killed(
+        self, processes: Processes, url: str, tmp_path: Path
+    ) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.example_trainer.batch.waiting_trainer",
+            url,
+            tmp_path,
+        ]
         trainer = processes.start("trainer", command)
         processes.wait_until(
             "the trainer to register",
-            lambda: None if httpx.get(f"{url}/info", timeout=WAIT).json()["batch_size"] == 2 else "it has not",
+            lambda: (
+                None
+                if httpx.get(f"{url}/info", timeout=WAIT).json()["batch_size"] == 2
+                else "it has not"
+            ),
             seconds=WAIT,
         )
         for number in (5, 6, 7):
@@ -355,8 +417,8 @@ class TestRealService:
     def test_training_goes_on_with_a_bound_on_age_and_nothing_is_older(
         self, url: str, tmp_path: Path, staleness: int, hold: bool
     ) -> None:
-        """An environment posts whenever the service wants a group, under the weights that are served: those acknowledged. With
-        `hold`, a checkpoint is being written all the while."""
+        """An environment posts whenever the service wants a group, under the weights that are
+        served: those acknowledged. With `hold`, a checkpoint is being written all the while."""
         batches = batches_of(url)
         batches.register(registration(str(tmp_path), max_staleness=staleness))
         served, done, trouble = [0], threading.Event(), []
@@ -364,14 +426,21 @@ class TestRealService:
         def environment() -> None:
             try:
                 while not done.is_set():
-                    body = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2}
+                    body = {
+                        "max_token_length": 64,
+                        "desired_name": "e",
+                        "weight": 1.0,
+                        "group_size": 2,
+                    }
                     answer = httpx.post(f"{url}/register-env", json=body, timeout=WAIT).json()
                     if answer["status"] == "success":
                         break
                     done.wait(0.01)
                 number = 5
                 while not done.is_set():
-                    status = httpx.get(f"{url}/status-env", params={"env_id": answer["env_id"]}, timeout=WAIT).json()
+                    status = httpx.get(
+                        f"{url}/status-env", params={"env_id": answer["env_id"]}, timeout=WAIT
+                    ).json()
                     if not status["groups_wanted"]:
                         done.wait(0.01)
                         continue

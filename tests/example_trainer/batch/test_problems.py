@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.batch.problems import GSM8K, INSTRUCTION, Problem, find_task, held_out_sums, read_problems, sums
+from example_trainer.batch.problems import (
+    GSM8K,
+    INSTRUCTION,
+    Problem,
+    find_task,
+    held_out_sums,
+    read_problems,
+    sums,
+)
 from example_trainer.errors import ConfigError
 
 
@@ -57,7 +65,12 @@ def test_held_out_sums_are_the_same_each_time_and_never_trained_on() -> None:
 def test_a_file_in_gsm8ks_form_is_shuffled_anew_each_time_round(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     rows = [{"question": f"q{i}", "answer": f"since {i} it is\n#### 1,{i:03d}"} for i in range(20)]
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n" + json.dumps({"question": "q20", "answer": 5}) + "\n")
+    path.write_text(
+        "\n".join(json.dumps(row) for row in rows)
+        + "\n\n"
+        + json.dumps({"question": "q20", "answer": 5})
+        + "\n"
+    )
     task = find_task(str(path))
     assert task.held_out is None
     drawn = list(islice(task.training(0), 42))
@@ -87,7 +100,9 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: str | None, mes
         find_task(str(path))
 
 
-def test_a_row_that_is_not_a_problem_is_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_row_that_is_not_a_problem_is_skipped_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "problems.jsonl"
     path.write_text('{"question": "q", "answer": "1"}\n{"question": "q"}\n')
     assert len(read_problems(path)) == 1
@@ -102,7 +117,10 @@ def test_a_task_is_found_by_module_and_name() -> None:
     assert not questions & {problem.question for problem in task.held_out(100)}
     assert next(find_task(None, digits=1).training(5)) == next(sums(5, 1))
     for name, message in (
-        ("bench.word_problems.problems:HARD", "has no attribute 'HARD'; give a file, or module:name of a Task"),
+        (
+            "bench.word_problems.problems:HARD",
+            "has no attribute 'HARD'; give a file, or module:name of a Task",
+        ),
         ("bench.nowhere:REWARDED", "No module named 'bench.nowhere'"),
         ("bench.word_problems.problems:tell", "is of type function; give a Task"),
     ):
@@ -110,7 +128,9 @@ def test_a_task_is_found_by_module_and_name() -> None:
             find_task(name)
 
 
-def test_gsm8k_is_trained_on_its_train_split_and_measured_on_its_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gsm8k_is_trained_on_its_train_split_and_measured_on_its_test_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
 
     def load(name: str, config: str, split: str) -> list[dict[str, str]]:
@@ -120,7 +140,9 @@ def test_gsm8k_is_trained_on_its_train_split_and_measured_on_its_test_split(monk
     monkeypatch.setattr("datasets.load_dataset", load)
     task = find_task(GSM8K)
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
-    assert {problem.question for problem in islice(task.training(0), 5)} == {f"train {i}{INSTRUCTION}" for i in range(5)}
+    assert {problem.question for problem in islice(task.training(0), 5)} == {
+        f"train {i}{INSTRUCTION}" for i in range(5)
+    }
     assert task.held_out is not None
     assert [(problem.question, problem.answer) for problem in task.held_out(2)] == [
         (f"test {i}{INSTRUCTION}", str(i)) for i in range(2)
@@ -131,6 +153,7 @@ def test_gsm8k_is_trained_on_its_train_split_and_measured_on_its_test_split(monk
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
     with pytest.raises(
-        ConfigError, match=r"cannot load openai/gsm8k from the Hugging Face hub \(Couldn't reach .*give --problems"
+        ConfigError,
+        match=r"cannot load openai/gsm8k from the Hugging Face hub \(Couldn't reach .*give --problems",
     ):
         find_task(GSM8K)

@@ -1,4 +1,6 @@
-"""Logprobs under the reference on the wire: read with all their bits, or refused by name; and which passes are left to make."""
+"""Logprobs under the reference on the wire: read with all their bits, or refused by name; and which
+passes are left to make.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def read(one: dict[str, Any], rules: Rules = OPTIONAL, longest: int = 64) -> Bat
 
 
 def rows_of(batch: Batch) -> list[Any]:
-    return [None if s.reference_logprobs is None else s.reference_logprobs.tolist() for s in batch.sequences]
+    return [
+        None if s.reference_logprobs is None else s.reference_logprobs.tolist()
+        for s in batch.sequences
+    ]
 
 
 def test_what_came_along_is_read_at_the_trained_positions() -> None:
@@ -64,8 +69,14 @@ def test_a_placeholder_is_a_token_that_nobody_scored() -> None:
     ("rows", "told"),
     [
         ([[1.0, 1.0, -0.5, -0.25]], "ref_logprobs has 1 sequences, tokens has 2"),
-        ([[1.0, 1.0, -0.5, -0.25], [1.0, -2.0]], r"ref_logprobs\[1\] has 2 entries, tokens\[1\] has 3"),
-        ([[1.0, 1.0, float("nan"), -0.25], [1.0, 1.0, -2.0]], r"ref_logprobs\[0\] holds NaN or infinity at a trained"),
+        (
+            [[1.0, 1.0, -0.5, -0.25], [1.0, -2.0]],
+            r"ref_logprobs\[1\] has 2 entries, tokens\[1\] has 3",
+        ),
+        (
+            [[1.0, 1.0, float("nan"), -0.25], [1.0, 1.0, -2.0]],
+            r"ref_logprobs\[0\] holds NaN or infinity at a trained",
+        ),
         ([[1.0, 1.0, -0.5, -1e300], [1.0, 1.0, -2.0]], r"ref_logprobs\[0\] holds NaN or infinity"),
         ([["a"], [1.0]], "ref_logprobs is no list of lists of numbers"),
         (7, "ref_logprobs is missing or empty"),
@@ -82,11 +93,19 @@ def test_what_does_not_line_up_leaves_the_group_out_with_the_reason(rows: Any, t
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        (None, "ref_logprobs is missing, and with --ref-logprobs-from-workers no reference is loaded here"),
-        ([[1.0, 1.0, -0.5, -0.25], [1.0, 1.0, 1.0]], "ref_logprobs[1] has placeholders at 1 of 1 trained positions"),
+        (
+            None,
+            "ref_logprobs is missing, and with --ref-logprobs-from-workers no reference is loaded here",
+        ),
+        (
+            [[1.0, 1.0, -0.5, -0.25], [1.0, 1.0, 1.0]],
+            "ref_logprobs[1] has placeholders at 1 of 1 trained positions",
+        ),
     ],
 )
-def test_where_no_reference_is_loaded_a_group_without_them_is_left_out(rows: Any, told: str) -> None:
+def test_where_no_reference_is_loaded_a_group_without_them_is_left_out(
+    rows: Any, told: str
+) -> None:
     required = Rules(reference="required")
     (problem,) = read(group(ref_logprobs=rows), required).invalid
     assert told in problem
@@ -107,7 +126,12 @@ def test_every_bit_survives_the_wire(values: list[float], before: int) -> None:
     assert row[:before] == [NOT_SCORED] * before
     for arrived in (orjson.loads(orjson.dumps(row)), json.loads(json.dumps(row))):
         tokens = [1] * length
-        one = group(tokens=[tokens], masks=[[-100] * before + tokens[before:]], scores=[1.0], ref_logprobs=[arrived])
+        one = group(
+            tokens=[tokens],
+            masks=[[-100] * before + tokens[before:]],
+            scores=[1.0],
+            ref_logprobs=[arrived],
+        )
         (sequence,) = read(one).sequences
         assert sequence.reference_logprobs is not None
         assert sequence.reference_logprobs.tobytes() == logprobs.tobytes()
@@ -117,7 +141,9 @@ def test_every_bit_survives_the_wire(values: list[float], before: int) -> None:
 
 
 def logprobs_by_tokens(bin: PackedBin) -> Tensor:
-    """In a model's place: a number that each token's whole past decides, read through the spans as attention does."""
+    """In a model's place: a number that each token's whole past decides, read through the spans as
+    attention does.
+    """
     packing = bin.packing()
     ends: list[list[int]] = []
     past: dict[int, list[int]] = {}
@@ -129,7 +155,9 @@ def logprobs_by_tokens(bin: PackedBin) -> Tensor:
             past[place] = seen
         ends.append(seen)
     pairs = zip(bin.sources.tolist(), bin.targets.tolist(), bin.temperatures.tolist(), strict=True)
-    told = [-(hash((tuple(past[source]), target, heat)) % 10007) / 7 for source, target, heat in pairs]
+    told = [
+        -(hash((tuple(past[source]), target, heat)) % 10007) / 7 for source, target, heat in pairs
+    ]
     return torch.tensor(told, dtype=torch.float32)
 
 
@@ -138,7 +166,9 @@ def batches(draw: st.DrawFn) -> list[dict[str, Any]]:
     groups = []
     for _ in range(draw(st.integers(1, 3))):
         prompt = draw(st.lists(st.integers(0, 9), min_size=1, max_size=40))
-        answers = draw(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=20), min_size=1, max_size=4))
+        answers = draw(
+            st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=20), min_size=1, max_size=4)
+        )
         scored = draw(st.lists(st.booleans(), min_size=len(answers), max_size=len(answers)))
         groups.append(
             {
@@ -154,7 +184,9 @@ def batches(draw: st.DrawFn) -> list[dict[str, Any]]:
     return groups
 
 
-def packed(groups: list[dict[str, Any]], budget: int, ranks: int, share: bool) -> list[list[PackedBin]]:
+def packed(
+    groups: list[dict[str, Any]], budget: int, ranks: int, share: bool
+) -> list[list[PackedBin]]:
     (shares,) = pack_batch(
         parse_batch(groups, 64, 10, OPTIONAL), tokens_per_bin=budget, ranks=ranks, normalisation="token", max_tokens=64,
         share_prefixes=share,
@@ -177,18 +209,32 @@ def test_only_what_is_missing_is_computed_and_it_is_what_a_pass_over_all_would_h
 
         for one in at_once:
             found = completed_reference(one, compute)
-            expected = torch.where(one.reference_logprobs.isnan(), logprobs_by_tokens(one), one.reference_logprobs)
+            expected = torch.where(
+                one.reference_logprobs.isnan(), logprobs_by_tokens(one), one.reference_logprobs
+            )
             assert torch.equal(found, expected)
         missing = sum(int(one.unreferenced.sum()) for one in at_once)
         assert len(passes) == (len(at_once) if missing else 0), "every rank makes the same passes"
-        assert sum(len(part.targets) for part in passes) == missing, "and no more than those tokens are in them"
+        assert sum(len(part.targets) for part in passes) == missing, (
+            "and no more than those tokens are in them"
+        )
 
 
 def test_a_part_has_the_spans_that_it_needs_and_no_others() -> None:
     prompt = [number % 10 for number in range(30)]
     tokens = [[*prompt, answer, answer] for answer in (3, 4, 5)]
     masks = [[-100] * 30 + row[30:] for row in tokens]
-    ((whole,),) = packed([{"tokens": tokens, "masks": masks, "scores": [0.0, 1.0, 2.0]}], 200, 1, share=True)
+    ((whole,),) = packed(
+        [{"tokens": tokens, "masks": masks, "scores": [0.0, 1.0, 2.0]}], 200, 1, share=True
+    )
     part, rows = part_of(whole, [1])
-    assert (part.lengths.tolist(), part.parents.tolist(), part.counts.tolist()) == ([30, 2], [-1, 0], [2])
-    assert (part.tokens.tolist(), part.sources.tolist(), rows.tolist()) == ([*prompt, 4, 4], [29, 30], [2, 3])
+    assert (part.lengths.tolist(), part.parents.tolist(), part.counts.tolist()) == (
+        [30, 2],
+        [-1, 0],
+        [2],
+    )
+    assert (part.tokens.tolist(), part.sources.tolist(), rows.tolist()) == (
+        [*prompt, 4, 4],
+        [29, 30],
+        [2, 3],
+    )

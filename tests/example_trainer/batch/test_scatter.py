@@ -1,4 +1,6 @@
-"""Bins arrive as they were sent; and ranks get their own, the same errors, and the same work to do in the meantime."""
+"""Bins arrive as they were sent; and ranks get their own, the same errors, and the same work to do
+in the meantime.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_bins_survive_their_way(batch: Batch, budget: int, share: bool) -> None:
     bins = [*bins, empty_bin()]
     for one, other in zip(bins, decode(encode(bins), sizes_of(bins)), strict=True):
         assert_same(one, other)
-    assert BinChannel(Ranks()).send([[bins], [[empty_bin()]]])[0] is bins, "the only rank's need no way"
+    assert BinChannel(Ranks()).send([[bins], [[empty_bin()]]])[0] is bins, (
+        "the only rank's need no way"
+    )
 
 
 def test_no_bins_are_no_bytes() -> None:
@@ -70,7 +74,13 @@ def test_ranks_get_their_bins_from_rank_0(processes: Processes, bins: str, when:
         assert ours["upkept"] == [0, 1]
     assert "rank 0: [(5, None), (6, None), (6, 'no good')]" in lines
     for rank, place in ((0, ""), (1, "waiting for a batch failed on rank 0: ")):
-        assert any(line.startswith(f"rank {rank}: BatchError: {place}the batch from http") for line in lines)
+        assert any(
+            line.startswith(f"rank {rank}: BatchError: {place}the batch from http")
+            for line in lines
+        )
         assert f"rank {rank}: RolloutServiceError: {place}the service is gone" in lines
     for rank, place in ((0, "receiving a batch failed on rank 1: "), (1, "")):
-        assert f"rank {rank}: OutOfMemoryError: {place}no room on cpu for a batch's tokens: tried to allocate" in lines
+        assert (
+            f"rank {rank}: OutOfMemoryError: {place}no room on cpu for a batch's tokens: tried to allocate"
+            in lines
+        )

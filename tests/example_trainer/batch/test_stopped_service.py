@@ -1,4 +1,6 @@
-"""A real rollout service that is stopped (SIGSTOP): its callers name it while they wait, and nothing is lost or doubled."""
+"""A real rollout service that is stopped (SIGSTOP): its callers name it while they wait, and
+nothing is lost or doubled.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,13 @@ def test_a_stopped_service_is_named_by_all_callers_and_nothing_is_lost_or_double
 
     with ThreadPoolExecutor() as pool:
         trainer, environment = pool.submit(acknowledge_and_go_on), pool.submit(post, url, [2, 3, 4])
-        logged(f"Waiting for the rollout service at {url} for ", "(POST /batch/ack: no answer so far)")
-        logged(f"Waiting for the rollout service at {url} for ", "(POST /batch/ack: ReadTimeout: timed out)")
+        logged(
+            f"Waiting for the rollout service at {url} for ", "(POST /batch/ack: no answer so far)"
+        )
+        logged(
+            f"Waiting for the rollout service at {url} for ",
+            "(POST /batch/ack: ReadTimeout: timed out)",
+        )
         logged(f"waiting for rollout service at {url}: no answer to /scored_data so far")
         os.kill(service.command_pid(), signal.SIGCONT)
         environment.result(60)
@@ -105,13 +112,20 @@ def silent_server() -> Iterator[str]:
 
 
 def test_one_line_for_all_threads_that_wait(
-    silent_server: str, client_of: Callable[..., RolloutClient], short_deadlines: None, caplog: pytest.LogCaptureFixture
+    silent_server: str,
+    client_of: Callable[..., RolloutClient],
+    short_deadlines: None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = client_of(silent_server, service_timeout=2.0)
     with ThreadPoolExecutor(4) as pool:
         waits = [pool.submit(client.queue_size) for _ in range(4)]
     assert all(isinstance(wait.exception(), RolloutServiceError) for wait in waits)
-    times = [record.created for record in caplog.records if record.getMessage().startswith("Waiting for the rollout service")]
+    times = [
+        record.created
+        for record in caplog.records
+        if record.getMessage().startswith("Waiting for the rollout service")
+    ]
     assert times
     assert all(later - earlier > 0.4 for earlier, later in itertools.pairwise(times)), times
 
@@ -125,10 +139,15 @@ def test_the_end_of_a_run_waits_for_a_stopped_service_for_its_own_deadline(
     """A request's deadline of 60 s does not lengthen a wait of less."""
     monkeypatch.setattr("example_trainer.batch.client._END_SECONDS", 1.5)
     client_of(silent_server).end_run()
-    assert "did not answer POST /run/end for 2 s (--service-timeout); last: ReadTimeout: timed out" in caplog.text
+    assert (
+        "did not answer POST /run/end for 2 s (--service-timeout); last: ReadTimeout: timed out"
+        in caplog.text
+    )
 
 
-def test_a_caller_that_was_stopped_itself_does_not_blame_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_was_stopped_itself_does_not_blame_the_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     monkeypatch.setattr("example_trainer.batch.outage.time.monotonic", lambda: now[0])
     call = Call("GET /batch", 300.0)
@@ -145,10 +164,14 @@ def test_a_caller_that_was_stopped_itself_does_not_blame_the_service(monkeypatch
     assert (call.lost, call.waited()) == (65.0, 65.0)
 
 
-async def test_an_environment_that_was_stopped_itself_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_environment_that_was_stopped_itself_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
-    patience = waiting.Patience("s", 1800.0, RuntimeError, logging.getLogger(), longest_attempt=125.0)  # type: ignore[arg-type]
+    patience = waiting.Patience(
+        "s", 1800.0, RuntimeError, logging.getLogger(), longest_attempt=125.0
+    )  # type: ignore[arg-type]
     now[0] = 4000.0
     patience.check("no answer")
     assert patience.waited == 125.0

@@ -1,4 +1,6 @@
-"""A teacher's logprobs from a group into a batch: found by token id, missing where it is not there, refused by index."""
+"""A teacher's logprobs from a group into a batch: found by token id, missing where it is not there,
+refused by index.
+"""
 
 import gc
 import json
@@ -40,7 +42,10 @@ def test_the_sampled_token_is_found_wherever_it_stands_among_the_ids() -> None:
     np.testing.assert_array_equal(found, np.array([-0.5, -1.25, np.nan], dtype=np.float32))
 
 
-@given(st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), min_size=4, max_size=4), st.randoms())
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), min_size=4, max_size=4),
+    st.randoms(),
+)
 def test_what_is_read_is_the_entry_of_the_token(ids: list[list[int]], random: object) -> None:
     logprobs = [[-random.random() for _ in row] for row in ids]  # type: ignore[attr-defined]
     found = read(*json.loads(json.dumps([ids, logprobs])))
@@ -102,9 +107,17 @@ GOOD = [[], [-1.0], [-1.0], [-1.0]]
         (ONE[:3], GOOD, "distill_token_ids[1] has 3 entries, tokens[1] has 4"),
         (ONE, GOOD[1:], "distill_logprobs[1] has 3 entries, tokens[1] has 4"),
         (ONE, None, "distill_logprobs[1] has no entries, tokens[1] has 4"),
-        (ONE, [[], [-1.0], [], [-1.0]], "distill_logprobs[1][2] has 0 entries, distill_token_ids[1][2] has 1"),
+        (
+            ONE,
+            [[], [-1.0], [], [-1.0]],
+            "distill_logprobs[1][2] has 0 entries, distill_token_ids[1][2] has 1",
+        ),
         (ONE, [[], [-1.0], -1.0, [-1.0]], "distill_logprobs[1][2] is no list"),
-        (ONE, [[], [-1.0], [-1.0], [1.0]], "distill_logprobs[1][3] holds 1.0 for token 7, which is no logprob"),
+        (
+            ONE,
+            [[], [-1.0], [-1.0], [1.0]],
+            "distill_logprobs[1][3] holds 1.0 for token 7, which is no logprob",
+        ),
         (ONE, [[], [-1.0], [math.nan], [-1.0]], "distill_logprobs[1][2] holds nan for token 9"),
         (ONE, [[], [-math.inf], [-1.0], [-1.0]], "distill_logprobs[1][1] holds -inf for token 7"),
         (ONE, [[], [None], [-1.0], [-1.0]], "distill_logprobs[1][1] holds None for token 7"),
@@ -114,7 +127,9 @@ GOOD = [[], [-1.0], [-1.0], [-1.0]]
         (ONE, [[], [-(10**400)], [-1.0], [-1.0]], "distill_logprobs[1][1] holds -1000000"),
     ],
 )
-def test_what_does_not_line_up_is_refused_by_its_index(ids: object, logprobs: object, named: str) -> None:
+def test_what_does_not_line_up_is_refused_by_its_index(
+    ids: object, logprobs: object, named: str
+) -> None:
     with pytest.raises(GroupError) as error:
         read(ids, logprobs)
     assert named in str(error.value)
@@ -139,19 +154,34 @@ def posted(ids: object, logprobs: object) -> dict[str, object]:
 
 
 def test_a_batch_carries_them_to_its_bins(caplog: pytest.LogCaptureFixture) -> None:
-    reader = BatchReader(TrainerConfig(model_name="m", distill_coef=0.5), vocab_size=16, tokens_per_bin=64)
+    reader = BatchReader(
+        TrainerConfig(model_name="m", distill_coef=0.5), vocab_size=16, tokens_per_bin=64
+    )
     for _ in range(2):
-        packed = reader.read([posted([ONE, [[], [7], [3], [7]]], [GOOD, GOOD]), posted(None, None)], 0)
+        packed = reader.read(
+            [posted([ONE, [[], [7], [3], [7]]], [GOOD, GOOD]), posted(None, None)], 0
+        )
         (minibatch,) = packed.minibatches
         found = np.concatenate([bin.teacher_logprobs.numpy() for bin in minibatch[0]])
-        assert np.isfinite(found).sum() == 5, "equal scores are forwarded, too: a teacher has to say something of them"
+        assert np.isfinite(found).sum() == 5, (
+            "equal scores are forwarded, too: a teacher has to say something of them"
+        )
         assert len(found) == 12
-    assert caplog.text.count("58.3% of the trained tokens of a batch have no teacher's logprob") == 1
+    assert (
+        caplog.text.count("58.3% of the trained tokens of a batch have no teacher's logprob") == 1
+    )
 
 
-def test_a_student_of_another_temperature_than_the_teachers_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
-    group, note = posted([ONE, ONE], [GOOD, GOOD]), "sequences were sampled at another temperature than 1, such as"
-    reader = BatchReader(TrainerConfig(model_name="m", distill_coef=0.5), vocab_size=16, tokens_per_bin=64)
+def test_a_student_of_another_temperature_than_the_teachers_is_noted_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    group, note = (
+        posted([ONE, ONE], [GOOD, GOOD]),
+        "sequences were sampled at another temperature than 1, such as",
+    )
+    reader = BatchReader(
+        TrainerConfig(model_name="m", distill_coef=0.5), vocab_size=16, tokens_per_bin=64
+    )
     reader.read([group, posted(None, None) | {"sampling_params": [{"temperature": 0.5}] * 2}], 0)
     assert note not in caplog.text, "no teacher scored what was sampled at 0.5"
     for _ in range(2):
@@ -164,6 +194,14 @@ def test_a_student_of_another_temperature_than_the_teachers_is_noted_once(caplog
 
 def test_a_batch_that_no_teacher_scored_is_refused_where_one_is_to_be_learned_from() -> None:
     bare = [posted(None, None)]
-    with pytest.raises(BatchError, match=r"none of the 6 trained tokens of this batch has a teacher's logprob"):
-        BatchReader(TrainerConfig(model_name="m", distill_coef=0.5), vocab_size=16, tokens_per_bin=64).read(bare, 0)
-    assert BatchReader(TrainerConfig(model_name="m"), vocab_size=16, tokens_per_bin=64).read(bare, 0).minibatches
+    with pytest.raises(
+        BatchError, match=r"none of the 6 trained tokens of this batch has a teacher's logprob"
+    ):
+        BatchReader(
+            TrainerConfig(model_name="m", distill_coef=0.5), vocab_size=16, tokens_per_bin=64
+        ).read(bare, 0)
+    assert (
+        BatchReader(TrainerConfig(model_name="m"), vocab_size=16, tokens_per_bin=64)
+        .read(bare, 0)
+        .minibatches
+    )

@@ -1,4 +1,7 @@
-"""What test_prefetch.py kills: a trainer that takes one batch and trains on it for ever. Arguments: service, folder."""
+"""What test_prefetch.py kills: a trainer that takes one batch and trains on it for ever.
+
+Arguments: service, folder.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,23 @@ from example_trainer.process import StopSignal
 
 def registration(folder: str, **changes: int | None) -> Registration:
     """Of a trainer with two sequences in a batch."""
-    fields = {"batch_size": 2, "max_token_len": 64, "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 100}
-    return Registration(wandb_group="g", wandb_project="p", checkpoint_dir=folder, model="m", **(fields | changes))  # type: ignore[arg-type]
+    fields = {
+        "batch_size": 2,
+        "max_token_len": 64,
+        "save_checkpoint_interval": 0,
+        "starting_step": 0,
+        "num_steps": 100,
+    }
+    return Registration(
+        wandb_group="g", wandb_project="p", checkpoint_dir=folder, model="m", **(fields | changes)
+    )  # type: ignore[arg-type]
 
 
 def batches_of(url: str, ahead: bool = True, stop: StopSignal | None = None) -> Batches:
     """The batches of a service, as the trainer makes them."""
-    config = TrainerConfig.model_validate({"model_name": "m", "atropos_url": url, "seq_len": 64, "service_timeout": 60})
+    config = TrainerConfig.model_validate(
+        {"model_name": "m", "atropos_url": url, "seq_len": 64, "service_timeout": 60}
+    )
     client = RolloutClient(url, stop or StopSignal(), None, service_timeout=60, batch_timeout=60)
     reader = BatchReader(config, vocab_size=1000, tokens_per_bin=64)
     return Batches(client, Ranks(), reader, torch.device("cpu"), last_version=100, ahead=ahead)

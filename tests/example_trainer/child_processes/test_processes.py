@@ -1,4 +1,6 @@
-"""Supervision of real processes: what was started ends with who started it, and with its own death's story."""
+"""Supervision of real processes: what was started ends with who started it, and with its own
+death's story.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,18 @@ from pathlib import Path
 import pytest
 
 from example_trainer.child_processes.guard import descendants, parents
-from example_trainer.child_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor, describe_exit, tail
+from example_trainer.child_processes.processes import (
+    ManagedProcess,
+    ProcessDied,
+    ProcessError,
+    Supervisor,
+    describe_exit,
+    tail,
+)
 from tests.conftest import ROOT
 
-# Starts a child in the same group and one in a session of its own, writes the three process ids, then lives on.
+# Starts a child in the same group and one in a session of its own, writes the three process ids,
+# then lives on.
 FAMILY = """
 import os, signal, subprocess, sys, time
 if "stubborn" in sys.argv:
@@ -60,14 +70,18 @@ def living(pids: list[int]) -> list[int]:
 def test_stopping_at_once_needs_no_grace_period(tmp_path: Path) -> None:
     """The command may not even have been started when it is asked to end."""
     for attempt in range(10):
-        process = ManagedProcess("sleeper", ["sleep", "600"], tmp_path / f"{attempt}.log", grace=600.0)
+        process = ManagedProcess(
+            "sleeper", ["sleep", "600"], tmp_path / f"{attempt}.log", grace=600.0
+        )
         assert process.stop() == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("arguments", [[], ["stubborn"]], ids=["obedient", "ignores SIGTERM"])
 def test_stop_ends_the_whole_family(tmp_path: Path, arguments: list[str]) -> None:
     log = tmp_path / "family.log"
-    process = ManagedProcess("family", [sys.executable, "-c", FAMILY, *arguments], log, grace=1.0 if arguments else 60.0)
+    process = ManagedProcess(
+        "family", [sys.executable, "-c", FAMILY, *arguments], log, grace=1.0 if arguments else 60.0
+    )
     pids = family(log)
     assert len(living(pids)) == 3
     code = process.stop()
@@ -141,7 +155,9 @@ def test_a_death_is_reported_with_name_status_log_and_last_lines(tmp_path: Path)
 
 
 def test_the_first_error_of_a_long_log_is_told(tmp_path: Path) -> None:
-    """vLLM's processes each repeat a failure, and the last words of the outermost one hold no cause."""
+    """vLLM's processes each repeat a failure, and the last words of the outermost one hold no
+    cause.
+    """
     script = (
         "print('(Worker pid=7) ERROR 11-21 09:16:34 [multiproc_executor.py:953] Traceback (most recent call last):')\n"
         "print('(Worker pid=7) ERROR 11-21 09:16:34 [multiproc_executor.py:953] RuntimeError: start exceeds size (384).')\n"
@@ -168,9 +184,13 @@ def test_waiting_for_one_notices_that_another_died(tmp_path: Path) -> None:
 
 def test_a_deadline_ends_the_process_and_says_so(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
-        slow = supervisor.start("evaluation", ["sh", "-c", "echo half way; sleep 600"], tmp_path / "log")
+        slow = supervisor.start(
+            "evaluation", ["sh", "-c", "echo half way; sleep 600"], tmp_path / "log"
+        )
         assert eventually(lambda: "half way" in (tmp_path / "log").read_text())
-        with pytest.raises(ProcessError, match=r"evaluation was not done after 1 s; log: .*\n +half way"):
+        with pytest.raises(
+            ProcessError, match=r"evaluation was not done after 1 s; log: .*\n +half way"
+        ):
             supervisor.finish(slow, 1.0)
         assert slow.poll() is not None
 
@@ -178,7 +198,9 @@ def test_a_deadline_ends_the_process_and_says_so(tmp_path: Path) -> None:
 def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
         process = supervisor.start("trainer", ["no-such-program"], tmp_path / "log")
-        with pytest.raises(ProcessDied, match=r"(?s)trainer exited with code 127.*cannot start no-such-program"):
+        with pytest.raises(
+            ProcessDied, match=r"(?s)trainer exited with code 127.*cannot start no-such-program"
+        ):
             supervisor.finish(process, 120)
 
 

@@ -39,13 +39,18 @@ def test_ready_at_once_costs_no_time() -> None:
 def test_polls_until_ready() -> None:
     clock = Clock()
     answers = iter(["starting", "loading", None])
-    assert wait_until("x", lambda: next(answers), 5, interval=0.5, clock=clock, sleep=clock.sleep) == 1.0
+    assert (
+        wait_until("x", lambda: next(answers), 5, interval=0.5, clock=clock, sleep=clock.sleep)
+        == 1.0
+    )
 
 
 def test_the_deadline_is_kept_and_the_last_answer_told() -> None:
     clock = Clock()
     with pytest.raises(ProcessError, match=r"the server was not ready after 5 s: loading 7"):
-        wait_until("the server", lambda: "loading 7", 5, interval=0.7, clock=clock, sleep=clock.sleep)
+        wait_until(
+            "the server", lambda: "loading 7", 5, interval=0.7, clock=clock, sleep=clock.sleep
+        )
     assert clock.now == 105
 
 
@@ -65,7 +70,9 @@ def test_a_death_ends_the_wait_before_the_deadline() -> None:
 def server() -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, body = {"/ok": (200, b'{"a": 1}'), "/empty": (200, b"")}.get(self.path, (503, b"busy"))
+            status, body = {"/ok": (200, b'{"a": 1}'), "/empty": (200, b"")}.get(
+                self.path, (503, b"busy")
+            )
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -83,7 +90,9 @@ def server() -> Iterator[str]:
 
 
 def test_http_probe_tells_what_is_missing(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # a proxy must not come between processes of one machine
+    monkeypatch.setenv(
+        "http_proxy", "http://127.0.0.1:1"
+    )  # a proxy must not come between processes of one machine
     assert http_probe(f"{server}/ok")() is None
     assert http_probe(f"{server}/empty")() is None
     assert http_probe(f"{server}/else")() == f"GET {server}/else answers 503"
@@ -133,7 +142,9 @@ def test_links_in_the_folder_of_reservations_are_not_followed(tmp_path: Path) ->
     assert not (tmp_path / "made-by-a-link").exists()
 
 
-def test_the_folder_of_reservations_must_be_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_reservations_must_be_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "elsewhere")

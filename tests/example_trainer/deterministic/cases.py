@@ -1,4 +1,6 @@
-"""Each operation of a table beside a float64 autograd of the textbook formula, for any packing, dtype and device."""
+"""Each operation of a table beside a float64 autograd of the textbook formula, for any packing,
+dtype and device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from example_trainer.models.ops import Operations, invariant
 from example_trainer.models.packing import Packing
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
-"""Largest relative error of a gradient, |ours - float64| / |float64| over the whole tensor, by the dtype of the inputs."""
+"""Largest relative error of a gradient, |ours - float64| / |float64| over the whole tensor, by the
+dtype of the inputs."""
 
 PARAMETERS = ("weight", "bias", "q_norm", "k_norm")
 """Inputs that are a model's parameters, whose gradients may go to totals."""
@@ -41,7 +44,10 @@ class Sizes:
 
 
 class Draws:
-    """Random tensors in a dtype. They are drawn in float32 on the CPU, so that every device and dtype gets the same ones."""
+    """Random tensors in a dtype.
+
+    They are drawn in float32 on the CPU, so that every device and dtype gets the same ones.
+    """
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: str, seed: int) -> None:
         self.sizes, self.dtype, self.device = sizes, dtype, device
@@ -52,17 +58,24 @@ class Draws:
         return (torch.randn(shape, generator=self.generator) * scale).to(self.dtype).to(self.device)
 
     def ids(self, count: int, *, bound: int | None = None) -> Tensor:
-        return torch.randint(0, bound or self.sizes.vocab, (count,), generator=self.generator).to(self.device)
+        return torch.randint(0, bound or self.sizes.vocab, (count,), generator=self.generator).to(
+            self.device
+        )
 
     def table(self) -> Tensor:
-        exponents = torch.arange(0, self.sizes.head_dim, 2, dtype=torch.float64) / self.sizes.head_dim
-        angles = torch.outer(torch.arange(self.packing.max_length, dtype=torch.float64), 10_000.0**-exponents)
+        exponents = (
+            torch.arange(0, self.sizes.head_dim, 2, dtype=torch.float64) / self.sizes.head_dim
+        )
+        angles = torch.outer(
+            torch.arange(self.packing.max_length, dtype=torch.float64), 10_000.0**-exponents
+        )
         return torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.dtype).to(self.device)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What to differentiate: `ours` and the formula take the same tensors, of which the formula gets float64 copies.
+    """What to differentiate: `ours` and the formula take the same tensors, of which the formula
+    gets float64 copies.
 
     Attributes:
         inputs: by name.
@@ -76,7 +89,10 @@ class Case:
 
 def linear_case(d: Draws, ops: Operations) -> Case:
     s = d.sizes
-    inputs = {"x": d.normal(s.tokens, s.hidden), "weight": d.normal(s.inner, s.hidden, scale=s.hidden**-0.5)}
+    inputs = {
+        "x": d.normal(s.tokens, s.hidden),
+        "weight": d.normal(s.inner, s.hidden, scale=s.hidden**-0.5),
+    }
 
     def ours(x: Tensor, weight: Tensor, **totals: Total) -> Tensor:
         return ops.linear(x, weight, None, d.packing, totals.get("weight_total"))
@@ -88,14 +104,19 @@ def biased_linear_case(d: Draws, ops: Operations) -> Case:
     inputs = linear_case(d, ops).inputs | {"bias": d.normal(d.sizes.inner)}
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor, **totals: Total) -> Tensor:
-        return ops.linear(x, weight, bias, d.packing, totals.get("weight_total"), totals.get("bias_total"))
+        return ops.linear(
+            x, weight, bias, d.packing, totals.get("weight_total"), totals.get("bias_total")
+        )
 
     return Case(inputs, ours, lambda x, w, b: x @ w.T + b)
 
 
 def matmul_case(d: Draws, ops: Operations) -> Case:
     s = d.sizes
-    inputs = {"a": d.normal(s.tokens, s.hidden), "b": d.normal(s.hidden, s.inner, scale=s.hidden**-0.5)}
+    inputs = {
+        "a": d.normal(s.tokens, s.hidden),
+        "b": d.normal(s.hidden, s.inner, scale=s.hidden**-0.5),
+    }
     return Case(inputs, invariant.matmul, lambda a, b: a @ b)
 
 
@@ -104,27 +125,47 @@ def _norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def rms_norm_case(d: Draws, ops: Operations) -> Case:
-    inputs = {"x": d.normal(d.sizes.tokens, d.sizes.hidden), "weight": 1 + d.normal(d.sizes.hidden, scale=0.3)}
-    return Case(inputs, lambda x, w, **totals: ops.rms_norm(x, w, 1e-6, d.packing, totals.get("weight_total")), _norm)
+    inputs = {
+        "x": d.normal(d.sizes.tokens, d.sizes.hidden),
+        "weight": 1 + d.normal(d.sizes.hidden, scale=0.3),
+    }
+    return Case(
+        inputs,
+        lambda x, w, **totals: ops.rms_norm(x, w, 1e-6, d.packing, totals.get("weight_total")),
+        _norm,
+    )
 
 
 def head_norm_case(d: Draws, ops: Operations) -> Case:
     """The heads of a slice of wider rows, as the norm of queries gets them."""
     s = d.sizes
-    inputs = {"x": d.normal(s.tokens, (s.heads + 2) * s.head_dim), "weight": 1 + d.normal(s.head_dim, scale=0.3)}
+    inputs = {
+        "x": d.normal(s.tokens, (s.heads + 2) * s.head_dim),
+        "weight": 1 + d.normal(s.head_dim, scale=0.3),
+    }
 
     def heads(x: Tensor) -> Tensor:
         return x[:, : s.heads * s.head_dim].view(len(x), s.heads, s.head_dim)
 
-    return Case(inputs, lambda x, w: invariant.rms_norm(heads(x), w, 1e-6, d.packing), lambda x, w: _norm(heads(x), w))
+    return Case(
+        inputs,
+        lambda x, w: invariant.rms_norm(heads(x), w, 1e-6, d.packing),
+        lambda x, w: _norm(heads(x), w),
+    )
 
 
 def fused_norm_case(d: Draws, ops: Operations) -> Case:
     s = d.sizes
-    inputs = {"x": d.normal(s.tokens, s.hidden), "residual": d.normal(s.tokens, s.hidden), "weight": 1 + d.normal(s.hidden)}
+    inputs = {
+        "x": d.normal(s.tokens, s.hidden),
+        "residual": d.normal(s.tokens, s.hidden),
+        "weight": 1 + d.normal(s.hidden),
+    }
     return Case(
         inputs,
-        lambda x, r, w, **totals: ops.add_rms_norm(x, r, w, 1e-6, d.packing, totals.get("weight_total")),
+        lambda x, r, w, **totals: ops.add_rms_norm(
+            x, r, w, 1e-6, d.packing, totals.get("weight_total")
+        ),
         lambda x, r, w: (_norm(x + r, w), x + r),
     )
 
@@ -147,7 +188,10 @@ def _rotated(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
 
 def rotary_case(d: Draws, ops: Operations) -> Case:
     s = d.sizes
-    inputs = {"q": d.normal(s.tokens, s.heads, s.head_dim), "k": d.normal(s.tokens, s.kv_heads, s.head_dim)}
+    inputs = {
+        "q": d.normal(s.tokens, s.heads, s.head_dim),
+        "k": d.normal(s.tokens, s.kv_heads, s.head_dim),
+    }
     table, positions = d.table(), d.packing.positions
     return Case(
         inputs,
@@ -157,7 +201,9 @@ def rotary_case(d: Draws, ops: Operations) -> Case:
 
 
 def _split_heads(qkv: Tensor, s: Sizes) -> list[Tensor]:
-    parts = qkv.split([s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim], dim=-1)
+    parts = qkv.split(
+        [s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim], dim=-1
+    )
     return [part.view(len(qkv), -1, s.head_dim) for part in parts]
 
 
@@ -172,21 +218,31 @@ def heads_case(d: Draws, ops: Operations) -> Case:
 
     def ours(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, **totals: Total) -> Outputs:
         given = totals.get("q_norm_total"), totals.get("k_norm_total")
-        return ops.heads(qkv, s.kv_heads, s.head_dim, (q_norm, k_norm), 1e-6, d.packing, table, given)
+        return ops.heads(
+            qkv, s.kv_heads, s.head_dim, (q_norm, k_norm), 1e-6, d.packing, table, given
+        )
 
     def formula(qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Outputs:
         q, k, v = _split_heads(qkv, s)
         positions = d.packing.positions
-        return _rotated(_norm(q, q_norm), table, positions), _rotated(_norm(k, k_norm), table, positions), v
+        return (
+            _rotated(_norm(q, q_norm), table, positions),
+            _rotated(_norm(k, k_norm), table, positions),
+            v,
+        )
 
     return Case(inputs, ours, formula)
 
 
-def attention_formula(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> tuple[Tensor, Tensor]:
+def attention_formula(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor]:
     """Output and log-denominators of the softmax, by the definition."""
     group = q.shape[1] // k.shape[1]
     outs, denominators = [], []
-    for rows, keys, values in zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True):
+    for rows, keys, values in zip(
+        q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)), strict=True
+    ):
         keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", rows, keys) * scale
         mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
@@ -225,10 +281,15 @@ def embedding_case(d: Draws, ops: Operations) -> Case:
 def chosen_logprobs_case(d: Draws, ops: Operations) -> Case:
     s = d.sizes
     targets = d.ids(s.tokens)
-    inputs = {"hidden": d.normal(s.tokens, s.hidden), "weight": d.normal(s.vocab, s.hidden, scale=2 * s.hidden**-0.5)}
+    inputs = {
+        "hidden": d.normal(s.tokens, s.hidden),
+        "weight": d.normal(s.vocab, s.hidden, scale=2 * s.hidden**-0.5),
+    }
 
     def ours(hidden: Tensor, weight: Tensor, **totals: Total) -> Tensor:
-        return ops.chosen_logprobs(hidden, weight, targets, d.packing, 100, 1.0, totals.get("weight_total"))[0]
+        return ops.chosen_logprobs(
+            hidden, weight, targets, d.packing, 100, 1.0, totals.get("weight_total")
+        )[0]
 
     def formula(hidden: Tensor, weight: Tensor) -> Tensor:
         return F.log_softmax(hidden @ weight.T, dim=-1).gather(1, targets[:, None]).squeeze(1)
@@ -237,7 +298,9 @@ def chosen_logprobs_case(d: Draws, ops: Operations) -> Case:
 
 
 def entropy_case(d: Draws, ops: Operations) -> Case:
-    """Logprobs and entropies that both have gradients, each row at its own temperature (vLLM's bits are those of 1 alone)."""
+    """Logprobs and entropies that both have gradients, each row at its own temperature (vLLM's bits
+    are those of 1 alone).
+    """
     s = d.sizes
     targets, inputs = d.ids(s.tokens), chosen_logprobs_case(d, ops).inputs
     temperatures = 0.8 + torch.rand(s.tokens, generator=d.generator).to(d.device)
@@ -246,7 +309,14 @@ def entropy_case(d: Draws, ops: Operations) -> Case:
 
     def ours(hidden: Tensor, weight: Tensor, **totals: Total) -> Outputs:
         return ops.chosen_logprobs(
-            hidden, weight, targets, d.packing, 70, temperatures, totals.get("weight_total"), entropy_gradient=True
+            hidden,
+            weight,
+            targets,
+            d.packing,
+            70,
+            temperatures,
+            totals.get("weight_total"),
+            entropy_gradient=True,
         )
 
     def formula(hidden: Tensor, weight: Tensor) -> Outputs:
@@ -269,32 +339,54 @@ CASES: dict[str, Callable[[Draws, Operations], Case]] = {
     "chosen_logprobs with entropy": entropy_case,
 }
 """What every table has."""
-INVARIANT_CASES = CASES | {"matmul": matmul_case, "rms_norm of heads": head_norm_case, "rotary_embedding": rotary_case}
+INVARIANT_CASES = CASES | {
+    "matmul": matmul_case,
+    "rms_norm of heads": head_norm_case,
+    "rotary_embedding": rotary_case,
+}
 """And what the invariant one offers to models that are put together elsewhere."""
 
 
-def gradients(case: Case, seed: int, *, exact: bool = False, totals: bool = False) -> tuple[list[Tensor], dict[str, Tensor]]:
+def gradients(
+    case: Case, seed: int, *, exact: bool = False, totals: bool = False
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Outputs, and the gradient of each input for the same random gradients of the outputs.
 
     Args:
         exact: of the formula in float64, instead of ours.
         totals: let those of weights be added to totals, into which 1 was put before.
     """
-    leaves = {name: (t.double() if exact else t.clone()).requires_grad_() for name, t in case.inputs.items()}
-    wide = torch.float64 if next(iter(case.inputs.values())).dtype == torch.float64 else torch.float32
-    sums = {name: torch.ones_like(t, dtype=wide) for name, t in case.inputs.items() if totals and name in PARAMETERS}
+    leaves = {
+        name: (t.double() if exact else t.clone()).requires_grad_()
+        for name, t in case.inputs.items()
+    }
+    wide = (
+        torch.float64 if next(iter(case.inputs.values())).dtype == torch.float64 else torch.float32
+    )
+    sums = {
+        name: torch.ones_like(t, dtype=wide)
+        for name, t in case.inputs.items()
+        if totals and name in PARAMETERS
+    }
     result = (case.formula if exact else case.ours)(
         *leaves.values(), **{f"{name}_total": partial(sums.get, name) for name in sums}
     )
     outputs = [result] if isinstance(result, Tensor) else list(result)
     dtype, generator = next(iter(case.inputs.values())).dtype, torch.Generator().manual_seed(seed)
-    upstream = [torch.randn(out.shape, generator=generator).to(dtype).to(out.device).to(out.dtype) for out in outputs]
+    upstream = [
+        torch.randn(out.shape, generator=generator).to(dtype).to(out.device).to(out.dtype)
+        for out in outputs
+    ]
     torch.autograd.backward(outputs, upstream)
-    assert all(leaves[name].grad is None for name in sums), "a gradient with a total went to autograd"
+    assert all(leaves[name].grad is None for name in sums), (
+        "a gradient with a total went to autograd"
+    )
     found = {name: sums[name] - 1 if name in sums else leaf.grad for name, leaf in leaves.items()}
     missing = [name for name, gradient in found.items() if gradient is None]
     assert not missing, f"no gradient reached {missing}"
-    return [out.detach() for out in outputs], {name: g for name, g in found.items() if g is not None}
+    return [out.detach() for out in outputs], {
+        name: g for name, g in found.items() if g is not None
+    }
 
 
 def relative_error(ours: Tensor, exact: Tensor) -> float:
@@ -316,5 +408,8 @@ def errors(
     case = INVARIANT_CASES[name](Draws(sizes, dtype, device, seed), ops)
     outputs, ours = gradients(case, seed + 1, totals=totals)
     formula, exact = gradients(case, seed + 1, exact=True)
-    found = {f"output {i}": relative_error(a, b) for i, (a, b) in enumerate(zip(outputs, formula, strict=True))}
+    found = {
+        f"output {i}": relative_error(a, b)
+        for i, (a, b) in enumerate(zip(outputs, formula, strict=True))
+    }
     return found | {f"d {key}": relative_error(ours[key], exact[key]) for key in ours}

@@ -1,4 +1,6 @@
-"""One thread: these tests do many tiny products, for which a second one is only something to wait for."""
+"""One thread: these tests do many tiny products, for which a second one is only something to wait
+for.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ LENGTHS = (1, 65, 7, 64, 130)
 
 
 def bits(tensors: list[Tensor]) -> list[bytes]:
-    return [tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors]
+    return [
+        tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors
+    ]
 
 
 def run_bits(name: str, sizes: Sizes, dtype: torch.dtype, device: str) -> list[bytes]:
@@ -31,16 +33,22 @@ def run_bits(name: str, sizes: Sizes, dtype: torch.dtype, device: str) -> list[b
 
 
 def packed_bits(model: Decoder, sequences: list[Tensor]) -> tuple[list[bytes], list[Tensor]]:
-    """Hidden states of each sequence, packed together, and the gradient of each sequence's input embedding."""
+    """Hidden states of each sequence, packed together, and the gradient of each sequence's input
+    embedding.
+    """
     packing = Packing([len(sequence) for sequence in sequences], sequences[0].device)
     hidden = model(torch.cat(sequences), packing).split(list(packing.lengths))
     return bits(list(hidden)), list(hidden)
 
 
-def check_with_vllm(url: str, folder: str, device: str = "cuda", samples: int = 64, length: int = 256, seed: int = 0) -> int:
-    """Sample from a deterministic server and recompute every token, each sequence alone and eight packed together.
+def check_with_vllm(
+    url: str, folder: str, device: str = "cuda", samples: int = 64, length: int = 256, seed: int = 0
+) -> int:
+    """Sample from a deterministic server and recompute every token, each sequence alone and eight
+    packed together.
 
-    Prints what was seen for each prompt, also if something differs: where the differences are tells where they come from.
+    Prints what was seen for each prompt, also if something differs: where the differences are tells
+    where they come from.
 
     Returns:
         how many tokens were compared; 0 if one differs.
@@ -49,15 +57,24 @@ def check_with_vllm(url: str, folder: str, device: str = "cuda", samples: int = 
         ParityError: the server is not in deterministic mode, or runs other kernels.
     """
     enable_settings()
-    model = load_model(folder, torch.bfloat16 if device == "cuda" else torch.float32, device, deterministic_decoder)
+    model = load_model(
+        folder, torch.bfloat16 if device == "cuda" else torch.float32, device, deterministic_decoder
+    )
     answer = httpx.get(f"{url}/deterministic", timeout=30)
     if answer.status_code != 404:
         answer.raise_for_status()
-    pair(model_provenance(model), {"deterministic": answer.json() if answer.status_code == 200 else None}, url)
+    pair(
+        model_provenance(model),
+        {"deterministic": answer.json() if answer.status_code == 200 else None},
+        url,
+    )
     rng, compared, wrong = random.Random(seed), 0, 0
     lengths = [1, 15, 16, 17, 127, 255, 256, 600]
     for number in range(0, samples, 8):
-        prompt = [rng.randrange(model.geometry.vocab_size) for _ in range(lengths[number // 8 % len(lengths)])]
+        prompt = [
+            rng.randrange(model.geometry.vocab_size)
+            for _ in range(lengths[number // 8 % len(lengths)])
+        ]
         body: dict[str, object] = {
             "prompt": {"prompt_token_ids": prompt},
             "n": 8,
@@ -66,11 +83,20 @@ def check_with_vllm(url: str, folder: str, device: str = "cuda", samples: int = 
             "temperature": 1.0,
             "seed": seed + number,
         }
-        sampled_rows = httpx.post(f"{url}/generate", json=body, timeout=300).raise_for_status().json()
-        rows = [torch.tensor(prompt + tokens, device=device) for tokens in sampled_rows["token_ids"]]
+        sampled_rows = (
+            httpx.post(f"{url}/generate", json=body, timeout=300).raise_for_status().json()
+        )
+        rows = [
+            torch.tensor(prompt + tokens, device=device) for tokens in sampled_rows["token_ids"]
+        ]
         sampled = [
-            torch.tensor([entry[str(token)] for entry, token in zip(entries, tokens, strict=True)], device=device)
-            for entries, tokens in zip(sampled_rows["logprobs"], sampled_rows["token_ids"], strict=True)
+            torch.tensor(
+                [entry[str(token)] for entry, token in zip(entries, tokens, strict=True)],
+                device=device,
+            )
+            for entries, tokens in zip(
+                sampled_rows["logprobs"], sampled_rows["token_ids"], strict=True
+            )
         ]
         alone = [logprobs_after(model, [row], len(prompt))[0] for row in rows]
         packed = logprobs_after(model, rows, len(prompt))
@@ -84,7 +110,9 @@ def check_with_vllm(url: str, folder: str, device: str = "cuda", samples: int = 
             for index in different.tolist():
                 counts[min(7, index % length * 8 // length)] += 1
             line += f"; by up to {float((theirs - ours).abs().max()):.3g}; first: sample {first // length}, token "
-            line += f"{first % length}, vLLM {float(theirs[first])!r}, trainer {float(ours[first])!r}"
+            line += (
+                f"{first % length}, vLLM {float(theirs[first])!r}, trainer {float(ours[first])!r}"
+            )
             line += f"; by eighth of the answer {counts}"
         print(("✗ " if len(different) or within else "✓ ") + line, flush=True)
     return 0 if wrong else compared
@@ -96,7 +124,9 @@ def logprobs_after(model: Decoder, rows: list[Tensor], prompt: int) -> list[Tens
     with torch.no_grad():
         hidden = model(torch.cat([row[:-1] for row in rows]), packing).split(list(packing.lengths))
         states = torch.cat([part[prompt - 1 :] for part in hidden])
-        found, _ = invariant.chosen_logprobs(states, model.output_weight, torch.cat([row[prompt:] for row in rows]))
+        found, _ = invariant.chosen_logprobs(
+            states, model.output_weight, torch.cat([row[prompt:] for row in rows])
+        )
     return list(found.split([len(row) - prompt for row in rows]))
 
 
@@ -106,7 +136,9 @@ def check_operations(device: str) -> int:
     sizes = Sizes(LENGTHS)
     if device != "cpu":
         lengths = (1, 127, 128, 129, 255, 256, 257, 777, 64)
-        sizes = Sizes(lengths, hidden=1024, inner=3072, heads=16, kv_heads=8, head_dim=128, vocab=32000)
+        sizes = Sizes(
+            lengths, hidden=1024, inner=3072, heads=16, kv_heads=8, head_dim=128, vocab=32000
+        )
     for name in INVARIANT_CASES:
         first, *others = (run_bits(name, sizes, torch.bfloat16, device) for _ in range(3))
         good = all(other == first for other in others)
@@ -116,11 +148,16 @@ def check_operations(device: str) -> int:
 
 
 def check_packing(device: str) -> int:
-    """Hidden states and summed weight gradients of one model, its sequences packed in different ways."""
+    """Hidden states and summed weight gradients of one model, its sequences packed in different
+    ways.
+    """
     model, failed = decoder_for(device), 0
     generator = torch.Generator().manual_seed(1)
     vocab = model.geometry.vocab_size
-    sequences = [torch.randint(0, vocab, (length,), generator=generator).to(device) for length in (1, 300, 64, 65, 129, 256, 7)]
+    sequences = [
+        torch.randint(0, vocab, (length,), generator=generator).to(device)
+        for length in (1, 300, 64, 65, 129, 256, 7)
+    ]
     together = packed_bits(model, sequences)[0]
     alone = [packed_bits(model, [sequence])[0][0] for sequence in sequences]
     reference = summed_gradients(model, sequences, 1)
@@ -129,7 +166,8 @@ def check_packing(device: str) -> int:
         other = summed_gradients(model, sequences, size)
         differing = [name for name in reference if not torch.equal(reference[name], other[name])]
         results[
-            f"weight gradients, {size} sequences in a pass as 1" + (f" (differs: {differing[:3]})" if differing else "")
+            f"weight gradients, {size} sequences in a pass as 1"
+            + (f" (differs: {differing[:3]})" if differing else "")
         ] = not differing
     for what, good in results.items():
         failed += not good
@@ -139,12 +177,21 @@ def check_packing(device: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the process's status; a closing line is printed for what was checked, and only then."""
-    parser = argparse.ArgumentParser(description="Equal bits: operations, packing, and vLLM if there is a server.")
+    parser = argparse.ArgumentParser(
+        description="Equal bits: operations, packing, and vLLM if there is a server."
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--vllm-url", help="a server started with --deterministic")
     parser.add_argument("--model", help="the folder of the model that it serves")
-    parser.add_argument("--samples", type=int, default=64, help="answers to sample, eight to a prompt (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=256, help="tokens of each (default: %(default)s)")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=64,
+        help="answers to sample, eight to a prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--length", type=int, default=256, help="tokens of each (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if options.vllm_url and not options.model:
         parser.error("--vllm-url needs --model, the folder of the model that the server has")

@@ -34,9 +34,14 @@ from tests.example_trainer.deterministic.cases import (
     relative_error,
 )
 
-LENGTHS = st.lists(st.sampled_from([1, 2, 3, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]), min_size=1, max_size=4)
+LENGTHS = st.lists(
+    st.sampled_from([1, 2, 3, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]), min_size=1, max_size=4
+)
 HYPOTHESIS = settings(
-    max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 
@@ -54,19 +59,29 @@ def sizes(draw: st.DrawFn) -> Sizes:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=["bf16", "f32", "f64"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float64], ids=["bf16", "f32", "f64"]
+)
 @pytest.mark.parametrize("name", INVARIANT_CASES)
 @HYPOTHESIS
 @given(sizes=sizes(), seed=st.integers(0, 1000))
-def test_gradients_equal_those_of_float64(name: str, dtype: torch.dtype, sizes: Sizes, seed: int) -> None:
+def test_gradients_equal_those_of_float64(
+    name: str, dtype: torch.dtype, sizes: Sizes, seed: int
+) -> None:
     for key, error in errors(name, sizes, dtype, seed=seed).items():
         assert error <= LIMITS[dtype], f"{key} of {name}, {sizes}"
 
 
 def test_a_leak_between_sequences_would_be_seen() -> None:
-    """The comparison has teeth: if the last query of a sequence saw one key of the one before, the limit would be exceeded."""
-    _, apart = gradients(CASES["attention"](Draws(Sizes((60, 4)), torch.float64, "cpu", 0), functions), 1)
-    _, leaking = gradients(CASES["attention"](Draws(Sizes((59, 5)), torch.float64, "cpu", 0), functions), 1, exact=True)
+    """The comparison has teeth: if the last query of a sequence saw one key of the one before, the
+    limit would be exceeded.
+    """
+    _, apart = gradients(
+        CASES["attention"](Draws(Sizes((60, 4)), torch.float64, "cpu", 0), functions), 1
+    )
+    _, leaking = gradients(
+        CASES["attention"](Draws(Sizes((59, 5)), torch.float64, "cpu", 0), functions), 1, exact=True
+    )
     assert relative_error(apart["qkv"], leaking["qkv"]) > 10 * LIMITS[torch.bfloat16]
 
 
@@ -83,7 +98,9 @@ def test_logits_are_never_kept_whole() -> None:
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
     log_table = torch.log_softmax(hidden.double() @ weight.double().T, -1)
-    torch.testing.assert_close(results[0][1].double(), -(log_table.exp() * log_table).sum(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        results[0][1].double(), -(log_table.exp() * log_table).sum(-1), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_attention_keeps_no_square_matrix() -> None:
@@ -97,7 +114,9 @@ def test_attention_keeps_no_square_matrix() -> None:
     assert saved(128) == 2 * saved(64)
 
 
-def test_patching_gives_batched_products_their_gradient_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patching_gives_batched_products_their_gradient_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """vLLM's mode puts a function without gradient in torch.bmm's place."""
     original = torch.bmm
 

@@ -1,7 +1,7 @@
 """The script that compares a server's tokens says so only of a server whose tokens have equal bits.
 
-vLLM has no deterministic mode on a CPU, so a server that computes with the trainer's own operations stands in for it here; what
-the script says of the real one is seen on a GPU.
+vLLM has no deterministic mode on a CPU, so a server that computes with the trainer's own operations
+stands in for it here; what the script says of the real one is seen on a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Sampler:
         self.model, self.spoilt, self.count = model, spoilt, 0
         named = model_provenance(model)
         table = named.pop("rotary_table")
-        self.report = None if kernels is None else {"provenance": named | kernels, "rotary_table": table}
+        self.report = (
+            None if kernels is None else {"provenance": named | kernels, "rotary_table": table}
+        )
 
     @torch.no_grad()
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +57,9 @@ class Sampler:
                 hidden = self.model(torch.tensor(tokens), Packing([len(tokens)]))[-1:]
                 logits = ops.linear(hidden, self.model.output_weight)
                 token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
-                logprob = ops.chosen_logprobs(hidden, self.model.output_weight, torch.tensor([token])).numpy()
+                logprob = ops.chosen_logprobs(
+                    hidden, self.model.output_weight, torch.tensor([token])
+                ).numpy()
                 if self.count == self.spoilt:
                     logprob = np.nextafter(logprob, np.float32(-np.inf))
                 self.count += 1
@@ -71,11 +75,17 @@ def serving(sampler: Sampler) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             assert self.path == "/deterministic"
-            self.reply(404 if sampler.report is None else 200, sampler.report or {"error": "not in deterministic mode"})
+            self.reply(
+                404 if sampler.report is None else 200,
+                sampler.report or {"error": "not in deterministic mode"},
+            )
 
         def do_POST(self) -> None:
             assert self.path == "/generate"
-            self.reply(200, sampler.generate(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.reply(
+                200,
+                sampler.generate(json.loads(self.rfile.read(int(self.headers["Content-Length"])))),
+            )
 
         def reply(self, status: int, answer: dict[str, Any]) -> None:
             body = json.dumps(answer).encode()
@@ -99,19 +109,27 @@ def serving(sampler: Sampler) -> Iterator[str]:
 
 
 def run_script(url: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(determinism_check, "check_operations", lambda device: 0)  # tested by themselves
+    monkeypatch.setattr(
+        determinism_check, "check_operations", lambda device: 0
+    )  # tested by themselves
     sizes = ["--samples", str(SAMPLES), "--length", str(LENGTH)]
-    return determinism_check.main(["--device", "cpu", "--vllm-url", url, "--model", str(STARTER), *sizes])
+    return determinism_check.main(
+        ["--device", "cpu", "--vllm-url", url, "--model", str(STARTER), *sizes]
+    )
 
 
-def test_equal_bits_are_counted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_bits_are_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(Sampler({}, None)) as url:
         assert run_script(url, monkeypatch) == 0
     expected = f"✓ vLLM-TorchTitan {CLOSING}: {SAMPLES * LENGTH} tokens match exactly"
     assert capsys.readouterr().out.splitlines()[-1] == expected
 
 
-def test_one_bit_of_one_token_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_bit_of_one_token_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoilt = 8 * LENGTH + 2 * LENGTH + 4  # second prompt, third answer, fifth token
     with serving(Sampler({}, spoilt)) as url:
         assert run_script(url, monkeypatch) == 1
@@ -121,7 +139,9 @@ def test_one_bit_of_one_token_is_found(capsys: pytest.CaptureFixture[str], monke
     assert CLOSING not in said
 
 
-@pytest.mark.parametrize(("kernels", "said"), [({"linear": "another"}, "another"), (None, "not in deterministic mode")])
+@pytest.mark.parametrize(
+    ("kernels", "said"), [({"linear": "another"}, "another"), (None, "not in deterministic mode")]
+)
 def test_a_server_with_other_kernels_is_not_compared(
     kernels: dict[str, str] | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,11 @@
-"""Equal bits where they are promised: run to run, packing to packing, and (on a GPU) trainer to vLLM; also a plain script:
+"""Equal bits where they are promised: run to run, packing to packing, and (on a GPU) trainer to
+vLLM; also a plain script:
 
     python tests/example_trainer/deterministic/test_exact_determinism.py                       # the operations and the model
     python tests/example_trainer/deterministic/test_exact_determinism.py --vllm-url http://localhost:9001 --model FOLDER
 
-With --vllm-url it samples from a server started with --deterministic, and compares every token's logprob.
+With --vllm-url it samples from a server started with --deterministic, and compares every token's
+logprob.
 """
 
 from __future__ import annotations
@@ -70,7 +72,12 @@ def test_a_prefix_has_the_bits_of_the_longer_sequence() -> None:
 
 def test_gradients_through_attention_do_not_depend_on_the_packing() -> None:
     d = Draws(Sizes(LENGTHS), torch.bfloat16, "cpu", 4)
-    q, k, v, dy = d.normal(267, 4, 16), d.normal(267, 2, 16), d.normal(267, 2, 16), d.normal(267, 4, 16)
+    q, k, v, dy = (
+        d.normal(267, 4, 16),
+        d.normal(267, 2, 16),
+        d.normal(267, 2, 16),
+        d.normal(267, 4, 16),
+    )
 
     def gradients_of(rows: slice, lengths: tuple[int, ...]) -> list[Tensor]:
         leaves = [part[rows].clone().requires_grad_() for part in (q, k, v)]
@@ -80,5 +87,7 @@ def test_gradients_through_attention_do_not_depend_on_the_packing() -> None:
     together, start = gradients_of(slice(0, 267), LENGTHS), 0
     for length in LENGTHS:
         alone = gradients_of(slice(start, start + length), (length,))
-        assert all(torch.equal(a, b[start : start + length]) for a, b in zip(alone, together, strict=True))
+        assert all(
+            torch.equal(a, b[start : start + length]) for a, b in zip(alone, together, strict=True)
+        )
         start += length

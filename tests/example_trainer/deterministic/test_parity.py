@@ -1,4 +1,6 @@
-"""What stops a run: one bit of one logprob, other kernels, other weights; and what two equal runs have in common."""
+"""What stops a run: one bit of one logprob, other kernels, other weights; and what two equal runs
+have in common.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from torch import Tensor
 from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
 from example_trainer.batch.groups import Batch
 from example_trainer.batch.registration import registration
-from example_trainer.deterministic.pairing import deterministic_decoder, make_parity, model_provenance, pair
+from example_trainer.deterministic.pairing import (
+    deterministic_decoder,
+    make_parity,
+    model_provenance,
+    pair,
+)
 from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, weights_sha
 from example_trainer.errors import ConfigError, ModelError
 from example_trainer.models import Decoder
@@ -62,9 +69,20 @@ def test_one_bit_of_one_token_stops_the_run_before_the_step(tmp_path: Path) -> N
     (packed,) = bins(batch, tokens=1000)
     parity = ParityCheck(KERNELS, KERNELS)
     with pytest.raises(ParityError) as error:
-        guarded_step(model, optimizer, [[packed]], options, make_objective(options), StopSignal(), parity=parity)
+        guarded_step(
+            model,
+            optimizer,
+            [[packed]],
+            options,
+            make_objective(options),
+            StopSignal(),
+            parity=parity,
+        )
     sequence = batch.sequences[3]
-    theirs, ours = float(sequence.rollout_logprobs[1]), float(rollouts(model, 1, 0).sequences[3].rollout_logprobs[1])
+    theirs, ours = (
+        float(sequence.rollout_logprobs[1]),
+        float(rollouts(model, 1, 0).sequences[3].rollout_logprobs[1]),
+    )
     message = str(error.value)
     assert message.startswith(f"1 of {batch.trained_tokens} tokens of a microbatch differ")
     where = f"first group 1, sequence 1, position {sequence.positions[1]}, token {sequence.tokens[sequence.positions[1]]}: "
@@ -86,14 +104,30 @@ def test_without_stopping_differences_are_counted_and_measured(tmp_path: Path) -
     wrong = sequence.rollout_logprobs.copy()
     wrong[:2] -= np.float32(0.5)
     parity = ParityCheck(KERNELS, KERNELS, stop=False)
-    sequences = [*batch.sequences[:2], replace(sequence, rollout_logprobs=wrong), *batch.sequences[3:]]
+    sequences = [
+        *batch.sequences[:2],
+        replace(sequence, rollout_logprobs=wrong),
+        *batch.sequences[3:],
+    ]
     objective = make_objective(options)
-    guarded_step(model, optimizer, [bins(Batch(sequences))], options, objective, StopSignal(), parity=parity)
+    guarded_step(
+        model, optimizer, [bins(Batch(sequences))], options, objective, StopSignal(), parity=parity
+    )
     row = parity.row(optimizer.masters)
     assert (row["mismatched_tokens"], row["compared_tokens"]) == (2, batch.trained_tokens)
     assert row["max_logprob_difference"] == pytest.approx(0.5, abs=1e-5)
-    assert row["parity_kl"] == pytest.approx(2 * (math.exp(0.5) - 1.5) / batch.trained_tokens, rel=1e-4)
-    learned = guarded_step(model, optimizer, [bins(rollouts(model, 1, 1))], options, objective, StopSignal(), parity=parity)
+    assert row["parity_kl"] == pytest.approx(
+        2 * (math.exp(0.5) - 1.5) / batch.trained_tokens, rel=1e-4
+    )
+    learned = guarded_step(
+        model,
+        optimizer,
+        [bins(rollouts(model, 1, 1))],
+        options,
+        objective,
+        StopSignal(),
+        parity=parity,
+    )
     row = parity.row(optimizer.masters)
     assert (row["mismatched_tokens"], row["parity_kl"]) == (0, 0.0), "a step's figures are its own"
     assert learned["perplexity_trainer"] == learned["perplexity_rollout"] > 1, "to the bit"
@@ -112,13 +146,23 @@ def test_rollouts_of_other_weights_are_refused(version: int | None) -> None:
     parity.begin(3)
     (packed,) = bins(batch, tokens=1000)
     with pytest.raises(
-        ParityError, match=f"group 2, sequence 0 was sampled under weight version {version}, the trainer holds 3"
+        ParityError,
+        match=f"group 2, sequence 0 was sampled under weight version {version}, the trainer holds 3",
     ):
         parity.compare(packed, packed.rollout_logprobs)
 
 
-@given(st.lists(st.tuples(st.sampled_from([UNKNOWN_VERSION, 1, 2, 3]), st.sampled_from([0.0, 0.25, math.nan])), min_size=1))
-def test_where_older_tokens_are_allowed_those_of_the_present_weights_alone_are_compared(drawn: list[tuple[int, float]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([UNKNOWN_VERSION, 1, 2, 3]), st.sampled_from([0.0, 0.25, math.nan])
+        ),
+        min_size=1,
+    )
+)
+def test_where_older_tokens_are_allowed_those_of_the_present_weights_alone_are_compared(
+    drawn: list[tuple[int, float]],
+) -> None:
     versions = torch.tensor([version for version, _ in drawn])
     shifts = torch.tensor([0.0 if version == 3 else shift for version, shift in drawn])
     parity = ParityCheck(KERNELS, KERNELS, older=True)
@@ -127,7 +171,11 @@ def test_where_older_tokens_are_allowed_those_of_the_present_weights_alone_are_c
     parity.compare(bin_of(versions, recomputed + shifts), recomputed)
     row = parity.row({"weight": torch.zeros(2)})
     fresh = sum(version == 3 for version, _ in drawn)
-    assert (row["compared_tokens"], row["mismatched_tokens"], row["older_tokens"]) == (fresh, 0, len(drawn) - fresh)
+    assert (row["compared_tokens"], row["mismatched_tokens"], row["older_tokens"]) == (
+        fresh,
+        0,
+        len(drawn) - fresh,
+    )
     assert (row["parity_kl"], row["max_logprob_difference"]) == (0.0, 0.0)
     known = [shift for version, shift in drawn if version != 3 and not math.isnan(shift)]
     expected = sum(math.expm1(-shift) + shift for shift in known) / max(1, len(known))
@@ -139,12 +187,17 @@ def test_a_token_of_the_present_weights_is_compared_among_older_ones() -> None:
     parity.begin(3)
     recomputed = torch.full((4,), -2.0)
     sampled = torch.tensor([-2.0, -2.5, -2.5, -2.0])
-    with pytest.raises(ParityError, match=r"^1 of 3 tokens of a microbatch differ .* by up to 0.5; first group 7, seq"):
+    with pytest.raises(
+        ParityError,
+        match=r"^1 of 3 tokens of a microbatch differ .* by up to 0.5; first group 7, seq",
+    ):
         parity.compare(bin_of(torch.tensor([3, 2, 3, 3]), sampled), recomputed)
 
 
 def bin_of(versions: Tensor, logprobs: Tensor) -> PackedBin:
-    """Trained tokens with these versions and logprobs, the first of group 7's first sequence, the others of its second."""
+    """Trained tokens with these versions and logprobs, the first of group 7's first sequence, the
+    others of its second.
+    """
     count = len(versions)
     counts = torch.tensor([1, count - 1]) if count > 1 else torch.tensor([1])
     rows, ones = torch.arange(count), torch.ones(count)
@@ -172,7 +225,9 @@ def bin_of(versions: Tensor, logprobs: Tensor) -> PackedBin:
 def test_a_token_without_a_logprob_is_a_mismatch() -> None:
     lost = torch.full((3,), math.nan)
     with pytest.raises(ParityError, match=r"\(3 came without a logprob\)"):
-        ParityCheck(KERNELS, KERNELS).compare(bin_of(torch.zeros(3, dtype=torch.int64), lost), torch.zeros(3))
+        ParityCheck(KERNELS, KERNELS).compare(
+            bin_of(torch.zeros(3, dtype=torch.int64), lost), torch.zeros(3)
+        )
 
 
 def test_a_negative_zero_is_not_zero() -> None:
@@ -187,11 +242,19 @@ def test_a_server_with_other_kernels_is_refused() -> None:
     ours = model_provenance(decoder_for("cpu"))
     table = ours["rotary_table"]
     kernels = {name: kernel for name, kernel in ours.items() if name != "rotary_table"}
-    assert pair(ours, {"deterministic": {"provenance": kernels, "rotary_table": table}}, "http://s") == ours
-    with pytest.raises(ParityError, match="server at http://s is not in deterministic mode; start it with --deterministic"):
+    assert (
+        pair(ours, {"deterministic": {"provenance": kernels, "rotary_table": table}}, "http://s")
+        == ours
+    )
+    with pytest.raises(
+        ParityError,
+        match="server at http://s is not in deterministic mode; start it with --deterministic",
+    ):
         pair(ours, {"deterministic": None}, "http://s")
     other = {"provenance": kernels | {"linear": "triton"}, "rotary_table": table}
-    with pytest.raises(ParityError, match=r"does not run this trainer's kernels.*linear: .*'triton' there"):
+    with pytest.raises(
+        ParityError, match=r"does not run this trainer's kernels.*linear: .*'triton' there"
+    ):
         pair(ours, {"deterministic": other}, "http://s")
     with pytest.raises(ParityError, match="rotary_table: "):
         pair(ours, {"deterministic": {"provenance": kernels, "rotary_table": "0000"}}, "http://s")
@@ -222,27 +285,41 @@ def test_the_trainer_asks_the_server_which_kernels_it_runs(tmp_path: Path) -> No
         options = config(tmp_path, vllm_servers=[address])
         assert type(make_parity(options, model)) is ParityCheck
         del reports[0]
-        with pytest.raises(ParityError, match=f"server at http://{address} is not in deterministic mode"):
+        with pytest.raises(
+            ParityError, match=f"server at http://{address} is not in deterministic mode"
+        ):
             make_parity(options, model)
         server.shutdown()
-    assert isinstance(make_parity(options.model_copy(update={"deterministic": False}), model), NoParity)
+    assert isinstance(
+        make_parity(options.model_copy(update={"deterministic": False}), model), NoParity
+    )
 
 
 def test_an_ordinary_model_is_not_passed_off_as_a_deterministic_one() -> None:
-    with pytest.raises(ParityError, match="a model with the reference operations does not run vLLM's kernels"):
+    with pytest.raises(
+        ParityError, match="a model with the reference operations does not run vLLM's kernels"
+    ):
         model_provenance(Decoder(SMALL, torch.float32))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_bridge_mode": "none"}, "--deterministic needs --weight-bridge-mode shared_vllm, which is 'none'"),
-        ({"weight_bridge_mode": "lora_only"}, "--deterministic needs --weight-bridge-mode shared_vllm"),
+        (
+            {"weight_bridge_mode": "none"},
+            "--deterministic needs --weight-bridge-mode shared_vllm, which is 'none'",
+        ),
+        (
+            {"weight_bridge_mode": "lora_only"},
+            "--deterministic needs --weight-bridge-mode shared_vllm",
+        ),
         ({"temperature": 0.7}, "--deterministic needs --temperature 1, which is 0.7"),
         ({"share_prefixes": True}, "--deterministic and --share-prefixes exclude each other"),
     ],
 )
-def test_options_that_cannot_be_exact_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_options_that_cannot_be_exact_are_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValidationError, match=message):
         config(tmp_path, **changes)
 
@@ -257,7 +334,9 @@ def test_what_deterministic_mode_sets(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--deterministic trains in one process"):
         refuse_ranks(options, Ranks(0, 2))
     with pytest.raises(ModelError, match="rope scaling 'linear' has no deterministic mode yet"):
-        deterministic_decoder(replace(SMALL, rope_scaling=RopeScaling("linear", 2.0)), torch.float32)
+        deterministic_decoder(
+            replace(SMALL, rope_scaling=RopeScaling("linear", 2.0)), torch.float32
+        )
 
 
 def test_equal_runs_have_equal_hashes_and_packing_does_not_matter(tmp_path: Path) -> None:
@@ -266,7 +345,9 @@ def test_equal_runs_have_equal_hashes_and_packing_does_not_matter(tmp_path: Path
     assert train(config(tmp_path), steps=3) == reference
     assert train(config(tmp_path, gradient_checkpointing=True), steps=3) == reference
     for tokens, chunk in ((1, 1024), (1000, 70)):
-        assert train(config(tmp_path, logprob_chunk=chunk), steps=3, tokens=tokens) == reference, tokens
+        assert train(config(tmp_path, logprob_chunk=chunk), steps=3, tokens=tokens) == reference, (
+            tokens
+        )
     none = config(tmp_path, correction="none")
     assert train(none, steps=3) == reference, "the default correction changes no bit"
     assert train(config(tmp_path, lr=1.1e-2), steps=1) != reference[:1]
@@ -276,7 +357,10 @@ def test_equal_runs_have_equal_hashes_and_packing_does_not_matter(tmp_path: Path
 def test_summed_gradients_are_those_of_autograd() -> None:
     """Every parameter gets one, the tied matrix from both its uses."""
     model = decoder_for("cpu")
-    sequences = [torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)) for length in (5, 70, 64)]
+    sequences = [
+        torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length))
+        for length in (5, 70, 64)
+    ]
     summed = summed_gradients(model, sequences, 2)
     plain = Decoder(SMALL, torch.float64)
     plain.load_state_dict({name: p.double() for name, p in model.state_dict().items()})
@@ -304,7 +388,9 @@ def test_logprobs_are_those_of_the_plain_operations(tmp_path: Path) -> None:
     torch.testing.assert_close(entropy, other, atol=2e-5, rtol=1e-5)
 
 
-def test_several_updates_of_a_batch_are_compared_before_the_first_and_repeat(tmp_path: Path) -> None:
+def test_several_updates_of_a_batch_are_compared_before_the_first_and_repeat(
+    tmp_path: Path,
+) -> None:
     """That every token is compared, under the weights that sampled it, is in `train`."""
     options = config(tmp_path, ppo_epochs=2, minibatches=2)
     reference = train(options, steps=2)

@@ -1,7 +1,8 @@
-"""A training in the shape of TorchTitan's deterministic_vllm_rl experiment, on this project's package. Run it as a program.
+"""A training in the shape of TorchTitan's deterministic_vllm_rl experiment, on this project's
+package. Run it as a program.
 
-It makes its weights under TorchTitan's names, loads them, trains with exact log-probabilities by REINFORCE on one token, and
-hands the weights back under TorchTitan's names.
+It makes its weights under TorchTitan's names, loads them, trains with exact log-probabilities by
+REINFORCE on one token, and hands the weights back under TorchTitan's names.
 """
 
 from __future__ import annotations
@@ -31,12 +32,25 @@ def random_weights(args: Qwen3ModelArgs) -> dict[str, torch.Tensor]:
     shapes = {"tok_embeddings.weight": (args.vocab_size, args.dim), "norm.weight": (args.dim,)}
     for layer in range(args.n_layers):
         at = f"layers.{layer}."
-        shapes |= {f"{at}attention.{name}.weight": (rows, args.dim) for name, rows in (("wq", q), ("wk", kv), ("wv", kv))}
-        shapes |= {f"{at}attention.wo.weight": (args.dim, q), f"{at}feed_forward.w2.weight": (args.dim, args.hidden_dim)}
-        shapes |= {f"{at}feed_forward.{name}.weight": (args.hidden_dim, args.dim) for name in ("w1", "w3")}
-        shapes |= {f"{at}attention.{name}.weight": (args.head_dim,) for name in ("q_norm", "k_norm")}
+        shapes |= {
+            f"{at}attention.{name}.weight": (rows, args.dim)
+            for name, rows in (("wq", q), ("wk", kv), ("wv", kv))
+        }
+        shapes |= {
+            f"{at}attention.wo.weight": (args.dim, q),
+            f"{at}feed_forward.w2.weight": (args.dim, args.hidden_dim),
+        }
+        shapes |= {
+            f"{at}feed_forward.{name}.weight": (args.hidden_dim, args.dim) for name in ("w1", "w3")
+        }
+        shapes |= {
+            f"{at}attention.{name}.weight": (args.head_dim,) for name in ("q_norm", "k_norm")
+        }
         shapes |= {f"{at}{name}.weight": (args.dim,) for name in ("attention_norm", "ffn_norm")}
-    return {name: torch.randn(shape) * 0.1 if len(shape) > 1 else torch.ones(shape) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape) * 0.1 if len(shape) > 1 else torch.ones(shape)
+        for name, shape in shapes.items()
+    }
 
 
 def main() -> int:
@@ -60,7 +74,11 @@ def main() -> int:
     for _ in range(12):
         with torch.no_grad():
             sampled = torch.multinomial(model(prompt)[:, -1].float().softmax(-1), 1)
-            again = model(torch.cat([prompt, sampled], dim=1), attention_masks=None, positions=torch.arange(7, device=device))
+            again = model(
+                torch.cat([prompt, sampled], dim=1),
+                attention_masks=None,
+                positions=torch.arange(7, device=device),
+            )
         logits = model(torch.cat([prompt, sampled], dim=1))
         assert torch.equal(logits, again)
         logprobs = logits[:, -2].float().log_softmax(-1).gather(1, sampled).squeeze(1)
@@ -68,13 +86,20 @@ def main() -> int:
         loss = -((rewards - 1 / args.vocab_size) * logprobs).mean()
         optimizer.zero_grad()
         loss.backward()
-        assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+        assert all(
+            parameter.grad is not None and parameter.grad.isfinite().all()
+            for parameter in model.parameters()
+        )
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         shares.append(float(model(prompt)[0, -1].float().softmax(-1)[WANTED]))
     after = vllm_compat_to_torchtitan(model.state_dict())
-    assert {name: tensor.shape for name, tensor in titan.items()}.items() <= {n: t.shape for n, t in after.items()}.items()
-    assert all(not torch.equal(before[name], parameter) for name, parameter in model.state_dict().items())
+    assert {name: tensor.shape for name, tensor in titan.items()}.items() <= {
+        n: t.shape for n, t in after.items()
+    }.items()
+    assert all(
+        not torch.equal(before[name], parameter) for name, parameter in model.state_dict().items()
+    )
     assert shares[-1] > 3 * shares[0] or shares[-1] > 0.9, shares
     print(f"learned: {shares[0]:.2f} to {shares[-1]:.2f}")
     return 0

@@ -1,4 +1,6 @@
-"""Small models, made-up rollouts, and a training loop without a server: what tests of whole steps share."""
+"""Small models, made-up rollouts, and a training loop without a server: what tests of whole steps
+share.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,13 @@ QWEN3_LAYERS = Geometry(
 
 
 def decoder_for(device: str, seed: int = 0, geometry: Geometry | None = None) -> Decoder:
-    """A model with random weights whose logits are not all alike; on a GPU in bfloat16, with layers of a real size."""
+    """A model with random weights whose logits are not all alike; on a GPU in bfloat16, with layers
+    of a real size.
+    """
     chosen = geometry or (SMALL if device == "cpu" else QWEN3_LAYERS)
-    model = deterministic_decoder(chosen, torch.float32 if device == "cpu" else torch.bfloat16, device)
+    model = deterministic_decoder(
+        chosen, torch.float32 if device == "cpu" else torch.bfloat16, device
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,7 +55,9 @@ def decoder_for(device: str, seed: int = 0, geometry: Geometry | None = None) ->
 
 
 def summed_gradients(model: Decoder, sequences: Sequence[Tensor], size: int) -> dict[str, Tensor]:
-    """float32 gradient of each parameter for the sum of next-token logprobs, `size` sequences in each pass."""
+    """float32 gradient of each parameter for the sum of next-token logprobs, `size` sequences in
+    each pass.
+    """
     model.arithmetic.sums = sums = GradientSums(model)
     for first in range(0, len(sequences), size):
         part = sequences[first : first + size]
@@ -62,7 +70,9 @@ def summed_gradients(model: Decoder, sequences: Sequence[Tensor], size: int) -> 
 
 
 def rollouts(model: Decoder, seed: int, version: int, count: int = 6) -> Batch:
-    """Sequences of made-up tokens with the logprobs that `model` gives them: what an exact sampler would have sent."""
+    """Sequences of made-up tokens with the logprobs that `model` gives them: what an exact sampler
+    would have sent.
+    """
     generator = torch.Generator().manual_seed(seed)
     sequences = []
     for number in range(count):
@@ -100,7 +110,13 @@ def config(folder: Path, **changes: object) -> TrainerConfig:
 def minibatches(batch: Batch, tokens: int, count: int) -> list[list[PackedBin]]:
     """A batch packed for one rank, nothing shared."""
     packed = pack_batch(
-        batch, tokens_per_bin=tokens, ranks=1, normalisation="token", max_tokens=128, share_prefixes=False, minibatches=count
+        batch,
+        tokens_per_bin=tokens,
+        ranks=1,
+        normalisation="token",
+        max_tokens=128,
+        share_prefixes=False,
+        minibatches=count,
     )
     return [shares[0] for shares in packed]
 
@@ -111,7 +127,8 @@ def bins(batch: Batch, tokens: int = 200) -> list[PackedBin]:
 
 
 def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) -> list[str]:
-    """Train a new small model on what it would sample itself; returns the hash of its weights after each step.
+    """Train a new small model on what it would sample itself; returns the hash of its weights after
+    each step.
 
     Raises:
         ParityError: a recomputed logprob differs from the one of the rollout.
@@ -124,8 +141,14 @@ def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) 
     for step in range(steps):
         batch = rollouts(model, 100 * seed + step, step)
         parts = minibatches(batch, tokens, options.minibatches)
-        row = guarded_step(model, optimizer, parts, options, make_objective(options), StopSignal(), parity=parity)
-        assert (row["ratio_mean"], row["ess"], row["updates"]) == (1, 1, options.ppo_epochs * options.minibatches)
+        row = guarded_step(
+            model, optimizer, parts, options, make_objective(options), StopSignal(), parity=parity
+        )
+        assert (row["ratio_mean"], row["ess"], row["updates"]) == (
+            1,
+            1,
+            options.ppo_epochs * options.minibatches,
+        )
         optimizer.write_weights()
         assert parity.row(optimizer.masters)["compared_tokens"] == batch.trained_tokens
         hashes.append(weights_sha(optimizer.masters))

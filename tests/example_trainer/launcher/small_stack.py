@@ -1,4 +1,6 @@
-"""The stack of start.sh with small commands in the places of the real ones: real processes, real HTTP, no model."""
+"""The stack of start.sh with small commands in the places of the real ones: real processes, real
+HTTP, no model.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ while True:
     put("seen.json", dict(version=version, fewest=fewest))
     time.sleep(0.1)
 """
-"""A trainer of servers at the ports given: the next version each 0.1 s, to each process that answers."""
+"""A trainer of servers at the ports given: the next version each 0.1 s, to each process that
+answers."""
 FAILS = "raise RuntimeError('no rollouts for me')"
 FINISHES = "print('Training complete')"
 
@@ -94,7 +97,9 @@ class SmallStack(Stack):
     trainer_code: str = SLEEPER
     environment_code: str = SLEEPER
 
-    def _python(self, part: str, code: str, *arguments: object, grace: float = 5.0, may_finish: bool = False) -> Command:
+    def _python(
+        self, part: str, code: str, *arguments: object, grace: float = 5.0, may_finish: bool = False
+    ) -> Command:
         words = (sys.executable, "-u", "-c", code, *map(str, arguments))
         return Command(part, words, {}, f"{part}.log", grace, may_finish)
 
@@ -102,7 +107,9 @@ class SmallStack(Stack):
         return self._python("service", SERVER, self.options.service_port, self.options.run)
 
     def vllm(self, server: int = 0) -> Command:
-        return self._python(server_name(server), ORPHANS + SERVER, self.options.vllm_ports[server], self.options.run)
+        return self._python(
+            server_name(server), ORPHANS + SERVER, self.options.vllm_ports[server], self.options.run
+        )
 
     def environment(self) -> Command:
         return self._python("environment", self.environment_code, may_finish=True)
@@ -110,7 +117,12 @@ class SmallStack(Stack):
     def trainer(self) -> Command:
         grace = 1.0 if self.trainer_code == STUBBORN else 5.0
         return self._python(
-            "trainer", self.trainer_code, self.options.run, *self.options.vllm_ports, grace=grace, may_finish=True
+            "trainer",
+            self.trainer_code,
+            self.options.run,
+            *self.options.vllm_ports,
+            grace=grace,
+            may_finish=True,
         )
 
 

@@ -24,7 +24,13 @@ from example_trainer.launcher.options import parse
 from example_trainer.launcher.parts import PARTS, parts_of
 from example_trainer.launcher.records import Record, Records
 from example_trainer.launcher.status import collect, table
-from tests.example_trainer.launcher.small_stack import FAILS, FINISHES, STUBBORN, SmallStack, small_options
+from tests.example_trainer.launcher.small_stack import (
+    FAILS,
+    FINISHES,
+    STUBBORN,
+    SmallStack,
+    small_options,
+)
 
 
 class Run:
@@ -37,7 +43,9 @@ class Run:
 
     def start(self, *parts: str, **codes: str) -> None:
         there = parts_of(len(self.ports) - 2)
-        options = small_options(self.folder, self.ports, tuple(p for p in there if not parts or p in parts))
+        options = small_options(
+            self.folder, self.ports, tuple(p for p in there if not parts or p in parts)
+        )
         Starter(SmallStack(options, **codes), self.said.append).run()
 
     def stop(self, *parts: str) -> bool:
@@ -45,7 +53,11 @@ class Run:
 
     def pids(self) -> dict[str, list[int]]:
         found = {part: self.records.read(part) for part in self.records.parts()}
-        return {part: [r.keeper.pid, *descendants(r.keeper.pid)] for part, r in found.items() if r and r.keeper.is_alive()}
+        return {
+            part: [r.keeper.pid, *descendants(r.keeper.pid)]
+            for part, r in found.items()
+            if r and r.keeper.is_alive()
+        }
 
     def states(self) -> dict[str, str]:
         return {row.part: row.state for row in collect(self.folder).rows}
@@ -77,7 +89,9 @@ def test_the_whole_stack_starts_shows_its_state_and_stops_in_order(run: Run) -> 
     pids = run.pids()
     assert list(pids) == list(PARTS)
     assert (run.folder / "vllm.log").read_text().startswith("child ")
-    assert [path for path in (run.folder, *run.folder.rglob("*")) if path.lstat().st_mode & 0o077] == []
+    assert [
+        path for path in (run.folder, *run.folder.rglob("*")) if path.lstat().st_mode & 0o077
+    ] == []
     metrics = run.folder / "trainer" / "metrics.jsonl"
     metrics.parent.mkdir()
     metrics.write_text('{"step": 3}\n{"step": 4}\n{"ste')
@@ -105,7 +119,10 @@ def test_the_whole_stack_starts_shows_its_state_and_stops_in_order(run: Run) -> 
 def test_what_runs_is_not_started_twice_and_other_parts_are(run: Run) -> None:
     run.start("service")
     (keeper, *_) = run.pids()["service"]
-    with pytest.raises(LauncherError, match=rf"service runs already in .* \(process {keeper}, .*scripts/stop.sh service"):
+    with pytest.raises(
+        LauncherError,
+        match=rf"service runs already in .* \(process {keeper}, .*scripts/stop.sh service",
+    ):
         run.start()
     assert list(run.pids()) == ["service"]
     run.start("trainer")
@@ -115,13 +132,23 @@ def test_what_runs_is_not_started_twice_and_other_parts_are(run: Run) -> None:
 
 
 def test_two_starts_at_once_do_not_meet(run: Run) -> None:
-    with claimed(run.folder), pytest.raises(LauncherError, match=r"another start\.sh or stop\.sh is at work"):
+    with (
+        claimed(run.folder),
+        pytest.raises(LauncherError, match=r"another start\.sh or stop\.sh is at work"),
+    ):
         run.start()
 
 
-def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "SETTLE_SECONDS", 60.0)  # of which it takes what Python takes to start and fail
-    with pytest.raises(LauncherError, match=r"trainer exited with code 1; log: .*trainer\.log\n(.|\n)*no rollouts for me"):
+def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        control, "SETTLE_SECONDS", 60.0
+    )  # of which it takes what Python takes to start and fail
+    with pytest.raises(
+        LauncherError,
+        match=r"trainer exited with code 1; log: .*trainer\.log\n(.|\n)*no rollouts for me",
+    ):
         run.start("service", "vllm", "trainer", trainer_code=FAILS)
     assert run.pids() == {}
     assert run.states() == {}
@@ -130,7 +157,10 @@ def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(run: Run, mo
 
 def test_a_trainer_that_is_done_is_no_failure_and_one_that_failed_is(run: Run) -> None:
     run.start("service", "trainer", trainer_code=FINISHES)
-    eventually(lambda: run.states() == {"service": "up", "trainer": "finished"}, "the trainer has not finished")
+    eventually(
+        lambda: run.states() == {"service": "up", "trainer": "finished"},
+        "the trainer has not finished",
+    )
     assert collect(run.folder).good
     run.stop("trainer")
     told = run.folder / "end"
@@ -140,7 +170,9 @@ def test_a_trainer_that_is_done_is_no_failure_and_one_that_failed_is(run: Run) -
     eventually(lambda: run.states()["environment"] == "down", "the environment is still up")
     status = collect(run.folder)
     assert not status.good
-    assert [row.detail for row in status.rows if row.part == "environment"] == ["exited with code 3"]
+    assert [row.detail for row in status.rows if row.part == "environment"] == [
+        "exited with code 3"
+    ]
 
 
 def test_ports_that_are_taken_are_all_named(run: Run) -> None:
@@ -157,7 +189,10 @@ def test_ports_that_are_taken_are_all_named(run: Run) -> None:
 
 def test_a_part_that_ignores_sigterm_is_killed_after_its_grace_period(run: Run) -> None:
     run.start("trainer", trainer_code=STUBBORN)
-    eventually(lambda: "sleeping" in (run.folder / "trainer.log").read_text(), "it does not ignore the signal yet")
+    eventually(
+        lambda: "sleeping" in (run.folder / "trainer.log").read_text(),
+        "it does not ignore the signal yet",
+    )
     pids = run.pids()["trainer"]
     assert run.stop()
     assert "trainer      had to be killed" in run.text()
@@ -165,7 +200,9 @@ def test_a_part_that_ignores_sigterm_is_killed_after_its_grace_period(run: Run) 
 
 
 def test_after_kill_minus_9_of_everything_the_next_start_copes(run: Run) -> None:
-    """Everything that the usual pkill pattern finds; what it does not find, as vLLM's engine, lives on and holds its memory."""
+    """Everything that the usual pkill pattern finds; what it does not find, as vLLM's engine, lives
+    on and holds its memory.
+    """
     run.start()
     left = [run.folder / "vllm_bridge_config.json", run.folder / "vllm_bridge_config-9002.json"]
     for config in left:
@@ -205,12 +242,20 @@ def test_stop_after_a_kill_ends_the_orphans_too(run: Run) -> None:
     eventually(lambda: alive([orphan]) == [], "the orphan lives on")
 
 
-@pytest.mark.parametrize("change", [{"ticks": 1}, {"boot": "another boot"}], ids=["reused process id", "machine restarted"])
-def test_a_process_that_only_has_the_same_id_is_never_touched(run: Run, change: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [{"ticks": 1}, {"boot": "another boot"}],
+    ids=["reused process id", "machine restarted"],
+)
+def test_a_process_that_only_has_the_same_id_is_never_touched(
+    run: Run, change: dict[str, object]
+) -> None:
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as stranger:
         found = identify(stranger.pid)
         assert found is not None
-        record = Record("trainer", replace(found, **change), time.time(), str(run.folder / "trainer.log"))  # type: ignore[arg-type]
+        record = Record(
+            "trainer", replace(found, **change), time.time(), str(run.folder / "trainer.log")
+        )  # type: ignore[arg-type]
         run.records.write(record)
         assert run.states() == {"trainer": "down"}
         assert stop(record, run.records, run.said.append)
@@ -234,7 +279,9 @@ def test_a_record_that_cannot_be_read_is_named(run: Run) -> None:
     (run.records.folder / "vllm.json").unlink()
 
 
-def test_links_lead_to_the_logs_and_replace_no_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_lead_to_the_logs_and_replace_no_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / "here"
     here.mkdir()
     (here / "trainer.log").write_text("mine")
@@ -246,7 +293,9 @@ def test_links_lead_to_the_logs_and_replace_no_file(run: Run, tmp_path: Path, mo
     assert "trainer.log in" in run.text()
 
 
-def test_a_server_that_died_beside_a_living_trainer_leaves_its_config_for_the_next_one(run: Run) -> None:
+def test_a_server_that_died_beside_a_living_trainer_leaves_its_config_for_the_next_one(
+    run: Run,
+) -> None:
     run.start("vllm", "trainer")
     config = run.folder / "vllm_bridge_config.json"
     config.write_text("{}")
@@ -271,7 +320,9 @@ def test_resume_starts_what_does_not_run(run: Run) -> None:
         parse(["--resume", "--run", str(run.folder)])
 
 
-def test_each_server_of_a_fleet_is_a_part_of_its_own(tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_each_server_of_a_fleet_is_a_part_of_its_own(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
     run = Run(tmp_path / "run", tuple(free_port() for _ in range(5)))
     try:
         run.start()
@@ -294,7 +345,13 @@ def test_each_server_of_a_fleet_is_a_part_of_its_own(tmp_path: Path, free_port: 
         run.said.clear()
     finally:
         run.stop()
-    assert [line.split()[0] for line in run.said] == ["environment", "trainer", "vllm", "vllm-2", "service"]
+    assert [line.split()[0] for line in run.said] == [
+        "environment",
+        "trainer",
+        "vllm",
+        "vllm-2",
+        "service",
+    ]
 
 
 OWNS_A_SERVER = """

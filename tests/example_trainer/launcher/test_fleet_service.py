@@ -1,4 +1,6 @@
-"""The fleet's table through the real rollout service: what a trainer publishes is what status.sh and restart.sh read."""
+"""The fleet's table through the real rollout service: what a trainer publishes is what status.sh
+and restart.sh read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ def test_the_table_that_is_published_is_the_table_that_is_read(
 ) -> None:
     port = free_port()
     service = f"http://localhost:{port}"
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", tmp_path / "rollouts.db"]
+    command = [
+        sys.executable,
+        "-m",
+        "atroposlib.cli.run_api",
+        "--port",
+        str(port),
+        "--store",
+        tmp_path / "rollouts.db",
+    ]
     processes.start("service", command, environment={"ROLLOUT_API_KEY": KEY})
     processes.wait_for_http(f"{service}/", 180)
     assert published_fleet(service, KEY) is None, "no trainer has said anything"
@@ -31,7 +41,9 @@ def test_the_table_that_is_published_is_the_table_that_is_read(
 
     rows = (
         FleetRow("http://localhost:9001", "good", 7, 1763910412345, 1763910412.5, ""),
-        FleetRow("http://10.0.0.2:9001", "quarantined", None, None, None, "rank 0 sent another checksum"),
+        FleetRow(
+            "http://10.0.0.2:9001", "quarantined", None, None, None, "rank 0 sent another checksum"
+        ),
     )
     begun = time.time()
     post_json(f"{service}/fleet", {"servers": [vars(row) for row in rows]}, seconds=30, key=KEY)

@@ -23,7 +23,9 @@ from tests.full_disks import FullDisk, fill, limited_files, small_disk
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_start_in_a_full_folder_is_one_line(full_disk: FullDisk, free_port: Callable[[], int]) -> None:
+def test_a_start_in_a_full_folder_is_one_line(
+    full_disk: FullDisk, free_port: Callable[[], int]
+) -> None:
     run = full_disk.path / "stack"
     with full_disk.full():
         status, said = started(run, free_port())
@@ -35,10 +37,25 @@ def test_a_start_in_a_full_folder_is_one_line(full_disk: FullDisk, free_port: Ca
 
 def started(run: Path, port: int) -> tuple[int, str]:
     """Start nothing but the service, in a process whose standard streams are pipes."""
-    command = [sys.executable, "-m", "example_trainer.launcher", "start", "--run", str(run), "--no-links", "service"]
+    command = [
+        sys.executable,
+        "-m",
+        "example_trainer.launcher",
+        "start",
+        "--run",
+        str(run),
+        "--no-links",
+        "service",
+    ]
     command += ["--service-port", str(port)]
-    variables = {name: value for name, value in os.environ.items() if name not in ("ROLLOUT_API_KEY", "VLLM_API_KEY")}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("ROLLOUT_API_KEY", "VLLM_API_KEY")
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False
+    )
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr
 
@@ -56,7 +73,12 @@ def test_the_record_of_a_part_stays(full_disk: FullDisk) -> None:
 
 
 def test_a_quick_start_claims_no_folder_that_it_cannot_write(full_disk: FullDisk) -> None:
-    with full_disk.full(), pytest.raises(LauncherError, match=r"cannot write .*make room there, or give another --output"):
+    with (
+        full_disk.full(),
+        pytest.raises(
+            LauncherError, match=r"cannot write .*make room there, or give another --output"
+        ),
+    ):
         open_output(full_disk.path / "quick")
     open_output(full_disk.path / "quick").close()
 
@@ -77,7 +99,9 @@ def test_how_a_part_ended_is_kept_on_a_disk_that_filled_meanwhile(tmp_path: Path
         assert json.loads((disk / "trainer.exit").read_text())["code"] == 143
 
 
-def test_how_a_part_ended_is_told_if_it_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_a_part_ended_is_told_if_it_cannot_be_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with limited_files():
         ending = Ending(tmp_path / "trainer.exit")
     ending.write(3)

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_trainer.child_processes.processes import ProcessError
-from example_trainer.launcher.keys import KEYS_FILE, NEEDED_BY, SERVICE, VLLM, make_keys, read_keys, refuse_keys, variables_of
+from example_trainer.launcher.keys import (
+    KEYS_FILE,
+    NEEDED_BY,
+    SERVICE,
+    VLLM,
+    make_keys,
+    read_keys,
+    refuse_keys,
+    variables_of,
+)
 from example_trainer.launcher.options import parse
 from example_trainer.launcher.parts import PARTS
 from example_trainer.launcher.stack import Stack
@@ -43,19 +52,26 @@ def test_the_file_is_closed_again_if_somebody_opened_it(tmp_path: Path) -> None:
 def test_keys_of_the_shell_win_but_not_over_parts_that_live(tmp_path: Path) -> None:
     make_keys(tmp_path, {VLLM: "first"}, running=False)
     assert make_keys(tmp_path, {VLLM: "second"}, running=False)[VLLM] == "second"
-    with pytest.raises(ProcessError, match=r"VLLM_API_KEY in this shell is another key than the parts .*: `unset") as caught:
+    with pytest.raises(
+        ProcessError, match=r"VLLM_API_KEY in this shell is another key than the parts .*: `unset"
+    ) as caught:
         make_keys(tmp_path, {VLLM: "third"}, running=True)
     assert "third" not in str(caught.value)
     assert read_keys(tmp_path)[VLLM] == "second"
 
 
 @given(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0\r"), min_size=1))
-def test_a_shell_reads_the_file_as_we_do(tmp_path_factory: pytest.TempPathFactory, key: str) -> None:
+def test_a_shell_reads_the_file_as_we_do(
+    tmp_path_factory: pytest.TempPathFactory, key: str
+) -> None:
     run = tmp_path_factory.mktemp("run")
     make_keys(run, {VLLM: key}, running=False)
     assert read_keys(run)[VLLM] == key
     command = f'. {shlex.quote(str(run / KEYS_FILE))}; printf %s "$VLLM_API_KEY"'
-    assert subprocess.run(["sh", "-c", command], capture_output=True, check=True, timeout=30).stdout == key.encode()
+    assert (
+        subprocess.run(["sh", "-c", command], capture_output=True, check=True, timeout=30).stdout
+        == key.encode()
+    )
 
 
 def test_a_file_that_was_spoilt_is_told(tmp_path: Path) -> None:
@@ -70,16 +86,29 @@ def test_each_part_gets_the_keys_that_it_needs() -> None:
     assert NEEDED_BY.keys() == set(PARTS)
     assert variables_of("service", shell, keys) == {"PATH": "/bin", SERVICE: "s", VLLM: "v"}
     assert variables_of("vllm", shell, keys) == {"PATH": "/bin", VLLM: "v"}
-    assert variables_of("trainer", shell, keys) == variables_of("environment", shell, keys) == {"PATH": "/bin", **keys}
+    assert (
+        variables_of("trainer", shell, keys)
+        == variables_of("environment", shell, keys)
+        == {"PATH": "/bin", **keys}
+    )
 
 
 @pytest.mark.parametrize(
     "words",
-    ["--api-key k", "--vllm-api-key=k", "--openai.api_key k", "--env.rollout_server_api_key=k", "--api-key-file /k"],
+    [
+        "--api-key k",
+        "--vllm-api-key=k",
+        "--openai.api_key k",
+        "--env.rollout_server_api_key=k",
+        "--api-key-file /k",
+    ],
 )
 @pytest.mark.parametrize("part", PARTS)
 def test_keys_among_the_flags_are_refused(part: str, words: str) -> None:
-    with pytest.raises(ProcessError, match=rf"--{part}-args holds {words.split('=')[0].split()[0]}, which everybody"):
+    with pytest.raises(
+        ProcessError,
+        match=rf"--{part}-args holds {words.split('=')[0].split()[0]}, which everybody",
+    ):
         parse(["--cpu", f"--{part}-args={words}"])
     refuse_keys(part, ("--max-num-seqs", "4"))
 
@@ -93,7 +122,9 @@ def test_commands_are_typed_with_the_file_and_without_the_keys(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("flags", "host"), [([], "127.0.0.1"), (["--all-interfaces"], "0.0.0.0")])
-def test_every_part_listens_on_this_machine_unless_all_interfaces_are_asked_for(flags: list[str], host: str) -> None:
+def test_every_part_listens_on_this_machine_unless_all_interfaces_are_asked_for(
+    flags: list[str], host: str
+) -> None:
     stack = Stack(parse(["--cpu", "--metrics-port", "9101", *flags]))
     for part, flag in (("service", "--host"), ("vllm", "--host"), ("trainer", "--metrics-host")):
         arguments = stack.command(part).arguments

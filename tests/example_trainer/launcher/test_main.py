@@ -27,7 +27,9 @@ class Replaced(Exception):
         (["--ray", "--config=a.yaml"], ["--config=a.yaml"]),
     ],
 )
-def test_a_run_on_ray_gets_every_other_word(monkeypatch: pytest.MonkeyPatch, typed: list[str], words: list[str]) -> None:
+def test_a_run_on_ray_gets_every_other_word(
+    monkeypatch: pytest.MonkeyPatch, typed: list[str], words: list[str]
+) -> None:
     def replace(program: str, arguments: list[str], variables: dict[str, str]) -> None:
         assert program == sys.executable
         assert arguments == [sys.executable, "-m", "example_trainer.async_grpo", *words]
@@ -42,10 +44,18 @@ def test_a_run_on_ray_gets_every_other_word(monkeypatch: pytest.MonkeyPatch, typ
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)
-def test_a_shell_command_without_an_installation_names_the_remedy(name: str, tmp_path: Path) -> None:
+def test_a_shell_command_without_an_installation_names_the_remedy(
+    name: str, tmp_path: Path
+) -> None:
     script = [ROOT / "scripts" / f"{name}.sh"]
     done = subprocess.run(
-        script, env={"PATH": "/usr/bin:/bin", "LOCKSTEP_VENV": str(tmp_path)}, capture_output=True, text=True, timeout=60
+        script,
+        env={"PATH": "/usr/bin:/bin", "LOCKSTEP_VENV": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 1
-    assert done.stderr == f"{name}: {tmp_path}/bin/python is not there: run scripts/setup.sh first\n"
+    assert (
+        done.stderr == f"{name}: {tmp_path}/bin/python is not there: run scripts/setup.sh first\n"
+    )

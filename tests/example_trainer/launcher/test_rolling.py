@@ -1,4 +1,6 @@
-"""Servers of a fleet restarted one by one, and the fleet's table: small real processes, a trainer of stand-ins."""
+"""Servers of a fleet restarted one by one, and the fleet's table: small real processes, a trainer
+of stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class FleetRun:
         self.stack = SmallStack(small_options(folder, ports, parts_of(3)), trainer_code=TRAINS)
         self.said: list[str] = []
         Starter(self.stack, self.said.append).run()
-        self.until(lambda: self.seen()["fewest"] == 3, "the trainer has not seen three good servers")
+        self.until(
+            lambda: self.seen()["fewest"] == 3, "the trainer has not seen three good servers"
+        )
 
     def until(self, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + 180
@@ -53,14 +57,20 @@ class FleetRun:
 
     def pids(self) -> dict[str, int]:
         found = {part: self.records.read(part) for part in self.records.parts()}
-        return {part: record.keeper.pid for part, record in found.items() if record and record.keeper.is_alive()}
+        return {
+            part: record.keeper.pid
+            for part, record in found.items()
+            if record and record.keeper.is_alive()
+        }
 
     def roll(self, *parts: str, seconds: float = 180) -> None:
         Roller(self.stack, self.said.append, seconds).run(parts)
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetRun]:
+def fleet(
+    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FleetRun]:
     monkeypatch.setattr(rolling, "POLL_SECONDS", 0.05)
     try:
         yield FleetRun(tmp_path / "run", tuple(free_port() for _ in range(5)))
@@ -68,7 +78,9 @@ def fleet(tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.Monk
         stop_parts(tmp_path / "run", Records(tmp_path / "run").parts(), print)
 
 
-def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(fleet: FleetRun, free_port: Callable[[], int]) -> None:
+def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(
+    fleet: FleetRun, free_port: Callable[[], int]
+) -> None:
     status = collect(fleet.folder)
     assert status.good
     assert [row.standing for row in status.fleet.rows] == ["good"] * 3
@@ -83,7 +95,11 @@ def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(fleet: Fleet
     fleet.roll()
     after = fleet.pids()
     assert {part for part in before if before[part] != after[part]} == {"vllm", "vllm-2", "vllm-3"}
-    assert [line.split()[0] for line in fleet.said if "is back" in line] == ["vllm", "vllm-2", "vllm-3"]
+    assert [line.split()[0] for line in fleet.said if "is back" in line] == [
+        "vllm",
+        "vllm-2",
+        "vllm-3",
+    ]
     seen = fleet.seen()
     assert seen["fewest"] == 2, "never was more than one server away"
     assert seen["version"] > version
@@ -95,11 +111,14 @@ def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(fleet: Fleet
         fleet.stack.options, vllm_ports=(*fleet.ports, port), parts=("vllm-4",), joining=("vllm-4",), resume=True
     )  # fmt: skip
     Starter(SmallStack(options), fleet.said.append).run()
-    assert json.loads((fleet.folder / "joined.log").read_text()) == {"url": f"http://localhost:{port}"}
+    assert json.loads((fleet.folder / "joined.log").read_text()) == {
+        "url": f"http://localhost:{port}"
+    }
     assert last_start(fleet.folder).parts == parts_of(4)
     after = fleet.pids()
 
-    # What ends the others' rest: one that the trainer keeps out holds up the restart of a good one, and comes first itself.
+    # What ends the others' rest: one that the trainer keeps out holds up the restart of a good one,
+    # and comes first itself.
     (fleet.folder / f"quarantine-{fleet.ports[2]}").touch()
     fleet.until(lambda: not collect(fleet.folder).good, "the quarantine does not show")
     with pytest.raises(LauncherError) as caught:
@@ -132,16 +151,28 @@ def test_a_server_that_does_not_come_back_stops_the_roll(fleet: FleetRun) -> Non
     os.kill(fleet.pids()["trainer"], signal.SIGKILL)
     fleet.until(lambda: "trainer" not in fleet.pids(), "the trainer is still up")
     rest = fleet.pids()
-    with pytest.raises(LauncherError, match="the trainer has ended, so nobody sends vllm the present weights"):
+    with pytest.raises(
+        LauncherError, match="the trainer has ended, so nobody sends vllm the present weights"
+    ):
         fleet.roll()
     assert fleet.pids() == rest
-    with pytest.raises(LauncherError, match=r"trainer is no vLLM server that start\.sh has started"):
+    with pytest.raises(
+        LauncherError, match=r"trainer is no vLLM server that start\.sh has started"
+    ):
         fleet.roll("trainer")
 
 
 numbers = st.none() | st.integers(0, 2**45)
 texts = st.text(st.characters(codec="ascii", categories=("L", "N", "P")), max_size=12)
-rows = st.builds(FleetRow, texts, st.sampled_from(["joining", "good", "quarantined", "away"]), numbers, numbers, numbers, texts)
+rows = st.builds(
+    FleetRow,
+    texts,
+    st.sampled_from(["joining", "good", "quarantined", "away"]),
+    numbers,
+    numbers,
+    numbers,
+    texts,
+)
 
 
 @given(st.lists(rows, min_size=1, max_size=5), st.none() | st.floats(0, 2e9))

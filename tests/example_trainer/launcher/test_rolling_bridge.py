@@ -1,4 +1,6 @@
-"""A rolling restart under the real fleet of a trainer: bridge, keeper and rollout service, and servers without vLLM."""
+"""A rolling restart under the real fleet of a trainer: bridge, keeper and rollout service, and
+servers without vLLM.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +51,23 @@ while True:
 
 
 class BridgeStack(SmallStack):
-    """The real rollout service, light servers, and a trainer that sends the next weights each 0.2 s."""
+    """The real rollout service, light servers, and a trainer that sends the next weights each 0.2
+    s.
+    """
 
     def service(self) -> Command:
         return Stack.service(self)
 
     def vllm(self, server: int = 0) -> Command:
         name = super().vllm(server).name
-        return self._python(name, SERVES, self.options.vllm_ports[server], self.folder(server), grace=3.0)
+        return self._python(
+            name, SERVES, self.options.vllm_ports[server], self.folder(server), grace=3.0
+        )
 
     def trainer(self) -> Command:
-        return self._python("trainer", TRAINS, self.service_url, self.options.master_port, *self.options.vllm_ports)
+        return self._python(
+            "trainer", TRAINS, self.service_url, self.options.master_port, *self.options.vllm_ports
+        )
 
 
 class PatientStarter(Starter):
@@ -69,13 +77,23 @@ class PatientStarter(Starter):
         return
 
 
-def test_training_goes_on_while_each_server_is_restarted(tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_training_goes_on_while_each_server_is_restarted(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
     run, ports = tmp_path / "run", tuple(free_port() for _ in range(4))
     stack = BridgeStack(small_options(run, ports, ("service", "vllm", "vllm-2", "trainer")))
     said: list[str] = []
 
     def steps() -> int:
-        return max([0, *map(int, re.findall(r"^Step (\d+)/", (run / "trainer.log").read_text(), re.MULTILINE))])
+        return max(
+            [
+                0,
+                *map(
+                    int,
+                    re.findall(r"^Step (\d+)/", (run / "trainer.log").read_text(), re.MULTILINE),
+                ),
+            ]
+        )
 
     def standings() -> list[str]:
         fleet = published_fleet(stack.service_url, read_keys(run)[SERVICE])
@@ -99,7 +117,9 @@ def test_training_goes_on_while_each_server_is_restarted(tmp_path: Path, free_po
         log = (run / "trainer.log").read_text()
         assert "Traceback" not in log
         for url in map(stack.vllm_url, range(2)):
-            assert re.search(rf"\[Fleet\] {url} (away|joining): .*; training goes on with 1 of 2 servers", log)
+            assert re.search(
+                rf"\[Fleet\] {url} (away|joining): .*; training goes on with 1 of 2 servers", log
+            )
             assert f"[Fleet] {url} is back: serves version " in log
     finally:
         stop_parts(run, Records(run).parts(), said.append)

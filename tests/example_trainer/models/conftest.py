@@ -31,14 +31,40 @@ _SIZES = {
 }
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "qwen2-untied-mha": ("Qwen2", {"tie_word_embeddings": False, "num_key_value_heads": 4, "vocab_size": 131}),
-    "qwen3-tied-mqa": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 32, "num_key_value_heads": 1}),
+    "qwen2-tied": (
+        "Qwen2",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "qwen2-untied-mha": (
+        "Qwen2",
+        {"tie_word_embeddings": False, "num_key_value_heads": 4, "vocab_size": 131},
+    ),
+    "qwen3-tied-mqa": (
+        "Qwen3",
+        {"tie_word_embeddings": True, "head_dim": 32, "num_key_value_heads": 1},
+    ),
     "qwen3-untied": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 20}),
     "llama-untied": ("Llama", {"tie_word_embeddings": False}),
-    "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
-    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "llama-tied-llama3": (
+        "Llama",
+        {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE, "head_dim": 16},
+    ),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
+    ),
+    "llama-biases": (
+        "Llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+        },
+    ),
 }
 
 MakeCheckpoint = Callable[..., tuple[Path, torch.nn.Module]]
@@ -48,13 +74,17 @@ MakeCheckpoint = Callable[..., tuple[Path, torch.nn.Module]]
 def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
     """make(case, **save_pretrained options) -> (folder, the transformers model it was saved from)."""
 
-    def make(case: str, dtype: torch.dtype = torch.float32, **save_options: Any) -> tuple[Path, torch.nn.Module]:
+    def make(
+        case: str, dtype: torch.dtype = torch.float32, **save_options: Any
+    ) -> tuple[Path, torch.nn.Module]:
         family, changes = CASES[case]
         config = getattr(transformers, f"{family}Config")(**{**_SIZES, **changes})
         torch.manual_seed(7)
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         with torch.no_grad():
-            for parameter in model.parameters():  # norms and biases start constant: make every one of them matter
+            for parameter in (
+                model.parameters()
+            ):  # norms and biases start constant: make every one of them matter
                 parameter.add_(0.2 * torch.randn_like(parameter))
         model = model.to(dtype).eval()
         folder = tmp_path / case

@@ -1,4 +1,6 @@
-"""vLLM's attention as a module and as a function, against torch's own in float64, forward and backward."""
+"""vLLM's attention as a module and as a function, against torch's own in float64, forward and
+backward.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ def same_as_torch(out: Tensor, parts: list[Tensor], wanted: Tensor) -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
     slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     for found, right in zip(
-        torch.autograd.grad(out, parts, slope), torch.autograd.grad(wanted, parts, slope.double()), strict=True
+        torch.autograd.grad(out, parts, slope),
+        torch.autograd.grad(wanted, parts, slope.double()),
+        strict=True,
     ):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
-@pytest.mark.parametrize(("batch", "length"), [(1, 4), (3, 5), (4, 4)])  # 4 heads of 4 tokens could be read both ways
+@pytest.mark.parametrize(
+    ("batch", "length"), [(1, 4), (3, 5), (4, 4)]
+)  # 4 heads of 4 tokens could be read both ways
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_the_axes_are_those_of_torchs_attention(
     batch: int, length: int, heads: int, kv_heads: int, scale: float | None
@@ -38,14 +44,21 @@ def test_the_axes_are_those_of_torchs_attention(
     out = VLLMCompatibleFlashAttention()(*parts, scale=scale, enable_gqa=grouped)
     assert out.shape == parts[0].shape
     doubles = [part.double() for part in parts]
-    same_as_torch(out, parts, F.scaled_dot_product_attention(*doubles, is_causal=True, scale=scale, enable_gqa=grouped))
+    same_as_torch(
+        out,
+        parts,
+        F.scaled_dot_product_attention(*doubles, is_causal=True, scale=scale, enable_gqa=grouped),
+    )
 
 
 def by_sequence(parts: list[Tensor], lengths: list[int]) -> Tensor:
     """torch's attention of packed sequences, [tokens, heads, width], one after the other."""
-    pieces = zip(*(part.double().transpose(0, 1).split(lengths, dim=1) for part in parts), strict=True)
+    pieces = zip(
+        *(part.double().transpose(0, 1).split(lengths, dim=1) for part in parts), strict=True
+    )
     return torch.cat(
-        [F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True) for one in pieces], dim=1
+        [F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True) for one in pieces],
+        dim=1,
     ).transpose(0, 1)
 
 
@@ -56,8 +69,12 @@ def test_packed_sequences_of_any_lengths(form: str) -> None:
     if form == "module":
         out = VLLMCompatibleFlashAttention()(*parts, packing=Packing(lengths), enable_gqa=True)
     else:
-        out = FlashAttnWithBackward.apply(*parts, torch.tensor([0, 1, 10, 14], dtype=torch.int32), 9, WIDTH**-0.5, 1)
-        shorter = FlashAttnWithBackward.apply(*parts, torch.tensor([0, 1, 10, 14], dtype=torch.int32), 9)
+        out = FlashAttnWithBackward.apply(
+            *parts, torch.tensor([0, 1, 10, 14], dtype=torch.int32), 9, WIDTH**-0.5, 1
+        )
+        shorter = FlashAttnWithBackward.apply(
+            *parts, torch.tensor([0, 1, 10, 14], dtype=torch.int32), 9
+        )
         assert torch.equal(out, shorter)
     same_as_torch(out, parts, by_sequence(parts, lengths))
 
@@ -65,7 +82,10 @@ def test_packed_sequences_of_any_lengths(form: str) -> None:
 def test_what_does_not_fit_is_refused_with_the_shapes() -> None:
     attention = VLLMCompatibleFlashAttention()
     q, k, v = drawn((2, 4, 3, WIDTH), *[(2, 2, 3, WIDTH)] * 2)
-    with pytest.raises(ValueError, match=r"queries \(2, 4, 3, 8\), keys \(2, 2, 3, 8\).*: 2 key heads.* need enable_gqa=True"):
+    with pytest.raises(
+        ValueError,
+        match=r"queries \(2, 4, 3, 8\), keys \(2, 2, 3, 8\).*: 2 key heads.* need enable_gqa=True",
+    ):
         attention(q, k, v)
     with pytest.raises(ValueError, match=r"give \[batch, heads, length, head_dim\] each"):
         attention(q, k[:, :, :2], v[:, :, :2], enable_gqa=True)
@@ -91,7 +111,11 @@ def test_what_does_not_fit_is_refused_with_the_shapes() -> None:
         ([0, 6], 6, 0, "num_splits 0: give 1"),
     ],
 )
-def test_boundaries_that_do_not_fit_are_refused(bounds: list[int], longest: int, splits: int, message: str) -> None:
+def test_boundaries_that_do_not_fit_are_refused(
+    bounds: list[int], longest: int, splits: int, message: str
+) -> None:
     parts = drawn(*[(6, 2, WIDTH)] * 3)
     with pytest.raises(ValueError, match=message):
-        FlashAttnWithBackward.apply(*parts, torch.tensor(bounds, dtype=torch.int32), longest, None, splits)
+        FlashAttnWithBackward.apply(
+            *parts, torch.tensor(bounds, dtype=torch.int32), longest, None, splits
+        )

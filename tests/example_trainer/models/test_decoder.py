@@ -17,31 +17,45 @@ from tests.example_trainer.models.conftest import CASES, MakeCheckpoint
 def test_logits_equal_those_of_transformers(case: str, make_checkpoint: MakeCheckpoint) -> None:
     folder, reference = make_checkpoint(case)
     model = load_model(str(folder), torch.float32)
-    tokens = torch.randint(0, model.geometry.vocab_size, (3, 200), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, model.geometry.vocab_size, (3, 200), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         ours, theirs = model.logits(tokens), reference(tokens).logits
-    assert theirs.std() > 0.5, "the comparison would say little about a model whose logits are all alike"
+    assert theirs.std() > 0.5, (
+        "the comparison would say little about a model whose logits are all alike"
+    )
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_invariant_table_gives_the_logits_of_transformers_too(case: str, make_checkpoint: MakeCheckpoint) -> None:
+def test_the_invariant_table_gives_the_logits_of_transformers_too(
+    case: str, make_checkpoint: MakeCheckpoint
+) -> None:
     folder, reference = make_checkpoint(case)
     if read_geometry(folder)[0].rope_scaling is not None:
-        with pytest.raises(ModelError, match="has no deterministic mode yet; train without --deterministic"):
+        with pytest.raises(
+            ModelError, match="has no deterministic mode yet; train without --deterministic"
+        ):
             load_model(str(folder), torch.float32, make=deterministic_decoder)
         return
     model = load_model(str(folder), torch.float32, make=deterministic_decoder)
-    tokens = torch.randint(0, model.geometry.vocab_size, (2, 20), generator=torch.Generator().manual_seed(6))
+    tokens = torch.randint(
+        0, model.geometry.vocab_size, (2, 20), generator=torch.Generator().manual_seed(6)
+    )
     with torch.no_grad():
-        torch.testing.assert_close(model.logits(tokens), reference(tokens).logits, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(
+            model.logits(tokens), reference(tokens).logits, atol=2e-5, rtol=2e-5
+        )
 
 
 @pytest.mark.parametrize("case", ["qwen2-tied", "qwen3-untied", "llama-biases"])
 def test_gradients_equal_those_of_transformers(case: str, make_checkpoint: MakeCheckpoint) -> None:
     folder, reference = make_checkpoint(case)
     model = load_model(str(folder), torch.float32)
-    tokens = torch.randint(0, model.geometry.vocab_size, (2, 40), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(
+        0, model.geometry.vocab_size, (2, 40), generator=torch.Generator().manual_seed(2)
+    )
     model.logits(tokens).logsumexp(-1).sum().backward()
     reference(tokens).logits.logsumexp(-1).sum().backward()
     theirs = dict(reference.named_parameters())
@@ -63,7 +77,9 @@ def test_each_sequence_is_computed_as_if_alone(make_checkpoint: MakeCheckpoint) 
         for begin, end in ((0, 30), (30, 31), (31, 41)):
             alone = model(tokens[begin:end], Packing([end - begin]))
             torch.testing.assert_close(together[begin:end], alone, atol=1e-5, rtol=1e-5)
-        assert not torch.allclose(model(tokens, Packing([41]))[30:], together[30:], atol=1e-2), "the spans would not matter"
+        assert not torch.allclose(model(tokens, Packing([41]))[30:], together[30:], atol=1e-2), (
+            "the spans would not matter"
+        )
 
 
 def test_recomputing_activations_gives_the_same_gradients(make_checkpoint: MakeCheckpoint) -> None:
@@ -82,7 +98,9 @@ def test_recomputing_activations_gives_the_same_gradients(make_checkpoint: MakeC
 def test_a_sequence_beyond_the_last_position_is_refused(make_checkpoint: MakeCheckpoint) -> None:
     folder, _ = make_checkpoint("llama-untied")
     model = load_model(str(folder), torch.float32)
-    with pytest.raises(ModelError, match=r"257 tokens exceeds the model's 256 positions; lower --seq-len"):
+    with pytest.raises(
+        ModelError, match=r"257 tokens exceeds the model's 256 positions; lower --seq-len"
+    ):
         model(torch.zeros(257, dtype=torch.long), Packing([200, 57], parents=[-1, 0]))
 
 

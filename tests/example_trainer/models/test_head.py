@@ -13,13 +13,22 @@ from example_trainer.models.head import chosen_logprobs_of
 
 class TestChosenLogprobs:
     def naive(
-        self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float | torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float | torch.Tensor,
     ) -> torch.Tensor:
         logits = (hidden @ weight.t()).float() / temperature
         return logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
 
     @given(
-        st.integers(0, 2**31), st.integers(1, 30), st.integers(1, 9), st.integers(2, 50), st.integers(1, 40), st.floats(0.3, 2)
+        st.integers(0, 2**31),
+        st.integers(1, 30),
+        st.integers(1, 9),
+        st.integers(2, 50),
+        st.integers(1, 40),
+        st.floats(0.3, 2),
     )
     def test_values_and_gradients_equal_those_over_full_logits(
         self, seed: int, n: int, size: int, vocab: int, chunk: int, temperature: float
@@ -37,25 +46,34 @@ class TestChosenLogprobs:
         for mine, theirs in zip(ours, gradients, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
         logits = (hidden @ weight.t()).detach() / temperature
-        torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            entropy, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-4, rtol=1e-4
+        )
 
     def test_in_double_precision_the_gradient_passes_a_finite_difference_check(self) -> None:
         torch.manual_seed(0)
         hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
         weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
         targets = torch.tensor([0, 6, 3, 3, 1])
-        assert torch.autograd.gradcheck(lambda h, w: chosen_logprobs_of(h, w, targets, 2, 0.7)[0], (hidden, weight))
+        assert torch.autograd.gradcheck(
+            lambda h, w: chosen_logprobs_of(h, w, targets, 2, 0.7)[0], (hidden, weight)
+        )
         temperatures = torch.tensor([0.5, 1, 1.7, 0.9, 1])
         assert torch.autograd.gradcheck(
-            lambda h, w: chosen_logprobs_of(h, w, targets, 2, temperatures, entropy_gradient=True), (hidden, weight)
+            lambda h, w: chosen_logprobs_of(h, w, targets, 2, temperatures, entropy_gradient=True),
+            (hidden, weight),
         )
 
-    def test_each_row_at_its_own_temperature_and_the_entropys_gradient_equal_the_formulas(self) -> None:
+    def test_each_row_at_its_own_temperature_and_the_entropys_gradient_equal_the_formulas(
+        self,
+    ) -> None:
         torch.manual_seed(2)
         hidden = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
         weight = torch.randn(11, 4, dtype=torch.float64, requires_grad=True)
         targets, temperatures = torch.randint(0, 11, (9,)), torch.linspace(0.4, 2, 9)
-        logprobs, entropy = chosen_logprobs_of(hidden, weight, targets, 4, temperatures, entropy_gradient=True)
+        logprobs, entropy = chosen_logprobs_of(
+            hidden, weight, targets, 4, temperatures, entropy_gradient=True
+        )
         logits = hidden @ weight.t()
         table = (logits / temperatures[:, None]).log_softmax(-1)
         torch.testing.assert_close(logprobs, table.gather(1, targets[:, None]).squeeze(1))
@@ -102,23 +120,39 @@ class TestChosenLogprobs:
         assert much >= little + weight.nbytes
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_the_entropys_gradient_takes_no_further_table_of_logits(self, dtype: torch.dtype) -> None:
+    def test_the_entropys_gradient_takes_no_further_table_of_logits(
+        self, dtype: torch.dtype
+    ) -> None:
         n, vocab, chunk = 64, 2000, 16
 
         def peak(entropy_gradient: bool) -> int:
-            hidden, weight = torch.randn(n, 4).to(dtype).requires_grad_(), torch.randn(vocab, 4).to(dtype)
+            hidden, weight = (
+                torch.randn(n, 4).to(dtype).requires_grad_(),
+                torch.randn(vocab, 4).to(dtype),
+            )
             with Meter(torch.device("cpu")) as meter:
                 logprobs, entropy = chosen_logprobs_of(
-                    hidden, weight, torch.zeros(n, dtype=torch.long), chunk, entropy_gradient=entropy_gradient
+                    hidden,
+                    weight,
+                    torch.zeros(n, dtype=torch.long),
+                    chunk,
+                    entropy_gradient=entropy_gradient,
                 )
-                (logprobs.sum() + entropy.detach().sum() + (entropy.sum() if entropy_gradient else 0)).backward()
+                (
+                    logprobs.sum()
+                    + entropy.detach().sum()
+                    + (entropy.sum() if entropy_gradient else 0)
+                ).backward()
             return meter.peak
 
         assert peak(entropy_gradient=True) < peak(entropy_gradient=False) + chunk * vocab
 
     def test_no_logits_are_kept_for_the_backward_pass(self) -> None:
         n, vocab, chunk = 512, 1000, 16
-        hidden, weight = torch.randn(n, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
+        hidden, weight = (
+            torch.randn(n, 4, requires_grad=True),
+            torch.randn(vocab, 4, requires_grad=True),
+        )
         kept: list[int] = []
 
         def count(saved: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,11 @@ from tests.example_trainer.models.conftest import CASES, MakeCheckpoint
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -35,7 +39,10 @@ def test_load_then_save_gives_equal_tensors_and_config(
     tokens = torch.arange(30)[None]
     with torch.no_grad():
         kind = type(reference)
-        assert torch.equal(kind.from_pretrained(tmp_path / "out")(tokens).logits, kind.from_pretrained(folder)(tokens).logits)
+        assert torch.equal(
+            kind.from_pretrained(tmp_path / "out")(tokens).logits,
+            kind.from_pretrained(folder)(tokens).logits,
+        )
 
 
 def test_shards_are_read_and_written(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
@@ -53,7 +60,9 @@ def test_shards_are_read_and_written(make_checkpoint: MakeCheckpoint, tmp_path: 
     )
 
 
-def test_another_dtype_is_written_into_the_config(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+def test_another_dtype_is_written_into_the_config(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
     folder, _ = make_checkpoint("qwen3-untied", torch.bfloat16)
     save_model(load_model(str(folder), torch.float32), tmp_path / "out")
     assert checkpoint_dtype(folder) == torch.bfloat16
@@ -68,10 +77,18 @@ def test_tokenizer_files_travel_along(make_checkpoint: MakeCheckpoint, tmp_path:
     (folder / "trainer_state").mkdir()
     save_model(load_model(str(folder), torch.float32), tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
 
 
-def test_a_tied_model_may_store_its_head_twice_but_not_two_heads(make_checkpoint: MakeCheckpoint) -> None:
+def test_a_tied_model_may_store_its_head_twice_but_not_two_heads(
+    make_checkpoint: MakeCheckpoint,
+) -> None:
     folder, _ = make_checkpoint("qwen2-tied")
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -87,7 +104,9 @@ def test_a_tied_model_may_store_its_head_twice_but_not_two_heads(make_checkpoint
 def test_missing_and_left_over_tensors_are_named(make_checkpoint: MakeCheckpoint) -> None:
     folder, _ = make_checkpoint("llama-untied")
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # of old checkpoints, and harmless
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(
+        4
+    )  # of old checkpoints, and harmless
     tensors["model.layers.0.extra.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError) as caught:
@@ -103,19 +122,27 @@ def test_a_tensor_of_another_shape_is_named(make_checkpoint: MakeCheckpoint) -> 
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(47)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[47\], config\.json implies \[48\]"):
+    with pytest.raises(
+        ModelError, match=r"model\.norm\.weight has shape \[47\], config\.json implies \[48\]"
+    ):
         load_model(str(folder), torch.float32)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Qwen2"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Qwen2",
+        ),
         ({"architectures": []}, "architecture none named"),
         ({"quantization_config": {"bits": 4}}, "quantised checkpoint cannot be trained"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"use_sliding_window": True}, "sliding-window attention is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope scaling 'yarn' is not supported",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor"),
         ({"hidden_size": None}, "has no 'hidden_size'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
@@ -138,14 +165,20 @@ def test_configs_of_transformers_4_are_read(make_checkpoint: MakeCheckpoint) -> 
     new = load_model(str(folder), torch.float32).geometry
     config = json.loads((folder / "config.json").read_text())
     rope = config.pop("rope_parameters")
-    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": config.pop("dtype")}
+    config |= {
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": rope,
+        "torch_dtype": config.pop("dtype"),
+    }
     (folder / "config.json").write_text(json.dumps(config))
     assert load_model(str(folder), torch.float32).geometry == new
     assert checkpoint_dtype(folder) == torch.float32
 
 
 def test_unknown_paths_say_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"model folder .*nowhere does not exist .*; give a folder or a hub id"):
+    with pytest.raises(
+        ModelError, match=r"model folder .*nowhere does not exist .*; give a folder or a hub id"
+    ):
         load_model(str(tmp_path / "nowhere"), torch.float32)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"empty has no config\.json"):

@@ -1,4 +1,6 @@
-"""Parameters in vLLM's layout and checkpoint tensors are two views of the same numbers, for any geometry."""
+"""Parameters in vLLM's layout and checkpoint tensors are two views of the same numbers, for any
+geometry.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from example_trainer.models.layout import layout
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
     kv_heads = draw(st.integers(1, 3))
-    architecture = draw(st.sampled_from(["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]))
+    architecture = draw(
+        st.sampled_from(["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+    )
     llama, qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
     return Geometry(
         architecture=architecture,
@@ -42,7 +46,10 @@ def geometries(draw: st.DrawFn) -> Geometry:
 @given(geometries())
 def test_parts_tile_every_parameter_and_no_tensor_is_used_twice(geometry: Geometry) -> None:
     plan = layout(geometry)
-    shapes = {name: tuple(parameter.shape) for name, parameter in Decoder(geometry, torch.float32).named_parameters()}
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in Decoder(geometry, torch.float32).named_parameters()
+    }
     assert set(plan) == set(shapes)
     for name, parts in plan.items():
         assert [part.start for part in parts] == [0, *[part.stop for part in parts[:-1]]]
@@ -53,7 +60,9 @@ def test_parts_tile_every_parameter_and_no_tensor_is_used_twice(geometry: Geomet
 
 
 @settings(deadline=None, max_examples=25)
-@given(geometry=geometries(), seed=st.integers(0, 2**31), shard_bytes=st.sampled_from([1, 300, 10**9]))
+@given(
+    geometry=geometries(), seed=st.integers(0, 2**31), shard_bytes=st.sampled_from([1, 300, 10**9])
+)
 def test_saving_and_reading_back_is_exact(geometry: Geometry, seed: int, shard_bytes: int) -> None:
     torch.manual_seed(seed)
     model = Decoder(geometry, torch.bfloat16)
@@ -63,7 +72,9 @@ def test_saving_and_reading_back_is_exact(geometry: Geometry, seed: int, shard_b
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, Path(folder), max_shard_bytes=shard_bytes)
         read_weights(again, Path(folder))
-    for (name, one), (_, two) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+    for (name, one), (_, two) in zip(
+        model.named_parameters(), again.named_parameters(), strict=True
+    ):
         assert torch.equal(one, two), name
 
 
@@ -73,7 +84,15 @@ def test_qkv_rows_are_queries_then_keys_then_values(geometry: Geometry) -> None:
     tensors = dict(hf_tensors(geometry, torch.float32, model.named_parameters()))
     for i, layer in enumerate(model.model.layers):
         parts = [tensors[f"model.layers.{i}.self_attn.{name}_proj.weight"] for name in "qkv"]
-        assert [len(part) for part in parts] == [geometry.q_size, geometry.kv_size, geometry.kv_size]
-        assert torch.equal(torch.cat(parts).nan_to_num(), layer.self_attn.qkv_proj.weight.nan_to_num())
-        gate_up = torch.cat([tensors[f"model.layers.{i}.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+        assert [len(part) for part in parts] == [
+            geometry.q_size,
+            geometry.kv_size,
+            geometry.kv_size,
+        ]
+        assert torch.equal(
+            torch.cat(parts).nan_to_num(), layer.self_attn.qkv_proj.weight.nan_to_num()
+        )
+        gate_up = torch.cat(
+            [tensors[f"model.layers.{i}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        )
         assert torch.equal(gate_up.nan_to_num(), layer.mlp.gate_up_proj.weight.nan_to_num())

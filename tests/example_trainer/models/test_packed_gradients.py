@@ -1,4 +1,6 @@
-"""Packed, shared or recomputed: the gradient of a batch is that of its sequences, each computed by itself, in float64."""
+"""Packed, shared or recomputed: the gradient of a batch is that of its sequences, each computed by
+itself, in float64.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,13 @@ def make_model(geometry: Geometry, seed: int = 0) -> Decoder:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+            parameter.copy_(
+                0.4 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1)
+            )
         # float64 angles, as the textbook has them
-        frequencies = geometry.rope_theta ** -(torch.arange(0, geometry.head_dim, 2).double() / geometry.head_dim)
+        frequencies = geometry.rope_theta ** -(
+            torch.arange(0, geometry.head_dim, 2).double() / geometry.head_dim
+        )
         angles = torch.outer(torch.arange(geometry.max_positions).double(), frequencies)
         model.rotary = torch.cat((angles.cos(), angles.sin()), -1)
     return model
@@ -44,7 +50,8 @@ def make_model(geometry: Geometry, seed: int = 0) -> Decoder:
 
 @dataclass(frozen=True)
 class Tree:
-    """Spans and what each continues; every span ends a sequence, which is trained from its second token on.
+    """Spans and what each continues; every span ends a sequence, which is trained from its second
+    token on.
 
     Attributes:
         paths: for each span those that its sequence is made of, in order.
@@ -76,10 +83,14 @@ def sequence_rows(tree: Tree) -> list[Tensor]:
 
 def weights_of(sequence: Tensor) -> Tensor:
     """Something else for each token of each sequence."""
-    return torch.cos(1.7 * sequence[1:].double() + torch.arange(len(sequence) - 1).double() * len(sequence))
+    return torch.cos(
+        1.7 * sequence[1:].double() + torch.arange(len(sequence) - 1).double() * len(sequence)
+    )
 
 
-def packed_gradients(model: Decoder, tree: Tree, tokens: Tensor, totals: bool) -> tuple[float, dict[str, Tensor]]:
+def packed_gradients(
+    model: Decoder, tree: Tree, tokens: Tensor, totals: bool
+) -> tuple[float, dict[str, Tensor]]:
     """Of Σ weight · logprob over every token of every sequence, computed once per span."""
     rows = sequence_rows(tree)
     sources = torch.cat([row[:-1] for row in rows])
@@ -89,21 +100,30 @@ def packed_gradients(model: Decoder, tree: Tree, tokens: Tensor, totals: bool) -
     model.arithmetic.sums = GradientSums(model) if totals else None
     packing = Packing(tree.lengths, parents=tree.parents)
     hidden = model.arithmetic.ops.rows(model(tokens, packing), sources)
-    logprobs, _ = model.chosen_logprobs(hidden, targets, Packing(counts) if counts else None, chunk=5)
+    logprobs, _ = model.chosen_logprobs(
+        hidden, targets, Packing(counts) if counts else None, chunk=5
+    )
     loss = (weights * logprobs).sum()
     loss.backward()
     if model.arithmetic.sums is not None:
-        assert all(parameter.grad is None for parameter in model.parameters()), "autograd got what belongs to a sum"
+        assert all(parameter.grad is None for parameter in model.parameters()), (
+            "autograd got what belongs to a sum"
+        )
         return loss.item(), model.arithmetic.sums.take()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def textbook_gradients(model: Decoder, sequences: Sequence[Tensor]) -> tuple[float, dict[str, Tensor]]:
+def textbook_gradients(
+    model: Decoder, sequences: Sequence[Tensor]
+) -> tuple[float, dict[str, Tensor]]:
     parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     loss = torch.zeros((), dtype=torch.float64)
     for sequence in sequences:
         logprobs = textbook.logits(parameters, model.geometry, sequence).log_softmax(-1)
-        loss = loss + (weights_of(sequence) * logprobs[:-1].gather(1, sequence[1:, None]).squeeze(1)).sum()
+        loss = (
+            loss
+            + (weights_of(sequence) * logprobs[:-1].gather(1, sequence[1:, None]).squeeze(1)).sum()
+        )
     loss.backward()
     return loss.item(), {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
@@ -118,14 +138,18 @@ def test_a_shared_prefix_is_computed_once_and_counts_for_all(
 ) -> None:
     model = make_model(GEOMETRIES[geometry])
     model.gradient_checkpointing = recompute
-    tokens = torch.randint(0, 23, (sum(tree.lengths),), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        0, 23, (sum(tree.lengths),), generator=torch.Generator().manual_seed(seed)
+    )
     loss, ours = packed_gradients(model, tree, tokens, totals)
     sequences = [tokens[row] for row in sequence_rows(tree)]
     exact_loss, exact = textbook_gradients(model, sequences)
     assert loss == pytest.approx(exact_loss, rel=1e-10, abs=1e-10)
     assert ours.keys() == exact.keys()
     for name, gradient in exact.items():
-        torch.testing.assert_close(ours[name], gradient, atol=1e-10, rtol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            ours[name], gradient, atol=1e-10, rtol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def test_sums_are_those_of_all_passes_and_begin_anew() -> None:
@@ -135,7 +159,9 @@ def test_sums_are_those_of_all_passes_and_begin_anew() -> None:
     model.arithmetic.sums = sums = GradientSums(model)
     for part in (tokens[:5], tokens[5:]):
         packing = Packing([len(part)])
-        logprobs, _ = model.chosen_logprobs(model(part, packing)[:-1], part[1:], Packing([len(part) - 1]))
+        logprobs, _ = model.chosen_logprobs(
+            model(part, packing)[:-1], part[1:], Packing([len(part) - 1])
+        )
         (weights_of(part) * logprobs).sum().backward()
     taken = sums.take()
     for name, gradient in once.items():
@@ -146,13 +172,17 @@ def test_sums_are_those_of_all_passes_and_begin_anew() -> None:
 def test_a_frozen_parameter_gets_no_sum() -> None:
     model = make_model(QWEN3)
     frozen = model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
-    _, sums = packed_gradients(model, Tree((4,), (NO_PARENT,)), torch.tensor([1, 2, 3, 4]), totals=True)
+    _, sums = packed_gradients(
+        model, Tree((4,), (NO_PARENT,)), torch.tensor([1, 2, 3, 4]), totals=True
+    )
     names = {name for name, parameter in model.named_parameters() if parameter is not frozen}
     assert sums.keys() == names
 
 
 def test_parameters_may_move_to_other_memory() -> None:
-    """As they do when a server's memory becomes the trainer's: what the model computes with is what is there now."""
+    """As they do when a server's memory becomes the trainer's: what the model computes with is what
+    is there now.
+    """
     model = make_model(QWEN3)
     tokens = torch.tensor([3, 1, 4, 1, 5])
     model.arithmetic.sums = GradientSums(model)
@@ -165,7 +195,9 @@ def test_parameters_may_move_to_other_memory() -> None:
 
 def test_without_targets_every_parameter_still_gets_its_zeros() -> None:
     model = make_model(BIASED)
-    hidden = reference.rows(model(torch.zeros(1, dtype=torch.long), Packing([1])), torch.zeros(0, dtype=torch.long))
+    hidden = reference.rows(
+        model(torch.zeros(1, dtype=torch.long), Packing([1])), torch.zeros(0, dtype=torch.long)
+    )
     logprobs, entropy = model.chosen_logprobs(hidden, torch.zeros(0, dtype=torch.long), None)
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()

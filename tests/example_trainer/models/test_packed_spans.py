@@ -41,7 +41,9 @@ def test_every_span_sees_its_own_sequence_and_nothing_else(tree: Tree) -> None:
         ([3, 1], [-2, 0], r"parents \[-2, 0\]: a span continues an earlier one"),
     ],
 )
-def test_what_is_no_packing_is_refused(lengths: list[int], parents: list[int] | None, message: str) -> None:
+def test_what_is_no_packing_is_refused(
+    lengths: list[int], parents: list[int] | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Packing(lengths, parents=parents)
 
@@ -50,9 +52,15 @@ def test_a_tile_never_holds_tokens_of_two_spans() -> None:
     packing = Packing([1, TILE, TILE + 1, 2 * TILE])
     for tiles, size in ((packing.tiles(), TILE), (packing.halves(), TILE // 2)):
         starts, lengths, begins, ends = (column.tolist() for column in tiles)
-        covered = [row for start, length in zip(starts, lengths, strict=True) for row in range(start, start + length)]
+        covered = [
+            row
+            for start, length in zip(starts, lengths, strict=True)
+            for row in range(start, start + length)
+        ]
         assert covered == list(range(packing.tokens))
         assert max(lengths) == size
         assert set(zip(begins, ends, strict=True)) == set(packing.spans())
-        assert all(b <= s and s + n <= e for s, n, b, e in zip(starts, lengths, begins, ends, strict=True))
+        assert all(
+            b <= s and s + n <= e for s, n, b, e in zip(starts, lengths, begins, ends, strict=True)
+        )
     assert packing.cu_seqlens.dtype == torch.int32

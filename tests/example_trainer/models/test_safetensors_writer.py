@@ -1,4 +1,6 @@
-"""Files that are written a tensor at a time are those that the library of the format writes from all of them."""
+"""Files that are written a tensor at a time are those that the library of the format writes from
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=
 @settings(deadline=None, max_examples=60)
 @given(SHAPES, st.sampled_from(DTYPES), st.booleans(), st.integers(1, 50))
 def test_a_file_is_byte_for_byte_the_librarys(
-    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], dtype: torch.dtype, named: bool, at_once: int
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: list[list[int]],
+    dtype: torch.dtype,
+    named: bool,
+    at_once: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("files")
     tensors = {f"t{number}": torch.randn(shape).to(dtype) for number, shape in enumerate(shapes)}
@@ -29,7 +35,9 @@ def test_a_file_is_byte_for_byte_the_librarys(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(safetensors_writer, "_AT_ONCE", at_once)
         entries = {name: (dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        write_safetensors(folder / "ours", entries, tensors.items(), metadata, lambda: moved.append(1))
+        write_safetensors(
+            folder / "ours", entries, tensors.items(), metadata, lambda: moved.append(1)
+        )
     save_file(tensors, folder / "theirs", metadata=metadata)
     assert (folder / "ours").read_bytes() == (folder / "theirs").read_bytes()
     assert len(moved) == sum(-(-tensor.nbytes // at_once) for tensor in tensors.values())
@@ -47,8 +55,16 @@ def test_any_order_several_dtypes_and_views_are_read_back(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "tensors",
-    [[("b", torch.zeros(2))], [("a", torch.zeros(3))], [("a", torch.zeros(2).bfloat16())], [], [("a", torch.zeros(2))] * 2],
+    [
+        [("b", torch.zeros(2))],
+        [("a", torch.zeros(3))],
+        [("a", torch.zeros(2).bfloat16())],
+        [],
+        [("a", torch.zeros(2))] * 2,
+    ],
 )
-def test_anything_else_than_was_promised_is_an_error(tmp_path: Path, tensors: list[tuple[str, torch.Tensor]]) -> None:
+def test_anything_else_than_was_promised_is_an_error(
+    tmp_path: Path, tensors: list[tuple[str, torch.Tensor]]
+) -> None:
     with pytest.raises(ValueError, match=r"was to come|zip\(\)"):
         write_safetensors(tmp_path / "file", {"a": (torch.float32, (2,))}, tensors)

@@ -32,7 +32,10 @@ def test_rows_are_on_the_disk_and_in_tensorboard(tmp_path: Path) -> None:
     log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (1, 0.5),
+        (2, 0.25),
+    ]
     assert [(event.step, event.value) for event in events.Scalars("train/age_mean")] == [(2, 1.0)]
 
 
@@ -71,7 +74,9 @@ def test_a_damaged_line_and_a_rewriting_that_fails_lose_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", fails)
-        with pytest.raises(ConfigError, match=r"cannot write metrics to --log-dir .*: disk is gone"):
+        with pytest.raises(
+            ConfigError, match=r"cannot write metrics to --log-dir .*: disk is gone"
+        ):
             MetricsLog(tmp_path, {}, first_step=1)
     assert file.read_bytes() == before
     caplog.clear()
@@ -80,15 +85,26 @@ def test_a_damaged_line_and_a_rewriting_that_fails_lose_nothing(
     assert f"1 lines of {file} are no rows of figures" in caplog.text
 
 
-def test_wandb_gets_neither_keys_nor_the_command_line_that_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_neither_keys_nor_the_command_line_that_holds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """W&B keeps sys.argv with each run, as it is when the run begins."""
     seen: dict[str, Any] = {}
-    wandb = types.SimpleNamespace(init=lambda **given: seen.update(given, argv=list(sys.argv)), Error=RuntimeError)
+    wandb = types.SimpleNamespace(
+        init=lambda **given: seen.update(given, argv=list(sys.argv)), Error=RuntimeError
+    )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     words = ["--model-name", "m", "--vllm-api-key", "hush", "--atropos-api-key=hush"]
     monkeypatch.setattr(sys, "argv", ["grpo.py", *words])
     MetricsLog(tmp_path, parse_config(words).shareable, wandb=("project", "group"))
-    assert seen["argv"] == ["grpo.py", "--model-name", "m", "--vllm-api-key", "…", "--atropos-api-key=…"]
+    assert seen["argv"] == [
+        "grpo.py",
+        "--model-name",
+        "m",
+        "--vllm-api-key",
+        "…",
+        "--atropos-api-key=…",
+    ]
     assert "hush" not in str(seen)
 
 
@@ -99,34 +115,57 @@ def test_wandb_that_is_not_installed_is_one_line(
     log = MetricsLog(tmp_path, {}, wandb=("project", "group"))
     log.write(1, {"loss": 0.5})
     log.close()
-    assert "No W&B log, metrics.jsonl and TensorBoard only: wandb is not installed (pip install wandb)" in caplog.messages
+    assert (
+        "No W&B log, metrics.jsonl and TensorBoard only: wandb is not installed (pip install wandb)"
+        in caplog.messages
+    )
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("variables", "offline"), [({}, True), ({"WANDB_API_KEY": "0123"}, False), ({"WANDB_MODE": "online"}, False)]
+    ("variables", "offline"),
+    [({}, True), ({"WANDB_API_KEY": "0123"}, False), ({"WANDB_MODE": "online"}, False)],
 )
 def test_wandb_without_a_login_is_kept_offline_with_one_line(
-    variables: dict[str, str], offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    variables: dict[str, str],
+    offline: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_DISABLED", "NETRC"):
+    for name in (
+        "WANDB_API_KEY",
+        "WANDB_MODE",
+        "WANDB_BASE_URL",
+        "WANDB_IDENTITY_TOKEN_FILE",
+        "WANDB_DISABLED",
+        "NETRC",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in (variables | {"HOME": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)
     seen: dict[str, object] = {}
     run = types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
-    wandb = types.SimpleNamespace(init=lambda **given: seen.update(given) or run, Error=RuntimeError)
+    wandb = types.SimpleNamespace(
+        init=lambda **given: seen.update(given) or run, Error=RuntimeError
+    )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     MetricsLog(tmp_path / "logs", {}, wandb=("project", "group")).close()
     assert seen.get("mode") == ("offline" if offline else None)
-    notice = f"kept offline in {tmp_path / 'logs' / 'wandb'}; after a login, upload it with `wandb sync"
-    assert [notice in message for message in caplog.messages if "W&B" in message] == [True] * offline
+    notice = (
+        f"kept offline in {tmp_path / 'logs' / 'wandb'}; after a login, upload it with `wandb sync"
+    )
+    assert [notice in message for message in caplog.messages if "W&B" in message] == [
+        True
+    ] * offline
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot write metrics to --log-dir .*file/logs: Not a directory"):
+    with pytest.raises(
+        ConfigError, match=r"cannot write metrics to --log-dir .*file/logs: Not a directory"
+    ):
         MetricsLog(tmp_path / "file" / "logs", {})
 
 
@@ -153,13 +192,28 @@ def test_the_line_of_a_step() -> None:
     assert step_line(7, 100, row_of_a_step(success_rate=0.25)).startswith(
         "Step 7/100  reward 0.500  success 0.250  loss -0.5000"
     )
-    unknown = step_line(7, 100, row_of_a_step() | dict.fromkeys(("age_mean", "age_max", "mfu", "kl", *DRIFT)))
-    for part in ("  age ?  wait", "  mfu ?  waiting", "  kl ?  entropy", " GiB  ratio p99 ?  ess ?  mismatch kl ?  ppl ?/?"):
+    unknown = step_line(
+        7, 100, row_of_a_step() | dict.fromkeys(("age_mean", "age_max", "mfu", "kl", *DRIFT))
+    )
+    for part in (
+        "  age ?  wait",
+        "  mfu ?  waiting",
+        "  kl ?  entropy",
+        " GiB  ratio p99 ?  ess ?  mismatch kl ?  ppl ?/?",
+    ):
         assert part in unknown
-    parity = {"mismatched_tokens": 0, "compared_tokens": 12, "older_tokens": 3, "parity_kl": 0.0, "older_kl": 0.25}
+    parity = {
+        "mismatched_tokens": 0,
+        "compared_tokens": 12,
+        "older_tokens": 3,
+        "parity_kl": 0.0,
+        "older_kl": 0.25,
+    }
     exact = step_line(7, 100, row_of_a_step(**parity, weights_sha="ab"))
     assert "  sync 1.00 s  mismatched 0/12  weights ab  forwarded" in exact
-    assert "GiB  kl of present weights 0.00000  older 3  kl of older 0.25000  ratio p99 1.250" in exact
+    assert (
+        "GiB  kl of present weights 0.00000  older 3  kl of older 0.25000  ratio p99 1.250" in exact
+    )
 
 
 class SlowWandb:
@@ -183,7 +237,9 @@ class SlowWandb:
         self.finished = True
 
 
-def test_a_step_does_not_wait_for_wandb_and_closing_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_wait_for_wandb_and_closing_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = SlowWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = MetricsLog(tmp_path, {}, wandb=("project", "group"))
@@ -224,8 +280,12 @@ def test_wandb_that_falls_too_far_behind_loses_rows_with_a_warning(
     assert len(rows(tmp_path)) == 8
     wandb.let.set()
     log.close()
-    left = re.findall(r"TensorBoard or W&B is 2 rows behind: step (\d) is in metrics.jsonl alone", caplog.text)
-    assert 2 <= len(wandb.rows) <= 3, "two wait, and one may have been taken before they were too many"
+    left = re.findall(
+        r"TensorBoard or W&B is 2 rows behind: step (\d) is in metrics.jsonl alone", caplog.text
+    )
+    assert 2 <= len(wandb.rows) <= 3, (
+        "two wait, and one may have been taken before they were too many"
+    )
     assert len(left) + len(wandb.rows) == 8, "whichever those are"
 
 

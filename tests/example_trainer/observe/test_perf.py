@@ -1,4 +1,6 @@
-"""A step's operations against a count by hand and against torch's own counter, and rates of devices by their names."""
+"""A step's operations against a count by hand and against torch's own counter, and rates of devices
+by their names.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +27,48 @@ SMALL = {
 
 
 def test_a_known_model_by_hand() -> None:
-    assert matrix_elements(QWEN3_1_7B) == 28 * (2048 * 4096 + 2048 * 2048 + 3 * 2048 * 6144) == 1_409_286_144
+    assert (
+        matrix_elements(QWEN3_1_7B)
+        == 28 * (2048 * 4096 + 2048 * 2048 + 3 * 2048 * 6144)
+        == 1_409_286_144
+    )
     pairs = 512 * 513 // 2
     expected = 6 * 512 * 1_409_286_144 + 6 * 409 * 2048 * 151_936 + 12 * 28 * 2048 * pairs
     assert step_flops(QWEN3_1_7B, 512, 409, pairs) == expected
 
 
 def test_what_torch_counts_in_transformers() -> None:
-    """Its counter sees every matrix product; eager attention computes each pair of a length × length matrix."""
+    """Its counter sees every matrix product; eager attention computes each pair of a length ×
+    length matrix.
+    """
     config = Qwen3Config(**SMALL, attn_implementation="eager")
     geometry = Geometry.from_config(config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]})
     model = Qwen3ForCausalLM(config)
     length = 24
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(length)[None]).logits.sum().backward()
-    rotary = 3 * 2 * (geometry.head_dim // 2) * length  # positions times frequencies, which transformers has as a product
-    assert counter.get_total_flops() == pytest.approx(step_flops(geometry, length, length, length * length), abs=rotary)
+    rotary = (
+        3 * 2 * (geometry.head_dim // 2) * length
+    )  # positions times frequencies, which transformers has as a product
+    assert counter.get_total_flops() == pytest.approx(
+        step_flops(geometry, length, length, length * length), abs=rotary
+    )
 
 
 @given(st.integers(1, 9000), st.integers(0, 9000), st.integers(1, 10**8), st.integers(1, 10**6))
-def test_operations_of_passes_add_up(forwarded: int, trained: int, pairs: int, adapters: int) -> None:
+def test_operations_of_passes_add_up(
+    forwarded: int, trained: int, pairs: int, adapters: int
+) -> None:
     one = step_flops(QWEN3_1_7B, forwarded, trained, pairs)
     assert step_flops(QWEN3_1_7B, 3 * forwarded, 3 * trained, 3 * pairs) == pytest.approx(3 * one)
-    assert step_flops(QWEN3_1_7B, forwarded, trained, pairs, reference=1.0) == pytest.approx(one * 4 / 3)
+    assert step_flops(QWEN3_1_7B, forwarded, trained, pairs, reference=1.0) == pytest.approx(
+        one * 4 / 3
+    )
     twice = step_flops(QWEN3_1_7B, forwarded, trained, pairs, reference=1.0, epochs=2)
     assert twice == pytest.approx(one * 7 / 3), "the reference is run once"
-    assert step_flops(QWEN3_1_7B, forwarded, trained, pairs, epochs=2, ahead=0.75) == pytest.approx(one * 2.25)
+    assert step_flops(QWEN3_1_7B, forwarded, trained, pairs, epochs=2, ahead=0.75) == pytest.approx(
+        one * 2.25
+    )
     frozen = step_flops(QWEN3_1_7B, forwarded, trained, pairs, adapter_elements=adapters)
     forward = one / 3
     attention = 4 * 28 * 2048 * pairs
@@ -95,7 +113,9 @@ def test_the_figures_of_a_step() -> None:
     }  # fmt: skip
     assert Speed(QWEN3_1_7B).row(FIGURES, (1.0, 2.0, 1.0), 5)["mfu"] is None
     scored = Speed(QWEN3_1_7B, reference=True).row(FIGURES, (1.0, 2.0, 1.0), 5)["flops"]
-    assert scored == step_flops(QWEN3_1_7B, 600, 300, 90_000, reference=0.75), "a quarter came along"
+    assert scored == step_flops(QWEN3_1_7B, 600, 300, 90_000, reference=0.75), (
+        "a quarter came along"
+    )
 
 
 def test_a_cpu_process_has_as_much_memory_as_it_ever_took() -> None:

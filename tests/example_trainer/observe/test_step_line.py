@@ -22,9 +22,17 @@ NUMBERS = st.floats(-1e6, 1e6) | st.sampled_from([float("nan"), float("inf"), fl
     prefix=st.sampled_from(["", "2026-11-26 18:00:00,123 INFO example_trainer: ", "[default0]:"]),
 )
 def test_what_is_written_is_read(
-    step: int, reward: float, success: float | None, rate: float, loss: float, age: int | None, prefix: str
+    step: int,
+    reward: float,
+    success: float | None,
+    rate: float,
+    loss: float,
+    age: int | None,
+    prefix: str,
 ) -> None:
-    row = row_of_a_step(reward_mean=reward, tokens_per_second=rate, loss=loss, age_mean=age, age_max=age)
+    row = row_of_a_step(
+        reward_mean=reward, tokens_per_second=rate, loss=loss, age_mean=age, age_max=age
+    )
     row |= {} if success is None else {"success_rate": success}
     found = read_step_line(prefix.replace(":", ": ") + step_line(step, 10**7, row))
     assert found is not None
@@ -37,7 +45,12 @@ def test_what_is_written_is_read(
 
 
 def test_other_lines_are_no_steps() -> None:
-    for line in ("", "Step 1/10", "Waiting for a batch for 12 s: 0 of 64 sequences are queued", "Footstep 1/2  reward 1"):
+    for line in (
+        "",
+        "Step 1/10",
+        "Waiting for a batch for 12 s: 0 of 64 sequences are queued",
+        "Footstep 1/2  reward 1",
+    ):
         assert read_step_line(line) is None
 
 
@@ -45,4 +58,7 @@ def test_the_short_line() -> None:
     assert str(StepFigures(7, 100, 0.5, 0.25, 1234.4, "1.0 (max 2)")) == (
         "step 7/100  reward 0.500  success 25.0 %  1234 tok/s  staleness 1.0 (max 2)"
     )
-    assert str(StepFigures(7, 100, -0.5, None, 2.0, "?")) == "step 7/100  reward -0.500  2 tok/s  staleness ?"
+    assert (
+        str(StepFigures(7, 100, -0.5, None, 2.0, "?"))
+        == "step 7/100  reward -0.500  2 tok/s  staleness ?"
+    )

@@ -1,4 +1,6 @@
-"""What is reported of a step's tokens: the very numbers of its passes, of whole groups, within bounds."""
+"""What is reported of a step's tokens: the very numbers of its passes, of whole groups, within
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tests.example_trainer.batch.test_prefetch import Client
 from tests.example_trainer.batch.test_prefetch import group as group_of
 from tests.example_trainer.training.test_step import config, make_groups, make_model, packed
 
-PLACES = st.dictionaries(st.tuples(st.integers(0, 5), st.integers(0, 3)), st.integers(1, 40), max_size=20)
+PLACES = st.dictionaries(
+    st.tuples(st.integers(0, 5), st.integers(0, 3)), st.integers(1, 40), max_size=20
+)
 
 
 def apart(model: Decoder, bins: Any, options: Any) -> dict[tuple[int, int], tuple[Any, Any]]:
@@ -36,7 +40,9 @@ def apart(model: Decoder, bins: Any, options: Any) -> dict[tuple[int, int], tupl
     for one in bins:
         with torch.no_grad():
             logprobs, entropy = response_logprobs(model, one, one.packing(), options)
-        rows = zip(logprobs.split(one.counts.tolist()), entropy.split(one.counts.tolist()), strict=True)
+        rows = zip(
+            logprobs.split(one.counts.tolist()), entropy.split(one.counts.tolist()), strict=True
+        )
         for (group, sequence), (some, others) in zip(one.orders.tolist(), rows, strict=True):
             found[group, sequence] = some, others
     return found
@@ -51,7 +57,9 @@ def test_the_numbers_are_those_of_the_first_update(updates: int) -> None:
     optimizer = MasterAdamW(model, lr=0.1)
     expected = apart(model, minibatches[0], options)
     report = TokenReport(3)
-    guarded_step(model, optimizer, minibatches, options, make_objective(options), StopSignal(), report=report)
+    guarded_step(
+        model, optimizer, minibatches, options, make_objective(options), StopSignal(), report=report
+    )
     told = report.take()
     assert told is not None
     assert told["weight_version"] == 0
@@ -67,7 +75,9 @@ def test_the_numbers_are_those_of_the_first_update(updates: int) -> None:
     assert report.take() is None, "a batch is reported once"
 
 
-@given(trained=PLACES, version=st.integers(0, 9), sequences=st.integers(0, 9), most=st.integers(0, 100))
+@given(
+    trained=PLACES, version=st.integers(0, 9), sequences=st.integers(0, 9), most=st.integers(0, 100)
+)
 def test_whole_groups_are_chosen_within_the_bounds(
     trained: dict[tuple[int, int], int], version: int, sequences: int, most: int
 ) -> None:
@@ -75,11 +85,17 @@ def test_whole_groups_are_chosen_within_the_bounds(
     assert sum(room.values()) == min(most, sum(room.values()))
     assert len(room) <= sequences
     assert all(room[place] <= trained[place] for place in room)
-    assert chosen(dict(reversed(trained.items())), version, sequences, most) == room, "whatever the bins"
+    assert chosen(dict(reversed(trained.items())), version, sequences, most) == room, (
+        "whatever the bins"
+    )
     if most >= sum(trained.values()):
         assert len(room) == min(sequences, len(trained))
         groups = {group for group, _ in room}
-        cut = [group for group in groups if any(place[0] == group and place not in room for place in trained)]
+        cut = [
+            group
+            for group in groups
+            if any(place[0] == group and place not in room for place in trained)
+        ]
         assert len(cut) <= 1
 
 
@@ -102,8 +118,17 @@ def test_a_long_sequence_is_told_from_its_beginning_and_a_report_fits_what_every
 
 def test_a_report_is_told_once_and_at_once() -> None:
     client = Client(group_of(5), group_of(6))
-    reader = BatchReader(TrainerConfig.model_validate({"model_name": "m"}), vocab_size=1000, tokens_per_bin=64)
-    batches = Batches(cast(RolloutClient, client), Ranks(), reader, torch.device("cpu"), last_version=4, ahead=False)
+    reader = BatchReader(
+        TrainerConfig.model_validate({"model_name": "m"}), vocab_size=1000, tokens_per_bin=64
+    )
+    batches = Batches(
+        cast(RolloutClient, client),
+        Ranks(),
+        reader,
+        torch.device("cpu"),
+        last_version=4,
+        ahead=False,
+    )
     try:
         batches.next(0)
         batches.acknowledge(1, hold=True, report={"number": 1})
@@ -111,4 +136,6 @@ def test_a_report_is_told_once_and_at_once() -> None:
         batches.acknowledge(2, report={"number": 2})
     finally:
         batches.close()
-    assert client.reports == [{"number": 1}, None, {"number": 2}], "with what is held, and not again when it is let go of"
+    assert client.reports == [{"number": 1}, None, {"number": 2}], (
+        "with what is held, and not again when it is let go of"
+    )

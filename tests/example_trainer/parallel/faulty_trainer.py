@@ -1,4 +1,5 @@
-"""grpo.py with memory that runs out in one batch: in the middle of a layer, on the ranks that are named.
+"""grpo.py with memory that runs out in one batch: in the middle of a layer, on the ranks that are
+named.
 
 python -m tests.forked_ranks faulty_trainer.py RANKS CALL OPTIONS…     RANKS: such as 0,1; CALL: of the last layer, from 1
 """

@@ -1,9 +1,11 @@
-"""What test_killed_saves.py starts: pairs of ranks that save at each step in the background, of which one kills itself.
+"""What test_killed_saves.py starts: pairs of ranks that save at each step in the background, of
+which one kills itself.
 
 python -m tests.example_trainer.parallel.killed_saving_ranks START FOLDER STEPS RANK:EXCHANGE…
 
-A rank is killed as it is about to send or receive its EXCHANGEth piece of a checkpoint; 0: none is. Each pair saves into
-FOLDER/RANK:EXCHANGE. Prints a JSON list: for each pair, how many pieces rank 0 exchanged, and both exit statuses.
+A rank is killed as it is about to send or receive its EXCHANGEth piece of a checkpoint; 0: none is.
+Each pair saves into FOLDER/RANK:EXCHANGE. Prints a JSON list: for each pair, how many pieces rank 0
+exchanged, and both exit statuses.
 """
 
 from __future__ import annotations
@@ -45,8 +47,12 @@ def save_each_step(start: Path, folder: Path, steps: int, deadly: int) -> int:
 
     BackgroundSave._exchange = counted  # type: ignore[method-assign]
     with join_ranks(60, torch.device("cpu")) as ranks:
-        model = load_model(str(start), torch.float32, "cpu", partial(sharded_decoder, world_size=RANKS))
-        optimizer = MasterAdamW(model, lr=0.02, schedule="cosine", total_steps=10, shards=model.shards)
+        model = load_model(
+            str(start), torch.float32, "cpu", partial(sharded_decoder, world_size=RANKS)
+        )
+        optimizer = MasterAdamW(
+            model, lr=0.02, schedule="cosine", total_steps=10, shards=model.shards
+        )
         checkpoints = Checkpoints(folder, RUN, keep_states=steps, keep=steps, ranks=ranks)
         for step in range(1, steps + 1):
             train(model, optimizer, step)
@@ -55,7 +61,9 @@ def save_each_step(start: Path, folder: Path, steps: int, deadly: int) -> int:
     return done
 
 
-def run_pair(start: Path, folder: Path, steps: int, rank: int, deadly: int) -> tuple[str, list[int]]:
+def run_pair(
+    start: Path, folder: Path, steps: int, rank: int, deadly: int
+) -> tuple[str, list[int]]:
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     reader, writer = os.pipe()
@@ -78,7 +86,9 @@ def run_pair(start: Path, folder: Path, steps: int, rank: int, deadly: int) -> t
         children.append(child)
     os.close(writer)
     # The store is the launcher's, so that it outlives the ranks.
-    store = dist.TCPStore("127.0.0.1", port, RANKS, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    store = dist.TCPStore(
+        "127.0.0.1", port, RANKS, True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     del store
     with os.fdopen(reader) as told:

@@ -1,4 +1,5 @@
-"""A rank of test_quantised_ranks.py: trains a wide model with 8-bit moments, saves, resumes on the same ranks, and goes on.
+"""A rank of test_quantised_ranks.py: trains a wide model with 8-bit moments, saves, resumes on the
+same ranks, and goes on.
 
 python -m tests.forked_ranks quantised_worker.py KIND FOLDER      KIND: fsdp or tensor_parallel
 """
@@ -34,7 +35,9 @@ SAVED, STEPS = 2, 4
 
 def made(model: Decoder) -> MasterAdamW:
     """Without clipping: the norm of the gradient is summed in another order over ranks."""
-    return MasterAdamW(model, lr=0.01, weight_decay=0.1, max_grad_norm=0.0, shards=model.shards, in_8_bits=True)
+    return MasterAdamW(
+        model, lr=0.01, weight_decay=0.1, max_grad_norm=0.0, shards=model.shards, in_8_bits=True
+    )
 
 
 def train(model: Decoder, optimizer: MasterAdamW, until: int) -> None:
@@ -42,7 +45,9 @@ def train(model: Decoder, optimizer: MasterAdamW, until: int) -> None:
     shards = optimizer.shards
     while optimizer.steps < until:
         for number, (name, shape) in enumerate(optimizer.whole_shapes.items()):
-            whole = torch.randn(shape, generator=torch.Generator().manual_seed(100 * optimizer.steps + number))
+            whole = torch.randn(
+                shape, generator=torch.Generator().manual_seed(100 * optimizer.steps + number)
+            )
             optimizer.gradients()[name] = shards.take(name, whole).clone()
         optimizer.step()
         optimizer.write_weights()
@@ -68,7 +73,11 @@ def main(kind: str, folder: Path) -> None:
         load_state(SavedStep.read(path), resumed)
         train(model, resumed, STEPS)
         there: dict[str, Tensor] = resumed.state_dict()
-        different = [key for key, tensor in optimizer.state_dict().items() if not torch.equal(tensor, there[key])]
+        different = [
+            key
+            for key, tensor in optimizer.state_dict().items()
+            if not torch.equal(tensor, there[key])
+        ]
         assert different == [], different
 
 

@@ -1,4 +1,7 @@
-"""What test_ranks.py starts: two ranks that agree, disagree, fail or fall silent. Argument: which of these."""
+"""What test_ranks.py starts: two ranks that agree, disagree, fail or fall silent.
+
+Argument: which of these.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from tests.listening import listeners
 
 TIMEOUT = 120.0
 SILENT_TIMEOUT = 8.0
-"""Of the case that waits for it to pass: longer than two processes on a busy machine need to find each other."""
+"""Of the case that waits for it to pass: longer than two processes on a busy machine need to find
+each other."""
 
 
 def told(ranks: Ranks, what: str, outcome: object) -> None:
@@ -43,7 +47,10 @@ def agree(ranks: Ranks, stop: StopSignal) -> None:
     def fail_on_main() -> None:
         raise CheckpointError("the disk\n is full")
 
-    for work in (lambda: ranks.together("stepping", fail_on_one), lambda: ranks.on_main("writing", fail_on_main)):
+    for work in (
+        lambda: ranks.together("stepping", fail_on_one),
+        lambda: ranks.on_main("writing", fail_on_main),
+    ):
         try:
             work()
         except Exception as error:  # noqa: BLE001 - shown
@@ -59,7 +66,9 @@ def agree(ranks: Ranks, stop: StopSignal) -> None:
 
 
 def main(stop: StopSignal) -> None:
-    with join_ranks(SILENT_TIMEOUT if sys.argv[1] == "silent" else TIMEOUT, torch.device("cpu")) as ranks:
+    with join_ranks(
+        SILENT_TIMEOUT if sys.argv[1] == "silent" else TIMEOUT, torch.device("cpu")
+    ) as ranks:
         match sys.argv[1]:
             case "agree":
                 agree(ranks, stop)

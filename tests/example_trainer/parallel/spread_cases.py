@@ -1,4 +1,6 @@
-"""Made-up models and batches for a trainer of several ranks, and a few steps that every way of spreading must equal."""
+"""Made-up models and batches for a trainer of several ranks, and a few steps that every way of
+spreading must equal.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ TOKENS = 90
 
 
 def make_geometry(seed: int) -> Geometry:
-    """A small Qwen3, Qwen2 or Llama, by turns, of random sizes that two ranks can share: few and many key/value heads, odd
-    vocabularies (one so small that the second rank has padding only), biases, tied and untied.
+    """A small Qwen3, Qwen2 or Llama, by turns, of random sizes that two ranks can share: few and
+    many key/value heads, odd vocabularies (one so small that the second rank has padding only),
+    biases, tied and untied.
     """
     rng = random.Random(seed)
     architecture = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")[seed % 3]
@@ -55,31 +58,40 @@ def make_whole(geometry: Geometry, seed: int) -> Decoder:
     generator = torch.Generator().manual_seed(seed)
     model = Decoder(geometry, torch.float32)
     for parameter in model.parameters():
-        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+        parameter.data.copy_(
+            0.3 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1)
+        )
     return model
 
 
 def make_batch(seed: int, vocab_size: int) -> list[dict[str, Any]]:
-    """Groups as the rollout service hands them out; 11 sequences, so that ranks get different numbers of bins."""
+    """Groups as the rollout service hands them out; 11 sequences, so that ranks get different
+    numbers of bins.
+    """
     rng = random.Random(seed)
     groups = []
     for size in (4, 4, 3):
         prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(18, 24))]
-        responses = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, 15))] for _ in range(size)]
+        responses = [
+            [rng.randrange(vocab_size) for _ in range(rng.randint(1, 15))] for _ in range(size)
+        ]
         groups.append(
             {
                 "tokens": [prompt + response for response in responses],
                 "masks": [[-100] * len(prompt) + response for response in responses],
                 "scores": [float(i % 2) for i in range(size)],
-                "inference_logprobs": [[1.0] * len(prompt) + [-3.4 + rng.gauss(0, 0.3) for _ in r] for r in responses],
+                "inference_logprobs": [
+                    [1.0] * len(prompt) + [-3.4 + rng.gauss(0, 0.3) for _ in r] for r in responses
+                ],
             }
         )
     return groups
 
 
 def make_config(seed: int) -> TrainerConfig:
-    """Options that exercise what ranks must agree on: clipping of the norm, divergence from a reference, recomputation; several
-    updates of a batch, corrections by sequence, a gradient of the entropy."""
+    """Options that exercise what ranks must agree on: clipping of the norm, divergence from a
+    reference, recomputation; several updates of a batch, corrections by sequence, a gradient of the
+    entropy."""
     return TrainerConfig(
         model_name="-",
         seq_len=SEQ_LEN,
@@ -115,7 +127,10 @@ def make_optimizer(model: Decoder, config: TrainerConfig) -> MasterAdamW:
 
 def whole_state(optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
     """Masters and moments as one process would hold them. Collective."""
-    return {key: optimizer.shards.whole(key.partition(".")[2], part) for key, part in optimizer.state_dict().items()}
+    return {
+        key: optimizer.shards.whole(key.partition(".")[2], part)
+        for key, part in optimizer.state_dict().items()
+    }
 
 
 def take_steps(
@@ -136,7 +151,9 @@ def take_steps(
     model.gradient_checkpointing = config.gradient_checkpointing
     while optimizer.steps < STEPS:
         batch = parse_batch(
-            make_batch(seed * 100 + optimizer.steps, model.geometry.vocab_size), SEQ_LEN, model.geometry.vocab_size
+            make_batch(seed * 100 + optimizer.steps, model.geometry.vocab_size),
+            SEQ_LEN,
+            model.geometry.vocab_size,
         )
         packed = pack_batch(
             batch,
@@ -148,14 +165,18 @@ def take_steps(
             minibatches=config.minibatches,
         )
         mine, frozen = [shares[rank] for shares in packed], reference if config.kl_coef else None
-        row = guarded_step(model, optimizer, mine, config, make_objective(config), StopSignal(), frozen)
+        row = guarded_step(
+            model, optimizer, mine, config, make_objective(config), StopSignal(), frozen
+        )
         optimizer.write_weights()
         figures.append(comparable(row))
     return figures
 
 
 def comparable(row: dict[str, float | None]) -> dict[str, float]:
-    """A batch's figures, what is not known as -1; without those of classes in a histogram, at whose edges a token can be in
-    either."""
-    chosen = {name: value for name, value in row.items() if not name.startswith(("ratio_p", "ratio_max"))}
+    """A batch's figures, what is not known as -1; without those of classes in a histogram, at whose
+    edges a token can be in either."""
+    chosen = {
+        name: value for name, value in row.items() if not name.startswith(("ratio_p", "ratio_max"))
+    }
     return {name: -1.0 if value is None else value for name, value in chosen.items()}

@@ -1,4 +1,5 @@
-"""What test_spread_training.py starts: train made-up models spread over the ranks, and write the whole results.
+"""What test_spread_training.py starts: train made-up models spread over the ranks, and write the
+whole results.
 
 python -m tests.forked_ranks spread_worker.py KIND FOLDER SEED…      KIND: fsdp or tensor_parallel
 """
@@ -28,17 +29,26 @@ from example_trainer.training import checkpoints as checkpointing
 from example_trainer.training.checkpoints import Checkpoints, load_state
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import Run, SavedStep
-from tests.example_trainer.parallel.spread_cases import make_config, make_optimizer, take_steps, whole_state
+from tests.example_trainer.parallel.spread_cases import (
+    make_config,
+    make_optimizer,
+    take_steps,
+    whole_state,
+)
 
 
 def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
     if kind == "fsdp":
         make = partial(sharded_decoder, world_size=ranks.world_size)
     else:
-        make = partial(split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD)
+        make = partial(
+            split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD
+        )
     config = make_config(seed)
     model = load_model(str(folder / f"model-{seed}"), torch.float32, "cpu", make)
-    reference = load_model(str(folder / f"model-{seed}"), torch.float32, "cpu", make).requires_grad_(False)
+    reference = load_model(
+        str(folder / f"model-{seed}"), torch.float32, "cpu", make
+    ).requires_grad_(False)
     if isinstance(model.shards, TensorParallelShards):
         check_head(model)
     optimizer = make_optimizer(model, config)
@@ -46,44 +56,75 @@ def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
     figures = take_steps(model, optimizer, reference, config, seed, *place)
     state = whole_state(optimizer)
     again = make_optimizer(model, config)
-    again.load_state({key: tuple(tensor.shape) for key, tensor in state.items()}, state.__getitem__, optimizer.steps)
+    again.load_state(
+        {key: tuple(tensor.shape) for key, tensor in state.items()},
+        state.__getitem__,
+        optimizer.steps,
+    )
     resumed = whole_state(again)
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items()), "a resumed optimizer has another state"
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items()), (
+        "a resumed optimizer has another state"
+    )
     check_checkpoints(ranks, model, optimizer, again, folder / f"{kind}-{seed}-checkpoints", state)
     parameters = {name: model.shards.local(p).clone() for name, p in model.named_parameters()}
     weights = {name: model.shards.whole(name, local).clone() for name, local in parameters.items()}
     if isinstance(model.shards, TensorParallelShards):
         equal = [name for name, what in model.shards.kinds.items() if what in ("equal", "partial")]
         rows = {name: model.shards.split.gather(optimizer.masters[name]) for name in equal}
-        apart = [name for name, copies in rows.items() if not all(torch.equal(copies[0], copy) for copy in copies)]
+        apart = [
+            name
+            for name, copies in rows.items()
+            if not all(torch.equal(copies[0], copy) for copy in copies)
+        ]
         assert not apart, f"ranks hold different values of {apart}"
     if ranks.is_main:
-        save_file({f"weight.{k}": v for k, v in weights.items()} | state, folder / f"{kind}-{seed}.safetensors")
+        save_file(
+            {f"weight.{k}": v for k, v in weights.items()} | state,
+            folder / f"{kind}-{seed}.safetensors",
+        )
         (folder / f"{kind}-{seed}.json").write_text(json.dumps(figures))
 
 
 def check_head(model: Decoder) -> None:
-    """The split output head gives each row its own temperature, and the entropy its gradient, as the whole matrix does."""
+    """The split output head gives each row its own temperature, and the entropy its gradient, as
+    the whole matrix does.
+    """
     generator = torch.Generator().manual_seed(3)
     vocab, held = model.geometry.vocab_size, model.output_weight
     whole = torch.cat(model.split.gather(held.detach()))[:vocab].requires_grad_()
     hidden = torch.randn(7, held.shape[1], generator=generator).requires_grad_()
-    targets, temperatures = torch.randint(0, vocab, (7,), generator=generator), torch.linspace(0.5, 2, 7)
+    targets, temperatures = (
+        torch.randint(0, vocab, (7,), generator=generator),
+        torch.linspace(0.5, 2, 7),
+    )
     upstream = torch.randn(2, 7, generator=generator).unbind()
-    found = model.chosen_logprobs(hidden, targets, Packing([7]), 3, temperatures, entropy_gradient=True)
+    found = model.chosen_logprobs(
+        hidden, targets, Packing([7]), 3, temperatures, entropy_gradient=True
+    )
     expected = chosen_logprobs_of(hidden, whole, targets, 3, temperatures, entropy_gradient=True)
     first, end = model.split.vocabulary_range(vocab)
     mine, part = torch.autograd.grad(found, (hidden, held), upstream)
     theirs, matrix = torch.autograd.grad(expected, (hidden, whole), upstream)
-    pairs = *zip(found, expected, strict=True), (mine, theirs), (part[: end - first], matrix[first:end])
+    pairs = (
+        *zip(found, expected, strict=True),
+        (mine, theirs),
+        (part[: end - first], matrix[first:end]),
+    )
     for ours, one_process in pairs:
         torch.testing.assert_close(ours, one_process, atol=1e-5, rtol=1e-5)
 
 
 def check_checkpoints(
-    ranks: Ranks, model: Decoder, optimizer: MasterAdamW, other: MasterAdamW, folder: Path, state: dict[str, torch.Tensor]
+    ranks: Ranks,
+    model: Decoder,
+    optimizer: MasterAdamW,
+    other: MasterAdamW,
+    folder: Path,
+    state: dict[str, torch.Tensor],
 ) -> None:
-    """What is written in the background is the whole state, read back by any rank; one rank's failure is every rank's."""
+    """What is written in the background is the whole state, read back by any rank; one rank's
+    failure is every rank's.
+    """
     checkpoints = Checkpoints(folder, Run("a", "model", (Life(1000, 0),)), ranks=ranks)
     write = checkpointing.write_safetensors
 
@@ -101,7 +142,9 @@ def check_checkpoints(
     saved = load_file(path / "trainer_state" / "optimizer.safetensors")
     assert saved.keys() == state.keys()
     assert all(torch.equal(saved[key], tensor) for key, tensor in state.items())
-    other.load_state({key: tuple(tensor.shape) for key, tensor in state.items()}, lambda key: 0 * state[key], 1)
+    other.load_state(
+        {key: tuple(tensor.shape) for key, tensor in state.items()}, lambda key: 0 * state[key], 1
+    )
     load_state(SavedStep.read(path), other)
     found = other.state_dict()
     assert all(torch.equal(tensor, found[key]) for key, tensor in optimizer.state_dict().items())

@@ -1,4 +1,6 @@
-"""Scales of 8-bit moments over several ranks: each rank holds those of its own elements, and together they are the whole."""
+"""Scales of 8-bit moments over several ranks: each rank holds those of its own elements, and
+together they are the whole.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def ranks_of(kind: str, shapes: dict[str, tuple[int, ...]]) -> list[Shards]:
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor parallel"])
 def test_ranks_hold_the_scales_of_their_own_elements(kind: str) -> None:
-    shapes = {name: tuple(p.shape) for name, p in Decoder(GEOMETRY, torch.float32, "meta").named_parameters()}
+    shapes = {
+        name: tuple(p.shape)
+        for name, p in Decoder(GEOMETRY, torch.float32, "meta").named_parameters()
+    }
     ranks, tried = ranks_of(kind, shapes), 0
     for name, shape in shapes.items():
         columns = ranks[0].local_shape(name, 0)[-1]
@@ -59,6 +64,8 @@ def test_ranks_hold_the_scales_of_their_own_elements(kind: str) -> None:
         of_elements = scale.repeat_interleave(QUANTISED_BLOCK, dim=1)
         for rank, (shards, part) in enumerate(zip(ranks, parts, strict=True)):
             assert tuple(part.shape) == shards.local_shape(name, rank, QUANTISED_BLOCK), name
-            assert torch.equal(part.repeat_interleave(QUANTISED_BLOCK, dim=1), shards.take(name, of_elements)), name
+            assert torch.equal(
+                part.repeat_interleave(QUANTISED_BLOCK, dim=1), shards.take(name, of_elements)
+            ), name
         assert torch.equal(ranks[0].joined(name, parts, QUANTISED_BLOCK), scale), name
     assert tried == 6  # embedding and output matrix, two matrices of attention, two of the MLP

@@ -1,4 +1,6 @@
-"""A rank is killed while all write a checkpoint in the background: the one before is whole, and the next start takes it."""
+"""A rank is killed while all write a checkpoint in the background: the one before is whole, and the
+next start takes it.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,21 @@ STEPS = 3
 STATE = "trainer_state/optimizer.safetensors"
 
 
-def test_whichever_rank_is_killed_the_newest_checkpoint_is_one_that_all_had_written(tmp_path: Path) -> None:
+def test_whichever_rank_is_killed_the_newest_checkpoint_is_one_that_all_had_written(
+    tmp_path: Path,
+) -> None:
     start = make_start(tmp_path / "start")
 
     def run(*points: str) -> list[tuple[str, list[int]]]:
-        command = [sys.executable, "-m", killed_saving_ranks.__name__, str(start), str(tmp_path), str(STEPS), *points]
+        command = [
+            sys.executable,
+            "-m",
+            killed_saving_ranks.__name__,
+            str(start),
+            str(tmp_path),
+            str(STEPS),
+            *points,
+        ]
         done = run_command(command, seconds=240)
         assert done.returncode == 0, done.stdout[-3000:]
         found: list[tuple[str, list[int]]] = json.loads(done.stdout.splitlines()[-1])
@@ -44,7 +56,11 @@ def test_whichever_rank_is_killed_the_newest_checkpoint_is_one_that_all_had_writ
         saved = steps_in(folder) if folder.exists() else {}
         for step, path in saved.items():
             for file in ("model.safetensors", STATE):
-                assert (path / file).read_bytes() == (whole[step] / file).read_bytes(), (point, step, file)
+                assert (path / file).read_bytes() == (whole[step] / file).read_bytes(), (
+                    point,
+                    step,
+                    file,
+                )
         chosen = choose_start("auto", folder, "model", 2000)
         assert (chosen.saved.step if chosen.saved else 0) == max(saved, default=0)
         reached.add(max(saved, default=0))

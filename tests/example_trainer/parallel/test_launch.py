@@ -14,7 +14,12 @@ import pytest
 
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.parallel.environment import STORE_VARIABLE, is_launched, place_of
-from example_trainer.parallel.launch import RankProcesses, caught_signals, loopback_store, rank_variables
+from example_trainer.parallel.launch import (
+    RankProcesses,
+    caught_signals,
+    loopback_store,
+    rank_variables,
+)
 from example_trainer.parallel.launched import LAUNCHER_VARIABLE
 from tests.conftest import Processes
 from tests.listening import listeners
@@ -32,7 +37,9 @@ def wait_for_ranks(processes: Processes, launcher: ManagedProcess, count: int) -
     found: dict[int, int] = {}
 
     def ready() -> str | None:
-        found.update({int(r): int(pid) for r, pid in pattern.findall(launcher.log_path.read_text())})
+        found.update(
+            {int(r): int(pid) for r, pid in pattern.findall(launcher.log_path.read_text())}
+        )
         return None if len(found) == count else f"{len(found)} of {count} ranks are ready"
 
     processes.wait_until("all ranks are ready", ready, seconds=60)
@@ -41,7 +48,9 @@ def wait_for_ranks(processes: Processes, launcher: ManagedProcess, count: int) -
 
 def test_the_launchers_store_listens_on_loopback_alone() -> None:
     store = loopback_store()
-    assert {own.address for own in listeners([os.getpid()]) if own.port == store.port} == {"127.0.0.1"}
+    assert {own.address for own in listeners([os.getpid()]) if own.port == store.port} == {
+        "127.0.0.1"
+    }
 
 
 def test_a_launched_rank_knows_its_place() -> None:
@@ -57,7 +66,10 @@ def test_a_launched_rank_knows_its_place() -> None:
     ("environment", "launched"),
     [
         ({}, False),
-        ({"WORLD_SIZE": "1", "RANK": "0"}, False),  # as a cluster sets them for a job of one machine
+        (
+            {"WORLD_SIZE": "1", "RANK": "0"},
+            False,
+        ),  # as a cluster sets them for a job of one machine
         ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, True),
         ({"WORLD_SIZE": "2"}, True),
     ],
@@ -66,8 +78,12 @@ def test_who_started_a_process(environment: dict[str, str], launched: bool) -> N
     assert is_launched(environment) is launched
 
 
-@pytest.mark.parametrize(("statuses", "status"), [(("0", "0"), 0), (("2", "2"), 2), (("0", "3"), 3)])
-def test_the_ranks_status_is_the_launchers(processes: Processes, statuses: tuple[str, ...], status: int) -> None:
+@pytest.mark.parametrize(
+    ("statuses", "status"), [(("0", "0"), 0), (("2", "2"), 2), (("0", "3"), 3)]
+)
+def test_the_ranks_status_is_the_launchers(
+    processes: Processes, statuses: tuple[str, ...], status: int
+) -> None:
     launcher = start(processes, 2, "ends", *statuses)
     assert launcher.guard.wait(timeout=60) == status
     assert "ERROR" not in launcher.log_path.read_text(), "ranks log their reasons themselves"
@@ -83,7 +99,9 @@ def test_a_signal_reaches_every_rank_once(processes: Processes, number: signal.S
     assert text.count(f"saved after {number.name}") == 2
 
 
-def test_a_signal_to_every_process_of_the_job_is_not_a_second_one(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_to_every_process_of_the_job_is_not_a_second_one(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """As a service manager sends it: to the ranks, and to the launcher, which forwards it."""
     with RankProcesses([sys.executable, str(SCRIPT), "signalled"], 2) as ranks:
         text, deadline = "", time.monotonic() + 60
@@ -94,7 +112,10 @@ def test_a_signal_to_every_process_of_the_job_is_not_a_second_one(capfd: pytest.
         pids = [int(pid) for pid in re.findall(r"pid (\d+)", text)]
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
-        while any(signal.SIGTERM in caught_signals(pid) for pid in pids) and time.monotonic() < deadline:
+        while (
+            any(signal.SIGTERM in caught_signals(pid) for pid in pids)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         ranks.forward(signal.SIGTERM)
         while ranks.running and time.monotonic() < deadline:
@@ -125,6 +146,8 @@ def test_nothing_outlives_a_killed_launcher(processes: Processes) -> None:
 def test_a_rank_whose_launcher_has_gone_before_it_began_ends(processes: Processes) -> None:
     code = f"import sys; sys.path[0] = {str(SCRIPT.parents[3])!r}; "
     code += "from example_trainer.parallel.launched import end_with_launcher; end_with_launcher(); print('alive')"
-    rank = processes.start("rank", [sys.executable, "-c", code], environment={LAUNCHER_VARIABLE: "1"})
+    rank = processes.start(
+        "rank", [sys.executable, "-c", code], environment={LAUNCHER_VARIABLE: "1"}
+    )
     assert rank.guard.wait(timeout=60) == 128 + signal.SIGKILL
     assert "alive" not in rank.log_path.read_text()

@@ -1,4 +1,6 @@
-"""The trainer that starts its own ranks, as processes: with the real rollout service and without an inference server."""
+"""The trainer that starts its own ranks, as processes: with the real rollout service and without an
+inference server.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,41 @@ class LaunchedRun(Run):
     """One rollout service, and a trainer that is started by its path alone."""
 
     def launched(self, *options: str) -> ManagedProcess:
-        command = [sys.executable, "-u", str(ROOT / "example_trainer" / "grpo.py"), "--model-name", str(self.model)]
-        command += ["--atropos-url", self.url, "--training-steps", str(STEPS), "--lr", "1e-2", "--seq-len", "64"]
-        command += ["--num-threads", "1", "--save-path", str(self.folder / "checkpoints"), *SIZES, *options]
+        command = [
+            sys.executable,
+            "-u",
+            str(ROOT / "example_trainer" / "grpo.py"),
+            "--model-name",
+            str(self.model),
+        ]
+        command += [
+            "--atropos-url",
+            self.url,
+            "--training-steps",
+            str(STEPS),
+            "--lr",
+            "1e-2",
+            "--seq-len",
+            "64",
+        ]
+        command += [
+            "--num-threads",
+            "1",
+            "--save-path",
+            str(self.folder / "checkpoints"),
+            *SIZES,
+            *options,
+        ]
         command += ["--log-dir", str(self.folder / "figures")]
-        return self.processes.start("trainer", command, directory=self.folder, grace=60, may_finish=True)
+        return self.processes.start(
+            "trainer", command, directory=self.folder, grace=60, may_finish=True
+        )
 
 
 @pytest.fixture
-def run(processes: Processes, free_port: Callable[[], int], model: Path, tmp_path: Path) -> LaunchedRun:
+def run(
+    processes: Processes, free_port: Callable[[], int], model: Path, tmp_path: Path
+) -> LaunchedRun:
     return LaunchedRun(processes, free_port(), model, tmp_path)
 
 
@@ -81,7 +109,13 @@ class OtherServer(ThreadingHTTPServer):
 
 class Info(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        facts: dict[str, Any] = {"instance": "one", "tp_degree": 2, "replicas": 1, "device": "cpu", "gpu_uuids": ["", ""]}
+        facts: dict[str, Any] = {
+            "instance": "one",
+            "tp_degree": 2,
+            "replicas": 1,
+            "device": "cpu",
+            "gpu_uuids": ["", ""],
+        }
         payload = json.dumps(facts).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(payload)))
@@ -99,7 +133,9 @@ def other_server() -> Iterator[OtherServer]:
         server.shutdown()
 
 
-def test_what_is_refused_moves_no_file_of_the_run_before(run: LaunchedRun, other_server: OtherServer) -> None:
+def test_what_is_refused_moves_no_file_of_the_run_before(
+    run: LaunchedRun, other_server: OtherServer
+) -> None:
     metrics = run.folder / "figures" / "metrics.jsonl"
     metrics.parent.mkdir()
     metrics.write_text('{"step": 1}\n')

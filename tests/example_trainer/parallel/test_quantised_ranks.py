@@ -1,4 +1,6 @@
-"""8-bit moments over two ranks: each rank's part has the bits of one process, and a checkpoint serves any number of ranks."""
+"""8-bit moments over two ranks: each rank's part has the bits of one process, and a checkpoint
+serves any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from example_trainer.models import Decoder, load_model, save_model
 from example_trainer.training.checkpoints import Checkpoints, load_state
 from example_trainer.training.runs import SavedStep
 from tests.conftest import ROOT, Processes
-from tests.example_trainer.parallel.quantised_worker import GEOMETRY, QUANTISED, RUN, SAVED, STEPS, made, train
+from tests.example_trainer.parallel.quantised_worker import (
+    GEOMETRY,
+    QUANTISED,
+    RUN,
+    SAVED,
+    STEPS,
+    made,
+    train,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -45,13 +55,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
-def test_ranks_save_the_bits_of_one_process_which_goes_on_from_them(kind: str, processes: Processes, folder: Path) -> None:
+def test_ranks_save_the_bits_of_one_process_which_goes_on_from_them(
+    kind: str, processes: Processes, folder: Path
+) -> None:
     worker = Path(__file__).with_name("quantised_worker.py")
     command = [sys.executable, "-m", "tests.forked_ranks", worker, kind, folder]
-    processes.finish(processes.start(kind, command, environment={"PYTHONPATH": str(ROOT)}), seconds=240)
+    processes.finish(
+        processes.start(kind, command, environment={"PYTHONPATH": str(ROOT)}), seconds=240
+    )
     for step in (SAVED, STEPS):
         one, many = (
-            load_file(folder / who / f"step_{step}" / "trainer_state" / "optimizer.safetensors") for who in ("one", kind)
+            load_file(folder / who / f"step_{step}" / "trainer_state" / "optimizer.safetensors")
+            for who in ("one", kind)
         )
         assert one.keys() == many.keys()
         assert sum(tensor.dtype == torch.uint8 for tensor in many.values()) == 2 * QUANTISED
@@ -62,4 +77,6 @@ def test_ranks_save_the_bits_of_one_process_which_goes_on_from_them(kind: str, p
     load_state(saved, optimizer)
     train(model, optimizer, STEPS)
     there = load_file(folder / "one" / f"step_{STEPS}" / "trainer_state" / "optimizer.safetensors")
-    assert [key for key, tensor in optimizer.state_dict().items() if not torch.equal(tensor, there[key])] == []
+    assert [
+        key for key, tensor in optimizer.state_dict().items() if not torch.equal(tensor, there[key])
+    ] == []

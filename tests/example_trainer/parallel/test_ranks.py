@@ -1,4 +1,6 @@
-"""Ranks agree on objects, errors and signals; when one fails or falls silent, the others say so and end."""
+"""Ranks agree on objects, errors and signals; when one fails or falls silent, the others say so and
+end.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,27 @@ def test_every_rank_gets_the_same_objects_errors_and_signals(processes: Processe
 def test_the_others_name_the_rank_that_failed(processes: Processes) -> None:
     status, lines = run_two(processes, "bug")
     assert status == 1
-    assert any(line.startswith("ERROR ") and line.endswith("[rank 1] ValueError: a surprise") for line in lines)
     assert any(
-        line.startswith("ERROR ") and line.endswith("rank 0 gave up: rank 1 failed: ValueError: a surprise") for line in lines
+        line.startswith("ERROR ") and line.endswith("[rank 1] ValueError: a surprise")
+        for line in lines
+    )
+    assert any(
+        line.startswith("ERROR ")
+        and line.endswith("rank 0 gave up: rank 1 failed: ValueError: a surprise")
+        for line in lines
     )
 
 
 @pytest.mark.e2e
-def test_a_rank_that_falls_silent_is_not_waited_for_longer_than_the_deadline(processes: Processes) -> None:
+def test_a_rank_that_falls_silent_is_not_waited_for_longer_than_the_deadline(
+    processes: Processes,
+) -> None:
     status, lines = run_two(processes, "silent")
     assert status == 1
-    assert any("rank 0 of 2 lost another rank while meeting" in line and "Timed out" in line for line in lines)
+    assert any(
+        "rank 0 of 2 lost another rank while meeting" in line and "Timed out" in line
+        for line in lines
+    )
 
 
 def test_one_process_needs_no_group() -> None:
@@ -74,7 +86,9 @@ def test_one_process_needs_no_group() -> None:
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (3, 8, 1)),
     ],
 )
-def test_torchruns_variables(environment: dict[str, str], place: tuple[int, int, int] | None) -> None:
+def test_torchruns_variables(
+    environment: dict[str, str], place: tuple[int, int, int] | None
+) -> None:
     assert place_of(environment) == place
 
 

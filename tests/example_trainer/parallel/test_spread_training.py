@@ -1,4 +1,6 @@
-"""Spread over two ranks, by FSDP2 or as vLLM splits layers, a model is trained exactly as in one process."""
+"""Spread over two ranks, by FSDP2 or as vLLM splits layers, a model is trained exactly as in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ pytestmark = pytest.mark.e2e
 
 HERE = Path(__file__).resolve().parent
 SEEDS = (1, 2, 3, 5, 7, 8, 9)
-"""Of cases.make_geometry: together they hold every kind of layer, shared and own key/value heads, tied and untied."""
+"""Of cases.make_geometry: together they hold every kind of layer, shared and own key/value heads,
+tied and untied."""
 
 
 def hugging_face_config(seed: int) -> dict[str, object]:
@@ -76,27 +79,47 @@ def cases(folder: Path) -> dict[int, Case]:
     results = {}
     for seed in SEEDS:
         config = make_config(seed)
-        model, reference = (load_model(str(folder / f"model-{seed}"), torch.float32) for _ in range(2))
+        model, reference = (
+            load_model(str(folder / f"model-{seed}"), torch.float32) for _ in range(2)
+        )
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         optimizer = make_optimizer(model, config)
         figures = take_steps(model, optimizer, reference, config, seed)
-        weights = {f"weight.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        weights = {
+            f"weight.{name}": parameter.detach() for name, parameter in model.named_parameters()
+        }
         results[seed] = Case(before, whole_state(optimizer) | weights, figures)
     return results
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
-def test_two_ranks_train_as_one_process_does(kind: str, processes: Processes, folder: Path, cases: dict[int, Case]) -> None:
-    command = [sys.executable, "-m", "tests.forked_ranks", HERE / "spread_worker.py", kind, folder, *map(str, SEEDS)]
-    processes.finish(processes.start(kind, command, environment={"PYTHONPATH": str(ROOT)}), seconds=480)
+def test_two_ranks_train_as_one_process_does(
+    kind: str, processes: Processes, folder: Path, cases: dict[int, Case]
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.forked_ranks",
+        HERE / "spread_worker.py",
+        kind,
+        folder,
+        *map(str, SEEDS),
+    ]
+    processes.finish(
+        processes.start(kind, command, environment={"PYTHONPATH": str(ROOT)}), seconds=480
+    )
     for seed, case in cases.items():
-        for one, many in zip(case.figures, json.loads((folder / f"{kind}-{seed}.json").read_text()), strict=True):
+        for one, many in zip(
+            case.figures, json.loads((folder / f"{kind}-{seed}.json").read_text()), strict=True
+        ):
             assert many == pytest.approx(one, rel=1e-4, abs=2e-6), f"case {seed}"
         found = load_file(folder / f"{kind}-{seed}.safetensors")
         assert found.keys() == case.expected.keys()
         for name, tensor in case.expected.items():
             difference = float((found[name] - tensor).abs().max())
-            assert difference < 2e-6 + 1e-5 * float(tensor.abs().max()), f"case {seed}: {name} differs by {difference}"
+            assert difference < 2e-6 + 1e-5 * float(tensor.abs().max()), (
+                f"case {seed}: {name} differs by {difference}"
+            )
         for name, tensor in case.before.items():
             moved = float((case.expected[f"weight.{name}"] - tensor).abs().max())
             assert moved > 1e-4, f"{name} was not trained: the comparison is empty"

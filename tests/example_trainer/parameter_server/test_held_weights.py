@@ -27,15 +27,26 @@ CPU = torch.device("cpu")
 
 def test_the_shards_of_a_parameter_are_the_rows_that_the_senders_expect() -> None:
     for size in (1, 2, 3, 5, 16):
-        manifests = [held_manifest(GEOMETRY, torch.float32, torch.device("cpu"), rank, size) for rank in range(size)]
+        manifests = [
+            held_manifest(GEOMETRY, torch.float32, torch.device("cpu"), rank, size)
+            for rank in range(size)
+        ]
         for entries in zip(*(manifest.entries for manifest in manifests), strict=True):
             full = torch.arange(entries[0].shard.full_shape[0])
-            held = [full[s.source_start : s.source_start + s.length] for entry in entries for s in entry.shard.slices]
-            assert [part.tolist() for part in held] == [part.tolist() for part in full.split(-(-len(full) // size))]
+            held = [
+                full[s.source_start : s.source_start + s.length]
+                for entry in entries
+                for s in entry.shard.slices
+            ]
+            assert [part.tolist() for part in held] == [
+                part.tolist() for part in full.split(-(-len(full) // size))
+            ]
 
 
 def test_a_copy_that_has_changed_in_memory_is_found_out() -> None:
-    copy = HeldCopy(held_manifest(GEOMETRY, torch.float32, torch.device("cpu")), torch.device("cpu"))
+    copy = HeldCopy(
+        held_manifest(GEOMETRY, torch.float32, torch.device("cpu")), torch.device("cpu")
+    )
     copy.checksum = weights_checksum(copy.slices)
     assert copy.is_sound()
     copy.tensors["model.norm.weight"][3] = 1e-30
@@ -43,8 +54,12 @@ def test_a_copy_that_has_changed_in_memory_is_found_out() -> None:
 
 
 @given(st.lists(st.sampled_from(["push", "spoilt push", "pin", "unpin"]), max_size=30))
-def test_what_is_pinned_stays_and_the_newest_whole_version_is_what_is_there(steps: list[str]) -> None:
-    """By a model of two places: a push never touches what is pinned, nor, unless it must, what is newest."""
+def test_what_is_pinned_stays_and_the_newest_whole_version_is_what_is_there(
+    steps: list[str],
+) -> None:
+    """By a model of two places: a push never touches what is pinned, nor, unless it must, what is
+    newest.
+    """
     held = HeldWeights.__new__(HeldWeights)
     held.copies = [HeldCopy(held_manifest(GEOMETRY, torch.float32, CPU), CPU) for _ in range(2)]
     held._newest = held._pinned = None
@@ -60,7 +75,9 @@ def test_what_is_pinned_stays_and_the_newest_whole_version_is_what_is_there(step
             whole = [] if keep is None else [keep]
             assert held.held_newest()["version"] == keep
             if step == "push":
-                held._lockstep_updater.status = SimpleNamespace(version=version, checksum=str(version))  # type: ignore[misc]
+                held._lockstep_updater.status = SimpleNamespace(
+                    version=version, checksum=str(version)
+                )  # type: ignore[misc]
                 held.held_accept(5)
                 whole.append(version)
         elif step == "pin":
@@ -77,10 +94,17 @@ def test_what_is_pinned_stays_and_the_newest_whole_version_is_what_is_there(step
             assert held.pinned.version == pinned
 
 
-def test_what_does_not_fit_is_one_line_with_the_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_one_line_with_the_bytes(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "free_host_memory", lambda: (1 << 20, 1 << 40))
-    options = parse_section(ParameterServerOptions, "x", ["--model-name", str(model), "--device", "cpu"])
-    with pytest.raises(serving.HeldMemoryShortage, match=r"needs 0\.\d\d GiB on cpu \(2 copies of .* 0\.00 GiB are free"):
+    options = parse_section(
+        ParameterServerOptions, "x", ["--model-name", str(model), "--device", "cpu"]
+    )
+    with pytest.raises(
+        serving.HeldMemoryShortage,
+        match=r"needs 0\.\d\d GiB on cpu \(2 copies of .* 0\.00 GiB are free",
+    ):
         serving.serve(options, StopSignal())
 
 
@@ -92,16 +116,24 @@ def test_what_does_not_fit_is_one_line_with_the_bytes(model: Path, monkeypatch: 
         ('{"model_type": "qwen3", "num_attention_heads": 4}', "KeyError: 'num_hidden_layers'"),
     ],
 )
-def test_a_config_that_says_too_little_is_named_with_what_to_give(tmp_path: Path, config: str, told: str) -> None:
+def test_a_config_that_says_too_little_is_named_with_what_to_give(
+    tmp_path: Path, config: str, told: str
+) -> None:
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ModelError, match=r"config\.json does not say what .*; give --model-name the folder of") as caught:
+    with pytest.raises(
+        ModelError, match=r"config\.json does not say what .*; give --model-name the folder of"
+    ) as caught:
         serving.geometry_of(tmp_path)
     assert told in str(caught.value)
 
 
 def test_one_that_does_not_listen_any_more_says_what_to_do(tmp_path: Path) -> None:
-    server = ReceivingServer(lambda method, args: [], "tiny", "float32", 1.0, tmp_path, "127.0.0.1", 9101, Door(), {})
-    with pytest.raises(BridgeError, match=r"not listen on port 9101 any more: its thread has ended; start it again"):
+    server = ReceivingServer(
+        lambda method, args: [], "tiny", "float32", 1.0, tmp_path, "127.0.0.1", 9101, Door(), {}
+    )
+    with pytest.raises(
+        BridgeError, match=r"not listen on port 9101 any more: its thread has ended; start it again"
+    ):
         server.check()
 
 
@@ -109,12 +141,30 @@ def test_one_that_does_not_listen_any_more_says_what_to_do(tmp_path: Path) -> No
     ("flags", "told"),
     [
         ([], "needs --parameter-servers host:port"),
-        (["--parameter-servers", "h:1", "--vllm-servers", "h:2"], "are given to the parameter servers"),
-        (["--parameter-servers", "h:1", "--weight-transfer", "direct"], "receives beside what it holds"),
-        (["--parameter-servers", "h:1", "--push-every", "4", "--max-staleness", "2"], "up to 3 versions behind"),
-        (["--parameter-servers", "h:1", "--deterministic"], "--deterministic needs --weight-bridge-mode shared_vllm"),
-        (["--parameter-servers", "h:1", "--single-copy"], "--single-copy needs --weight-bridge-mode shared_vllm"),
-        (["--weight-bridge-mode", "none", "--push-every", "2"], "--push-every needs --weight-bridge-mode parameter_server"),
+        (
+            ["--parameter-servers", "h:1", "--vllm-servers", "h:2"],
+            "are given to the parameter servers",
+        ),
+        (
+            ["--parameter-servers", "h:1", "--weight-transfer", "direct"],
+            "receives beside what it holds",
+        ),
+        (
+            ["--parameter-servers", "h:1", "--push-every", "4", "--max-staleness", "2"],
+            "up to 3 versions behind",
+        ),
+        (
+            ["--parameter-servers", "h:1", "--deterministic"],
+            "--deterministic needs --weight-bridge-mode shared_vllm",
+        ),
+        (
+            ["--parameter-servers", "h:1", "--single-copy"],
+            "--single-copy needs --weight-bridge-mode shared_vllm",
+        ),
+        (
+            ["--weight-bridge-mode", "none", "--push-every", "2"],
+            "--push-every needs --weight-bridge-mode parameter_server",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(flags: list[str], told: str) -> None:
@@ -129,9 +179,15 @@ def test_a_trainer_does_not_wait_for_rollouts_that_never_come() -> None:
         require_fresh_enough("http://h:1", 3, 2, 2)
 
 
-@given(st.lists(st.integers(1, 999), unique=True), st.lists(st.integers(1000, 1999)), st.integers(1, 6))
-def test_every_server_is_one_parameter_servers(named: list[int], others: list[int], count: int) -> None:
-    shares = [Share(number, count, [f"http://h:{port}" for port in named]) for number in range(count)]
+@given(
+    st.lists(st.integers(1, 999), unique=True), st.lists(st.integers(1000, 1999)), st.integers(1, 6)
+)
+def test_every_server_is_one_parameter_servers(
+    named: list[int], others: list[int], count: int
+) -> None:
+    shares = [
+        Share(number, count, [f"http://h:{port}" for port in named]) for number in range(count)
+    ]
     for port in (*named, *others):
         assert sum(share.has(f"http://h:{port}") for share in shares) == 1
     sizes = [len(share.named()) for share in shares]
@@ -140,11 +196,17 @@ def test_every_server_is_one_parameter_servers(named: list[int], others: list[in
 
 @pytest.mark.parametrize(
     ("arguments", "key", "address"),
-    [([], "", "127.0.0.1"), ([], "s3cret", "0.0.0.0"), (["--host", "10.0.0.7"], "s3cret", "10.0.0.7")],
+    [
+        ([], "", "127.0.0.1"),
+        ([], "s3cret", "0.0.0.0"),
+        (["--host", "10.0.0.7"], "s3cret", "10.0.0.7"),
+    ],
 )
 def test_without_a_key_other_machines_cannot_push(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], key: str, address: str
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", key)
-    options = parse_section(ParameterServerOptions, "parameter server", ["--model-name", "m", *arguments])
+    options = parse_section(
+        ParameterServerOptions, "parameter server", ["--model-name", "m", *arguments]
+    )
     assert options.address == address

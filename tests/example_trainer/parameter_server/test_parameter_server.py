@@ -1,4 +1,6 @@
-"""Trainer, parameter server and light vLLM servers: what is pushed arrives, whoever of them is killed, slow or late."""
+"""Trainer, parameter server and light vLLM servers: what is pushed arrives, whoever of them is
+killed, slow or late.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ class HeldServer(LightServer):
             "--model-name", str(self.model), "--port", str(self.port), "--device", "cpu", "--bridge-timeout", str(TIMEOUT),
             "--server-patience", str(PATIENCE), "--log-dir", str(self.starter.folder), *self.more,
         ]  # fmt: skip
-        told = {"do": "parameter server", "arguments": arguments, "folder": str(self.starter.folder), "dies": dies}
+        told = {
+            "do": "parameter server",
+            "arguments": arguments,
+            "folder": str(self.starter.folder),
+            "dies": dies,
+        }
         for rank in reversed(range(ranks)):
             place = {
                 "RANK": rank,
@@ -61,9 +68,14 @@ class HeldServer(LightServer):
 class Trainer:
     """Weights of version v are v everywhere."""
 
-    def __init__(self, servers: list[HeldServer], epoch: int = 5, push_every: int = 1, last: int = 1000) -> None:
+    def __init__(
+        self, servers: list[HeldServer], epoch: int = 5, push_every: int = 1, last: int = 1000
+    ) -> None:
         self.model = tiny_model(full=True)
-        clients = [ParameterServer("127.0.0.1", server.port, TIMEOUT, None, SOON, time.sleep, epoch) for server in servers]
+        clients = [
+            ParameterServer("127.0.0.1", server.port, TIMEOUT, None, SOON, time.sleep, epoch)
+            for server in servers
+        ]
         self.bridge = ParameterServerBridge(clients, None, 1, PATIENCE, push_every, last, None)
         self.bridge.serving_dtype()
         self.bridge.connect(self.model)
@@ -81,14 +93,23 @@ class Trainer:
             parameter.data.fill_(float(self.version))
 
     def write_different(self) -> None:
-        for (_, parameter), (_, values) in zip(self.model.named_parameters(), self.parts(self.version), strict=True):
+        for (_, parameter), (_, values) in zip(
+            self.model.named_parameters(), self.parts(self.version), strict=True
+        ):
             parameter.data.copy_(values)
 
     def parts(self, version: int) -> list[tuple[str, torch.Tensor]]:
         """Weights of which no two are the same."""
         made, first = [], 1000 * version
         for name, parameter in self.model.named_parameters():
-            made.append((name, torch.arange(first, first + parameter.numel(), dtype=torch.float32).view(parameter.shape)))
+            made.append(
+                (
+                    name,
+                    torch.arange(first, first + parameter.numel(), dtype=torch.float32).view(
+                        parameter.shape
+                    ),
+                )
+            )
             first += parameter.numel()
         return made
 
@@ -131,7 +152,9 @@ def servers(starter: Starter, free_port: Callable[[], int]) -> list[LightServer]
 
 
 @pytest.fixture(scope="module")
-def holder(starter: Starter, model: Path, servers: list[LightServer], free_port: Callable[[], int]) -> HeldServer:
+def holder(
+    starter: Starter, model: Path, servers: list[LightServer], free_port: Callable[[], int]
+) -> HeldServer:
     named = ",".join(f"127.0.0.1:{server.port}" for server in servers)
     server = HeldServer(starter, free_port(), model=model, more=("--vllm-servers", named))
     server.start()
@@ -144,7 +167,9 @@ def trainer(holder: HeldServer, free_port: Callable[[], int]) -> Iterator[Traine
         yield one
 
 
-def test_what_is_pushed_reaches_all_servers(trainer: Trainer, holder: HeldServer, servers: list[LightServer]) -> None:
+def test_what_is_pushed_reaches_all_servers(
+    trainer: Trainer, holder: HeldServer, servers: list[LightServer]
+) -> None:
     assert holder.get("/weights")["serving"] is False  # type: ignore[index]
     trainer.step()
     trainer.until_served(servers)
@@ -155,11 +180,15 @@ def test_what_is_pushed_reaches_all_servers(trainer: Trainer, holder: HeldServer
     sound(servers)
     log = (holder.starter.folder / "parameter-server.log").read_text()
     assert "The weights are read where they are by 2 of 2 receivers" in log
-    assert not any("lockstep-weights" in Path(f"/proc/{server.pid}/maps").read_text() for server in servers)
+    assert not any(
+        "lockstep-weights" in Path(f"/proc/{server.pid}/maps").read_text() for server in servers
+    )
     (path,) = holder.starter.folder.glob(f"timeline-parameter-server-*-{holder.port}.jsonl")
     spans = [span for span in map(json.loads, path.read_text().splitlines()) if "what" in span]
     assert [span["version"] for span in spans if span["what"] == "push"] == [1, 2]
-    assert 1 in [span["version"] for span in spans if span["what"] == "pull"]  # of 2 it may not have been written yet
+    assert 1 in [
+        span["version"] for span in spans if span["what"] == "pull"
+    ]  # of 2 it may not have been written yet
 
 
 def test_a_push_waits_for_no_vllm_server(trainer: Trainer, servers: list[LightServer]) -> None:
@@ -190,7 +219,10 @@ def test_a_server_that_is_restarted_or_lies_gets_its_weights_without_the_trainer
 
 
 def test_what_came_with_a_falsified_checksum_is_not_handed_out(
-    trainer: Trainer, holder: HeldServer, servers: list[LightServer], monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer,
+    holder: HeldServer,
+    servers: list[LightServer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     send, failures = WeightStream.send, holder.state()["failures"]
 
@@ -206,9 +238,14 @@ def test_what_came_with_a_falsified_checksum_is_not_handed_out(
 
 
 def test_the_last_good_version_is_handed_out_when_a_push_fails_while_an_older_one_is_under_way(
-    trainer: Trainer, holder: HeldServer, servers: list[LightServer], monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer,
+    holder: HeldServer,
+    servers: list[LightServer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first push takes the place beside what is being sent, the second takes the first one's, and is spoilt."""
+    """The first push takes the place beside what is being sent, the second takes the first one's,
+    and is spoilt.
+    """
     trainer.until_served(servers)
     for server in servers:
         server.fault("receive", "slow")
@@ -230,7 +267,10 @@ def test_the_last_good_version_is_handed_out_when_a_push_fails_while_an_older_on
     trainer.step()
     (told,) = found  # between the spoilt push and the next
     assert (told["serving"], told["trouble"]) == (True, "")
-    assert trainer.version - told["weight_version"] in (1, 2)  # 1 if the older one had arrived before
+    assert trainer.version - told["weight_version"] in (
+        1,
+        2,
+    )  # 1 if the older one had arrived before
     trainer.until_served(servers)
     sound(servers)
 
@@ -243,9 +283,17 @@ def test_a_parameter_server_that_is_killed_takes_the_next_push(
     holder.kill()
     assert all(server.serves(version) for server in servers)  # they go on with what they have
     holder.start(dies)
-    assert holder.get("/weights")["trouble"].startswith("the weights are not whole: no trainer has pushed")  # type: ignore[index]
+    assert holder.get("/weights")["trouble"].startswith(
+        "the weights are not whole: no trainer has pushed"
+    )  # type: ignore[index]
     if dies:
-        again = threading.Thread(target=lambda: (until(lambda: holder.get("/weights") is None), holder.kill(), holder.start()))
+        again = threading.Thread(
+            target=lambda: (
+                until(lambda: holder.get("/weights") is None),
+                holder.kill(),
+                holder.start(),
+            )
+        )
         again.start()
         trainer.step()
         again.join(SOON)
@@ -280,7 +328,9 @@ def test_a_trainer_that_is_killed_in_a_push_is_followed_by_one_of_another_epoch(
     sound(servers)
 
 
-def test_a_trainer_of_another_model_is_refused(holder: HeldServer, free_port: Callable[[], int]) -> None:
+def test_a_trainer_of_another_model_is_refused(
+    holder: HeldServer, free_port: Callable[[], int]
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.fleet_server.GEOMETRY", replace(GEOMETRY, num_layers=2))
         with (
@@ -293,10 +343,17 @@ def test_a_trainer_of_another_model_is_refused(holder: HeldServer, free_port: Ca
 def test_shards_hold_rows_each_and_push_and_pull_have_their_own_pace(
     starter: Starter, model: Path, servers: list[LightServer], free_port: Callable[[], int]
 ) -> None:
-    """Two shards that hand out every other version, to a trainer that pushes every third step and one server of two."""
+    """Two shards that hand out every other version, to a trainer that pushes every third step and
+    one server of two.
+    """
     late = LightServer(starter, free_port())
     named = f"127.0.0.1:{free_port()},127.0.0.1:{late.port}"
-    holder = HeldServer(starter, free_port(), model=model, more=("--vllm-servers", named, "--part", "2/2", "--pull-every", "2"))
+    holder = HeldServer(
+        starter,
+        free_port(),
+        model=model,
+        more=("--vllm-servers", named, "--part", "2/2", "--pull-every", "2"),
+    )
     holder.start(ranks=2, rendezvous=free_port())
     until(lambda: [row["url"] for row in holder.get("/fleet")["servers"]] == [late.url])  # type: ignore[index]
     assert len(holder.get("/bridge/info")["ranks"]) == 2  # type: ignore[index]
@@ -311,10 +368,15 @@ def test_shards_hold_rows_each_and_push_and_pull_have_their_own_pace(
                 due = max(handed for handed in (1, 3, 6) if handed <= pushed[-1])
                 until(lambda due=due: late.serves(due))  # type: ignore[misc]
         assert pushed == [1, 1, 3, 3, 3, 6, 7]
-        manifest, whole = held_manifest(GEOMETRY, torch.float32, torch.device("cpu")), dict(trainer.parts(6))
+        manifest, whole = (
+            held_manifest(GEOMETRY, torch.float32, torch.device("cpu")),
+            dict(trainer.parts(6)),
+        )
         vllms = [ManifestEntry(spec, "float32", "cpu") for spec in plan_shards(GEOMETRY, 0, 1)]
         layout, _ = flat_layout(replace(manifest, entries=tuple(vllms)))
-        expected = weights_checksum((item.name, source_view(item, whole[item.name])) for item in layout)
+        expected = weights_checksum(
+            (item.name, source_view(item, whole[item.name])) for item in layout
+        )
         assert late.state()["checksums"] == [expected]
         late.kill()
         late.start()  # at once, and with the newest
@@ -351,13 +413,21 @@ def test_two_parameter_servers_share_the_servers_and_one_that_joins_by_the_servi
         threading.Thread(target=service.serve_forever, daemon=True).start()
         named = ",".join(f"127.0.0.1:{server.port}" for server in found[:2])
         more = ("--vllm-servers", named, "--atropos-url", f"http://127.0.0.1:{service.server_port}")
-        holders = [HeldServer(starter, free_port(), model=model, more=(*more, "--part", f"{part}/2")) for part in (1, 2)]
+        holders = [
+            HeldServer(starter, free_port(), model=model, more=(*more, "--part", f"{part}/2"))
+            for part in (1, 2)
+        ]
         for holder in holders:
             holder.start()
         with training(holders, free_port()) as trainer:
             trainer.step()
             trainer.until_served(found)
-            until(lambda: sorted(url for urls in Service.told.values() for url in urls) == sorted(one.url for one in found))
+            until(
+                lambda: (
+                    sorted(url for urls in Service.told.values() for url in urls)
+                    == sorted(one.url for one in found)
+                )
+            )
             holders[0].signal(signal.SIGSTOP)
             trainer.step()  # the other one has it
             until(lambda: found[1].serves(trainer.version))

@@ -1,4 +1,6 @@
-"""Shards meet within a deadline and answer rank 0: real groups and connections, each rank a thread of this process."""
+"""Shards meet within a deadline and answer rank 0: real groups and connections, each rank a thread
+of this process.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +47,25 @@ class Held:
 
 
 def as_ranks(count: int, timeout: float, work: Callable[[Ranks], Any]) -> list[Any]:
-    """What each rank's work returned or raised. Its connections are closed then, as those of a process that ends."""
+    """What each rank's work returned or raised.
+
+    Its connections are closed then, as those of a process that ends.
+    """
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=ENOUGH))
 
     def be(rank: int) -> Any:
-        group = dist.ProcessGroupGloo(dist.PrefixStore("control", store), rank, count, timedelta(seconds=ENOUGH))
+        group = dist.ProcessGroupGloo(
+            dist.PrefixStore("control", store), rank, count, timedelta(seconds=ENOUGH)
+        )
         ranks = Ranks(rank, count, timeout, group, dist.PrefixStore("errors", store))
         try:
             return work(ranks)
         except Exception as error:  # noqa: BLE001 - looked at by the test
             ranks.announce_failure(error)
-            return error.with_traceback(None)  # whose frames would keep the group's connections open
+            return error.with_traceback(
+                None
+            )  # whose frames would keep the group's connections open
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(be, range(count)))
@@ -95,7 +104,9 @@ def test_one_that_fails_is_named_and_what_is_asked_next_gets_its_own_answer() ->
     assert as_ranks(3, ENOUGH, work) == [None] * 3
 
 
-def test_a_shard_that_hangs_is_named_after_the_deadline_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_hangs_is_named_after_the_deadline_of_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its answer, when it comes, must not be taken for that to another question."""
     monkeypatch.setattr(shards_module, "ANSWER_SECONDS", 0.5)
     over = threading.Event()
@@ -105,17 +116,24 @@ def test_a_shard_that_hangs_is_named_after_the_deadline_of_an_answer(monkeypatch
         shards = shards_of(ranks)
         if ranks.is_main:
             for _ in range(2):
-                with pytest.raises(RuntimeError, match=r"^shard 1 did not answer rank within 0.5 s$"):
+                with pytest.raises(
+                    RuntimeError, match=r"^shard 1 did not answer rank within 0.5 s$"
+                ):
                     shards.call("rank", ())
                 over.set()
-            with pytest.raises(BridgeError, match=r"shard 1 did not answer rank within 0.5 s; start all shards again"):
+            with pytest.raises(
+                BridgeError,
+                match=r"shard 1 did not answer rank within 0.5 s; start all shards again",
+            ):
                 shards.check()
         ranks.barrier("done", ENOUGH)
 
     assert as_ranks(2, ENOUGH, work) == [None] * 2
 
 
-def test_a_shard_that_does_not_come_is_named_with_the_place_and_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shard_that_does_not_come_is_named_with_the_place_and_the_deadline(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Strangers come instead: they count for nobody."""
     wrong = "a secret that nobody has told anybody"
     with contextlib.ExitStack() as stack:
@@ -128,8 +146,12 @@ def test_a_shard_that_does_not_come_is_named_with_the_place_and_the_deadline(cap
         stack.callback(come(*place, "key", Ranks(1, 3)).close)
         with caplog.at_level(logging.WARNING), pytest.raises(BridgeError) as raised:
             meet(listening, "host-a:5", "key", Ranks(0, 3, 0.2))
-    assert str(raised.value).startswith("shard 2 of 3 did not come to host-a:5 within 0.2 s (--rank-timeout); see what became")
-    assert caplog.text.count("somebody at 127.0.0.1 came to host-a:5 who is no shard of this one") == 4
+    assert str(raised.value).startswith(
+        "shard 2 of 3 did not come to host-a:5 within 0.2 s (--rank-timeout); see what became"
+    )
+    assert (
+        caplog.text.count("somebody at 127.0.0.1 came to host-a:5 who is no shard of this one") == 4
+    )
     assert wrong not in caplog.text
 
 
@@ -150,5 +172,8 @@ def test_a_shard_that_does_not_reach_rank_0_says_where_it_went() -> None:
     ranks = Ranks(1, 2, ENOUGH)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(BridgeError, match=rf"shard 1 of 2 on \S+ does not reach shard 0 at 127.0.0.1:{port}: .*MASTER_ADDR"):
+    with pytest.raises(
+        BridgeError,
+        match=rf"shard 1 of 2 on \S+ does not reach shard 0 at 127.0.0.1:{port}: .*MASTER_ADDR",
+    ):
         come("127.0.0.1", port, "key", ranks)

@@ -1,4 +1,5 @@
-"""Every trainer command of the project's pages, and the memory plan's answer to each of them on cards of three sizes.
+"""Every trainer command of the project's pages, and the memory plan's answer to each of them on
+cards of three sizes.
 
 python -m tests.example_trainer.training.documented_commands     prints the table of docs/your-model.md
 """
@@ -70,7 +71,11 @@ class Documented:
     def single_copy(self) -> bool:
         """Return whether the trainer's weights are vLLM's memory. Without a flag, GPUs decide."""
         config = self.config
-        alone = config.weight_bridge_mode == "shared_vllm" and not self.own_gpus and not config.use_shared_memory
+        alone = (
+            config.weight_bridge_mode == "shared_vllm"
+            and not self.own_gpus
+            and not config.use_shared_memory
+        )
         return config.single_copy or (alone and self.ranks == 1)
 
     @property
@@ -83,16 +88,22 @@ class Documented:
             return "single copy" if self.single_copy else "broadcast"
         if config.weight_bridge_mode == "none":
             return "restarts" if config.starts_vllm else "checkpoints alone"
-        return {"lora_only": "LoRA", "parameter_server": "parameter server"}[config.weight_bridge_mode]
+        return {"lora_only": "LoRA", "parameter_server": "parameter server"}[
+            config.weight_bridge_mode
+        ]
 
 
 def logical_lines(text: str) -> Iterator[str]:
-    """Lines of a page without comment signs and prompts, those that end with a backslash joined; and what is `in backticks`."""
+    """Lines of a page without comment signs and prompts, those that end with a backslash joined;
+    and what is `in backticks`.
+    """
     joined = re.sub(r"\\\n\s*#?\s*", " ", text)
     for line in joined.splitlines():
         whole = line.strip().removeprefix("#").strip()
         spans = re.findall(r"`([^`]+)`", line)
-        yield from spans or [whole.removeprefix('echo "').removesuffix('"') if whole.startswith('echo "') else whole]
+        yield from spans or [
+            whole.removeprefix('echo "').removesuffix('"') if whole.startswith('echo "') else whole
+        ]
 
 
 def command_words(line: str) -> list[str]:
@@ -106,7 +117,13 @@ def command_words(line: str) -> list[str]:
 
 def is_placeholder(words: Sequence[str]) -> bool:
     """Return whether a command is the pattern of one, such as `grpo.py …`."""
-    return any(word in ("…", "...", "FILE", "N", "--help") or word.startswith("host:") for word in words) or len(words) < 3
+    return (
+        any(
+            word in ("…", "...", "FILE", "N", "--help") or word.startswith("host:")
+            for word in words
+        )
+        or len(words) < 3
+    )
 
 
 def read_page(path: Path, name: str) -> list[Documented]:
@@ -125,9 +142,20 @@ def read_page(path: Path, name: str) -> list[Documented]:
 
 def one_command(words: Sequence[str], page: str, server: Mapping[str, Any]) -> list[Documented]:
     """The trainer command that the words are; nothing if they are something else."""
-    program = next((n for n, word in enumerate(words) if word.endswith(("example_trainer/grpo.py", "scripts/start.sh"))), None)
+    program = next(
+        (
+            n
+            for n, word in enumerate(words)
+            if word.endswith(("example_trainer/grpo.py", "scripts/start.sh"))
+        ),
+        None,
+    )
     if program is None:
-        driver = "example_trainer.async_grpo" in words and "--config" in words and not is_placeholder(words)
+        driver = (
+            "example_trainer.async_grpo" in words
+            and "--config" in words
+            and not is_placeholder(words)
+        )
         return [asynchronous(ROOT / words[words.index("--config") + 1], page)] if driver else []
     before, arguments = words[:program], list(words[program + 1 :])
     if words[program].endswith("start.sh"):
@@ -136,13 +164,22 @@ def one_command(words: Sequence[str], page: str, server: Mapping[str, Any]) -> l
         arguments if "--config" not in arguments else ["", "", *arguments]
     ):
         return []
-    gpus = next((word.partition("=")[2].split(",") for word in before if word.startswith("CUDA_VISIBLE_DEVICES=")), [])
+    gpus = next(
+        (
+            word.partition("=")[2].split(",")
+            for word in before
+            if word.startswith("CUDA_VISIBLE_DEVICES=")
+        ),
+        [],
+    )
     # A page's example of a function of the user's own is not on this machine.
     with at_root(), mock.patch.object(command_line, "find_advantages"):
         config = command_line.parse_config(arguments)
     one_process = config.deterministic or config.weight_bridge_mode in ("none", "lora_only")
     ranks = int(before[before.index("--nproc-per-node") + 1]) if "torchrun" in before else len(gpus)
-    return [Documented(page, config, 1 if one_process else max(1, ranks), own_gpus=bool(gpus), **server)]
+    return [
+        Documented(page, config, 1 if one_process else max(1, ranks), own_gpus=bool(gpus), **server)
+    ]
 
 
 def started(arguments: Sequence[str], page: str) -> Documented:
@@ -150,15 +187,26 @@ def started(arguments: Sequence[str], page: str) -> Documented:
     with (
         mock.patch.object(stack_options, "visible_gpus", return_value=tuple(range(8))),
         mock.patch.object(stack_options, "check_model", side_effect=str),
-        mock.patch.object(Path, "is_file", return_value=True),  # an environment that the page has the reader write
+        mock.patch.object(
+            Path, "is_file", return_value=True
+        ),  # an environment that the page has the reader write
     ):
         options = stack_options.parse(arguments)
     stack = Stack(options)
     words = stack.trainer().arguments
     config = command_line.parse_config(words[words.index("example_trainer/grpo.py") + 1 :])
-    share = float(dict(pairwise(stack.vllm().arguments)).get("--gpu-memory-utilization", DEFAULT_SHARE))
+    share = float(
+        dict(pairwise(stack.vllm().arguments)).get("--gpu-memory-utilization", DEFAULT_SHARE)
+    )
     own_gpus = not set(options.vllm_gpus) & set(options.trainer_gpus)
-    return Documented(page, config, len(options.trainer_gpus), len(options.vllm_gpus) // options.servers, share, own_gpus)
+    return Documented(
+        page,
+        config,
+        len(options.trainer_gpus),
+        len(options.vllm_gpus) // options.servers,
+        share,
+        own_gpus,
+    )
 
 
 def asynchronous(file: Path, page: str) -> Documented:
@@ -169,7 +217,12 @@ def asynchronous(file: Path, page: str) -> Documented:
     share = float(dict(pairwise(words)).get("--gpu-memory-utilization", DEFAULT_SHARE))
     config, asked = check_trainer(settings, file), settings.orchestration
     return Documented(
-        page, config, asked.trainer_ranks, settings.inference.tensor_parallel_size, share, not settings.shares_gpus
+        page,
+        config,
+        asked.trainer_ranks,
+        settings.inference.tensor_parallel_size,
+        share,
+        not settings.shares_gpus,
     )
 
 
@@ -192,7 +245,9 @@ def pages() -> dict[str, Path]:
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "example_trainer/configs").glob("*.yaml")),
     ]
-    return {str(path.relative_to(ROOT)).removeprefix("example_trainer/configs/"): path for path in files}
+    return {
+        str(path.relative_to(ROOT)).removeprefix("example_trainer/configs/"): path for path in files
+    }
 
 
 def guide() -> Path | None:
@@ -235,7 +290,10 @@ def bridge_of(command: Documented, total: float) -> WeightBridge:
         if config.weight_bridge_mode == "parameter_server":
             ranks = 1
         for rank in range(ranks):
-            entries = (ManifestEntry(spec, dtype_name(torch.bfloat16), "cuda") for spec in plan_shards(shape, rank, ranks))
+            entries = (
+                ManifestEntry(spec, dtype_name(torch.bfloat16), "cuda")
+                for spec in plan_shards(shape, rank, ranks)
+            )
             manifests.append(Manifest(rank, ranks, tuple(entries)))
     return _Broadcast(tuple(manifests), config.weight_bridge_mode == "none" and config.starts_vllm)
 
@@ -246,7 +304,10 @@ def _parameters(model: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def plan(
-    command: Documented, card: str, host: float = 10**6, cards: Mapping[str, tuple[float, float]] = CARDS
+    command: Documented,
+    card: str,
+    host: float = 10**6,
+    cards: Mapping[str, tuple[float, float]] = CARDS,
 ) -> MemoryChoice | MemoryShortage:
     """The trainer's own choice, or its refusal, for a command on a card.
 
@@ -265,7 +326,9 @@ def plan(
         ranks = {"WORLD_SIZE": str(command.ranks), "LOCAL_WORLD_SIZE": str(command.ranks)}
         stack.enter_context(mock.patch.dict(os.environ, ranks))
         stack.enter_context(mock.patch.object(memory_choice, "free_memory", return_value=sizes))
-        stack.enter_context(mock.patch.object(memory_choice, "free_host_memory", return_value=(int(host * GIB), 0)))
+        stack.enter_context(
+            mock.patch.object(memory_choice, "free_host_memory", return_value=(int(host * GIB), 0))
+        )
         stack.enter_context(mock.patch.object(server_share, "memory_of_gpus", return_value={}))
         config = command.config.model_copy(update={"model_name": folder})
         try:
@@ -274,11 +337,16 @@ def plan(
             return shortage
 
 
-def outcome(command: Documented, card: str, cards: Mapping[str, tuple[float, float]] = CARDS) -> str:
+def outcome(
+    command: Documented, card: str, cards: Mapping[str, tuple[float, float]] = CARDS
+) -> str:
     """The plan's answer in a few words."""
     answer = plan(command, card, cards=cards)
     if isinstance(answer, MemoryShortage):
-        remedy = re.search(r"what helps: (start vLLM with --gpu-memory-utilization [\d.]+ or less|.*?(?= \())", str(answer))
+        remedy = re.search(
+            r"what helps: (start vLLM with --gpu-memory-utilization [\d.]+ or less|.*?(?= \())",
+            str(answer),
+        )
         return f"no: {remedy[1]}" if remedy else "no"
     ways = ["offloaded"] * answer.offload + ["recomputed"] * answer.gradient_checkpointing
     given = command.config.gradient_checkpointing
@@ -293,16 +361,24 @@ def shown(answer: str) -> str:
 
 
 def table(commands: Sequence[Documented]) -> str:
-    """One row for each different command that does not fit as it is on every card; equal ones of several pages share it."""
+    """One row for each different command that does not fit as it is on every card; equal ones of
+    several pages share it.
+    """
     pages: dict[tuple[str, ...], dict[str, None]] = {}
     for command in commands:
         name = command.config.model_name.partition("/")[2].removesuffix("-Instruct")
         gpus = f"{command.ranks} GPU" + "s" * (command.ranks > 1)
         outcomes = [outcome(command, card) for card in CARDS]
         if any(answer != "as it is" for answer in outcomes):
-            pages.setdefault((name, f"{command.way}, {gpus}", *map(shown, outcomes)), {})[command.page] = None
+            pages.setdefault((name, f"{command.way}, {gpus}", *map(shown, outcomes)), {})[
+                command.page
+            ] = None
     heads = ["pages", "model", "trainer", *CARDS]
-    lines = [heads, ["---"] * len(heads), *([", ".join(names), *row] for row, names in pages.items())]
+    lines = [
+        heads,
+        ["---"] * len(heads),
+        *([", ".join(names), *row] for row, names in pages.items()),
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

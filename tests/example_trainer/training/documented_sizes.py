@@ -1,4 +1,5 @@
-"""The memory plan's answer for each size of model, way to train and card, as docs/your-model.md shows it.
+"""The memory plan's answer for each size of model, way to train and card, as docs/your-model.md
+shows it.
 
 python -m tests.example_trainer.training.documented_sizes     prints the table
 """
@@ -9,7 +10,14 @@ import re
 from collections.abc import Mapping
 
 from example_trainer.config import TrainerConfig
-from tests.example_trainer.training.documented_commands import CARDS, DEFAULT_SHARE, ROOT, Documented, outcome, shown
+from tests.example_trainer.training.documented_commands import (
+    CARDS,
+    DEFAULT_SHARE,
+    ROOT,
+    Documented,
+    outcome,
+    shown,
+)
 
 START, END = "<!-- sizes -->", "<!-- end of sizes -->"
 """Around the table in docs/your-model.md."""
@@ -32,7 +40,9 @@ def ways(model: str) -> dict[str, Documented]:
 
     return {
         "full, shared": command(SHARED, False, weight_bridge_mode="shared_vllm", single_copy=True),
-        "full, own": command(DEFAULT_SHARE, True, weight_bridge_mode="shared_vllm", use_shared_memory=True),
+        "full, own": command(
+            DEFAULT_SHARE, True, weight_bridge_mode="shared_vllm", use_shared_memory=True
+        ),
         "LoRA, shared": command(SHARED, False, weight_bridge_mode="lora_only"),
     }
 
@@ -49,7 +59,10 @@ def sizes_table() -> str:
     cards = {**SMALL_CARDS, **CARDS}
     models: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for model in MODELS:
-        answers = tuple((way, *(cell(command, card, cards) for card in cards)) for way, command in ways(model).items())
+        answers = tuple(
+            (way, *(cell(command, card, cards) for card in cards))
+            for way, command in ways(model).items()
+        )
         models.setdefault(answers, []).append(model.partition("/")[2].removesuffix("-Instruct"))
     lines = [["model", "way", *cards], ["---"] * (2 + len(cards))]
     for answers, names in models.items():

@@ -1,11 +1,12 @@
-"""Trains a tiny model with a checkpoint at each step, in forked processes that kill themselves in the middle of writing.
+"""Trains a tiny model with a checkpoint at each step, in forked processes that kill themselves in
+the middle of writing.
 
 Every second step has its weights written first, as for a server that is restarted on them.
 
 python -m tests.example_trainer.training.killed_saver START FOLDER STEPS POINT…
 
-A point is after how many operations on files SIGKILL comes; 0: never. Each process saves into FOLDER/POINT. Prints a JSON list:
-for each point the operations that were done, and the exit status.
+A point is after how many operations on files SIGKILL comes; 0: never. Each process saves into
+FOLDER/POINT. Prints a JSON list: for each point the operations that were done, and the exit status.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def main() -> None:
         if child == 0:
             status = 1
             try:
-                os.write(writer, str(save_each_step(start, folder / str(point), steps, point)).encode())
+                os.write(
+                    writer, str(save_each_step(start, folder / str(point), steps, point)).encode()
+                )
                 status = 0
             finally:
                 os._exit(status)

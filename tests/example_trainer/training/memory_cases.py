@@ -27,7 +27,12 @@ def qwen_14b() -> Geometry:
 
 
 def request(**changes: object) -> MemoryRequest:
-    values = {"geometry": geometry(), "dtype": torch.bfloat16, "tokens_per_microbatch": 512, "seq_len": 256}
+    values = {
+        "geometry": geometry(),
+        "dtype": torch.bfloat16,
+        "tokens_per_microbatch": 512,
+        "seq_len": 256,
+    }
     return MemoryRequest(**(values | changes))  # type: ignore[arg-type]
 
 

@@ -1,4 +1,7 @@
-"""config.json of the models that the pages name, as far as the memory plan reads it. The sizes are published facts."""
+"""config.json of the models that the pages name, as far as the memory plan reads it.
+
+The sizes are published facts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,13 @@ from typing import Any
 
 
 def _qwen2(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int = 152064, tied: bool = False
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int = 152064,
+    tied: bool = False,
 ) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2ForCausalLM"],

@@ -1,4 +1,6 @@
-"""Checkpoints of adapters: a folder called adapter_step_N is whole, and training goes on from it exactly."""
+"""Checkpoints of adapters: a folder called adapter_step_N is whole, and training goes on from it
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,36 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def config(tmp_path: Path) -> TrainerConfig:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=13, num_hidden_layers=2, **sizes)).save_pretrained(tmp_path / "base")
-    words = ["--model-name", str(tmp_path / "base"), "--save-path", str(tmp_path / "saved"), "--lr", "1e-2"]
-    return parse_config([*words, "--weight-bridge-mode", "lora_only", "--lora-r", "4", "--lora-alpha", "8", "--resume", "auto"])
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    LlamaForCausalLM(LlamaConfig(vocab_size=13, num_hidden_layers=2, **sizes)).save_pretrained(
+        tmp_path / "base"
+    )
+    words = [
+        "--model-name",
+        str(tmp_path / "base"),
+        "--save-path",
+        str(tmp_path / "saved"),
+        "--lr",
+        "1e-2",
+    ]
+    return parse_config(
+        [
+            *words,
+            "--weight-bridge-mode",
+            "lora_only",
+            "--lora-r",
+            "4",
+            "--lora-alpha",
+            "8",
+            "--resume",
+            "auto",
+        ]
+    )
 
 
 def begin(config: TrainerConfig, start: Start) -> tuple[Decoder, MasterAdamW]:
@@ -44,14 +72,18 @@ def begin(config: TrainerConfig, start: Start) -> tuple[Decoder, MasterAdamW]:
 
 def train(model: Decoder, optimizer: MasterAdamW, until: int) -> None:
     while optimizer.steps < until:
-        tokens = torch.randint(0, 13, (3, 9), generator=torch.Generator().manual_seed(optimizer.steps))
+        tokens = torch.randint(
+            0, 13, (3, 9), generator=torch.Generator().manual_seed(optimizer.steps)
+        )
         model.logits(tokens).logsumexp(-1).mean().backward()
         optimizer.step()
         optimizer.write_weights()
 
 
 def newest(config: TrainerConfig) -> Start:
-    return choose_start(config.resume, config.save_path, config.model_name, 1000, checkpoint_prefix(config))
+    return choose_start(
+        config.resume, config.save_path, config.model_name, 1000, checkpoint_prefix(config)
+    )
 
 
 def save(config: TrainerConfig, model: Decoder, optimizer: MasterAdamW) -> Path:
@@ -68,12 +100,16 @@ def test_stopping_and_resuming_gives_the_adapters_of_one_run(config: TrainerConf
     saved = save(config, model, optimizer)
     assert saved == config.save_path / "adapter_step_2"
     (config.save_path / "step_9" / "trainer_state").mkdir(parents=True)
-    (config.save_path / "step_9" / "trainer_state" / "trainer.json").write_text("{}")  # of a run without adapters
+    (config.save_path / "step_9" / "trainer_state" / "trainer.json").write_text(
+        "{}"
+    )  # of a run without adapters
     torch.manual_seed(77)
     resumed, resumed_optimizer = begin(config, newest(config))
     assert resumed_optimizer.steps == 2
     train(resumed, resumed_optimizer, 4)
-    for (name, one), (_, two) in zip(whole.named_parameters(), resumed.named_parameters(), strict=True):
+    for (name, one), (_, two) in zip(
+        whole.named_parameters(), resumed.named_parameters(), strict=True
+    ):
         assert torch.equal(one, two), name
 
 
@@ -89,7 +125,9 @@ def test_a_checkpoint_is_small_and_holds_only_the_adapters(config: TrainerConfig
     tensors = load_file(saved / "adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * 2
     assert set(load_file(saved / "trainer_state" / "optimizer.safetensors")) == {
-        f"{kind}.{name}" for name in optimizer.masters for kind in ("master", "exp_avg", "exp_avg_sq")
+        f"{kind}.{name}"
+        for name in optimizer.masters
+        for kind in ("master", "exp_avg", "exp_avg_sq")
     }
 
 
@@ -98,11 +136,15 @@ def test_adapters_of_another_rank_are_not_continued(config: TrainerConfig) -> No
     train(model, optimizer, 1)
     save(config, model, optimizer)
     other = config.model_copy(update={"lora_r": 8})
-    with pytest.raises(CheckpointError, match=r"adapter_step_1 was made with --lora-r 4, and this run has 8"):
+    with pytest.raises(
+        CheckpointError, match=r"adapter_step_1 was made with --lora-r 4, and this run has 8"
+    ):
         make_model(other, newest(other).checkpoint, torch.float32, CPU)
 
 
 def test_a_projection_that_does_not_exist_ends_with_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"--lora-target-modules .*no projection is called 'query'") as error:
+    with pytest.raises(
+        ConfigError, match=r"--lora-target-modules .*no projection is called 'query'"
+    ) as error:
         parse_config(["--model-name", "m", "--lora-target-modules", "query", "v_proj"])
     assert "\n" not in str(error.value)

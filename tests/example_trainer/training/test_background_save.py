@@ -1,4 +1,6 @@
-"""Checkpoints that are written while training goes on: what they hold, what waits for what, and what is left when all ends."""
+"""Checkpoints that are written while training goes on: what they hold, what waits for what, and
+what is left when all ends.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def assert_holds(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_training_goes_on_while_a_step_is_written_as_it_was(start: Path, tmp_path: Path, gate: Gate, offload: bool) -> None:
+def test_training_goes_on_while_a_step_is_written_as_it_was(
+    start: Path, tmp_path: Path, gate: Gate, offload: bool
+) -> None:
     model, optimizer = load(start, offload)
     train(model, optimizer, 1)
     before = state_of(optimizer)
@@ -89,11 +93,17 @@ def test_training_goes_on_while_a_step_is_written_as_it_was(start: Path, tmp_pat
     checkpoints.wait()
     assert checkpoints.written()
     assert_holds(folder, before)
-    assert not torch.equal(before["master.model.norm.weight"], optimizer.masters["model.norm.weight"])
+    assert not torch.equal(
+        before["master.model.norm.weight"], optimizer.masters["model.norm.weight"]
+    )
 
 
 def test_without_room_for_a_copy_the_next_step_waits_until_it_is_written(
-    start: Path, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Path,
+    tmp_path: Path,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(background_save, "free_host_memory", lambda: (1000, 10**9))
     model, optimizer = load(start)
@@ -124,7 +134,9 @@ def test_without_room_for_a_copy_the_next_step_waits_until_it_is_written(
 
 
 @pytest.mark.parametrize("asked", ["written", "wait", "begin"])
-def test_a_write_that_fails_is_told_once_and_leaves_the_one_before(start: Path, tmp_path: Path, gate: Gate, asked: str) -> None:
+def test_a_write_that_fails_is_told_once_and_leaves_the_one_before(
+    start: Path, tmp_path: Path, gate: Gate, asked: str
+) -> None:
     model, optimizer = load(start)
     checkpoints = Checkpoints(tmp_path / "out", RUN)
     train(model, optimizer, 1)
@@ -142,7 +154,8 @@ def test_a_write_that_fails_is_told_once_and_leaves_the_one_before(start: Path, 
         "begin": lambda: checkpoints.begin(model, optimizer, {}),
     }
     with pytest.raises(
-        CheckpointError, match=r"could not write .*step_2: No space left on device \(it needs .*\); step_1 is untouched"
+        CheckpointError,
+        match=r"could not write .*step_2: No space left on device \(it needs .*\); step_1 is untouched",
     ):
         ask[asked]()
     assert checkpoints.last == 1
@@ -159,7 +172,9 @@ def until_written(checkpoints: Checkpoints) -> None:
         assert not asked.wait(0.01)
 
 
-def test_an_error_that_nobody_thought_of_is_raised_too(start: Path, tmp_path: Path, gate: Gate) -> None:
+def test_an_error_that_nobody_thought_of_is_raised_too(
+    start: Path, tmp_path: Path, gate: Gate
+) -> None:
     model, optimizer = load(start)
     gate.error = ZeroDivisionError("a bug")
     checkpoints = Checkpoints(tmp_path / "out", RUN)
@@ -174,7 +189,9 @@ def test_one_is_written_at_a_time_and_their_memory_is_taken_once(
 ) -> None:
     made = []
     real = background_save.HostArena
-    monkeypatch.setattr(background_save, "HostArena", lambda *arguments: made.append(real(*arguments)) or made[-1])
+    monkeypatch.setattr(
+        background_save, "HostArena", lambda *arguments: made.append(real(*arguments)) or made[-1]
+    )
     model, optimizer = load(start)
     checkpoints = Checkpoints(tmp_path, RUN, keep_states=None)
     checkpoints.begin(model, optimizer, {})
@@ -191,7 +208,11 @@ def test_one_is_written_at_a_time_and_their_memory_is_taken_once(
 
 
 def test_a_write_that_stands_still_is_given_up(
-    start: Path, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Path,
+    tmp_path: Path,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, optimizer = load(start)
     checkpoints = Checkpoints(tmp_path / "out", RUN)
@@ -219,45 +240,73 @@ def test_closing_lets_a_write_end_and_logs_what_goes_wrong(
 
 
 class TestKeeping:
-    def save(self, checkpoints: Checkpoints, model: Decoder, optimizer: MasterAdamW, *steps: int) -> None:
+    def save(
+        self, checkpoints: Checkpoints, model: Decoder, optimizer: MasterAdamW, *steps: int
+    ) -> None:
         for step in steps:
             train(model, optimizer, step)
             checkpoints.save(model, optimizer, {})
 
-    def test_older_ones_of_this_run_alone_are_removed_whole(self, start: Path, tmp_path: Path) -> None:
+    def test_older_ones_of_this_run_alone_are_removed_whole(
+        self, start: Path, tmp_path: Path
+    ) -> None:
         other = Checkpoints(tmp_path, RUN)
         self.save(other, *load(start), 9)
         fresh = Checkpoints(tmp_path, type(RUN)("b", "model", RUN.lives), keep_states=1, keep=2)
         self.save(fresh, *load(start), 1, 2, 3, 4)
-        kept = {step: (path / "trainer_state").is_dir() for step, path in steps_in(tmp_path).items()}
+        kept = {
+            step: (path / "trainer_state").is_dir() for step, path in steps_in(tmp_path).items()
+        }
         assert kept == {3: False, 4: True, 9: True}
         assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
-    def test_what_a_server_may_be_started_on_again_is_kept(self, start: Path, tmp_path: Path) -> None:
-        checkpoints = Checkpoints(tmp_path, RUN, keep_states=None, keep=1, in_use=lambda step: step % 3 == 0)
+    def test_what_a_server_may_be_started_on_again_is_kept(
+        self, start: Path, tmp_path: Path
+    ) -> None:
+        checkpoints = Checkpoints(
+            tmp_path, RUN, keep_states=None, keep=1, in_use=lambda step: step % 3 == 0
+        )
         model, optimizer = load(start)
         self.save(checkpoints, model, optimizer, 2, 3, 4)
         assert list(steps_in(tmp_path)) == [3, 4]
         self.save(checkpoints, model, optimizer, 5, 6, 7)
         assert list(steps_in(tmp_path)) == [6, 7]
 
-    def test_the_checkpoint_that_a_model_was_read_from_may_go(self, start: Path, tmp_path: Path) -> None:
+    def test_the_checkpoint_that_a_model_was_read_from_may_go(
+        self, start: Path, tmp_path: Path
+    ) -> None:
         self.save(Checkpoints(tmp_path, RUN), *load(start), 1)
         model, optimizer = load(tmp_path / "step_1")
         load_state(SavedStep.read(tmp_path / "step_1"), optimizer)
-        self.save(Checkpoints(tmp_path, RUN, keep_states=None, keep=1, last=1), model, optimizer, 2, 3)
+        self.save(
+            Checkpoints(tmp_path, RUN, keep_states=None, keep=1, last=1), model, optimizer, 2, 3
+        )
         assert list(steps_in(tmp_path)) == [3]
-        assert (tmp_path / "step_3" / "config.json").read_bytes() == (start / "config.json").read_bytes()
+        assert (tmp_path / "step_3" / "config.json").read_bytes() == (
+            start / "config.json"
+        ).read_bytes()
 
 
 STEPS = 4
 
 
-def test_wherever_a_writer_is_killed_the_newest_checkpoint_goes_on_to_the_same_weights(start: Path, tmp_path: Path) -> None:
-    """Real processes and SIGKILL, at points spread over every write, fsync, rename and removal of the run."""
+def test_wherever_a_writer_is_killed_the_newest_checkpoint_goes_on_to_the_same_weights(
+    start: Path, tmp_path: Path
+) -> None:
+    """Real processes and SIGKILL, at points spread over every write, fsync, rename and removal of
+    the run.
+    """
 
     def run(*points: int) -> list[tuple[str, int]]:
-        command = [sys.executable, "-m", killed_saver.__name__, str(start), str(tmp_path), str(STEPS), *map(str, points)]
+        command = [
+            sys.executable,
+            "-m",
+            killed_saver.__name__,
+            str(start),
+            str(tmp_path),
+            str(STEPS),
+            *map(str, points),
+        ]
         done = run_command(command, seconds=240)
         assert done.returncode == 0, done.stdout[-3000:]
         found: list[tuple[str, int]] = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,7 @@
-"""A batch that ends trainers is set aside, and no other end of a trainer costs a batch. Real service, real trainers."""
+"""A batch that ends trainers is set aside, and no other end of a trainer costs a batch.
+
+Real service, real trainers.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,10 @@ def test_a_nan_ends_two_trainers_and_the_third_goes_on_behind_its_batch(trainers
     assert "rollout_batches_set_aside 1.0" in httpx.get(f"{trainers.url}/metrics", timeout=30).text
     kept = httpx.get(f"{trainers.url}/batch/set-aside", params={"batch_id": 2}, timeout=30).json()
     assert kept["batch"][0]["tokens"] == made_up_group(1)["tokens"]
-    assert httpx.get(f"{trainers.url}/batch/set-aside", params={"batch_id": 1}, timeout=30).status_code == 404
+    assert (
+        httpx.get(f"{trainers.url}/batch/set-aside", params={"batch_id": 1}, timeout=30).status_code
+        == 404
+    )
 
 
 def test_too_many_skipped_batches_and_an_error_while_packing_count_too(
@@ -96,7 +102,10 @@ def test_too_many_skipped_batches_and_an_error_while_packing_count_too(
     assert trainers.line == list(range(2, STEPS + 2))
 
 
-@pytest.mark.parametrize("error", [Killed(), RankError("another rank is gone"), ConfigError("the loss function: IndexError")])
+@pytest.mark.parametrize(
+    "error",
+    [Killed(), RankError("another rank is gone"), ConfigError("the loss function: IndexError")],
+)
 def test_an_end_of_unknown_cause_counts_as_a_kill(
     trainers: Trainers, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -172,7 +181,11 @@ def test_a_signal_before_a_fetched_batch_is_trained_on_counts_nothing(
         batches = batches_of(url)
         batches.register(registration(str(tmp_path)))
         batches.begin(0)
-        processes.wait_until("a batch", lambda made=batches: None if made._preparing.ready else "none is there", seconds=60)
+        processes.wait_until(
+            "a batch",
+            lambda made=batches: None if made._preparing.ready else "none is there",
+            seconds=60,
+        )
         BatchFailures(batches).report(StopRequested(15), None)
         batches.close()
     assert set_aside(url) == []

@@ -1,4 +1,6 @@
-"""The device to train on, and the dtype: the server's, else that of --dtype, else the checkpoint's; never float16."""
+"""The device to train on, and the dtype: the server's, else that of --dtype, else the checkpoint's;
+never float16.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def options(dtype: str = "auto", model: str = "any") -> TrainerConfig:
             "CUDA error: out of memory\nSearch for it",
             r"--device cuda .* other programs have all of its memory.*nvidia-smi",
         ),
-        ("cuda", "CUDA error: unknown error\nmore", r"--device cuda cannot be used: CUDA error: unknown error; see whether"),
+        (
+            "cuda",
+            "CUDA error: unknown error\nmore",
+            r"--device cuda cannot be used: CUDA error: unknown error; see whether",
+        ),
     ],
 )
 def test_a_device_that_cannot_be_used_is_refused_in_one_line(
@@ -67,18 +73,25 @@ def test_a_bridge_that_rounds_lets_the_trainer_be_float32_beside_any_server() ->
 
 
 def float16_checkpoint(folder: Path) -> str:
-    config = json.loads((ROOT / "assets" / "starter_model" / "config.json").read_text()) | {"dtype": "float16"}
+    config = json.loads((ROOT / "assets" / "starter_model" / "config.json").read_text()) | {
+        "dtype": "float16"
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
-def test_beside_a_float16_server_the_trainer_computes_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
+def test_beside_a_float16_server_the_trainer_computes_in_bfloat16(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     assert choose_dtype(options(), torch.float16, GPU, converts=True) is torch.bfloat16
     assert choose_dtype(options(), torch.float16, CPU, converts=True) is torch.float32
     assert choose_dtype(options("float32"), torch.float16, GPU, converts=True) is torch.float32
     assert choose_dtype(options("bfloat16"), torch.float16, CPU, converts=True) is torch.bfloat16
-    assert "The vLLM server holds float16 weights: training in bfloat16, and rounding what it gets" in caplog.text
+    assert (
+        "The vLLM server holds float16 weights: training in bfloat16, and rounding what it gets"
+        in caplog.text
+    )
 
 
 def test_float16_is_refused_where_both_have_one_memory_or_the_same_bits(tmp_path: Path) -> None:
@@ -86,13 +99,17 @@ def test_float16_is_refused_where_both_have_one_memory_or_the_same_bits(tmp_path
     with pytest.raises(ConfigError, match=single):
         choose_dtype(options(), torch.float16, GPU)
     exact = {"model_name": "any", "deterministic": True, "weight_bridge_mode": "shared_vllm"}
-    with pytest.raises(ConfigError, match=r"--deterministic compares .*: start the server with --dtype bfloat16$"):
+    with pytest.raises(
+        ConfigError, match=r"--deterministic compares .*: start the server with --dtype bfloat16$"
+    ):
         choose_dtype(TrainerConfig.model_validate(exact), torch.float16, GPU, converts=True)
     with pytest.raises(ConfigError, match=r"--dtype float16: .* give --dtype bfloat16 or float32"):
         choose_dtype(options("float16"), None, CPU)
 
 
-def test_a_float16_checkpoint_is_trained_in_bfloat16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_float16_checkpoint_is_trained_in_bfloat16(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     model = float16_checkpoint(tmp_path)
     assert choose_dtype(options(model=model), None, GPU) is torch.bfloat16
@@ -104,7 +121,11 @@ def test_a_float16_checkpoint_is_trained_in_bfloat16(tmp_path: Path, caplog: pyt
 def cosine_to_float32(dtype: torch.dtype, tokens: int) -> float:
     """Of the output matrix's gradient, with weights as in a batch of so many tokens."""
     torch.manual_seed(0)
-    hidden, weight, targets = torch.randn(256, 32), 0.1 * torch.randn(5000, 32), torch.randint(0, 5000, (256,))
+    hidden, weight, targets = (
+        torch.randn(256, 32),
+        0.1 * torch.randn(5000, 32),
+        torch.randint(0, 5000, (256,)),
+    )
 
     def gradient(kind: torch.dtype) -> torch.Tensor:
         matrix = weight.to(kind).requires_grad_()

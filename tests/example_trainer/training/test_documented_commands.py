@@ -1,4 +1,6 @@
-"""Each trainer command of the pages, the configurations and the guide is planned on cards of 80, 141 and 183 GB."""
+"""Each trainer command of the pages, the configurations and the guide is planned on cards of 80,
+141 and 183 GB.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def commands() -> list[Documented]:
 
 
 def on_page(commands: list[Documented], page: str, model: str = HEADLINE) -> list[Documented]:
-    return [command for command in commands if command.page == page and command.config.model_name == model]
+    return [
+        command
+        for command in commands
+        if command.page == page and command.config.model_name == model
+    ]
 
 
 @pytest.mark.parametrize("name", MODEL_CONFIGS)
@@ -48,7 +54,9 @@ def test_the_sizes_are_those_of_the_published_models(name: str) -> None:
 
 
 def test_every_command_of_the_pages_is_found(commands: list[Documented]) -> None:
-    """A page that is added, or a command that the reader of pages no longer sees, changes these numbers."""
+    """A page that is added, or a command that the reader of pages no longer sees, changes these
+    numbers.
+    """
     assert Counter(command.page for command in commands) == {
         "README.md": 2,
         "example_trainer/README.md": 5,
@@ -77,34 +85,54 @@ def test_every_command_of_the_pages_is_found(commands: list[Documented]) -> None
 
 
 def test_the_page_says_what_the_plan_does(commands: list[Documented]) -> None:
-    """`python -m tests.example_trainer.training.documented_commands` prints the table that belongs there."""
+    """`python -m tests.example_trainer.training.documented_commands` prints the table that belongs
+    there.
+    """
     assert written_table() == table(commands)
 
 
 def test_the_page_of_models_has_the_plans_answer_for_every_size() -> None:
-    """`python -m tests.example_trainer.training.documented_sizes` prints the table that belongs there."""
+    """`python -m tests.example_trainer.training.documented_sizes` prints the table that belongs
+    there.
+    """
     assert written_sizes() == sizes_table()
 
 
 @pytest.mark.parametrize("card", ["141 GB", "183 GB"])
-def test_every_command_runs_on_cards_of_141_gb_and_more(commands: list[Documented], card: str) -> None:
+def test_every_command_runs_on_cards_of_141_gb_and_more(
+    commands: list[Documented], card: str
+) -> None:
     assert {
-        command.page: outcome(command, card) for command in commands if isinstance(plan(command, card), MemoryShortage)
+        command.page: outcome(command, card)
+        for command in commands
+        if isinstance(plan(command, card), MemoryShortage)
     } == {}
 
 
-def test_the_headline_run_fits_on_one_gpu_and_says_so_where_it_does_not(commands: list[Documented]) -> None:
-    """Step 8 of the launch sequence, start.sh and the configuration: one trainer process, one GPU, no further flag."""
-    headline = [*on_page(commands, "example_trainer/README.md")[:1], *on_page(commands, "docs/operations.md")]
+def test_the_headline_run_fits_on_one_gpu_and_says_so_where_it_does_not(
+    commands: list[Documented],
+) -> None:
+    """Step 8 of the launch sequence, start.sh and the configuration: one trainer process, one GPU,
+    no further flag.
+    """
+    headline = [
+        *on_page(commands, "example_trainer/README.md")[:1],
+        *on_page(commands, "docs/operations.md"),
+    ]
     headline += on_page(commands, "gsm8k_shared_vllm.yaml")
     assert len(headline) == 3
     for command in headline:
-        assert (command.ranks, command.server_ranks, command.way) == (1, 2, "broadcast") or command.page.endswith(".yaml")
+        assert (command.ranks, command.server_ranks, command.way) == (
+            1,
+            2,
+            "broadcast",
+        ) or command.page.endswith(".yaml")
         for card in ("141 GB", "183 GB"):
             choice = plan(command, card)
             assert isinstance(choice, MemoryChoice)
             assert (choice.offload, choice.gradient_checkpointing) == (True, False)
-        # The page: more host memory than that, or 8-bit moments; with cards of 80 GB two or more of them.
+        # The page: more host memory than that, or 8-bit moments; with cards of 80 GB two or more of
+        # them.
         refusal = str(plan(command, "141 GB", host=120))
         assert "need 165.07 GiB, of which 120.00 are free" in refusal
         assert "what helps: --optimizer adamw-8bit (" in refusal
@@ -116,7 +144,10 @@ def test_the_headline_run_fits_on_one_gpu_and_says_so_where_it_does_not(commands
 
 
 def test_the_sizes_in_the_text_are_those_of_the_plan(commands: list[Documented]) -> None:
-    text = {page: (ROOT / page).read_text(encoding="utf-8") for page in ("example_trainer/README.md", "docs/your-model.md")}
+    text = {
+        page: (ROOT / page).read_text(encoding="utf-8")
+        for page in ("example_trainer/README.md", "docs/your-model.md")
+    }
     host = {
         (name, optimizer): round(host_bytes(offloaded(name, optimizer)) / GIB)
         for name in ("Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-3B-Instruct")
@@ -133,7 +164,9 @@ def test_the_sizes_in_the_text_are_those_of_the_plan(commands: list[Documented])
     whole = str(
         plan(
             with_options(
-                on_page(commands, "example_trainer/README.md")[0], optimizer_offload=False, gradient_checkpointing=False
+                on_page(commands, "example_trainer/README.md")[0],
+                optimizer_offload=False,
+                gradient_checkpointing=False,
             ),
             "141 GB",
         )
@@ -163,7 +196,9 @@ def test_the_commands_of_the_readme_fit_on_one_card_and_on_four(commands: list[D
     one, four = (command for command in commands if command.page == "README.md")
     assert (one.way, one.ranks, one.own_gpus) == ("single copy", 1, False)
     assert (four.way, four.ranks + four.server_ranks, four.own_gpus) == ("broadcast", 4, True)
-    assert all(isinstance(plan(command, card), MemoryChoice) for command in (one, four) for card in CARDS)
+    assert all(
+        isinstance(plan(command, card), MemoryChoice) for command in (one, four) for card in CARDS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +210,9 @@ def guided() -> list[Documented]:
 
 
 def test_every_command_of_the_guide_is_found(guided: list[Documented]) -> None:
-    assert Counter((command.config.model_name.partition("/")[2], command.way) for command in guided) == {
+    assert Counter(
+        (command.config.model_name.partition("/")[2], command.way) for command in guided
+    ) == {
         ("Qwen2.5-14B-Instruct", "broadcast"): 3,
         ("Qwen2.5-14B-Instruct", "single copy"): 1,
         ("Qwen2.5-3B-Instruct", "broadcast"): 1,
@@ -185,13 +222,19 @@ def test_every_command_of_the_guide_is_found(guided: list[Documented]) -> None:
     }
 
 
-def test_each_command_of_the_guide_runs_or_is_refused_with_what_makes_it_run(guided: list[Documented]) -> None:
-    """A single copy beside a vLLM that has 92 % of the GPU, and 72B on two GPUs, cannot fit on any of the cards."""
+def test_each_command_of_the_guide_runs_or_is_refused_with_what_makes_it_run(
+    guided: list[Documented],
+) -> None:
+    """A single copy beside a vLLM that has 92 % of the GPU, and 72B on two GPUs, cannot fit on any
+    of the cards.
+    """
     for command in guided:
         for card in CARDS:
             found = outcome(command, card)
             if command.way == "single copy":
-                share = float(found.removeprefix("no: start vLLM with --gpu-memory-utilization ").split()[0])
+                share = float(
+                    found.removeprefix("no: start vLLM with --gpu-memory-utilization ").split()[0]
+                )
                 assert isinstance(plan(replace(command, share=share), card), MemoryChoice)
             elif "72B" in command.config.model_name:
                 ranks = int(found.removeprefix("no: ").removesuffix(" GPUs"))

@@ -1,4 +1,6 @@
-"""Offloaded masters and moments: every element passes through the device once, and the bits are those of a step without it."""
+"""Offloaded masters and moments: every element passes through the device once, and the bits are
+those of a step without it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ from example_trainer.training.optimizer import MasterAdamW
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(
-    st.one_of(st.tuples(st.integers(0, 70)), st.tuples(st.integers(0, 70), st.integers(1, 9))), min_size=1, max_size=6
+    st.one_of(st.tuples(st.integers(0, 70)), st.tuples(st.integers(0, 70), st.integers(1, 9))),
+    min_size=1,
+    max_size=6,
 )
 
 
 @settings(deadline=None, max_examples=200)
 @given(SHAPES, st.integers(1, 600))
-def test_buckets_hold_every_row_once_in_order_and_keep_to_their_size(shapes: list[tuple[int, ...]], most: int) -> None:
+def test_buckets_hold_every_row_once_in_order_and_keep_to_their_size(
+    shapes: list[tuple[int, ...]], most: int
+) -> None:
     named = {str(number): shape for number, shape in enumerate(shapes)}
     arena = HostArena(named, CPU)
     buckets = cut(named, arena.offsets, most)
@@ -35,15 +41,24 @@ def test_buckets_hold_every_row_once_in_order_and_keep_to_their_size(shapes: lis
             rows[piece.name] += range(piece.start, piece.stop)
             assert piece.stop == named[piece.name][0] or math.prod(piece.shape) % 16 == 0
             arena.tensors[piece.name][piece.start : piece.stop] += 1
-            place = arena.flat[bucket.start : bucket.stop][piece.offset : piece.offset + math.prod(piece.shape)]
-            assert place.data_ptr() == piece.of(arena.tensors[piece.name]).data_ptr() or not place.numel()
+            place = arena.flat[bucket.start : bucket.stop][
+                piece.offset : piece.offset + math.prod(piece.shape)
+            ]
+            assert (
+                place.data_ptr() == piece.of(arena.tensors[piece.name]).data_ptr()
+                or not place.numel()
+            )
     assert rows == {name: list(range(shape[0])) for name, shape in named.items()}
     assert all((tensor == 1).all() for tensor in arena.tensors.values())
-    assert int(arena.flat.sum()) == sum(map(math.prod, shapes)), "between the tensors there is nothing"
+    assert int(arena.flat.sum()) == sum(map(math.prod, shapes)), (
+        "between the tensors there is nothing"
+    )
 
 
 def test_what_is_not_written_back_stays_and_what_is_lasts() -> None:
-    tensors = HostTensors({"a": (40, 3), "b": (5,)}, [Kind("x"), Kind("y")], CPU, bucket_elements=50)
+    tensors = HostTensors(
+        {"a": (40, 3), "b": (5,)}, [Kind("x"), Kind("y")], CPU, bucket_elements=50
+    )
     seen = []
 
     def work(pieces: object, kinds: object) -> None:
@@ -75,7 +90,9 @@ class Net(nn.Module):
 def train(net: Net, optimizer: MasterAdamW, steps: int) -> list[float]:
     norms = []
     for step in range(steps):
-        x = torch.randn(16, 23, generator=torch.Generator().manual_seed(step)).to(net.last.weight.dtype)
+        x = torch.randn(16, 23, generator=torch.Generator().manual_seed(step)).to(
+            net.last.weight.dtype
+        )
         net.last(net.norm(torch.tanh(net.first(x)))).float().square().mean().backward()
         norms.append(optimizer.step().grad_norm)
         optimizer.write_weights()
@@ -83,14 +100,23 @@ def train(net: Net, optimizer: MasterAdamW, steps: int) -> list[float]:
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(1, 2000), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([0.0, 0.1, 10.0]), st.booleans())
-def test_an_offloaded_step_has_the_bits_of_one_that_is_not(bucket: int, dtype: torch.dtype, clip: float, decays: bool) -> None:
+@given(
+    st.integers(1, 2000),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([0.0, 0.1, 10.0]),
+    st.booleans(),
+)
+def test_an_offloaded_step_has_the_bits_of_one_that_is_not(
+    bucket: int, dtype: torch.dtype, clip: float, decays: bool
+) -> None:
     options = {"lr": 0.03, "max_grad_norm": clip, "weight_decay": 0.1 * decays}
     one, two = Net(dtype), Net(dtype)
     resident = MasterAdamW(one, **options)  # type: ignore[arg-type]
     offloaded = MasterAdamW(two, **options, offload=True, bucket_elements=bucket)  # type: ignore[arg-type]
     assert train(one, resident, 4) == train(two, offloaded, 4)
-    for (key, here), there in zip(resident.state_dict().items(), offloaded.state_dict().values(), strict=True):
+    for (key, here), there in zip(
+        resident.state_dict().items(), offloaded.state_dict().values(), strict=True
+    ):
         assert torch.equal(here, there), key
     for (name, here), there in zip(one.named_parameters(), two.parameters(), strict=True):
         assert torch.equal(here, there), name
@@ -105,10 +131,14 @@ def test_an_offloaded_state_goes_into_one_that_is_not_and_back() -> None:
         (third, MasterAdamW(third, lr=0.03, offload=True, bucket_elements=333)),
     ):
         state = {key: tensor.clone() for key, tensor in source.state_dict().items()}
-        optimizer.load_state({key: tuple(t.shape) for key, t in state.items()}, state.__getitem__, 2)
+        optimizer.load_state(
+            {key: tuple(t.shape) for key, t in state.items()}, state.__getitem__, 2
+        )
         optimizer.write_weights()
         assert optimizer.steps == 2
-        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), net.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(first.parameters(), net.parameters(), strict=True)
+        )
 
 
 def test_an_offloaded_weight_that_is_not_finite_is_named() -> None:

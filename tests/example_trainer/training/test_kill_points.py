@@ -1,4 +1,5 @@
-"""A trainer that dies at any point of its loop: what its checkpoints have learned from, and what the service still has.
+"""A trainer that dies at any point of its loop: what its checkpoints have learned from, and what
+the service still has.
 
 See in_process: the service is a real one, and so is everything else but the signal.
 """
@@ -37,16 +38,24 @@ POINTS = [
     "registered",
     "ending",
 ]
-"""In the order of the loop; the last three are passed once, at the beginning or the end of a trainer."""
+"""In the order of the loop; the last three are passed once, at the beginning or the end of a
+trainer."""
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_with_a_checkpoint_for_each_step_no_batch_is_lost_or_trained_on_twice(trainers: Trainers, point: str) -> None:
+def test_with_a_checkpoint_for_each_step_no_batch_is_lost_or_trained_on_twice(
+    trainers: Trainers, point: str
+) -> None:
     trainers.post(*range(STEPS))
     each = ("--checkpoint-interval", "1")
     # The first trainer settles nothing, and passes the others' points twice before it dies.
     if point in ("settled", "registered", "ending"):
-        assert trainers.train(*each, point="ending" if point == "ending" else "acknowledging", passes=1) is False
+        assert (
+            trainers.train(
+                *each, point="ending" if point == "ending" else "acknowledging", passes=1
+            )
+            is False
+        )
         if point != "ending":
             assert not trainers.train(*each, "--resume", "auto", point=point)
     else:
@@ -56,15 +65,30 @@ def test_with_a_checkpoint_for_each_step_no_batch_is_lost_or_trained_on_twice(tr
     assert trainers.stats()["queue"]["groups"] == 0
 
 
-def test_a_batch_that_is_in_the_checkpoint_is_not_trained_on_by_a_resume_with_another_batch_size(trainers: Trainers) -> None:
-    """With another size the service takes the batch apart and hands its groups out again, if it is not told before."""
+def test_a_batch_that_is_in_the_checkpoint_is_not_trained_on_by_a_resume_with_another_batch_size(
+    trainers: Trainers,
+) -> None:
+    """With another size the service takes the batch apart and hands its groups out again, if it is
+    not told before.
+    """
     trainers.post(*range(4))
     assert not trainers.train("--checkpoint-interval", "1", point="acknowledging")
-    trainers.train("--checkpoint-interval", "1", "--resume", "auto", "--training-steps", "2", "--batch-size", "8")
+    trainers.train(
+        "--checkpoint-interval",
+        "1",
+        "--resume",
+        "auto",
+        "--training-steps",
+        "2",
+        "--batch-size",
+        "8",
+    )
     assert trainers.line == [0, 1], "the second step's batch begins with group 1"
 
 
-def test_the_batch_of_another_services_life_is_left_alone(trainers: Trainers, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_batch_of_another_services_life_is_left_alone(
+    trainers: Trainers, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its numbers begin anew; what the checkpoint calls batch 1 is not what that service calls so."""
     trainers.post(*range(2))
     assert not trainers.train("--checkpoint-interval", "1", point="acknowledging")
@@ -75,7 +99,9 @@ def test_the_batch_of_another_services_life_is_left_alone(trainers: Trainers, ca
     assert "could not be acknowledged" in caplog.text
 
 
-def test_an_update_that_fails_keeps_the_step_and_its_batch(trainers: Trainers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_fails_keeps_the_step_and_its_batch(
+    trainers: Trainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainers.post(*range(STEPS))
     sync = NoBridge.sync
 
@@ -98,7 +124,9 @@ def deaths(draw: st.DrawFn) -> list[tuple[str, int]]:
     return draw(st.lists(st.tuples(st.sampled_from(POINTS), st.integers(1, 3)), max_size=3))
 
 
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(deaths(), st.integers(1, 3))
 def test_however_trainers_die_no_weights_learn_from_a_batch_twice_and_few_are_lost(
     rollout_service: str,
@@ -125,7 +153,9 @@ def test_however_trainers_die_no_weights_learn_from_a_batch_twice_and_few_are_lo
         assert all(saved.batch is not None for saved in trainers.saved().values())
 
 
-def test_a_finished_run_says_so_and_ends_with_status_0(trainers: Trainers, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finished_run_says_so_and_ends_with_status_0(
+    trainers: Trainers, caplog: pytest.LogCaptureFixture
+) -> None:
     trainers.post(*range(STEPS))
     assert not trainers.train(point="ending")
     (saved,) = trainers.saved().values()
@@ -133,8 +163,13 @@ def test_a_finished_run_says_so_and_ends_with_status_0(trainers: Trainers, caplo
     caplog.set_level("INFO")
     assert trainers.train("--resume", "auto")
     assert trainers.stats()["run_ended"], "whoever came to the end died before it said so"
-    assert f"Nothing to do: {saved.run} of {trainers.model} has done {STEPS} of {STEPS} steps ({saved.path})" in caplog.text
-    assert trainers.train("--resume", "auto", "--training-steps", str(STEPS)), "as often as anybody asks"
+    assert (
+        f"Nothing to do: {saved.run} of {trainers.model} has done {STEPS} of {STEPS} steps ({saved.path})"
+        in caplog.text
+    )
+    assert trainers.train("--resume", "auto", "--training-steps", str(STEPS)), (
+        "as often as anybody asks"
+    )
 
 
 def test_a_run_that_stops_has_not_ended_and_each_life_has_its_epoch(trainers: Trainers) -> None:

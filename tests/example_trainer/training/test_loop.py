@@ -28,24 +28,40 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def test_the_row_of_a_step_is_of_its_batch(
-    trainers: Trainers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    trainers: Trainers,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     trainers.post(*range(STEPS))
     assert trainers.train("--clip-eps", "0.3")
     assert caplog.text.count("--clip-eps 0.3 does nothing: ") == 1
-    head, *spans = map(json.loads, (tmp_path / "timeline-trainer-rank0.jsonl").read_text().splitlines())
+    head, *spans = map(
+        json.loads, (tmp_path / "timeline-trainer-rank0.jsonl").read_text().splitlines()
+    )
     assert (head["role"], len(spans)) == ("trainer", 3 * STEPS)
     for number, row in enumerate(trainers.rows()):
         for name, span in zip(("wait", "train", "sync"), spans[3 * number :], strict=False):
             assert (span["what"], span["version"]) == (name, number + 1)
-            assert math.isclose((span["end"] - span["begin"]) / 1e9, row[f"seconds_{name}"], abs_tol=1e-6)
+            assert math.isclose(
+                (span["end"] - span["begin"]) / 1e9, row[f"seconds_{name}"], abs_tol=1e-6
+            )
         group = made_up_group(number)
         trained = sum(token != -100 for mask in group["masks"] for token in mask)
         tokens = sum(len(row) for row in group["tokens"])
-        assert (row["step"], row["weight_version"], row["sequences"], row["bins"]) == (number + 1, number + 1, 4, 1)
-        assert (row["tokens"], row["sequence_tokens"], row["forwarded_tokens"]) == (trained, tokens, tokens)
+        assert (row["step"], row["weight_version"], row["sequences"], row["bins"]) == (
+            number + 1,
+            number + 1,
+            4,
+            1,
+        )
+        assert (row["tokens"], row["sequence_tokens"], row["forwarded_tokens"]) == (
+            trained,
+            tokens,
+            tokens,
+        )
         assert (row["age_mean"], row["age_max"], row["batches_skipped"]) == (number, number, 0)
         assert (row["reward_mean"], row["response_length_mean"]) == (0.5, trained / 4)
         assert row["packing_ratio"] == 1.0
@@ -59,12 +75,20 @@ def test_the_row_of_a_step_is_of_its_batch(
         assert 0 < row["ratio_p01"] <= row["ratio_p50"] <= row["ratio_max"]
         assert 0 < row["ess"] < 1
         assert row["perplexity_trainer"] > 1
-        by_age = {name: value for name, value in row.items() if name.startswith("kl_age_") and value is not None}
-        assert by_age == {f"kl_age_{number}": pytest.approx(row["kl"], rel=1e-5)}, "one update, of the batch's first weights"
+        by_age = {
+            name: value
+            for name, value in row.items()
+            if name.startswith("kl_age_") and value is not None
+        }
+        assert by_age == {f"kl_age_{number}": pytest.approx(row["kl"], rel=1e-5)}, (
+            "one update, of the batch's first weights"
+        )
 
 
 def test_the_speed_counts_what_went_through_the_model(trainers: Trainers) -> None:
-    """A group whose scores are all alike teaches nothing, and one of its four rollouts, the shortest, stands for it."""
+    """A group whose scores are all alike teaches nothing, and one of its four rollouts, the
+    shortest, stands for it.
+    """
     for number in range(STEPS):
         group = made_up_group(number) | {"scores": [0.5] * 4}
         httpx.post(f"{trainers.url}/scored_data", json=group, timeout=30).raise_for_status()
@@ -79,7 +103,11 @@ def test_evaluations_are_written_down_once_by_a_run_that_is_resumed(
     trainers: Trainers, caplog: pytest.LogCaptureFixture
 ) -> None:
     def evaluated(version: int, percent: float) -> None:
-        result = {"name": "sums", "weight_version": version, "metrics": {"eval/percent_correct": percent}}
+        result = {
+            "name": "sums",
+            "weight_version": version,
+            "metrics": {"eval/percent_correct": percent},
+        }
         httpx.post(f"{trainers.url}/evaluations", json=result, timeout=30).raise_for_status()
 
     def written() -> list[tuple[int, dict[str, float]]]:
@@ -95,17 +123,25 @@ def test_evaluations_are_written_down_once_by_a_run_that_is_resumed(
     first = (1, {"eval/percent_correct": 0.25})
     assert written() == [first]
     evaluated(4, 0.5)
-    assert trainers.train("--checkpoint-interval", "1", "--resume", "auto", "--training-steps", str(STEPS + 1))
+    assert trainers.train(
+        "--checkpoint-interval", "1", "--resume", "auto", "--training-steps", str(STEPS + 1)
+    )
     assert written() == [first, (4, {"eval/percent_correct": 0.5})]
     told = [message for message in caplog.messages if message.startswith("Evaluation ")]
-    assert told == [f"Evaluation sums at version {v}: eval/percent_correct {p}" for v, p in ((1, 0.25), (4, 0.5))]
+    assert told == [
+        f"Evaluation sums at version {v}: eval/percent_correct {p}"
+        for v, p in ((1, 0.25), (4, 0.5))
+    ]
 
 
 def test_a_server_that_was_restarted_is_asked_again_for_its_logprobs(
     trainers: Trainers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes back, in the second step's update, with the other mode."""
-    asked = [SamplerLogprobs(raw=("http://one:9001",)), SamplerLogprobs(processed=("http://one:9001",))]
+    asked = [
+        SamplerLogprobs(raw=("http://one:9001",)),
+        SamplerLogprobs(processed=("http://one:9001",)),
+    ]
     real, heeded = NoBridge.sync, []
 
     def sync(bridge: NoBridge, version: int, *rest: Any) -> SyncReport:
@@ -139,7 +175,10 @@ def test_a_step_whose_weights_reach_nobody_before_the_end_has_its_row(
     with pytest.raises(StopRequested):
         trainers.train()
     monkeypatch.setattr(NoBridge, "sync", real)
-    assert [(row["step"], row["weight_version"], row["checksum"]) for row in trainers.rows()] == [(1, 1, ""), (2, 2, "")]
+    assert [(row["step"], row["weight_version"], row["checksum"]) for row in trainers.rows()] == [
+        (1, 1, ""),
+        (2, 2, ""),
+    ]
     assert trainers.train("--resume", "auto")
     assert [row["step"] for row in trainers.rows()] == list(range(1, STEPS + 1))
 
@@ -165,10 +204,17 @@ def test_the_steps_that_are_named_are_traced(trainers: Trainers) -> None:
     assert trace.name == "steps_2-3.rank0.json.gz"
     with gzip.open(trace, "rt") as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
-    assert sum(name.startswith("Optimizer.step") or name == "aten::_fused_adamw_" for name in names) >= 2
+    assert (
+        sum(name.startswith("Optimizer.step") or name == "aten::_fused_adamw_" for name in names)
+        >= 2
+    )
     assert any("Backward" in name for name in names)
 
 
-def test_a_memory_snapshot_on_a_cpu_is_refused_before_anything_is_loaded(trainers: Trainers) -> None:
-    with pytest.raises(ConfigError, match="--memory-snapshot records the memory of a GPU, and --device is cpu"):
+def test_a_memory_snapshot_on_a_cpu_is_refused_before_anything_is_loaded(
+    trainers: Trainers,
+) -> None:
+    with pytest.raises(
+        ConfigError, match="--memory-snapshot records the memory of a GPU, and --device is cpu"
+    ):
         trainers.train("--memory-snapshot")

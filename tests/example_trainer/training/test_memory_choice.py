@@ -1,4 +1,6 @@
-"""The choice of where masters and moments are and whether layers are recomputed: order, flags, ranks and the logged line."""
+"""The choice of where masters and moments are and whether layers are recomputed: order, flags,
+ranks and the logged line.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +77,17 @@ def card(free: float, host: float, ranks: int = 1) -> Room:
         (card(300, 230), ["--gradient-checkpointing"], 1, (False, True)),
         (card(96, 230), ["--no-gradient-checkpointing"], 1, None),
         (card(139, 120), ["--optimizer-offload", "auto"], 4, (False, False)),
-        (card(300, 0), ["--deterministic", "--weight-bridge-mode", "shared_vllm"], 1, (False, False)),
+        (
+            card(300, 0),
+            ["--deterministic", "--weight-bridge-mode", "shared_vllm"],
+            1,
+            (False, False),
+        ),
     ],
 )
-def test_the_first_way_that_fits_is_taken(room: Room, flags: list[str], ranks: int, expected: tuple[bool, bool] | None) -> None:
+def test_the_first_way_that_fits_is_taken(
+    room: Room, flags: list[str], ranks: int, expected: tuple[bool, bool] | None
+) -> None:
     chosen = choose(replace(room, ranks_here=ranks), *flags, world_size=ranks)
     assert (None if chosen is None else (chosen.offload, chosen.gradient_checkpointing)) == expected
     assert chosen is None or chosen.optimizer == config(*flags).optimizer
@@ -86,7 +95,9 @@ def test_the_first_way_that_fits_is_taken(room: Room, flags: list[str], ranks: i
 
 @settings(max_examples=40)
 @given(free=st.integers(60, 320), host=st.integers(20, 300), ranks=st.sampled_from([1, 2, 4]))
-def test_nothing_cheaper_would_fit_and_what_is_chosen_does(free: int, host: int, ranks: int) -> None:
+def test_nothing_cheaper_would_fit_and_what_is_chosen_does(
+    free: int, host: int, ranks: int
+) -> None:
     room = card(free, host, ranks)
     ways = candidates(training(world_size=ranks), config(), room)
     assert [(way.offload, way.gradient_checkpointing) for way in ways] == [
@@ -109,19 +120,28 @@ def test_a_tight_way_comes_after_one_that_leaves_some_memory_free() -> None:
 
 def test_ranks_take_the_same_way() -> None:
     """The second rank has less host memory, the first less of its GPU."""
-    first, second = [(False, False), (True, True), (False, False)], [(True, True), (False, False), (True, True)]
+    first, second = (
+        [(False, False), (True, True), (False, False)],
+        [(True, True), (False, False), (True, True)],
+    )
     assert first_that_fits([first, second]) is None
     assert first_that_fits([[*first, (True, True)], [*second, (False, True)]]) == 3
 
 
 def test_adapters_and_cpus_leave_nothing_to_choose() -> None:
     asked = training(lora=(16, ("q_proj",)))
-    assert [way.offload for way in candidates(asked, config("--weight-bridge-mode", "lora_only"), card(100, 100))] == [
-        False
-    ] * 2
+    assert [
+        way.offload
+        for way in candidates(asked, config("--weight-bridge-mode", "lora_only"), card(100, 100))
+    ] == [False] * 2
     on_cpu = replace(card(100, 100), device=CPU)
-    assert [(way.offload, way.gradient_checkpointing) for way in candidates(training(), config(), on_cpu)] == [(False, False)]
-    assert [way.offload for way in candidates(training(), config("--optimizer-offload"), on_cpu)] == [True]
+    assert [
+        (way.offload, way.gradient_checkpointing)
+        for way in candidates(training(), config(), on_cpu)
+    ] == [(False, False)]
+    assert [
+        way.offload for way in candidates(training(), config("--optimizer-offload"), on_cpu)
+    ] == [True]
 
 
 def test_one_line_names_the_choice_and_its_cost() -> None:
@@ -140,7 +160,9 @@ def test_one_line_names_the_choice_and_its_cost() -> None:
 
 
 def test_the_rate_over_the_bus_is_that_of_the_measurement() -> None:
-    case = json.loads((ROOT / "bench/results/trainer_speed.json").read_text())["cases"]["8B, one GPU, offloaded"]
+    case = json.loads((ROOT / "bench/results/trainer_speed.json").read_text())["cases"][
+        "8B, one GPU, offloaded"
+    ]
     seconds = case["step"]["optimizer_seconds"] + case["step"]["write_weights_seconds"]
     assert 16 * case["parameters"] / seconds == pytest.approx(BUS_BYTES_PER_SECOND, rel=0.05)
     asked = training(offload=True)
@@ -150,7 +172,11 @@ def test_the_rate_over_the_bus_is_that_of_the_measurement() -> None:
 def test_the_options_get_the_choice() -> None:
     chosen = MemoryChoice(offload=True, gradient_checkpointing=False, tokens_per_microbatch=5)
     applied = chosen.applied_to(config("--optimizer", "adamw-8bit"))
-    assert (applied.optimizer_offload, applied.gradient_checkpointing, applied.optimizer) == (True, False, "adamw-8bit")
+    assert (applied.optimizer_offload, applied.gradient_checkpointing, applied.optimizer) == (
+        True,
+        False,
+        "adamw-8bit",
+    )
     assert applied.shareable["optimizer_offload"] is True
 
 
@@ -158,7 +184,9 @@ def test_the_trainer_plans_before_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A folder without weights will do: only its config.json is read."""
-    (tmp_path / "config.json").write_text((ROOT / "assets" / "starter_model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        (ROOT / "assets" / "starter_model" / "config.json").read_text()
+    )
     caplog.set_level("INFO")
     asked = TrainerConfig(model_name=str(tmp_path))
     assert choose_memory(asked, NoBridge(), torch.float32, CPU).tokens_per_microbatch == 4096
@@ -167,7 +195,9 @@ def test_the_trainer_plans_before_it_loads(
     monkeypatch.setattr(memory_choice, "free_memory", lambda device: (10_000_000, 20_000_000))
     with pytest.raises(MemoryShortage, match=r"0\.01 of 0\.02 GiB are free on cpu"):
         choose_memory(asked, NoBridge(), torch.float32, CPU)
-    choose_memory(asked.model_copy(update={"skip_memory_check": True}), NoBridge(), torch.float32, CPU)
+    choose_memory(
+        asked.model_copy(update={"skip_memory_check": True}), NoBridge(), torch.float32, CPU
+    )
     assert "Going on because of --skip-memory-check" in caplog.text
 
 
@@ -178,13 +208,22 @@ class SecondRank(Ranks):
         super().__init__()
         self._other = other
 
-    def gather(self, value: Any, what: str = "an object", timeout: float | None = None) -> list[Any]:
+    def gather(
+        self, value: Any, what: str = "an object", timeout: float | None = None
+    ) -> list[Any]:
         return [value, self._other if isinstance(value, list) else value]
 
 
 def test_a_rank_that_has_room_is_refused_with_the_others_reason(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((ROOT / "assets" / "starter_model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        (ROOT / "assets" / "starter_model" / "config.json").read_text()
+    )
     asked = TrainerConfig(model_name=str(tmp_path))
-    assert choose_memory(asked, NoBridge(), torch.float32, CPU, SecondRank([[True, True, 512]])).tokens_per_microbatch == 512
+    assert (
+        choose_memory(
+            asked, NoBridge(), torch.float32, CPU, SecondRank([[True, True, 512]])
+        ).tokens_per_microbatch
+        == 512
+    )
     with pytest.raises(MemoryShortage, match="no way to train fits on every rank"):
         choose_memory(asked, NoBridge(), torch.float32, CPU, SecondRank([[False, False, 512]]))

@@ -1,4 +1,6 @@
-"""The items of a training's memory: against counts by hand, what autograd keeps, and every tensor that is alive in a step."""
+"""The items of a training's memory: against counts by hand, what autograd keeps, and every tensor
+that is alive in a step.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ CPU = torch.device("cpu")
 
 def test_parameters_are_those_of_the_model() -> None:
     for made in (geometry(), geometry(tie_word_embeddings=False, qk_norm=False, qkv_bias=True)):
-        assert parameter_count(made) == sum(p.numel() for p in Decoder(made, torch.float32).parameters())
+        assert parameter_count(made) == sum(
+            p.numel() for p in Decoder(made, torch.float32).parameters()
+        )
     assert parameter_count(qwen_14b()) == 14_770_033_664  # as the model's card says: 14.7 B
 
 
@@ -68,16 +72,22 @@ def test_adapters_are_small() -> None:
 
 
 KINDS = {"qwen3": {}, "llama": {"qk_norm": False}, "qwen2": {"qk_norm": False, "qkv_bias": True}}
-ADAPTERS = {"every weight": None, "adapters": (8, ALL_PROJECTIONS), "adapters on queries": (8, ("q_proj",))}
+ADAPTERS = {
+    "every weight": None,
+    "adapters": (8, ALL_PROJECTIONS),
+    "adapters on queries": (8, ("q_proj",)),
+}
 
 
 @pytest.mark.parametrize("table", ["reference", "invariant"])
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_layer_keeps_what_autograd_keeps(kind: str, dtype: torch.dtype, adapters: str, table: Table) -> None:
-    """Counted over every tensor that is saved for the backward pass, the second of two depths taken off. The fast table runs on
-    GPUs alone; it keeps what the invariant one does."""
+def test_a_layer_keeps_what_autograd_keeps(
+    kind: str, dtype: torch.dtype, adapters: str, table: Table
+) -> None:
+    """Counted over every tensor that is saved for the backward pass, the second of two depths taken
+    off. The fast table runs on GPUs alone; it keeps what the invariant one does."""
     lora = ADAPTERS[adapters]
     if table == "invariant" and lora:
         pytest.skip("adapters are not trained deterministically")
@@ -99,23 +109,41 @@ def test_a_layer_keeps_what_autograd_keeps(kind: str, dtype: torch.dtype, adapte
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             hidden = model(torch.zeros(64, dtype=torch.int64), Packing([24, 40]))
         assert hidden.shape == (64, 256)
-        return sum(tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in own)
+        return sum(
+            tensor.untyped_storage().nbytes()
+            for pointer, tensor in saved.items()
+            if pointer not in own
+        )
 
     measured = (kept(4) - kept(2)) / 2 / 64
-    assert layer_activation_bytes(geometry(**KINDS[kind]), dtype.itemsize, lora, table) == pytest.approx(measured, rel=0.01)
+    assert layer_activation_bytes(
+        geometry(**KINDS[kind]), dtype.itemsize, lora, table
+    ) == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("tied", "adapters"), [(True, False), (False, False), (False, True)], ids=["tied", "untied", "adapters"]
+    ("tied", "adapters"),
+    [(True, False), (False, False), (False, True)],
+    ids=["tied", "untied", "adapters"],
 )
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["activations kept", "gradient checkpointing"])
+@pytest.mark.parametrize(
+    "checkpointing", [False, True], ids=["activations kept", "gradient checkpointing"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_plan_is_what_is_alive_at_the_worst_moment(
     dtype: torch.dtype, checkpointing: bool, tied: bool, adapters: bool
 ) -> None:
-    """Every tensor that is alive after each operation of a step is counted. Small, since a processor without bfloat16 takes
-    seconds for its products; there are as many tokens for a weight as in the other tests."""
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 192, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+    """Every tensor that is alive after each operation of a step is counted. Small, since a
+    processor without bfloat16 takes seconds for its products; there are as many tokens for a weight
+    as in the other tests."""
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 32,
+    }
     shape = geometry(num_layers=3, max_positions=64, tie_word_embeddings=tied, **sizes)
     asked = request(
         geometry=shape, dtype=dtype, tokens_per_microbatch=128, seq_len=64, gradient_checkpointing=checkpointing,
@@ -131,7 +159,9 @@ def test_the_plan_is_what_is_alive_at_the_worst_moment(
             attach_adapters(model, LoraSettings(8, 16.0, 0.0, ALL_PROJECTIONS))
         optimizer = MasterAdamW(model, lr=1e-4)
         model.arithmetic.sums = optimizer.sums
-        for microbatch in range(3):  # a step of one and one of two, in whose second the moments and the gradients are there
+        for microbatch in range(
+            3
+        ):  # a step of one and one of two, in whose second the moments and the gradients are there
             hidden = model.arithmetic.ops.rows(model(ids, packing), torch.arange(128))
             logprobs, _ = model.chosen_logprobs(hidden, ids, packing, 64)
             loss = -logprobs.mean()
@@ -145,14 +175,18 @@ def test_the_plan_is_what_is_alive_at_the_worst_moment(
 
 
 def test_72b_on_32_ranks_on_paper() -> None:
-    """Qwen2.5-72B, sharded by FSDP2 over 32 GPUs, broadcast to one vLLM of 8 ranks. Each number is worked out by hand."""
+    """Qwen2.5-72B, sharded by FSDP2 over 32 GPUs, broadcast to one vLLM of 8 ranks.
+
+    Each number is worked out by hand.
+    """
     hidden, inner, vocab, layers, keys = 8192, 29568, 152064, 80, 1024
     shape = geometry(
         architecture="Qwen2ForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_layers=layers,
         num_heads=64, num_kv_heads=8, head_dim=128, max_positions=32768, qk_norm=False, qkv_bias=True,
         tie_word_embeddings=False,
     )  # fmt: skip
-    # qkv (64 + 8 + 8 heads of 128, with biases), o, gate and up, down, two norms; embedding, output matrix, last norm.
+    # qkv (64 + 8 + 8 heads of 128, with biases), o, gate and up, down, two norms; embedding, output
+    # matrix, last norm.
     layer = (hidden + 2 * keys) * (hidden + 1) + hidden * hidden + 3 * hidden * inner + 2 * hidden
     root = 2 * vocab * hidden + hidden
     total = layers * layer + root
@@ -164,7 +198,13 @@ def test_72b_on_32_ranks_on_paper() -> None:
     }  # fmt: skip
     served = ModelGeometry.from_hf_config(config)
     manifests = [
-        Manifest(rank, 8, tuple(ManifestEntry(spec, "bfloat16", "cuda:0") for spec in plan_shards(served, rank, 8)))
+        Manifest(
+            rank,
+            8,
+            tuple(
+                ManifestEntry(spec, "bfloat16", "cuda:0") for spec in plan_shards(served, rank, 8)
+            ),
+        )
         for rank in range(8)
     ]
     # A vLLM rank holds an eighth of all matrices and of qkv's biases, and every norm whole.
@@ -177,23 +217,29 @@ def test_72b_on_32_ranks_on_paper() -> None:
         layouts=(tuple(manifests),),
     )  # fmt: skip
     plan = plan_memory(asked)
-    # Two buckets, and rows of o_proj's and down_proj's columns for other ranks: 1/32 of those in a round of 32 buckets.
+    # Two buckets, and rows of o_proj's and down_proj's columns for other ranks: 1/32 of those in a
+    # round of 32 buckets.
     assert 2 * BUCKET_BYTES < plan.lasting["buffers to send from"] < 2.5 * BUCKET_BYTES
     assert plan.lasting["weights (this trainer's own copy)"] == 2 * total // 32
     assert plan.lasting["float32 masters"] == 4 * total // 32
     loss, layers_back, end, update = plan.moments.values()
     assert plan.greatest == "backward of the layers"
-    # Both matrices stay whole through the step, the output matrix's gradient waits for its reduction at the end; of layers two
-    # are whole, one has gradients, and those of the one before are being added up in float32.
+    # Both matrices stay whole through the step, the output matrix's gradient waits for its
+    # reduction at the end; of layers two are whole, one has gradients, and those of the one before
+    # are being added up in float32.
     gathered = "embedding and output matrix, gathered"
     assert layers_back[gathered] == loss[gathered] == 2 * root
     assert layers_back["output matrix's gradient"] == 2 * vocab * hidden
     assert layers_back["layers, gathered and reduced"] == (2 + 2 + 2 + 4) * layer
-    # The embedding's and the output matrix's gradients, in bfloat16 and in float32, and the float32 share that comes out.
+    # The embedding's and the output matrix's gradients, in bfloat16 and in float32, and the float32
+    # share that comes out.
     assert end["embedding and output matrix, reduced"] == (2 + 4) * root + 4 * root // 32
     assert update == {}
-    # 4.5 weights, 9.1 masters, 18.2 moments, 0.3 buffers, 9.1 gradients, 5.0 whole matrices, 2.5 head, 8.8 layers.
-    assert plan.total / 1e9 == pytest.approx(4.54 + 9.09 + 18.18 + 0.33 + 9.09 + 4.98 + 2.49 + 8.78 + 12.6, rel=0.01)
+    # 4.5 weights, 9.1 masters, 18.2 moments, 0.3 buffers, 9.1 gradients, 5.0 whole matrices, 2.5
+    # head, 8.8 layers.
+    assert plan.total / 1e9 == pytest.approx(
+        4.54 + 9.09 + 18.18 + 0.33 + 9.09 + 4.98 + 2.49 + 8.78 + 12.6, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("vllm_ranks", [1, 2])
@@ -203,7 +249,13 @@ def test_planned_buffers_are_those_that_are_made(vllm_ranks: int, served_dtype: 
     config = json.loads((ROOT / "assets" / "starter_model" / "config.json").read_text())
     served = ModelGeometry.from_hf_config(config)
     manifests = tuple(
-        Manifest(r, vllm_ranks, tuple(ManifestEntry(s, served_dtype, "cpu") for s in plan_shards(served, r, vllm_ranks)))
+        Manifest(
+            r,
+            vllm_ranks,
+            tuple(
+                ManifestEntry(s, served_dtype, "cpu") for s in plan_shards(served, r, vllm_ranks)
+            ),
+        )
         for r in range(vllm_ranks)
     )
     with Meter(CPU) as meter:
@@ -211,7 +263,12 @@ def test_planned_buffers_are_those_that_are_made(vllm_ranks: int, served_dtype: 
         before = meter.now
         stream = WeightStream(model, manifests, SendPlan(1, vllm_ranks), Ranks(), CPU, Route.GLOO)
         made = meter.now - before
-    asked = request(geometry=Geometry.from_config(config), dtype=torch.float32, layouts=(manifests,), packs=True)
+    asked = request(
+        geometry=Geometry.from_config(config), dtype=torch.float32, layouts=(manifests,), packs=True
+    )
     planned = plan_memory(asked).lasting["buffers to send from"]
     assert stream.buffer_bytes == planned == pytest.approx(made, rel=0.01)
-    assert plan_memory(replace(asked, layouts=(manifests, manifests))).lasting["buffers to send from"] == 2 * planned
+    assert (
+        plan_memory(replace(asked, layouts=(manifests, manifests))).lasting["buffers to send from"]
+        == 2 * planned
+    )

@@ -1,4 +1,6 @@
-"""The memory plan: what fits, the refusal of what does not, tokens of a bin, and a real step's growth of memory."""
+"""The memory plan: what fits, the refusal of what does not, tokens of a bin, and a real step's
+growth of memory.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 2**30
 
 
-def room(free: float, host: float = 10**6, ranks_here: int = 1, device: torch.device = GPU, total: float = 0) -> Room:
+def room(
+    free: float,
+    host: float = 10**6,
+    ranks_here: int = 1,
+    device: torch.device = GPU,
+    total: float = 0,
+) -> Room:
     """Free memory in GiB."""
     return Room(device, int(free * GIB), int((total or free) * GIB), int(host * GIB), ranks_here)
 
@@ -70,7 +78,9 @@ def test_more_of_anything_never_takes_less(
     assert plan_memory(replace(asked, lora=(4, ("q_proj",)))).total < total
     if layers > 1:
         for count in (kept_activation_bytes, backward_activation_bytes):
-            assert count(replace(asked, gradient_checkpointing=True)) <= count(replace(asked, gradient_checkpointing=False))
+            assert count(replace(asked, gradient_checkpointing=True)) <= count(
+                replace(asked, gradient_checkpointing=False)
+            )
     sharded = dict(plan_memory(replace(asked, world_size=ranks)).items)
     assert sharded["float32 masters"] <= dict(plan_memory(asked).items)["float32 masters"]
     sizes = [size for _, size in plan_memory(asked).items]
@@ -102,12 +112,20 @@ def test_a_shortage_names_the_items_what_is_free_and_the_remedies() -> None:
     [
         (0.92, 8.0, 0.75),  # 30.8 GiB are needed: 22.8 of 140 more than are free
         (0.80, 8.0, 0.63),  # another program has some of the memory too
-        (None, 8.0, 0.76),  # another flag decides how much vLLM takes: the plan gets what it needs of the device
+        (
+            None,
+            8.0,
+            0.76,
+        ),  # another flag decides how much vLLM takes: the plan gets what it needs of the device
         (0.26, 8.0, None),  # the rest would not hold vLLM's 13.8 GiB of weights
     ],
 )
-def test_the_share_that_is_advised_leaves_what_is_missing(share: float | None, free: float, advised: float | None) -> None:
-    """14B over two GPUs of 140 GiB, in the smallest way that its plan knows, beside a vLLM that has most of them."""
+def test_the_share_that_is_advised_leaves_what_is_missing(
+    share: float | None, free: float, advised: float | None
+) -> None:
+    """14B over two GPUs of 140 GiB, in the smallest way that its plan knows, beside a vLLM that has
+    most of them.
+    """
     asked = request(
         geometry=qwen_14b(), seq_len=2048, tokens_per_microbatch=2048, table="fast", single_copy=True, world_size=2,
         offload=True, gradient_checkpointing=True,
@@ -118,7 +136,10 @@ def test_the_share_that_is_advised_leaves_what_is_missing(share: float | None, f
     if advised is None:
         assert not any("--gpu-memory-utilization" in line for line in remedies(asked, full))
         return
-    assert remedies(asked, full)[0] == f"start vLLM with --gpu-memory-utilization {advised:.2f} or less"
+    assert (
+        remedies(asked, full)[0]
+        == f"start vLLM with --gpu-memory-utilization {advised:.2f} or less"
+    )
     taken = share if share is not None else 1 - free / 140
     assert replace(full, free=full.free + round((taken - advised) * 140 * GIB)).holds(asked)
 
@@ -133,7 +154,11 @@ def test_remedies_are_those_that_suffice() -> None:
         "4 GPUs",
         "--weight-bridge-mode lora_only",
     ]
-    assert plan_memory(replace(asked, world_size=4)).total <= 139 * GIB < plan_memory(replace(asked, world_size=2)).total
+    assert (
+        plan_memory(replace(asked, world_size=4)).total
+        <= 139 * GIB
+        < plan_memory(replace(asked, world_size=2)).total
+    )
     # If nothing suffices, the refusal names the flags that lower the need.
     assert any("--gradient-checkpointing (" in text for text in remedies(asked, room(1)))
     longer = replace(asked, seq_len=32768, tokens_per_microbatch=65536, world_size=4)
@@ -141,7 +166,12 @@ def test_remedies_are_those_that_suffice() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(free=st.integers(20, 200), host=st.integers(10, 300), offload=st.booleans(), recompute=st.booleans())
+@given(
+    free=st.integers(20, 200),
+    host=st.integers(10, 300),
+    offload=st.booleans(),
+    recompute=st.booleans(),
+)
 def test_every_remedy_does_suffice(free: int, host: int, offload: bool, recompute: bool) -> None:
     """The sizes that a refusal promises are within what is free, and no remedy is in vain."""
     asked = request(
@@ -154,10 +184,15 @@ def test_every_remedy_does_suffice(free: int, host: int, offload: bool, recomput
         return
     with pytest.raises(MemoryShortage) as caught:
         require_memory(asked, here)
-    found = re.findall(r"\((\d+\.\d+) GiB then(?:, and (\d+\.\d+) GiB of host memory)?\)", str(caught.value))
+    found = re.findall(
+        r"\((\d+\.\d+) GiB then(?:, and (\d+\.\d+) GiB of host memory)?\)", str(caught.value)
+    )
     assert found or "a device with more memory" in str(caught.value)
     if any(float(size) <= free for size, _ in found):
-        assert all(float(size) <= free + 0.01 and float(memory or 0) <= host + 0.01 for size, memory in found)
+        assert all(
+            float(size) <= free + 0.01 and float(memory or 0) <= host + 0.01
+            for size, memory in found
+        )
 
 
 H200 = 139
@@ -165,7 +200,9 @@ H200 = 139
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks", "host"), [(qwen_7b(), 1, 128), (qwen_14b(), 2, 256)], ids=["7B on one", "14B on two"]
+    ("shape", "ranks", "host"),
+    [(qwen_7b(), 1, 128), (qwen_14b(), 2, 256)],
+    ids=["7B on one", "14B on two"],
 )
 def test_offloaded_models_fit(shape: Geometry, ranks: int, host: int) -> None:
     asked = request(
@@ -194,10 +231,16 @@ def test_8_bit_moments_take_a_byte_and_a_share_of_a_scale() -> None:
     """Matrices of whole blocks alone: biases and norms keep float32."""
     shape = qwen_14b()
     plain, small = request(geometry=shape), request(geometry=shape, optimizer="adamw-8bit")
-    vectors = shape.num_layers * (2 * shape.hidden_size + shape.q_size + 2 * shape.kv_size) + shape.hidden_size
+    vectors = (
+        shape.num_layers * (2 * shape.hidden_size + shape.q_size + 2 * shape.kv_size)
+        + shape.hidden_size
+    )
     assert small.trained - small.quantised == vectors
     assert small.moment_bytes == 2 * small.quantised + small.quantised // 256 * 8 + 8 * vectors
-    assert plan_memory(plain).total - plan_memory(small).total == plain.moment_bytes - small.moment_bytes
+    assert (
+        plan_memory(plain).total - plan_memory(small).total
+        == plain.moment_bytes - small.moment_bytes
+    )
     assert host_bytes(replace(small, offload=True)) == 4 * small.trained + small.moment_bytes
     # Over ranks, rows of 896 are not whole blocks; adapters are too small to be worth it.
     odd = request(geometry=geometry(hidden_size=896), optimizer="adamw-8bit")
@@ -207,7 +250,9 @@ def test_8_bit_moments_take_a_byte_and_a_share_of_a_scale() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(10**9, 200 * 10**9), st.integers(2, 40000), st.booleans())
-def test_the_budget_is_the_largest_that_leaves_room(free: int, longest: int, checkpointing: bool) -> None:
+def test_the_budget_is_the_largest_that_leaves_room(
+    free: int, longest: int, checkpointing: bool
+) -> None:
     asked = request(
         geometry=qwen_7b(),
         seq_len=longest,
@@ -222,7 +267,9 @@ def test_the_budget_is_the_largest_that_leaves_room(free: int, longest: int, che
     if budget > max(min(longest, 32768), BUDGETS[-1]):
         assert plan_memory(replace(asked, tokens_per_microbatch=budget)).total <= free
     larger = [b for b in BUDGETS if b > budget]
-    assert all(plan_memory(replace(asked, tokens_per_microbatch=b)).total > 0.92 * free for b in larger)
+    assert all(
+        plan_memory(replace(asked, tokens_per_microbatch=b)).total > 0.92 * free for b in larger
+    )
 
 
 def test_on_a_cpu_only_what_is_certain_is_refused() -> None:
@@ -238,7 +285,9 @@ def test_on_a_cpu_only_what_is_certain_is_refused() -> None:
 
 
 def test_free_memory_heeds_the_control_group(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:  800 kB\nHugePages_Total: 0\n")
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:  800 kB\nHugePages_Total: 0\n"
+    )
     assert free_memory(CPU, tmp_path, tmp_path / "none") == (800 * 1024, 1000 * 1024)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("4096\n")
@@ -294,9 +343,14 @@ print(json.dumps([peak() - before, plan_memory(request).total]))
 """
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["activations kept", "gradient checkpointing"])
+@pytest.mark.parametrize(
+    "checkpointing", [False, True], ids=["activations kept", "gradient checkpointing"]
+)
 def test_the_estimate_is_near_what_a_real_step_takes(checkpointing: bool) -> None:
-    """In a process of its own, whose greatest resident size the kernel has recorded. Stated factor: 0.75 to 1.4."""
+    """In a process of its own, whose greatest resident size the kernel has recorded.
+
+    Stated factor: 0.75 to 1.4.
+    """
     done = subprocess.run(
         [sys.executable, "-c", STEP.format(root=str(ROOT)), str(checkpointing)],
         capture_output=True, text=True, timeout=200, check=False, env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},

@@ -1,4 +1,6 @@
-"""AdamW on masters does what torch.optim.AdamW does, writes weights only when told, and refuses what is not finite."""
+"""AdamW on masters does what torch.optim.AdamW does, writes weights only when told, and refuses
+what is not finite.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Net(nn.Module):
 
 
 def loss_of(net: nn.Module, seed: int) -> torch.Tensor:
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed)).to(next(net.parameters()).dtype)
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed)).to(
+        next(net.parameters()).dtype
+    )
     return net(x).float().square().mean()
 
 
@@ -46,7 +50,14 @@ def shapes_of(state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 @given(st.floats(1e-4, 1e-1), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 0.05, 10.0]))
 def test_equals_torch_adamw(lr: float, weight_decay: float, max_grad_norm: float) -> None:
     ours, theirs = Net(), Net()
-    optimizer = MasterAdamW(ours, lr=lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm, betas=(0.9, 0.99), eps=1e-7)
+    optimizer = MasterAdamW(
+        ours,
+        lr=lr,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+        betas=(0.9, 0.99),
+        eps=1e-7,
+    )
     groups = [
         {"params": [theirs.first.weight, theirs.last.weight], "weight_decay": weight_decay},
         {"params": [theirs.first.bias], "weight_decay": 0.0},
@@ -91,7 +102,9 @@ def test_masters_keep_what_bfloat16_would_round_away() -> None:
 
 
 def test_weights_follow_parameters_onto_other_memory() -> None:
-    """As with a single copy: the parameters become views on the server's memory, which holds something else."""
+    """As with a single copy: the parameters become views on the server's memory, which holds
+    something else.
+    """
     net = Net()
     optimizer = MasterAdamW(net, lr=0.1)
     expected = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -142,7 +155,9 @@ def test_a_parameter_without_a_gradient_is_an_error() -> None:
     net = Net()
     optimizer = MasterAdamW(net, lr=0.1)
     net.last.weight.sum().backward()
-    with pytest.raises(RuntimeError, match=r"no gradient reached 2 of 3 parameters, first first\.weight"):
+    with pytest.raises(
+        RuntimeError, match=r"no gradient reached 2 of 3 parameters, first first\.weight"
+    ):
         optimizer.step()
 
 
@@ -167,7 +182,13 @@ def test_masters_and_moments_have_their_memory_before_the_first_step(offload: bo
 
 
 def test_continuing_from_saved_state_is_exact() -> None:
-    options = {"lr": 0.05, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2, "total_steps": 8}
+    options = {
+        "lr": 0.05,
+        "weight_decay": 0.1,
+        "schedule": "cosine",
+        "warmup_steps": 2,
+        "total_steps": 8,
+    }
     one, two = Net(torch.bfloat16), Net(torch.bfloat16)
     through = MasterAdamW(one, **options)  # type: ignore[arg-type]
     for step in range(3):
@@ -203,10 +224,20 @@ class TestSchedule:
     def test_closed_forms(self) -> None:
         factors = [learning_rate_factor(step, "constant", 3, 10) for step in range(6)]
         assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-        assert [learning_rate_factor(step, "linear", 0, 4) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
-        assert [learning_rate_factor(step, "cosine", 0, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.5, 0.0])
+        assert [learning_rate_factor(step, "linear", 0, 4) for step in range(5)] == [
+            1.0,
+            0.75,
+            0.5,
+            0.25,
+            0.0,
+        ]
+        assert [learning_rate_factor(step, "cosine", 0, 4) for step in (0, 2, 4)] == pytest.approx(
+            [1.0, 0.5, 0.0]
+        )
 
-    @given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 20), st.integers(1, 50))
+    @given(
+        st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 20), st.integers(1, 50)
+    )
     def test_rises_then_never_rises_again(self, schedule: str, warmup: int, total: int) -> None:
         factors = [learning_rate_factor(step, schedule, warmup, total) for step in range(total + 5)]  # type: ignore[arg-type]
         assert all(0 <= factor <= 1 for factor in factors)
@@ -259,7 +290,9 @@ def test_readers_are_waited_for_before_anything_changes() -> None:
     calls = []
 
     def wait() -> None:
-        calls.append(all(torch.equal(master, masters[name]) for name, master in optimizer.masters.items()))
+        calls.append(
+            all(torch.equal(master, masters[name]) for name, master in optimizer.masters.items())
+        )
         raise CheckpointError("it takes too long")
 
     optimizer.wait_for_readers = wait

@@ -1,4 +1,6 @@
-"""How many ranks a trainer starts: by its GPUs, by --ranks, by vLLM's ranks, and by modes of one process."""
+"""How many ranks a trainer starts: by its GPUs, by --ranks, by vLLM's ranks, and by modes of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ def options(**values: object) -> TrainerConfig:
     return TrainerConfig.model_validate({"model_name": "any", **values})
 
 
-def server_info(ranks: int, gpus: tuple[str, ...] = (), dtype: str = "bfloat16", replicas: int = 1) -> dict[str, Any]:
+def server_info(
+    ranks: int, gpus: tuple[str, ...] = (), dtype: str = "bfloat16", replicas: int = 1
+) -> dict[str, Any]:
     """What a server of so many ranks answers at /bridge/info, as far as a choice depends on it."""
     shard = ShardSpec("weight", (2, 3), (2, 3), (Slice(0, 0, 0, 2),))
-    manifests = [Manifest(r, ranks, (ManifestEntry(shard, dtype, "cuda:0"),)).to_json() for r in range(ranks)]
+    manifests = [
+        Manifest(r, ranks, (ManifestEntry(shard, dtype, "cuda:0"),)).to_json() for r in range(ranks)
+    ]
     return {
         "instance": "one", "tp_degree": ranks, "replicas": replicas, "device": "cuda" if gpus else "cpu",
         "gpu_uuids": list(gpus), "hostname": "elsewhere", "config_path": "/nowhere", "ranks": manifests,
@@ -42,7 +48,10 @@ class Machine:
         self.info: dict[str, Any] | None = None
         self.questions = 0
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.gpus))
-        for module in ("example_trainer.training.rank_plan", "example_trainer.weight_bridge.factory"):
+        for module in (
+            "example_trainer.training.rank_plan",
+            "example_trainer.weight_bridge.factory",
+        ):
             monkeypatch.setattr(f"{module}.gpu_uuid", lambda device: self.gpus[device.index])
         monkeypatch.setattr(rank_plan.BridgeServer, "wait_for_info", lambda _: self.answer())
 
@@ -51,7 +60,9 @@ class Machine:
         assert self.info is not None, "this server is not there to be asked"
         return self.info
 
-    def plan(self, environment: dict[str, str] | None = None, **values: object) -> rank_plan.RankPlan:
+    def plan(
+        self, environment: dict[str, str] | None = None, **values: object
+    ) -> rank_plan.RankPlan:
         return plan_ranks(options(**values), StopSignal(), environment or {})
 
 
@@ -61,7 +72,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
     return Machine(monkeypatch)
 
 
-def test_a_trainer_has_a_rank_for_each_gpu_that_it_sees(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_has_a_rank_for_each_gpu_that_it_sees(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
     broadcast = SHARED | {"use_shared_memory": True}
     assert machine.plan(**broadcast).count == 1, "on a CPU"
     machine.gpus = ("a",)
@@ -70,7 +83,10 @@ def test_a_trainer_has_a_rank_for_each_gpu_that_it_sees(machine: Machine, caplog
     machine.gpus = ("a", "b", "c")
     plan = machine.plan(**broadcast)
     assert (plan.count, plan.flags) == (3, ("--ranks", "3"))
-    assert "Starting 3 ranks with FSDP2: one for each GPU that this trainer sees (--ranks 1: one GPU)" in caplog.text
+    assert (
+        "Starting 3 ranks with FSDP2: one for each GPU that this trainer sees (--ranks 1: one GPU)"
+        in caplog.text
+    )
     assert machine.plan(**broadcast, ranks=2).count == 2
     assert machine.plan(**broadcast, ranks=1).count == 1
     assert "[Ranks] This trainer uses one of the 3 GPUs that it sees: --ranks is 1" in caplog.text
@@ -88,10 +104,16 @@ def test_ranks_on_a_cpu_are_started_when_they_are_asked_for(machine: Machine) ->
 @pytest.mark.parametrize(
     ("mode", "named"),
     [
-        ({"weight_bridge_mode": "lora_only"}, "--weight-bridge-mode lora_only trains in one process"),
+        (
+            {"weight_bridge_mode": "lora_only"},
+            "--weight-bridge-mode lora_only trains in one process",
+        ),
         ({}, "a trainer that restarts vLLM on checkpoints"),
         ({"vllm_restart_interval": 2}, "a trainer that restarts vLLM on checkpoints"),
-        (SHARED | {"deterministic": True, "single_copy": True}, "--deterministic trains in one process"),
+        (
+            SHARED | {"deterministic": True, "single_copy": True},
+            "--deterministic trains in one process",
+        ),
     ],
 )
 def test_a_mode_of_one_process_names_itself(
@@ -105,12 +127,16 @@ def test_a_mode_of_one_process_names_itself(
     assert machine.questions == 0
 
 
-def test_a_single_copy_has_as_many_ranks_as_vllm(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_copy_has_as_many_ranks_as_vllm(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
     single = SHARED | {"single_copy": True}
     machine.info = server_info(2)
     plan = machine.plan(**single)
     assert (plan.count, plan.flags) == (2, ("--ranks", "2", "--single-copy"))
-    assert "[Ranks] Starting 2 ranks, one for each of vLLM's at http://localhost:9001" in caplog.text
+    assert (
+        "[Ranks] Starting 2 ranks, one for each of vLLM's at http://localhost:9001" in caplog.text
+    )
     machine.info, machine.gpus = server_info(2, ("a", "b")), ("a", "b")
     assert machine.plan(**single).count == 2
     assert machine.plan(**single, ranks=2).count == 2
@@ -121,7 +147,11 @@ def test_a_single_copy_has_as_many_ranks_as_vllm(machine: Machine, caplog: pytes
 @pytest.mark.parametrize(
     ("gpus", "values", "told"),
     [
-        (("a",), {}, "vLLM's 2 ranks, and this trainer sees 1 GPU.*: set CUDA_VISIBLE_DEVICES as for vLLM"),
+        (
+            ("a",),
+            {},
+            "vLLM's 2 ranks, and this trainer sees 1 GPU.*: set CUDA_VISIBLE_DEVICES as for vLLM",
+        ),
         (("a", "b"), {"ranks": 1}, "vLLM's 2 ranks, and --ranks is 1: leave --ranks out"),
         (("a", "b", "c"), {"ranks": 3}, "vLLM's 2 ranks, and --ranks is 3: leave --ranks out"),
     ],
@@ -141,16 +171,23 @@ def test_a_single_copy_of_replicas_is_refused(machine: Machine) -> None:
         machine.plan(**SHARED, single_copy=True)
 
 
-def test_a_trainer_of_one_rank_computes_on_vllms_gpu(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_of_one_rank_computes_on_vllms_gpu(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
     machine.gpus, machine.info = ("a", "b"), server_info(1, ("b",))
     plan = machine.plan(**SHARED, single_copy=True)
     assert (plan.count, plan.config.device) == (1, "cuda:1")
-    assert "one of the 2 GPUs that it sees: a single copy has one rank for each of vLLM's" in caplog.text
+    assert (
+        "one of the 2 GPUs that it sees: a single copy has one rank for each of vLLM's"
+        in caplog.text
+    )
     plan = machine.plan(**SHARED)
     assert (plan.count, plan.config.device) == (1, "cuda:1"), "the same where the trainer chooses"
 
 
-def test_without_a_flag_the_servers_gpus_decide(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_flag_the_servers_gpus_decide(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
     machine.gpus, machine.info = ("a", "b"), server_info(2, ("a", "b"))
     plan = machine.plan(**SHARED)
     assert (plan.count, plan.flags) == (2, ("--ranks", "2", "--single-copy"))
@@ -163,7 +200,9 @@ def test_without_a_flag_the_servers_gpus_decide(machine: Machine, caplog: pytest
     assert machine.plan(**SHARED).flags[-1] == "--use-shared-memory"
     assert "Broadcast: vLLM has 4 ranks and this trainer has 2" in caplog.text
     machine.info = server_info(2, ("a", "b"), dtype="float16")
-    assert machine.plan(**SHARED).flags[-1] == "--use-shared-memory", "no gradient is taken in float16"
+    assert machine.plan(**SHARED).flags[-1] == "--use-shared-memory", (
+        "no gradient is taken in float16"
+    )
 
 
 def test_without_a_flag_another_number_of_ranks_than_vllms_broadcasts(
@@ -175,7 +214,9 @@ def test_without_a_flag_another_number_of_ranks_than_vllms_broadcasts(
     assert "Broadcast: vLLM has 1 rank(s) and --ranks is 2" in caplog.text
     machine.info = server_info(2, ("a", "b"))
     plan = machine.plan(**SHARED, ranks=1)
-    assert (plan.count, plan.config.use_shared_memory) == (1, True), "the choice is made, and logged, once"
+    assert (plan.count, plan.config.use_shared_memory) == (1, True), (
+        "the choice is made, and logged, once"
+    )
     machine.info = server_info(1, ("b",))
     assert machine.plan(**SHARED).config.single_copy
 
@@ -203,14 +244,19 @@ def test_a_launched_rank_starts_none(machine: Machine) -> None:
         ({"ranks": 2, "device": "cuda:1"}, "--ranks 2 and --device cuda:1 exclude each other"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused(machine: Machine, values: dict[str, object], told: str) -> None:
+def test_ranks_that_cannot_be_are_refused(
+    machine: Machine, values: dict[str, object], told: str
+) -> None:
     machine.gpus = ("a", "b")
     with pytest.raises(ConfigError, match=told):
         machine.plan(**SHARED, use_shared_memory=True, **values)
 
 
 def test_one_process_prefers_a_single_copy_of_one_rank_alone() -> None:
-    assert prefers_single_copy(server_info(2, ("a", "b"))) == (False, "vLLM has 2 ranks and this trainer is one process")
+    assert prefers_single_copy(server_info(2, ("a", "b"))) == (
+        False,
+        "vLLM has 2 ranks and this trainer is one process",
+    )
     single, reason = prefers_single_copy(server_info(1, ("a",), dtype="float16"))
     assert not single
     assert "float16" in reason

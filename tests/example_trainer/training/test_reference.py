@@ -1,4 +1,6 @@
-"""What a reference worker computes for a group is what the trainer computes for itself; and who cannot do so is told."""
+"""What a reference worker computes for a group is what the trainer computes for itself; and who
+cannot do so is told.
+"""
 
 from __future__ import annotations
 
@@ -51,24 +53,37 @@ def trainers_own(
     for bin in (one for bins in shares for one in bins if not one.empty):
         with torch.no_grad():
             logprobs, _ = response_logprobs(model, bin, bin.packing(), CONFIG)
-        for (group, i), row in zip(bin.orders.tolist(), logprobs.split(bin.counts.tolist()), strict=True):
+        for (group, i), row in zip(
+            bin.orders.tolist(), logprobs.split(bin.counts.tolist()), strict=True
+        ):
             found[group, i] = row.numpy().tobytes()
     return found
 
 
 def workers(
-    model: Decoder, groups: list[dict[str, Any]], settings: ReferenceSettings, options: TrainerConfig = CONFIG
+    model: Decoder,
+    groups: list[dict[str, Any]],
+    settings: ReferenceSettings,
+    options: TrainerConfig = CONFIG,
 ) -> dict[tuple[int, int], bytes]:
     """The bits that a trainer reads of what a worker answers."""
     scorer = ReferenceScorer(model, options)
     scored = [group | {"ref_logprobs": scorer.rows(group, settings)} for group in groups]
-    batch = parse_batch(scored, 64, 31, Rules(sampling=SamplingRules(allow_narrowed=True), reference="required"))
+    batch = parse_batch(
+        scored, 64, 31, Rules(sampling=SamplingRules(allow_narrowed=True), reference="required")
+    )
     assert not batch.invalid
-    return {s.order: s.reference_logprobs.tobytes() for s in batch.sequences if s.reference_logprobs is not None}
+    return {
+        s.order: s.reference_logprobs.tobytes()
+        for s in batch.sequences
+        if s.reference_logprobs is not None
+    }
 
 
 @pytest.mark.parametrize(("budget", "ranks"), [(40, 1), (90, 2), (10**6, 1)])
-def test_deterministic_rows_have_the_trainers_bits_whatever_shares_a_pass(budget: int, ranks: int) -> None:
+def test_deterministic_rows_have_the_trainers_bits_whatever_shares_a_pass(
+    budget: int, ranks: int
+) -> None:
     model, groups = deterministic_model(), make_groups(6)
     settings = settings_of(model, share_prefixes=False)
     expected = trainers_own(model, groups, budget, False, ranks)
@@ -78,11 +93,17 @@ def test_deterministic_rows_have_the_trainers_bits_whatever_shares_a_pass(budget
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_float32_rows_have_the_trainers_bits_where_it_packs_alike_and_are_close_elsewhere(share: bool) -> None:
+def test_float32_rows_have_the_trainers_bits_where_it_packs_alike_and_are_close_elsewhere(
+    share: bool,
+) -> None:
     model, groups = make_model(3), make_groups(5, prompt_length=30)
     settings = settings_of(model, share_prefixes=share)
     found = workers(model, groups, settings)
-    alone = {(n, i): row for n, one in enumerate(groups) for (_, i), row in trainers_own(model, [one], 4096, share).items()}
+    alone = {
+        (n, i): row
+        for n, one in enumerate(groups)
+        for (_, i), row in trainers_own(model, [one], 4096, share).items()
+    }
     assert found == alone
     for order, row in trainers_own(model, groups, 70, not share).items():
         there, here = np.frombuffer(row, np.float32), np.frombuffer(found[order], np.float32)
@@ -93,7 +114,10 @@ def test_each_turn_is_scored_at_its_own_temperature() -> None:
     model, rng = make_model(3), random.Random(0)
     tokens = [[rng.randrange(31) for _ in range(12)] for _ in range(2)]
     masks = [[-100, -100, *row[2:5], -100, -100, *row[7:]] for row in tokens]
-    said = [[{"temperature": 0.5, "tokens": 3}, {"temperature": 1.0, "top_p": 0.9, "tokens": 5}], {"temperature": 0.7}]
+    said = [
+        [{"temperature": 0.5, "tokens": 3}, {"temperature": 1.0, "top_p": 0.9, "tokens": 5}],
+        {"temperature": 0.7},
+    ]
     group = {"tokens": tokens, "masks": masks, "scores": [0.0, 1.0], "sampling_params": said}
     wire = {name: group[name] for name in ("tokens", "masks", "sampling_params")}
     rows = ReferenceScorer(model, CONFIG).rows(wire, settings_of(model))
@@ -101,7 +125,8 @@ def test_each_turn_is_scored_at_its_own_temperature() -> None:
     for i, heats in enumerate(([0.5] * 3 + [1.0] * 5, [0.7] * 8)):
         places = [2, 3, 4, 7, 8, 9, 10, 11]
         expected = [
-            (logits[i, t - 1] / heat).log_softmax(-1)[tokens[i][t]].item() for t, heat in zip(places, heats, strict=True)
+            (logits[i, t - 1] / heat).log_softmax(-1)[tokens[i][t]].item()
+            for t, heat in zip(places, heats, strict=True)
         ]
         assert [rows[i][t] for t in places] == pytest.approx(expected, abs=1e-5)
         assert [rows[i][t] for t in range(12) if t not in places] == [1.0] * 4
@@ -110,7 +135,11 @@ def test_each_turn_is_scored_at_its_own_temperature() -> None:
 
 def test_what_is_too_long_is_not_scored() -> None:
     model = make_model(3)
-    group = {"tokens": [[1, 2, 3], [1] * 9], "masks": [[-100, 2, 3], [-100] + [1] * 8], "sampling_params": None}
+    group = {
+        "tokens": [[1, 2, 3], [1] * 9],
+        "masks": [[-100, 2, 3], [-100] + [1] * 8],
+        "sampling_params": None,
+    }
     rows = ReferenceScorer(model, CONFIG).rows(group, settings_of(model, seq_len=4))
     assert rows[0][1] < 0
     assert rows[1] == [1.0] * 9
@@ -121,9 +150,15 @@ def test_what_is_too_long_is_not_scored() -> None:
 @pytest.mark.parametrize(
     ("group", "told"),
     [
-        ({"tokens": [[1, 31]], "masks": [[-100, 31]]}, r"tokens\[0\] holds 31, and the model's ids go from 0 to 30"),
+        (
+            {"tokens": [[1, 31]], "masks": [[-100, 31]]},
+            r"tokens\[0\] holds 31, and the model's ids go from 0 to 30",
+        ),
         ({"tokens": [[1, 2]], "masks": [[-100]]}, r"masks\[0\] has 1 entries"),
-        ({"tokens": [[1, 2]], "masks": [[-100, 2]], "sampling_params": [{"temperature": 0}]}, "sampled at temperature 0"),
+        (
+            {"tokens": [[1, 2]], "masks": [[-100, 2]], "sampling_params": [{"temperature": 0}]},
+            "sampled at temperature 0",
+        ),
         ({"tokens": None, "masks": []}, "tokens is missing"),
     ],
 )
@@ -137,21 +172,36 @@ def test_a_model_that_computes_nan_is_no_reference() -> None:
     model = make_model(3)
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
-    with pytest.raises(NonFiniteError, match="the reference m computes NaN or infinity for 2 of 2 tokens"):
-        ReferenceScorer(model, CONFIG).rows({"tokens": [[1, 2, 3]], "masks": [[-100, 2, 3]]}, settings_of(model))
+    with pytest.raises(
+        NonFiniteError, match="the reference m computes NaN or infinity for 2 of 2 tokens"
+    ):
+        ReferenceScorer(model, CONFIG).rows(
+            {"tokens": [[1, 2, 3]], "masks": [[-100, 2, 3]]}, settings_of(model)
+        )
 
 
 @pytest.mark.parametrize(
     ("registered", "told"),
     [
-        ({"model": "other"}, "--model-name m, but the trainer's reference is other; give the same name"),
+        (
+            {"model": "other"},
+            "--model-name m, but the trainer's reference is other; give the same name",
+        ),
         ({"vocab_size": 32}, "has a vocabulary of 31 ids here, and the trainer's model one of 32"),
-        ({"dtype": "bfloat16"}, "the trainer computes in bfloat16 and this worker in float32; give it --dtype bfloat16"),
-        ({"table": "invariant"}, "the invariant operations, this worker with the reference ones.*; give --deterministic"),
+        (
+            {"dtype": "bfloat16"},
+            "the trainer computes in bfloat16 and this worker in float32; give it --dtype bfloat16",
+        ),
+        (
+            {"table": "invariant"},
+            "the invariant operations, this worker with the reference ones.*; give --deterministic",
+        ),
         ({"table": "fast"}, "the fast operations.*; start it on a GPU"),
     ],
 )
-def test_who_would_compute_something_else_is_told_in_a_line(registered: dict[str, Any], told: str) -> None:
+def test_who_would_compute_something_else_is_told_in_a_line(
+    registered: dict[str, Any], told: str
+) -> None:
     settings = settings_of(make_model(3))
     with pytest.raises(ConfigError, match=told) as caught:
         settings.agreed(settings.for_the_wire() | registered)
@@ -160,7 +210,9 @@ def test_who_would_compute_something_else_is_told_in_a_line(registered: dict[str
 
 def test_the_rest_is_the_trainers() -> None:
     settings = settings_of(make_model(3))
-    agreed = settings.agreed({"temperature": 0.7, "seq_len": 128, "share_prefixes": False, "table": None, "of_later": 1})
+    agreed = settings.agreed(
+        {"temperature": 0.7, "seq_len": 128, "share_prefixes": False, "table": None, "of_later": 1}
+    )
     assert agreed == replace(settings, temperature=0.7, seq_len=128, share_prefixes=False)
     assert settings.agreed({}) == settings
 
@@ -171,7 +223,11 @@ def test_a_trainer_loads_no_reference_where_workers_have_it() -> None:
     assert make_reference(asks, model, torch.float32, torch.device("cpu")) is None
     assert (asks.loads_reference, asks.asks_reference_workers) == (False, True)
     with_adapters = TrainerConfig(
-        model_name="m", kl_coef=0.1, ref_logprobs_from_workers=True, weight_bridge_mode="lora_only", lora_r=2
+        model_name="m",
+        kl_coef=0.1,
+        ref_logprobs_from_workers=True,
+        weight_bridge_mode="lora_only",
+        lora_r=2,
     )
     assert (with_adapters.loads_reference, with_adapters.has_base_model) == (False, True)
     assert TrainerConfig(model_name="m", kl_coef=0.1).loads_reference
@@ -184,7 +240,9 @@ def test_a_trainer_loads_no_reference_where_workers_have_it() -> None:
 
 
 @pytest.mark.parametrize(("asks", "problems"), [(False, 0), (True, 1)])
-def test_only_where_no_reference_is_held_a_group_must_bring_its_logprobs(asks: bool, problems: int) -> None:
+def test_only_where_no_reference_is_held_a_group_must_bring_its_logprobs(
+    asks: bool, problems: int
+) -> None:
     options = TrainerConfig(model_name="m", kl_coef=0.1, ref_logprobs_from_workers=asks, seq_len=64)
     one, two = make_groups(1, count=2)
     one["ref_logprobs"] = [[-1.0] * len(row) for row in one["tokens"]]

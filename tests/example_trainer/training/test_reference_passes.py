@@ -1,4 +1,6 @@
-"""The reference in a step: what came along counts as if the trainer had computed it, and it computes the rest."""
+"""The reference in a step: what came along counts as if the trainer had computed it, and it
+computes the rest.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from example_trainer.batch.groups import Rules, parse_batch
 from example_trainer.batch.reference_logprobs import wire_row
 from example_trainer.models import Decoder
 from example_trainer.training import step
-from tests.example_trainer.training.test_step import config, gradients_of, make_groups, make_model, packed
+from tests.example_trainer.training.test_step import (
+    config,
+    gradients_of,
+    make_groups,
+    make_model,
+    packed,
+)
 
 OPTIONS = config(kl_coef=0.3, temperature=0.8)
 
@@ -42,12 +50,16 @@ def scored(groups: list[dict[str, Any]], reference: Decoder) -> list[dict[str, A
         with torch.no_grad():
             found, _ = step.response_logprobs(reference, bin, bin.packing(), OPTIONS)
         counts = bin.counts.tolist()
-        for (group, i), part, places in zip(bin.orders.tolist(), found.split(counts), bin.positions.split(counts), strict=True):
+        for (group, i), part, places in zip(
+            bin.orders.tolist(), found.split(counts), bin.positions.split(counts), strict=True
+        ):
             rows[group][i] = wire_row(len(rows[group][i]), places.numpy(), part.numpy())
     return [group | {"ref_logprobs": found} for group, found in zip(groups, rows, strict=True)]
 
 
-def test_a_step_on_what_came_along_is_the_step_on_what_is_computed_here(passes: list[tuple[Decoder, PackedBin]]) -> None:
+def test_a_step_on_what_came_along_is_the_step_on_what_is_computed_here(
+    passes: list[tuple[Decoder, PackedBin]],
+) -> None:
     groups, reference = make_groups(2), make_model(seed=9)
     given = scored(groups, reference)
     own, own_row = gradients_of(bins_of(groups), OPTIONS, reference)
@@ -59,7 +71,9 @@ def test_a_step_on_what_came_along_is_the_step_on_what_is_computed_here(passes: 
     assert all(model is not reference for model, _ in passes)
 
 
-def test_the_reference_is_asked_for_the_missing_alone(passes: list[tuple[Decoder, PackedBin]]) -> None:
+def test_the_reference_is_asked_for_the_missing_alone(
+    passes: list[tuple[Decoder, PackedBin]],
+) -> None:
     groups, reference = make_groups(4), make_model(seed=9)
     given = scored(groups, reference)
     mixed = [given[0], groups[1], given[2]]
@@ -74,6 +88,10 @@ def test_the_reference_is_asked_for_the_missing_alone(passes: list[tuple[Decoder
         torch.testing.assert_close(found[name], own[name], atol=1e-6, rtol=1e-4)
 
 
-def test_what_is_missing_without_a_reference_is_said(passes: list[tuple[Decoder, PackedBin]]) -> None:
-    with pytest.raises(RuntimeError, match="without the reference's logprobs, and there is no reference"):
+def test_what_is_missing_without_a_reference_is_said(
+    passes: list[tuple[Decoder, PackedBin]],
+) -> None:
+    with pytest.raises(
+        RuntimeError, match="without the reference's logprobs, and there is no reference"
+    ):
         gradients_of(bins_of(make_groups(2)), OPTIONS)

@@ -24,7 +24,9 @@ def save(folder: Path, step: int, run: Run | None, model: str = MODEL) -> Path:
     """A checkpoint's identity, without its weights; of before runs had names, if there is no run."""
     path = folder / f"step_{step}"
     (path / "trainer_state").mkdir(parents=True, exist_ok=True)
-    content = {"step": step, "config": {"model_name": model}} | ({"run": run.record(), "batch": None} if run else {})
+    content = {"step": step, "config": {"model_name": model}} | (
+        {"run": run.record(), "batch": None} if run else {}
+    )
     (path / "trainer_state" / "trainer.json").write_text(json.dumps(content))
     return path
 
@@ -76,7 +78,9 @@ def test_adapters_are_not_continued_without_their_state(tmp_path: Path) -> None:
     mark_run(run, tmp_path, "adapter_step_")
     path = without_state(save(tmp_path, 3, run).rename(tmp_path / "adapter_step_3"))
     for resume in ("auto", str(path)):
-        with pytest.raises(CheckpointError, match="keeps no optimizer state, from which adapters are continued"):
+        with pytest.raises(
+            CheckpointError, match="keeps no optimizer state, from which adapters are continued"
+        ):
             choose_start(resume, tmp_path, MODEL, 6000, "adapter_step_")
 
 
@@ -96,18 +100,25 @@ def test_auto_continues_the_run_and_its_epoch_grows_whatever_the_clock_says(
     assert third.run.lives == (Life(5000, 0), Life(5002, 10))
 
 
-def test_a_fresh_run_beside_higher_steps_of_an_older_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fresh_run_beside_higher_steps_of_an_older_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     old = begin(tmp_path, None, 5000).run
     save(tmp_path, 40, old)
     fresh = begin(tmp_path, None, 4000).run
     assert fresh.epoch > old.epoch
-    assert f"holds checkpoints up to step 40 (step_40 of run {old.name}): run {fresh.name} starts anew" in caplog.text
+    assert (
+        f"holds checkpoints up to step 40 (step_40 of run {old.name}): run {fresh.name} starts anew"
+        in caplog.text
+    )
     save(tmp_path, 3, fresh)
     caplog.clear()
     caplog.set_level(logging.INFO)
     resumed = begin(tmp_path, "auto", 9000)
     assert resumed.checkpoint == tmp_path / "step_3"
-    assert f"also holds step_40 of run {old.name}, which --resume PATH would continue" in caplog.text
+    assert (
+        f"also holds step_40 of run {old.name}, which --resume PATH would continue" in caplog.text
+    )
     # Without the folder's own word, the run that began last.
     (tmp_path / "run.json").unlink()
     assert choose_start("auto", tmp_path, MODEL, 9000).checkpoint == tmp_path / "step_3"
@@ -123,7 +134,10 @@ def test_a_run_without_a_checkpoint_is_started_anew_rather_than_another_continue
     assert again.checkpoint is None
     assert again.run.name == fresh.name
     assert again.run.epoch == 7000
-    assert f"run {fresh.name} began in {tmp_path} and has no checkpoint to go on from: starting it anew" in caplog.text
+    assert (
+        f"run {fresh.name} began in {tmp_path} and has no checkpoint to go on from: starting it anew"
+        in caplog.text
+    )
 
 
 def test_what_was_asked_for_by_path_is_what_auto_continues_then(tmp_path: Path) -> None:
@@ -144,12 +158,17 @@ def test_another_model_is_refused_with_the_remedy(tmp_path: Path) -> None:
     for resume in ("auto", str(tmp_path / "step_10")):
         with pytest.raises(ConfigError) as caught:
             choose_start(resume, tmp_path, "someone/else", 6000)
-        assert f"trains {MODEL}, and --model-name is someone/else; give --model-name {MODEL} to go on" in str(caught.value)
+        assert (
+            f"trains {MODEL}, and --model-name is someone/else; give --model-name {MODEL} to go on"
+            in str(caught.value)
+        )
         assert "or another --save-path" in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
-def test_checkpoints_of_before_runs_had_names_are_one_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_of_before_runs_had_names_are_one_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     save(tmp_path, 4, None)
     save(tmp_path, 8, None)
@@ -181,7 +200,10 @@ def test_the_same_model_under_two_names(tmp_path: Path) -> None:
 def test_what_is_damaged_is_named(tmp_path: Path) -> None:
     save(tmp_path, 10, begin(tmp_path, None, 5000).run)
     (tmp_path / "step_10" / "trainer_state" / "trainer.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"step_10/trainer_state/trainer\.json .*move step_10 out of the folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step_10/trainer_state/trainer\.json .*move step_10 out of the folder",
+    ):
         choose_start("auto", tmp_path, MODEL, 6000)
     assert begin(tmp_path, None, 6000).checkpoint is None, "a fresh run does not need it"
     (tmp_path / "run.json").write_text('{"name": 1}')
@@ -192,7 +214,9 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write .*run\.json: .*; make room or change --save-path"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot write .*run\.json: .*; make room or change --save-path"
+    ):
         mark_run(Run("a", MODEL, (Life(1, 0),)), tmp_path / "file")
 
 
@@ -213,14 +237,26 @@ def test_every_rank_is_told_the_same(tmp_path: Path) -> None:
 
 @st.composite
 def stories(draw: st.DrawFn) -> list[tuple[str, int]]:
-    return draw(st.lists(st.tuples(st.sampled_from(["fresh", "auto", "back", "save", "save"]), st.integers(0, 9)), max_size=25))
+    return draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["fresh", "auto", "back", "save", "save"]), st.integers(0, 9)
+            ),
+            max_size=25,
+        )
+    )
 
 
 @settings(deadline=None, max_examples=60)
 @given(stories())
-@example([("save", 0), ("auto", 0), ("save", 0), ("back", 0), ("auto", 0)])  # two lives from one step; the clock goes back
-def test_auto_always_finds_the_end_of_the_line_that_was_worked_on_last(story: list[tuple[str, int]]) -> None:
-    """Fresh runs, resumes and returns to older steps, in any order, against a list of what each line has saved.
+@example(
+    [("save", 0), ("auto", 0), ("save", 0), ("back", 0), ("auto", 0)]
+)  # two lives from one step; the clock goes back
+def test_auto_always_finds_the_end_of_the_line_that_was_worked_on_last(
+    story: list[tuple[str, int]],
+) -> None:
+    """Fresh runs, resumes and returns to older steps, in any order, against a list of what each
+    line has saved.
 
     A run that saves a step again replaces the folder, whoever saved it first.
     """
@@ -248,7 +284,9 @@ def test_auto_always_finds_the_end_of_the_line_that_was_worked_on_last(story: li
                 standing = [kept for kept, owner in line if owners[kept] == owner]
                 epoch = start.run.epoch
                 start = begin(folder, "auto", now)
-                assert (start.saved.step if start.saved else None) == (standing[-1] if standing else None)
+                assert (start.saved.step if start.saved else None) == (
+                    standing[-1] if standing else None
+                )
                 assert start.run.epoch > epoch
                 step = standing[-1] if standing else 0
                 line = [kept for kept in line if kept[0] <= step]

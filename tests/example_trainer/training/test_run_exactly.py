@@ -1,7 +1,9 @@
-"""A run whose trainer, environment and rollout service are killed, at each point of the loop, learns what an unhurt one learns.
+"""A run whose trainer, environment and rollout service are killed, at each point of the loop,
+learns what an unhurt one learns.
 
-Trainer, service and environment are the real ones; in place of vLLM a few lines answer, with tokens that are a function of the
-weights and of the request's seed, in an order that nobody controls. The trainer dies as in in_process.
+Trainer, service and environment are the real ones; in place of vLLM a few lines answer, with tokens
+that are a function of the weights and of the request's seed, in an order that nobody controls. The
+trainer dies as in in_process.
 """
 
 from __future__ import annotations
@@ -59,13 +61,23 @@ class Served:
 
 
 class Sampler(BaseEnv):
-    """Items are numbers. A group's tokens depend on the weights and on the item's seed; about a third teaches nothing."""
+    """Items are numbers.
+
+    A group's tokens depend on the weights and on the item's seed; about a third teaches nothing.
+    """
 
     name = "sampler"
 
     def __init__(self, url: str, run: Run) -> None:
-        settings = {"group_size": GROUP, "rollout_server_url": url, "steps_per_eval": 0, "tokenizer_name": "none"}
-        config = BaseEnvConfig(exact_resume=True, max_token_length=8, service_timeout=60, **settings)
+        settings = {
+            "group_size": GROUP,
+            "rollout_server_url": url,
+            "steps_per_eval": 0,
+            "tokenizer_name": "none",
+        }
+        config = BaseEnvConfig(
+            exact_resume=True, max_token_length=8, service_timeout=60, **settings
+        )
         super().__init__(config, [APIServerConfig(base_url="http://localhost:9")])
         self.run_of = run
         self.tokenizer = "none"
@@ -111,20 +123,31 @@ class Sampler(BaseEnv):
 class Run:
     """One run: its service, its trainers and its environments, one after the other."""
 
-    def __init__(self, processes: Processes, port: int, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        port: int,
+        model: Path,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         self.processes, self.port, self.model, self.folder = processes, port, model, folder
         self.url = f"http://127.0.0.1:{port}"
         folder.mkdir()
         self.served = Served()
         self.learned: dict[int, list[Any]] = {}
         self.point, self.passes = "", 0
-        self._environment: tuple[asyncio.AbstractEventLoop, asyncio.Task[None], threading.Thread] | None = None
+        self._environment: (
+            tuple[asyncio.AbstractEventLoop, asyncio.Task[None], threading.Thread] | None
+        ) = None
         self._watch(monkeypatch)
         self.service = self.start_service()
 
     def start_service(self) -> ManagedProcess:
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(self.port)]
-        service = self.processes.start("service", [*command, "--store", self.folder / "rollouts.db"])
+        service = self.processes.start(
+            "service", [*command, "--store", self.folder / "rollouts.db"]
+        )
         self.processes.wait_for_http(self.url, 180)
         return service
 
@@ -156,11 +179,37 @@ class Run:
             assert not thread.is_alive()
 
     def train(self, interval: int, *options: str, point: str = "", passes: int = 1) -> bool:
-        """Run one trainer to its end, or until it has passed a point so many times. Returns whether it came to its end."""
+        """Run one trainer to its end, or until it has passed a point so many times.
+
+        Returns whether it came to its end.
+        """
         self.point, self.passes = point, passes
-        words = ["--model-name", str(self.model), "--atropos-url", self.url, "--training-steps", str(STEPS), "--lr", "1e-2"]
-        words += ["--batch-size", str(GROUP * GROUPS), "--gradient-accumulation-steps", "1", "--seq-len", "64"]
-        words += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs"), "--num-threads", "1"]
+        words = [
+            "--model-name",
+            str(self.model),
+            "--atropos-url",
+            self.url,
+            "--training-steps",
+            str(STEPS),
+            "--lr",
+            "1e-2",
+        ]
+        words += [
+            "--batch-size",
+            str(GROUP * GROUPS),
+            "--gradient-accumulation-steps",
+            "1",
+            "--seq-len",
+            "64",
+        ]
+        words += [
+            "--save-path",
+            str(self.folder / "checkpoints"),
+            "--log-dir",
+            str(self.folder / "logs"),
+            "--num-threads",
+            "1",
+        ]
         words += [
             "--batch-timeout",
             "60",
@@ -212,9 +261,13 @@ class Run:
             epoch[0] = weight_epoch
             return make_bridge(*arguments, weight_epoch=weight_epoch, **options)
 
-        def serve(bridge: NoBridge, version: int, write: Callable[[], None], masters: Any = None) -> Any:
+        def serve(
+            bridge: NoBridge, version: int, write: Callable[[], None], masters: Any = None
+        ) -> Any:
             report = sync(bridge, version, write, masters)
-            digest = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for _, tensor in sorted(masters.items())))
+            digest = hashlib.sha256(
+                b"".join(tensor.detach().numpy().tobytes() for _, tensor in sorted(masters.items()))
+            )
             self.served = Served(epoch[0], version, digest.hexdigest())
             return report
 
@@ -234,7 +287,11 @@ class Run:
 
 @pytest.fixture
 def new_run(
-    processes: Processes, free_port: Callable[[], int], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: Processes,
+    free_port: Callable[[], int],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[str], Run]]:
     threads, runs = torch.get_num_threads(), []
 
@@ -262,8 +319,11 @@ def test_whoever_is_killed_and_wherever_the_weights_are_those_of_the_unhurt_run(
     hurt.start_environment()
     options: tuple[str, ...] = ()
     for number, point in enumerate(POINTS):
-        # With a checkpoint in two steps, what was acknowledged since the last one is sampled and learned anew.
-        assert not hurt.train(1 + number % 2, *options, point=point, passes=1 + (number % 3 == 2)), point
+        # With a checkpoint in two steps, what was acknowledged since the last one is sampled and
+        # learned anew.
+        assert not hurt.train(
+            1 + number % 2, *options, point=point, passes=1 + (number % 3 == 2)
+        ), point
         options = ("--resume", "auto")
         if number % 2:
             hurt.kill_environment()
@@ -276,4 +336,6 @@ def test_whoever_is_killed_and_wherever_the_weights_are_those_of_the_unhurt_run(
     assert again == rollouts
     assert weights_again.keys() == weights.keys()
     assert all(torch.equal(weights_again[name], tensor) for name, tensor in weights.items())
-    assert len({str(group[0]) for groups in rollouts for group in groups}) == STEPS * GROUPS, "else this proves little"
+    assert len({str(group[0]) for groups in rollouts for group in groups}) == STEPS * GROUPS, (
+        "else this proves little"
+    )

@@ -27,7 +27,12 @@ from example_trainer.training.server_share import (
     share_of,
 )
 from example_trainer.weight_bridge.base import NoBridge
-from example_trainer.weight_bridge.server_gpus import GpuMemory, ServerFlags, ServerGpus, choose_server_gpus
+from example_trainer.weight_bridge.server_gpus import (
+    GpuMemory,
+    ServerFlags,
+    ServerGpus,
+    choose_server_gpus,
+)
 from tests.example_trainer.weight_bridge.test_server_gpus import geometry
 
 GIB = 2**30
@@ -62,7 +67,9 @@ class Starts(NoBridge):
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     """Plan a training with so many GiB of GPU memory; returns the server's flags and the choice."""
 
-    def plan(model: dict, gib: float, seen: list[str], elsewhere: float | None = None, **options: object):  # type: ignore[no-untyped-def,type-arg]
+    def plan(
+        model: dict, gib: float, seen: list[str], elsewhere: float | None = None, **options: object
+    ):  # type: ignore[no-untyped-def,type-arg]
         (tmp_path / "config.json").write_text(json.dumps(model))
         total = int(gib * GIB)
         config = TrainerConfig(model_name=str(tmp_path), **options)  # type: ignore[arg-type]
@@ -71,7 +78,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-un
         monkeypatch.setattr(memory_choice, "free_memory", lambda device: (total - GIB, total))
         monkeypatch.setattr(memory_choice, "free_host_memory", lambda: (1000 * GIB, 1000 * GIB))
         monkeypatch.setattr(
-            server_share, "memory_of_gpus", lambda: {"1": GpuMemory(other, total), "7": GpuMemory(other, total)}
+            server_share,
+            "memory_of_gpus",
+            lambda: {"1": GpuMemory(other, total), "7": GpuMemory(other, total)},
         )
         choice = choose_memory(config, bridge, torch.bfloat16, GPU)
         return bridge.flags, choice
@@ -95,12 +104,17 @@ def test_on_a_gpu_of_its_own_the_server_has_its_default(plan) -> None:  # type: 
     assert plan(QWEN_3B, 79, ["0"], vllm_gpus="1,7")[0] == ("--tensor-parallel-size", "2")
     flags, _ = plan(QWEN_3B, 79, ["0"], vllm_gpus="7", elsewhere=40)
     assert flags == ("--gpu-memory-utilization", "0.48")
-    with pytest.raises(MemoryShortage, match=r"the vLLM server needs about .* on GPU 7, of which 8\.00 of 79\.00 GiB are free"):
+    with pytest.raises(
+        MemoryShortage,
+        match=r"the vLLM server needs about .* on GPU 7, of which 8\.00 of 79\.00 GiB are free",
+    ):
         plan(QWEN_3B, 79, ["0"], vllm_gpus="7", elsewhere=8)
 
 
 def test_a_gpu_that_is_not_there_is_named_before_anything_is_loaded(plan) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match="--vllm-gpus 1,3: GPU 3 is not there; nvidia-smi lists 1, 7"):
+    with pytest.raises(
+        ConfigError, match="--vllm-gpus 1,3: GPU 3 is not there; nvidia-smi lists 1, 7"
+    ):
         plan(QWEN_3B, 79, ["0"], vllm_gpus="1,3")
 
 
@@ -119,7 +133,9 @@ def test_what_fits_nowhere_names_the_flag_that_makes_it_run(plan) -> None:  # ty
     assert "that the vLLM server needs there" in message
     assert "--vllm-gpus with the number of another GPU" in message
     assert "\n" not in message
-    flags, _ = plan(QWEN_14B, 110, ["0"], vllm_gpus="7", optimizer_offload=True, gradient_checkpointing=True)
+    flags, _ = plan(
+        QWEN_14B, 110, ["0"], vllm_gpus="7", optimizer_offload=True, gradient_checkpointing=True
+    )
     assert flags == ()
 
 
@@ -134,7 +150,9 @@ def test_a_share_stays_within_what_is_left(gib: int, part: float) -> None:
 
 
 @given(st.integers(1, 64), st.sampled_from([1, 2, 4]), st.integers(1, 40000), st.integers(1, 40000))
-def test_needs_are_those_of_one_long_sequence_or_of_many_short_ones(layers: int, degree: int, seq: int, longest: int) -> None:
+def test_needs_are_those_of_one_long_sequence_or_of_many_short_ones(
+    layers: int, degree: int, seq: int, longest: int
+) -> None:
     model = replace(geometry(), num_layers=layers)
     needs = server_needs(model, torch.bfloat16, degree, seq, longest)
     tokens = max(min(longest, 32768), 32 * min(seq, longest, 32768))

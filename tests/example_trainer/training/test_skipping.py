@@ -1,4 +1,6 @@
-"""A batch that cannot be trained on is reported, acknowledged and left out; too many in a row end the run with nothing lost."""
+"""A batch that cannot be trained on is reported, acknowledged and left out; too many in a row end
+the run with nothing lost.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def post_of_another_tokenizer(trainers: Trainers, number: int) -> None:
     httpx.post(f"{trainers.url}/scored_data", json=group, timeout=30).raise_for_status()
 
 
-def test_a_batch_without_anything_to_train_on_is_left_out(trainers: Trainers, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_without_anything_to_train_on_is_left_out(
+    trainers: Trainers, caplog: pytest.LogCaptureFixture
+) -> None:
     trainers.post(0)
     post_of_another_tokenizer(trainers, 20)
     post_of_another_tokenizer(trainers, 21)
@@ -44,7 +48,10 @@ def test_a_batch_without_anything_to_train_on_is_left_out(trainers: Trainers, ca
     assert trainers.train()
     assert trainers.line == list(range(STEPS))
     assert len(trainers.skipped) == 2
-    assert all("holds nothing to train on: group 0: tokens[0] holds 61" in reason for reason in trainers.skipped)
+    assert all(
+        "holds nothing to train on: group 0: tokens[0] holds 61" in reason
+        for reason in trainers.skipped
+    )
     assert "Skipping a batch (2 of 3 in a row, --max-skipped-batches): " in caplog.text
     assert [row["batches_skipped"] for row in trainers.rows()] == [0, 2, 0, 0]
     assert trainers.stats()["batches_skipped"] == 2
@@ -54,10 +61,15 @@ def test_too_many_in_a_row_end_the_run_with_what_was_learned(trainers: Trainers)
     trainers.post(0, 1)
     for number in (20, 21, 22):
         post_of_another_tokenizer(trainers, number)
-    with pytest.raises(BatchError, match=r"^3 batches in a row could not be trained on \(--max-skipped-batches 2\); the last"):
+    with pytest.raises(
+        BatchError,
+        match=r"^3 batches in a row could not be trained on \(--max-skipped-batches 2\); the last",
+    ):
         trainers.train("--checkpoint-interval", "0", "--max-skipped-batches", "2")
     assert trainers.saved().keys() == {2}
-    assert len(trainers.skipped) == 2, "the last one waits for a trainer that can make something of it"
+    assert len(trainers.skipped) == 2, (
+        "the last one waits for a trainer that can make something of it"
+    )
     trainers.post(2, 3)
     assert trainers.train("--resume", "auto", "--max-skipped-batches", "1")
     assert trainers.line == list(range(STEPS))
@@ -98,10 +110,15 @@ def test_what_a_left_out_batch_left_behind_is_in_no_gradient(trainers: Trainers)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in trainers.weights().items())
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_with_the_last_sound_step(trainers: Trainers) -> None:
+def test_a_gradient_that_is_not_finite_ends_the_run_with_the_last_sound_step(
+    trainers: Trainers,
+) -> None:
     trainers.post(*range(STEPS + 1))
     trainers.faults[2] = not_a_number
-    with pytest.raises(NonFiniteError, match=r"^the gradient of .* at optimizer step 2; .*--skip-nonfinite N leaves out"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"^the gradient of .* at optimizer step 2; .*--skip-nonfinite N leaves out",
+    ):
         trainers.train("--checkpoint-interval", "0")
     assert trainers.saved().keys() == {2}
     assert trainers.skipped == []
@@ -117,7 +134,9 @@ def test_both_limits_count_by_themselves_and_begin_anew_with_a_step(trainers: Tr
     assert trainers.line == [2, 5, 6, 7]
 
 
-def test_weights_that_are_not_finite_are_never_saved(trainers: Trainers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_not_finite_are_never_saved(
+    trainers: Trainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainers.post(*range(STEPS))
     real = optimizing.adamw
 
@@ -127,7 +146,9 @@ def test_weights_that_are_not_finite_are_never_saved(trainers: Trainers, monkeyp
             masters[0].view(-1)[0] = torch.inf
 
     monkeypatch.setattr(optimizing, "adamw", spoil)
-    with pytest.raises(NonFiniteError, match=r"^the weight .* go on from the newest checkpoint \(--resume auto\)"):
+    with pytest.raises(
+        NonFiniteError, match=r"^the weight .* go on from the newest checkpoint \(--resume auto\)"
+    ):
         trainers.train("--checkpoint-interval", "1", "--skip-nonfinite", "5")
     assert trainers.saved().keys() == {1}
 
@@ -157,13 +178,17 @@ def test_batches_that_taught_in_part_are_in_the_row_of_those_that_taught_nothing
     skipped.cut_short(nan, step=1, first=2, last=4)
     assert skipped.stepped() == 1, "one was left out, the other trained on"
     with pytest.raises(
-        NonFiniteError, match=r"^3 batches in a row could .*\(--skip-nonfinite 2\); the last: the gradient of w"
+        NonFiniteError,
+        match=r"^3 batches in a row could .*\(--skip-nonfinite 2\); the last: the gradient of w",
     ):
         skipped.skip(nan)
     skipped.cut_short(memory, step=2, first=2, last=4)
     assert skipped.stepped() == 0
     skipped.skip(nan)
-    with pytest.raises(OutOfMemoryError, match=r"^2 batches in a row .* \(--max-skipped-batches 1\); the last: out of memory"):
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"^2 batches in a row .* \(--max-skipped-batches 1\); the last: out of memory",
+    ):
         skipped.cut_short(memory, step=3, first=2, last=4)
     assert skipped.stepped() == 1
     for _ in range(2):
@@ -176,7 +201,12 @@ def test_batches_that_taught_in_part_are_in_the_row_of_those_that_taught_nothing
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (MemoryError(), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (RuntimeError("no gradient reached 2 of 3 parameters"), False),
         (OutOfMemoryError("one of ours"), False),

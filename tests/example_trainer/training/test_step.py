@@ -1,4 +1,6 @@
-"""However a batch is split, its gradient is that of one large batch, and equals the naive computation over full logits."""
+"""However a batch is split, its gradient is that of one large batch, and equals the naive
+computation over full logits.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def make_model(seed: int = 0) -> Decoder:
     return model
 
 
-def make_groups(seed: int, count: int = 3, size: int = 4, prompt_length: int | None = None) -> list[dict[str, Any]]:
+def make_groups(
+    seed: int, count: int = 3, size: int = 4, prompt_length: int | None = None
+) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     groups = []
     for _ in range(count):
@@ -57,7 +61,9 @@ def make_groups(seed: int, count: int = 3, size: int = 4, prompt_length: int | N
             group["tokens"].append(prompt + response)
             group["masks"].append([-100] * len(prompt) + response)
             group["scores"].append(rng.choice([0.0, 0.5, 1.0]))
-            group["inference_logprobs"].append([1.0] * len(prompt) + [-3.4 + rng.gauss(0, 0.3) for _ in response])
+            group["inference_logprobs"].append(
+                [1.0] * len(prompt) + [-3.4 + rng.gauss(0, 0.3) for _ in response]
+            )
         groups.append(group)
     return groups
 
@@ -66,7 +72,9 @@ def config(**options: Any) -> TrainerConfig:
     return TrainerConfig(model_name="-", seq_len=64, **options)
 
 
-def packed(batch: Batch, options: TrainerConfig, tokens: int = 60, share: bool = False) -> list[list[PackedBin]]:
+def packed(
+    batch: Batch, options: TrainerConfig, tokens: int = 60, share: bool = False
+) -> list[list[PackedBin]]:
     """The bins of each minibatch."""
     minibatches = pack_batch(
         batch,
@@ -82,17 +90,23 @@ def packed(batch: Batch, options: TrainerConfig, tokens: int = 60, share: bool =
 
 
 def gradients_of(
-    bins: Sequence[PackedBin], options: TrainerConfig, reference: Decoder | None = None, summed: bool = True
+    bins: Sequence[PackedBin],
+    options: TrainerConfig,
+    reference: Decoder | None = None,
+    summed: bool = True,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """
     Args:
-        summed: let the backward pass add the gradients to sums; else autograd leaves them at the parameters.
+        summed: let the backward pass add the gradients to sums; else autograd leaves them at the
+            parameters.
     """
     model = make_model()
     optimizer = MasterAdamW(model, lr=0.1)
     assert optimizer.sums is not None
     model.arithmetic.sums = optimizer.sums if summed else None
-    gradients = BatchGradients(model, optimizer, [bins], options, make_objective(options), StopSignal(), reference)
+    gradients = BatchGradients(
+        model, optimizer, [bins], options, make_objective(options), StopSignal(), reference
+    )
     gradients.accumulate(0)
     gradients.updated()
     return dict(optimizer.gradients()), gradients.row()
@@ -101,7 +115,9 @@ def gradients_of(
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            ours[name], value, atol=1e-6, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 @pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
@@ -110,10 +126,17 @@ def test_however_a_batch_is_packed_its_gradient_is_the_same(normalisation: str) 
     options = config(loss_normalisation=normalisation)
     whole, whole_row = gradients_of(packed(batch, options, tokens=1000)[0], options)
     assert len(whole) == len(list(make_model().parameters()))
-    for tokens, share, summed in ((1, False, True), (70, False, False), (70, True, True), (1000, True, False)):
+    for tokens, share, summed in (
+        (1, False, True),
+        (70, False, False),
+        (70, True, True),
+        (1000, True, False),
+    ):
         bins = packed(batch, options, tokens, share=share)[0]
         assert any(bool((bin.parents >= 0).any()) for bin in bins) == share
-        parts, row = gradients_of(bins, config(loss_normalisation=normalisation, logprob_chunk=7), summed=summed)
+        parts, row = gradients_of(
+            bins, config(loss_normalisation=normalisation, logprob_chunk=7), summed=summed
+        )
         assert_same(parts, whole)
         assert comparable(row) == pytest.approx(comparable(whole_row), rel=1e-4)
 
@@ -132,7 +155,9 @@ def test_loss_gradient_and_figures_equal_the_naive_computation(kl_coef: float) -
     groups = make_groups(2)
     batch = parse_batch(groups, 64, 31)
     reference = make_model(seed=9)
-    options = config(kl_coef=kl_coef, clip_eps=0.2, clip_eps_high=0.3, temperature=0.8, correction="none")
+    options = config(
+        kl_coef=kl_coef, clip_eps=0.2, clip_eps_high=0.3, temperature=0.8, correction="none"
+    )
     ours, row = gradients_of(packed(batch, options)[0], options, reference if kl_coef else None)
     model = make_model()
     loss = torch.zeros(())
@@ -146,25 +171,44 @@ def test_loss_gradient_and_figures_equal_the_naive_computation(kl_coef: float) -
             for t in range(1, len(tokens)):
                 if group["masks"][i][t] == -100:
                     continue
-                now, then, base = logprobs[t - 1, tokens[t]], group["inference_logprobs"][i][t], frozen[t - 1, tokens[t]]
+                now, then, base = (
+                    logprobs[t - 1, tokens[t]],
+                    group["inference_logprobs"][i][t],
+                    frozen[t - 1, tokens[t]],
+                )
                 ratio = (now - then).exp()
-                loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage) / count
+                loss = (
+                    loss
+                    - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage) / count
+                )
                 loss = loss + kl_coef * ((base - now).exp() - (base - now) - 1) / count
                 kl += (ratio - 1 - (now - then)).item() / count
                 entropy -= (logprobs[t - 1].exp() * logprobs[t - 1]).sum().item() / count
-                stopped = (advantage > 0 and ratio.item() > 1.3) or (advantage < 0 and ratio.item() < 0.8)
+                stopped = (advantage > 0 and ratio.item() > 1.3) or (
+                    advantage < 0 and ratio.item() < 0.8
+                )
                 clipped += stopped / count
     loss.backward()
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
-    assert (row["kl"], row["entropy"], row["clip_fraction"]) == pytest.approx((kl, entropy, clipped), rel=1e-4)
+    assert (row["kl"], row["entropy"], row["clip_fraction"]) == pytest.approx(
+        (kl, entropy, clipped), rel=1e-4
+    )
     assert 0 < row["clip_fraction"] < 1
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        torch.testing.assert_close(ours[name], parameter.grad, atol=2e-6, rtol=2e-3, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            ours[name],
+            parameter.grad,
+            atol=2e-6,
+            rtol=2e-3,
+            msg=lambda text, n=name: f"{n}: {text}",
+        )
 
 
 def test_on_policy_rollouts_have_ratio_one() -> None:
-    """Logprobs taken from the model itself: nothing clipped, no divergence, and the loss is minus the mean advantage."""
+    """Logprobs taken from the model itself: nothing clipped, no divergence, and the loss is minus
+    the mean advantage.
+    """
     groups = make_groups(3)
     model = make_model()
     for group in groups:
@@ -182,7 +226,9 @@ def test_on_policy_rollouts_have_ratio_one() -> None:
 
 
 def test_rewarded_tokens_become_more_likely() -> None:
-    """The whole of GRPO on a task that is easy to read: answers of even token ids are rewarded, and become the rule."""
+    """The whole of GRPO on a task that is easy to read: answers of even token ids are rewarded, and
+    become the rule.
+    """
     model = make_model()
     optimizer = MasterAdamW(model, lr=5e-3)
     model.arithmetic.sums = optimizer.sums
@@ -197,14 +243,24 @@ def test_rewarded_tokens_become_more_likely() -> None:
                 with torch.no_grad():
                     table = model.logits(tokens)[:, -1].log_softmax(-1)
                 chosen = torch.multinomial(table.exp(), 1, generator=generator)
-                tokens, logprobs = torch.cat([tokens, chosen], 1), torch.cat([logprobs, table.gather(1, chosen)], 1)
+                tokens, logprobs = (
+                    torch.cat([tokens, chosen], 1),
+                    torch.cat([logprobs, table.gather(1, chosen)], 1),
+                )
             scores = (tokens[:, 2:] % 2 == 0).float().mean(1)
             masks = torch.cat([torch.full((16, 2), -100), tokens[:, 2:]], 1)
-            wire = {"tokens": tokens, "masks": masks, "scores": scores, "inference_logprobs": logprobs}
+            wire = {
+                "tokens": tokens,
+                "masks": masks,
+                "scores": scores,
+                "inference_logprobs": logprobs,
+            }
             groups.append({name: value.tolist() for name, value in wire.items()})
         rewards.append(sum(sum(group["scores"]) for group in groups) / 32)
         minibatches = packed(parse_batch(groups, 64, 31), config())
-        row = guarded_step(model, optimizer, minibatches, config(), make_objective(config()), StopSignal())
+        row = guarded_step(
+            model, optimizer, minibatches, config(), make_objective(config()), StopSignal()
+        )
         assert row["kl"] is not None
         assert row["kl"] < 1e-6, "rollouts were sampled from the very policy that is trained"
         optimizer.write_weights()
@@ -219,7 +275,14 @@ def test_stop_is_obeyed_between_bins() -> None:
 
     model = make_model()
     with pytest.raises(StopRequested, match="SIGTERM"):
-        guarded_step(model, MasterAdamW(model, lr=0.1), [[empty_bin()]], config(), make_objective(config()), Stopped())
+        guarded_step(
+            model,
+            MasterAdamW(model, lr=0.1),
+            [[empty_bin()]],
+            config(),
+            make_objective(config()),
+            Stopped(),
+        )
 
 
 @pytest.mark.parametrize("share", [True, False])

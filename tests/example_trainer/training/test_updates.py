@@ -1,4 +1,6 @@
-"""Several updates of a batch: PPO written down, what is worked out once, and what a later update's failure leaves."""
+"""Several updates of a batch: PPO written down, what is worked out once, and what a later update's
+failure leaves.
+"""
 
 from __future__ import annotations
 
@@ -30,27 +32,38 @@ pytestmark = pytest.mark.timeout(240)
 
 def made(**options: Any) -> tuple[Decoder, MasterAdamW]:
     model = make_model()
-    optimizer = MasterAdamW(model, lr=0.02, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5, **options)
+    optimizer = MasterAdamW(
+        model, lr=0.02, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5, **options
+    )
     model.arithmetic.sums = optimizer.sums
     return model, optimizer
 
 
 def test_two_epochs_of_two_minibatches_are_ppo_written_down() -> None:
-    """Decoupled PPO with truncated weights: the ratio is to the weights that the batch began with, c theirs to the sampler."""
+    """Decoupled PPO with truncated weights: the ratio is to the weights that the batch began with,
+    c theirs to the sampler.
+    """
     groups = make_groups(4)
     options = config(ppo_epochs=2, minibatches=2, correction_high=1.1)
     model, optimizer = made()
     minibatches = packed(parse_batch(groups, 64, 31), options)
-    members = [[tuple(order) for bin in bins for order in bin.orders.tolist()] for bins in minibatches]
+    members = [
+        [tuple(order) for bin in bins for order in bin.orders.tolist()] for bins in minibatches
+    ]
     assert len(members) == 2
-    row = guarded_step(model, optimizer, minibatches, options, make_objective(options), StopSignal())
+    row = guarded_step(
+        model, optimizer, minibatches, options, make_objective(options), StopSignal()
+    )
 
     plain = make_model()
     named = {name: parameter for name, parameter in plain.named_parameters()}
     decayed = [p for p in named.values() if p.dim() >= 2]
     rest = [p for p in named.values() if p.dim() < 2]
     theirs = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=0.02, betas=(0.9, 0.95), eps=1e-3
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        lr=0.02,
+        betas=(0.9, 0.95),
+        eps=1e-3,
     )
 
     def logprobs_of(group: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +87,9 @@ def test_two_epochs_of_two_minibatches_are_ppo_written_down() -> None:
             correction = (proximal[group, number] - sampled).exp().clamp(max=1.1)
             surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             loss = loss - (correction * surrogate).sum() / count
-            clipped += int((((ratio > 1.2) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))).sum())
+            clipped += int(
+                (((ratio > 1.2) & (advantage > 0)) | ((ratio < 0.8) & (advantage < 0))).sum()
+            )
         theirs.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)))
@@ -82,21 +97,35 @@ def test_two_epochs_of_two_minibatches_are_ppo_written_down() -> None:
         losses.append(loss.item())
         tokens_seen += count
     for name, master in optimizer.masters.items():
-        torch.testing.assert_close(master, named[name], atol=2e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
-    drift = torch.cat([(proximal[order] - logprobs_of(*order)[1]).exp() for part in members for order in part])
-    assert (optimizer.steps, optimizer.updates, row["updates"], row["updates_skipped"]) == (1, 4, 4, 0)
+        torch.testing.assert_close(
+            master, named[name], atol=2e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    drift = torch.cat(
+        [(proximal[order] - logprobs_of(*order)[1]).exp() for part in members for order in part]
+    )
+    assert (optimizer.steps, optimizer.updates, row["updates"], row["updates_skipped"]) == (
+        1,
+        4,
+        4,
+        0,
+    )
     assert row["loss"] == pytest.approx(sum(losses) / 4, rel=1e-3, abs=1e-6)
     assert row["grad_norm"] == pytest.approx(max(norms), rel=1e-3)
     assert row["clip_fraction"] == pytest.approx(clipped / tokens_seen)
     assert clipped > 0, "the comparison has nothing to compare"
-    assert row["ratio_mean"] == pytest.approx(drift.mean().item(), rel=1e-4), "drift is that of the first weights"
+    assert row["ratio_mean"] == pytest.approx(drift.mean().item(), rel=1e-4), (
+        "drift is that of the first weights"
+    )
 
 
 class Passes:
     """Counts the forward passes of each model, and may do something in the course of one of them."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, number: int = -1, work: Callable[[Any], Any] = lambda found: found
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        number: int = -1,
+        work: Callable[[Any], Any] = lambda found: found,
     ) -> None:
         self.of: list[Decoder] = []
         real = step.response_logprobs
@@ -119,13 +148,17 @@ class Passes:
         ({"correction": "sequence_mask", "minibatches": 1}, False),
     ],
 )
-def test_passes_that_nothing_needs_are_not_made(options: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_that_nothing_needs_are_not_made(
+    options: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = config(**({"ppo_epochs": 3, "minibatches": 2, "kl_coef": 0.01} | options))
     (model, optimizer), reference = made(), make_model(seed=5)
     minibatches = packed(parse_batch(make_groups(4), 64, 31), chosen)
     bins = [len(one) for one in minibatches]
     passes = Passes(monkeypatch)
-    row = guarded_step(model, optimizer, minibatches, chosen, make_objective(chosen), StopSignal(), reference)
+    row = guarded_step(
+        model, optimizer, minibatches, chosen, make_objective(chosen), StopSignal(), reference
+    )
     assert passes.of.count(reference) == sum(bins), "its logprobs do not change in a batch"
     assert passes.of.count(model) == 3 * sum(bins) + (sum(bins[1:]) if ahead else 0)
     assert row["reference_kl"]
@@ -133,7 +166,9 @@ def test_passes_that_nothing_needs_are_not_made(options: dict[str, Any], ahead: 
     assert passes_ahead(make_objective(chosen)) == (ahead or chosen.minibatches == 1)
     tokens = [sum(len(bin.targets) for bin in minibatch) for minibatch in minibatches]
     whole = ahead or len(minibatches) == 1
-    assert row["drift_share"] == pytest.approx(1 if whole else tokens[0] / sum(tokens)), "and what it is of is told"
+    assert row["drift_share"] == pytest.approx(1 if whole else tokens[0] / sum(tokens)), (
+        "and what it is of is told"
+    )
 
 
 def stop_is_asked(_: torch.Tensor) -> None:
@@ -149,7 +184,10 @@ def stop_is_asked(_: torch.Tensor) -> None:
     ],
 )
 def test_what_a_batch_taught_before_a_failure_stays(
-    fault: Callable[[Any], Any], told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: Callable[[Any], Any],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     options = config(ppo_epochs=2, minibatches=2, correction="none", skip_nonfinite=1)
     minibatches = packed(parse_batch(make_groups(4), 64, 31), options, tokens=1000)
@@ -160,38 +198,55 @@ def test_what_a_batch_taught_before_a_failure_stays(
         with monkeypatch.context() as patch:
             Passes(patch, -1 if count is None else count, fault)
             epochs = options if count else config(ppo_epochs=1, minibatches=2, correction="none")
-            row = guarded_step(model, optimizer, minibatches, epochs, make_objective(options), StopSignal())
+            row = guarded_step(
+                model, optimizer, minibatches, epochs, make_objective(options), StopSignal()
+            )
         assert (optimizer.steps, optimizer.updates, optimizer.sound) == (1, 2, True)
         assert optimizer.gradients() == {}
         found.append(({name: master.clone() for name, master in optimizer.masters.items()}, row))
     (masters, row), (expected, whole) = found
     assert all(torch.equal(masters[name], tensor) for name, tensor in expected.items())
     assert row == whole | {"updates_skipped": 2}, "of what failed there are no figures"
-    assert "Step 1: updates 3 to 4 of its batch are left out, what it learned in those before stays: " in caplog.text
+    assert (
+        "Step 1: updates 3 to 4 of its batch are left out, what it learned in those before stays: "
+        in caplog.text
+    )
     assert told in caplog.text
 
 
 @pytest.mark.parametrize(
     ("fault", "limit", "error"),
-    [(nothing_left, "max_skipped_batches", OutOfMemoryError), (not_a_number, "skip_nonfinite", NonFiniteError)],
+    [
+        (nothing_left, "max_skipped_batches", OutOfMemoryError),
+        (not_a_number, "skip_nonfinite", NonFiniteError),
+    ],
 )
 def test_a_later_update_that_fails_is_counted_as_a_batch_is(
-    fault: Callable[[Any], Any], limit: str, error: type[BatchError], monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[Any], Any],
+    limit: str,
+    error: type[BatchError],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = config(ppo_epochs=2, correction="none", **{limit: 0})
     minibatches = packed(parse_batch(make_groups(4), 64, 31), options, tokens=1000)
     model, optimizer = made()
     Passes(monkeypatch, 1, fault)
-    with pytest.raises(error, match=r"; this was update 2 of 2 of its batch, and those before are kept$"):
+    with pytest.raises(
+        error, match=r"; this was update 2 of 2 of its batch, and those before are kept$"
+    ):
         guarded_step(model, optimizer, minibatches, options, make_objective(options), StopSignal())
-    assert (optimizer.steps, optimizer.updates, optimizer.sound) == (1, 1, True), "the end of its step can be saved"
+    assert (optimizer.steps, optimizer.updates, optimizer.sound) == (1, 1, True), (
+        "the end of its step can be saved"
+    )
 
 
 @pytest.mark.parametrize(("what", "number"), [("__init__", 0), ("add", 0), ("add", 2)])
 def test_figures_that_find_no_memory_are_as_a_pass_that_finds_none(
     what: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first update's leave the batch out; a later one's leave that update out, before it is taken."""
+    """The first update's leave the batch out; a later one's leave that update out, before it is
+    taken.
+    """
     options = config(ppo_epochs=2, minibatches=2)
     minibatches = packed(parse_batch(make_groups(4), 64, 31), options, tokens=1000)
     model, optimizer = made()
@@ -206,11 +261,22 @@ def test_figures_that_find_no_memory_are_as_a_pass_that_finds_none(
 
     monkeypatch.setattr(StepFigures, what, greedy)
     if number == 0:
-        with pytest.raises(OutOfMemoryError, match=r"^out of memory at optimizer step 0, in a pass over up to "):
-            guarded_step(model, optimizer, minibatches, options, make_objective(options), StopSignal())
-        assert (optimizer.steps, optimizer.updates, optimizer.sound, optimizer.gradients()) == (0, 0, True, {})
+        with pytest.raises(
+            OutOfMemoryError, match=r"^out of memory at optimizer step 0, in a pass over up to "
+        ):
+            guarded_step(
+                model, optimizer, minibatches, options, make_objective(options), StopSignal()
+            )
+        assert (optimizer.steps, optimizer.updates, optimizer.sound, optimizer.gradients()) == (
+            0,
+            0,
+            True,
+            {},
+        )
         return
-    row = guarded_step(model, optimizer, minibatches, options, make_objective(options), StopSignal())
+    row = guarded_step(
+        model, optimizer, minibatches, options, make_objective(options), StopSignal()
+    )
     assert (optimizer.updates, optimizer.steps, optimizer.gradients()) == (2, 1, {})
     once = config(ppo_epochs=1, minibatches=2)
     expected = guarded_step(*made(), minibatches, once, make_objective(options), StopSignal())
@@ -219,10 +285,17 @@ def test_figures_that_find_no_memory_are_as_a_pass_that_finds_none(
 
 @pytest.mark.parametrize(
     ("fault", "number", "error"),
-    [(nothing_left, 0, OutOfMemoryError), (nothing_left, 1, OutOfMemoryError), (not_a_number, 1, NonFiniteError)],
+    [
+        (nothing_left, 0, OutOfMemoryError),
+        (nothing_left, 1, OutOfMemoryError),
+        (not_a_number, 1, NonFiniteError),
+    ],
 )
 def test_a_first_update_that_fails_teaches_nothing(
-    fault: Callable[[Any], Any], number: int, error: type[BatchError], monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[Any], Any],
+    number: int,
+    error: type[BatchError],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first pass is the one ahead, of the second minibatch."""
     options = config(ppo_epochs=2, minibatches=2)
@@ -237,7 +310,9 @@ def test_a_first_update_that_fails_teaches_nothing(
     assert all(torch.equal(master, before[name]) for name, master in optimizer.masters.items())
 
 
-def test_a_run_goes_on_behind_a_batch_that_taught_in_part(trainers: Trainers, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_goes_on_behind_a_batch_that_taught_in_part(
+    trainers: Trainers, caplog: pytest.LogCaptureFixture
+) -> None:
     calls = 0
 
     def fourth(logprobs: torch.Tensor) -> torch.Tensor:
@@ -261,7 +336,9 @@ def test_a_run_goes_on_behind_a_batch_that_taught_in_part(trainers: Trainers, ca
 def test_a_run_whose_later_updates_all_fail_ends_with_what_was_learned(
     trainers: Trainers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first update of each batch is sound, and its step complete: that is no reason to go on with half of them for ever."""
+    """The first update of each batch is sound, and its step complete: that is no reason to go on
+    with half of them for ever.
+    """
     passes = 0
 
     def second(logprobs: torch.Tensor) -> torch.Tensor:
@@ -276,7 +353,9 @@ def test_a_run_whose_later_updates_all_fail_ends_with_what_was_learned(
     assert str(caught.value).startswith(
         "2 batches in a row could not be trained on (--skip-nonfinite 1); the last: the gradient of"
     )
-    assert str(caught.value).endswith("; this was update 2 of 2 of its batch, and those before are kept")
+    assert str(caught.value).endswith(
+        "; this was update 2 of 2 of its batch, and those before are kept"
+    )
     assert "Step 1: updates 2 to 2 of its batch are left out" in caplog.text
     assert "(1 of 1 in a row, --skip-nonfinite)" in caplog.text
     assert [(saved.step, saved.updates) for saved in trainers.saved().values()] == [(2, 2)]
@@ -289,7 +368,9 @@ def post_without_logprobs(trainers: Trainers, number: int) -> None:
     httpx.post(f"{trainers.url}/scored_data", json=group, timeout=30).raise_for_status()
 
 
-def test_rollouts_without_logprobs_are_corrected_by_nothing(trainers: Trainers, caplog: pytest.LogCaptureFixture) -> None:
+def test_rollouts_without_logprobs_are_corrected_by_nothing(
+    trainers: Trainers, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in (0, 1):
         post_without_logprobs(trainers, number)
     trainers.post(2, 3)
@@ -309,7 +390,10 @@ def test_rollouts_without_logprobs_are_corrected_by_nothing(trainers: Trainers, 
 
 def spoiled(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
     """A loss of a user's that is not a number for a bin of many sequences."""
-    return torch.where(torch.tensor(inputs.sequences > 3), torch.nan, 0.0) - inputs.log_ratio.exp() * inputs.advantages
+    return (
+        torch.where(torch.tensor(inputs.sequences > 3), torch.nan, 0.0)
+        - inputs.log_ratio.exp() * inputs.advantages
+    )
 
 
 def test_a_loss_that_is_not_finite_is_named() -> None:
@@ -317,7 +401,10 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
     model, optimizer = made()
     minibatches = packed(parse_batch(make_groups(1, count=1), 64, 31), options, tokens=1000)
     tokens = sum(len(bin.targets) for bin in minibatches[0])
-    with pytest.raises(NonFiniteError, match=rf"^--loss {__name__}:spoiled is NaN or infinite for {tokens} of {tokens} tokens"):
+    with pytest.raises(
+        NonFiniteError,
+        match=rf"^--loss {__name__}:spoiled is NaN or infinite for {tokens} of {tokens} tokens",
+    ):
         guarded_step(model, optimizer, minibatches, options, make_objective(options), StopSignal())
     assert (optimizer.steps, optimizer.sound, optimizer.gradients()) == (0, True, {})
     few = packed(parse_batch(make_groups(1, count=1, size=3), 64, 31), options, tokens=1000)

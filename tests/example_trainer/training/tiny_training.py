@@ -1,4 +1,6 @@
-"""A tiny model whose training is the same every time: for tests of what is saved, and of what goes on from it."""
+"""A tiny model whose training is the same every time: for tests of what is saved, and of what goes
+on from it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def make_start(folder: Path) -> Path:
 
 def load(folder: Path, offload: bool = False) -> tuple[Decoder, MasterAdamW]:
     model = load_model(str(folder), torch.bfloat16)
-    return model, MasterAdamW(model, lr=0.02, schedule="cosine", total_steps=10, offload=offload, bucket_elements=64)
+    return model, MasterAdamW(
+        model, lr=0.02, schedule="cosine", total_steps=10, offload=offload, bucket_elements=64
+    )
 
 
 def train(model: Decoder, optimizer: MasterAdamW, until: int, updates: int = 1) -> None:

@@ -1,4 +1,6 @@
-"""vLLM's ranks as weight updaters alone, in threads or in a process of their own, and a trainer's streams to them."""
+"""vLLM's ranks as weight updaters alone, in threads or in a process of their own, and a trainer's
+streams to them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import torch
 from example_trainer.models import Geometry
 from example_trainer.parallel.tensor import model_geometry
 from vllm_patching.protocol.checksum import weights_checksum
-from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name, flat_layout, local_view, source_view
+from vllm_patching.protocol.manifest import (
+    Manifest,
+    ManifestEntry,
+    dtype_name,
+    flat_layout,
+    local_view,
+    source_view,
+)
 from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.sharding import plan_shards
 from vllm_patching.transport.cohort import CohortPlace
@@ -37,7 +46,9 @@ def manifests_of(tp_size: int, dtype: torch.dtype) -> list[Manifest]:
     geometry = model_geometry(GEOMETRY)
     plans = [plan_shards(geometry, rank, tp_size) for rank in range(tp_size)]
     return [
-        Manifest(rank, tp_size, tuple(ManifestEntry(spec, dtype_name(dtype), "cpu") for spec in specs))
+        Manifest(
+            rank, tp_size, tuple(ManifestEntry(spec, dtype_name(dtype), "cpu") for spec in specs)
+        )
         for rank, specs in enumerate(plans)
     ]
 
@@ -53,14 +64,33 @@ class Rank:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.layout, num_bytes = flat_layout(manifest)
-        self.parameters = {e.shard.name: torch.zeros(e.shard.shape, dtype=e.torch_dtype) for e in manifest.entries}
+        self.parameters = {
+            e.shard.name: torch.zeros(e.shard.shape, dtype=e.torch_dtype) for e in manifest.entries
+        }
         live = [(item.name, local_view(item, self.parameters[item.name])) for item in self.layout]
-        self.updater = WeightUpdater(manifest.tp_rank, self.layout, num_bytes, live, logging.getLogger("test"), BUCKET_BYTES)
+        self.updater = WeightUpdater(
+            manifest.tp_rank, self.layout, num_bytes, live, logging.getLogger("test"), BUCKET_BYTES
+        )
         self.updater.start()
 
-    def join(self, port: int, key: str, members: int, member: int, lanes: int, timeout: float = SECONDS) -> None:
-        """Meet a cohort whose transfers may take `timeout` seconds; to meet it, there is always time."""
-        place = CohortPlace(at(port), key, members, member, lanes, self.manifest.tp_rank, 1, Route.GLOO, SECONDS, timeout)
+    def join(
+        self, port: int, key: str, members: int, member: int, lanes: int, timeout: float = SECONDS
+    ) -> None:
+        """Meet a cohort whose transfers may take `timeout` seconds; to meet it, there is always
+        time.
+        """
+        place = CohortPlace(
+            at(port),
+            key,
+            members,
+            member,
+            lanes,
+            self.manifest.tp_rank,
+            1,
+            Route.GLOO,
+            SECONDS,
+            timeout,
+        )
         self.updater.join_cohort(place)
 
     def until(self, *phases: str) -> UpdaterStatus:
@@ -74,13 +104,19 @@ class Rank:
     def holds(self, weights: dict[str, torch.Tensor]) -> bool:
         """Whether its parameters are its shard of these, but for padding."""
         return all(
-            torch.equal(local_view(item, self.parameters[item.name]), source_view(item, weights[item.name]).to(item.dtype))
+            torch.equal(
+                local_view(item, self.parameters[item.name]),
+                source_view(item, weights[item.name]).to(item.dtype),
+            )
             for item in self.layout
         )
 
     def checksum_of(self, weights: dict[str, torch.Tensor]) -> str:
         """What a trainer that holds these must tell it."""
-        return weights_checksum((item.name, source_view(item, weights[item.name]).to(item.dtype)) for item in self.layout)
+        return weights_checksum(
+            (item.name, source_view(item, weights[item.name]).to(item.dtype))
+            for item in self.layout
+        )
 
 
 def make_servers(count: int, tp_size: int, dtype: torch.dtype, direct: bool) -> list[list[Rank]]:
@@ -94,7 +130,12 @@ def make_servers(count: int, tp_size: int, dtype: torch.dtype, direct: bool) -> 
 
 
 def join_all(
-    servers: Sequence[Sequence[Rank]], port: int, key: str, lanes: int, members: int = 0, timeout: float = SECONDS
+    servers: Sequence[Sequence[Rank]],
+    port: int,
+    key: str,
+    lanes: int,
+    members: int = 0,
+    timeout: float = SECONDS,
 ) -> None:
     """Have every rank of every server join; the servers are members 0, 1, …"""
     for member, server in enumerate(servers):
@@ -110,7 +151,9 @@ def later(work: Callable[[], object]) -> threading.Thread:
 
 
 def main() -> None:
-    """A server of one rank in a process of its own: commands as JSON lines, a line of its phase after each change."""
+    """A server of one rank in a process of its own: commands as JSON lines, a line of its phase
+    after each change.
+    """
     manifest = manifests_of(1, torch.float32)[0]
     rank = Rank(manifest)
     rank.updater.aim_at(False)

@@ -1,8 +1,10 @@
-"""What test_fleet_senders.py starts: a trainer of two ranks, of which one is stopped while weights are sent.
+"""What test_fleet_senders.py starts: a trainer of two ranks, of which one is stopped while weights
+are sent.
 
-Arguments: a folder for rank 1's process id, which is there when it is about to stop, and for a file that says that the last
-version was seen; `cpu`, or `cuda` for a GPU of each rank's own; the ports of the servers. Version v is v in all weights. There
-are three versions for each way of transfer; rank 1 is late in the second one's third bucket.
+Arguments: a folder for rank 1's process id, which is there when it is about to stop, and for a file
+that says that the last version was seen; `cpu`, or `cuda` for a GPU of each rank's own; the ports
+of the servers. Version v is v in all weights. There are three versions for each way of transfer;
+rank 1 is late in the second one's third bucket.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class LateStream(WeightStream):
         super().__init__(*arguments, bucket_bytes=BUCKET_BYTES)
 
     def _begin(self, cohort: Cohort, number: int, packed: Any) -> tuple[Lane, Any]:
-        if number == 2 and (name := LateStream.stops) != "":  # all servers have what was sent before
+        if (
+            number == 2 and (name := LateStream.stops) != ""
+        ):  # all servers have what was sent before
             LateStream.stops = ""
             written = Path(sys.argv[1]) / "being written"
             written.write_text(str(os.getpid()))
@@ -53,7 +57,10 @@ class LateStream(WeightStream):
 
 def train(ranks: Ranks, model: Decoder, transfer: str, weight_epoch: int) -> None:
     """Send the versions."""
-    servers = [BridgeServer("127.0.0.1", int(port), TIMEOUT, None, SECONDS, time.sleep, weight_epoch) for port in sys.argv[3:]]
+    servers = [
+        BridgeServer("127.0.0.1", int(port), TIMEOUT, None, SECONDS, time.sleep, weight_epoch)
+        for port in sys.argv[3:]
+    ]
     bridge = BroadcastBridge(servers, transfer, ranks, patience=PATIENCE, port=0)
     try:
         bridge.serving_dtype()
@@ -66,7 +73,9 @@ def train(ranks: Ranks, model: Decoder, transfer: str, weight_epoch: int) -> Non
 
             LateStream.stops = transfer if version == 2 and not ranks.is_main else ""
             bridge.sync(version, write)
-            logging.getLogger("test").info("version %d is served after a %s transfer", version, transfer)
+            logging.getLogger("test").info(
+                "version %d is served after a %s transfer", version, transfer
+            )
     finally:
         bridge.close()
 

@@ -1,4 +1,6 @@
-"""Servers whose faults are played, and a trainer that sends them its number of steps: what test_fleet_broadcast.py is about."""
+"""Servers whose faults are played, and a trainer that sends them its number of steps: what
+test_fleet_broadcast.py is about.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ PATIENCE, SOON = 1.5, 60.0
 
 
 def manifest_of(name: str, dtype: str) -> Manifest:
-    return Manifest(0, 1, (ManifestEntry(ShardSpec(name, (4,), (4,), (Slice(0, 0, 0, 4),)), dtype, "cpu"),))
+    return Manifest(
+        0, 1, (ManifestEntry(ShardSpec(name, (4,), (4,), (Slice(0, 0, 0, 4),)), dtype, "cpu"),)
+    )
 
 
 class PlayedRendezvous:
@@ -43,8 +47,8 @@ class PlayedServer:
     """What a server does, and what was done to it; shared by whatever speaks to it.
 
     Attributes:
-        faults: by step (init, cohort, begin, transfer, commit), what happens there, once: an error, or "hangs"; at commit also
-            "is late": it serves, and says so when nobody waits any more.
+        faults: by step (init, cohort, begin, transfer, commit), what happens there, once: an error,
+            or "hangs"; at commit also "is late": it serves, and says so when nobody waits any more.
         idle: it takes none of its bytes, and says so.
         heard: the steps in order.
     """
@@ -69,7 +73,13 @@ class PlayedServer:
     freed: threading.Event = field(default_factory=threading.Event)
 
     def restart(self) -> None:
-        self.life, self.alive, self.epoch, self.serves, self.target = self.life + 1, True, 0, 0, None
+        self.life, self.alive, self.epoch, self.serves, self.target = (
+            self.life + 1,
+            True,
+            0,
+            0,
+            None,
+        )
         self.quarantine = self.trainer = self.cohort = ""
         self.faults.clear()
 
@@ -123,12 +133,21 @@ class PlayedClient(BridgeServer):
             "gpu_uuids": [""], "tp_degree": 1, "ranks": [manifest_of(self.played.name, self.played.dtype).to_json()],
         }  # fmt: skip
 
-    def init(self, mode: str, shapes: Any, transfer: str = "auto", *_: Any, **__: Any) -> dict[str, Any]:
+    def init(
+        self, mode: str, shapes: Any, transfer: str = "auto", *_: Any, **__: Any
+    ) -> dict[str, Any]:
         played = self._step("init")
-        played.epoch, played.trainer, played.target, played.joined_anew = played.epoch + 1, "this trainer", None, True
+        played.epoch, played.trainer, played.target, played.joined_anew = (
+            played.epoch + 1,
+            "this trainer",
+            None,
+            True,
+        )
         return {"epoch": played.epoch, "transfer": "direct", "replicas": 1}
 
-    def cohort(self, epoch: int, meeting: Any = None, key: str = "", *_: Any, **__: Any) -> dict[str, Any]:
+    def cohort(
+        self, epoch: int, meeting: Any = None, key: str = "", *_: Any, **__: Any
+    ) -> dict[str, Any]:
         self._step("cohort", epoch).cohort = key
         return {}
 
@@ -136,7 +155,9 @@ class PlayedClient(BridgeServer):
         played = self._step("begin", epoch)
         assert cohort == played.cohort
         if played.serves == version and not played.joined_anew:
-            raise ServerRefused(f"{self.url} refused /bridge/begin: version {version} is served", 409)
+            raise ServerRefused(
+                f"{self.url} refused /bridge/begin: version {version} is served", 409
+            )
         played.joined_anew = False
         played.target, played.holds = version, -1
 
@@ -166,7 +187,16 @@ class PlayedCohort:
         self.world, self.key = world, ""
         self.plan = broadcast.SendPlan(1, 1)
 
-    def form(self, meeting: Any, key: str, members: int, backend: str, store: Any, seconds: float, lost: Any) -> None:
+    def form(
+        self,
+        meeting: Any,
+        key: str,
+        members: int,
+        backend: str,
+        store: Any,
+        seconds: float,
+        lost: Any,
+    ) -> None:
         self.key = key
         assert len(self.members) == members
 
@@ -195,7 +225,10 @@ class PlayedStream:
                 fault(played)
             elif fault == "hangs":
                 played.faults["stuck"] = True
-        first = next((place for place, played in enumerate(members) if "stuck" in played.faults), len(members))
+        first = next(
+            (place for place, played in enumerate(members) if "stuck" in played.faults),
+            len(members),
+        )
         for place, played in enumerate(members):
             if place > first and self.world.handed_on:
                 played.faults["waits"] = True
@@ -216,7 +249,8 @@ class World:
     """Three servers and a trainer that sends its number of steps.
 
     Attributes:
-        handed_on: a receiver has its bytes from the one before it, so that it gets none while that one is stuck.
+        handed_on: a receiver has its bytes from the one before it, so that it gets none while that
+            one is stuck.
     """
 
     handed_on = False
@@ -235,7 +269,9 @@ class World:
     def trainer(self, least: int = 1, limit: float = SOON) -> BroadcastBridge:
         clients = [PlayedClient(played, limit) for played in self.servers]
         made = {client.url: client for client in clients}
-        bridge = BroadcastBridge(clients, least=least, patience=PATIENCE, make_server=lambda url: made[url])
+        bridge = BroadcastBridge(
+            clients, least=least, patience=PATIENCE, make_server=lambda url: made[url]
+        )
         self.bridges.append(bridge)
         bridge.serving_dtype()
         bridge.connect(self.model)
@@ -250,4 +286,8 @@ class World:
 
     def right(self, version: int) -> list[str]:
         """The servers that serve this version, and nothing else."""
-        return [played.url for played in self.servers if (played.serves, played.holds) == (version, 100 + version)]
+        return [
+            played.url
+            for played in self.servers
+            if (played.serves, played.holds) == (version, 100 + version)
+        ]

@@ -1,11 +1,13 @@
-"""A server that is not ours: takes a model and a port, loads for a moment, then answers /health and /v1/models.
+"""A server that is not ours: takes a model and a port, loads for a moment, then answers /health and
+/v1/models.
 
     python standin_vllm.py MODEL PORT [FAULT]
 
-FAULT: `crashes` ends it with an error while it loads, `crashes-later` after it was seen to be ready, `never-ready` keeps it
-loading, `loads-N` for N seconds; `version-N` answers /weights; `other-program` knows no models; `ends-slowly` takes a second to
-end; `in-a-child` serves from a child process that does not end with its parent.
-Each start appends the model's path to $STANDIN_STARTS.
+FAULT: `crashes` ends it with an error while it loads, `crashes-later` after it was seen to be
+ready, `never-ready` keeps it loading, `loads-N` for N seconds; `version-N` answers /weights;
+`other-program` knows no models; `ends-slowly` takes a second to end; `in-a-child` serves from a
+child process that does not end with its parent. Each start appends the model's path to
+$STANDIN_STARTS.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def main(model: str, port: str, fault: str = "") -> None:
         return
     if fault == "ends-slowly":
         signal.signal(signal.SIGTERM, lambda *_: threading.Timer(1.0, os._exit, (0,)).start())
-    ready_at = time.monotonic() + float(fault.removeprefix("loads-") if fault.startswith("loads-") else 0.2)
+    ready_at = time.monotonic() + float(
+        fault.removeprefix("loads-") if fault.startswith("loads-") else 0.2
+    )
 
     def crash() -> None:
         print("RuntimeError: an illegal memory access", flush=True)
@@ -38,9 +42,13 @@ def main(model: str, port: str, fault: str = "") -> None:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            ready = self.path == "/health" or (time.monotonic() > ready_at and fault != "never-ready")
+            ready = self.path == "/health" or (
+                time.monotonic() > ready_at and fault != "never-ready"
+            )
             body = json.dumps({"data": [{"id": model}], "pid": os.getpid()}).encode()
-            known = fault != "other-program" and (self.path != "/weights" or fault.startswith("version-"))
+            known = fault != "other-program" and (
+                self.path != "/weights" or fault.startswith("version-")
+            )
             if self.path == "/weights" and known:
                 body = json.dumps({"weight_version": int(fault.removeprefix("version-"))}).encode()
             self.send_response(404 if not known else 200 if ready else 503)

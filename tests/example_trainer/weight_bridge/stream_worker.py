@@ -1,6 +1,8 @@
-"""What test_stream.py starts: two ranks whose model FSDP2 spreads send it to two servers, which rank 0 has in threads.
+"""What test_stream.py starts: two ranks whose model FSDP2 spreads send it to two servers, which
+rank 0 has in threads.
 
-Argument: a file that is made when the servers have given up a transfer to which rank 1 does not come.
+Argument: a file that is made when the servers have given up a transfer to which rank 1 does not
+come.
 """
 
 from __future__ import annotations
@@ -42,11 +44,15 @@ FEW_SECONDS = 5.0
 
 
 def run_case(ranks: Ranks, port: int, store: KeyedStore, tp_size: int, dtype: torch.dtype) -> None:
-    """Send twice to servers of so many ranks, then have it broken off, then once more over new lanes."""
+    """Send twice to servers of so many ranks, then have it broken off, then once more over new
+    lanes.
+    """
     model = sharded_decoder(GEOMETRY, torch.float32, CPU, ranks.world_size)
     generator = torch.Generator().manual_seed(7)
     plan = SendPlan(ranks.world_size, tp_size)
-    stream = WeightStream(model, manifests_of(tp_size, dtype), plan, ranks, CPU, Route.GLOO, BUCKET_BYTES)
+    stream = WeightStream(
+        model, manifests_of(tp_size, dtype), plan, ranks, CPU, Route.GLOO, BUCKET_BYTES
+    )
     # Of the two senders to servers of one rank, one is on their machine.
     memory = stream.memory if tp_size == 2 or ranks.is_main else None
     cohort = Cohort(ranks, plan, CPU, SECONDS, memory)
@@ -98,10 +104,14 @@ def run_case(ranks: Ranks, port: int, store: KeyedStore, tp_size: int, dtype: to
 
 
 def late_rank(
-    ranks: Ranks, stream: WeightStream, cohort: Cohort, receivers: list[Rank], form: Callable[[str, float], None]
+    ranks: Ranks,
+    stream: WeightStream,
+    cohort: Cohort,
+    receivers: list[Rank],
+    form: Callable[[str, float], None],
 ) -> None:
-    """Rank 1 comes to a transfer when the receivers have given it up: it fails on both ranks, and the receivers say which lane
-    it was whose weights did not come."""
+    """Rank 1 comes to a transfer when the receivers have given it up: it fails on both ranks, and
+    the receivers say which lane it was whose weights did not come."""
     form("d", FEW_SECONDS)
     given_up = Path(sys.argv[1])
 
@@ -126,13 +136,17 @@ def late_rank(
     cohort.timeout = SECONDS
     for rank in receivers:
         told = rank.until("failed").error
-        assert re.search(r"lane \d of vLLM rank 0 \(receiver \d of 2\): not done within", told), told
+        assert re.search(r"lane \d of vLLM rank 0 \(receiver \d of 2\): not done within", told), (
+            told
+        )
 
 
 def main() -> None:
     with join_ranks(SECONDS, CPU) as ranks:
         hosted = host_store(at(0), SECONDS) if ranks.is_main else None
-        port = ranks.broadcast(hosted.kept.port if hosted is not None and hosted.kept is not None else 0)
+        port = ranks.broadcast(
+            hosted.kept.port if hosted is not None and hosted.kept is not None else 0
+        )
         store = hosted or connect_store(at(port), "the other rank", SECONDS)
         run_case(ranks, port, store, 1, torch.float32)
         run_case(ranks, port, store, 2, torch.bfloat16)

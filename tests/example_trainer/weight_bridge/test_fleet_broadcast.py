@@ -1,4 +1,6 @@
-"""A broadcast to several servers whose faults are played: who gets the weights, who is left out, and who comes back."""
+"""A broadcast to several servers whose faults are played: who gets the weights, who is left out,
+and who comes back.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,8 @@ def test_one_that_is_sent_to_by_itself_keeps_the_others_waiting_no_longer_either
     world.step(bridge, 2)
     assert len(world.right(2)) == 2
     assert re.search(
-        rf"\[Fleet\] {faulty.url} quarantined: is \d s behind the others; training goes on with 2 of 3", caplog.text
+        rf"\[Fleet\] {faulty.url} quarantined: is \d s behind the others; training goes on with 2 of 3",
+        caplog.text,
     )
     faulty.freed.set()
     faulty.faults.clear()
@@ -114,7 +117,9 @@ def test_one_that_is_sent_to_by_itself_keeps_the_others_waiting_no_longer_either
 
 
 @pytest.mark.parametrize("trained", [torch.bfloat16, torch.float32])
-def test_a_float16_server_is_joined_as_if_the_trainer_were_float16(world: World, trained: torch.dtype) -> None:
+def test_a_float16_server_is_joined_as_if_the_trainer_were_float16(
+    world: World, trained: torch.dtype
+) -> None:
     for server in world.servers:
         server.dtype = "float16"
     world.model.to(trained)
@@ -127,7 +132,10 @@ def test_a_float16_server_is_joined_as_if_the_trainer_were_float16(world: World,
 def test_another_model_is_refused_before_the_trainers_is_loaded(world: World) -> None:
     bridge = world.trainer()
     bridge.require_shapes({"weight": ((4,), "bfloat16")})  # it is sent in the server's float32
-    with pytest.raises(BridgeError, match=r"1 parameter\(s\) differ .*weight: .*\(5,\).* Start both with the same model"):
+    with pytest.raises(
+        BridgeError,
+        match=r"1 parameter\(s\) differ .*weight: .*\(5,\).* Start both with the same model",
+    ):
         bridge.require_shapes({"weight": ((5,), "float32")})
 
 
@@ -144,9 +152,12 @@ def test_a_transfer_that_nobody_is_to_blame_for_is_done_again_one_by_one(world: 
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_who_waits_for_one_that_is_stuck_is_not_blamed(world: World, idle: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """The second of three is stuck, and the third has its bytes from it. Where the second does not say that it takes none, each
-    of both is tried alone, behind the first, which shows how long the update takes."""
+def test_who_waits_for_one_that_is_stuck_is_not_blamed(
+    world: World, idle: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second of three is stuck, and the third has its bytes from it. Where the second does not
+    say that it takes none, each of both is tried alone, behind the first, which shows how long the
+    update takes."""
     caplog.set_level("INFO")
     bridge = world.trainer()
     world.handed_on = True
@@ -155,18 +166,26 @@ def test_who_waits_for_one_that_is_stuck_is_not_blamed(world: World, idle: bool,
     world.step(bridge, 2)
     assert world.right(2) == [first.url, behind.url]
     why = "takes none of its bytes for" if idle else "is"
-    assert re.search(rf"\[Fleet\] {stuck.url} quarantined: {why} \d s.*; training goes on with 2 of 3 servers", caplog.text)
+    assert re.search(
+        rf"\[Fleet\] {stuck.url} quarantined: {why} \d s.*; training goes on with 2 of 3 servers",
+        caplog.text,
+    )
     assert len(re.findall(r"\[Fleet\] \S+ (quarantined|away)", caplog.text)) == 1
     assert ("updated one by one" in caplog.text) == (not idle)
     sent = [first.url], [stuck.url], [behind.url]
     assert world.streams[2:] == ([[first.url, behind.url]] if idle else list(sent))
 
 
-@pytest.mark.parametrize(("idle", "meanwhile"), [(True, "hangs"), (False, "hangs"), (True, "is late")])
+@pytest.mark.parametrize(
+    ("idle", "meanwhile"), [(True, "hangs"), (False, "hangs"), (True, "is late")]
+)
 def test_who_could_not_commit_for_want_of_bytes_is_not_blamed(
     world: World, idle: bool, meanwhile: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same where everything had been sent before anybody was missed. Who waits may get its bytes after all, and serve."""
+    """The same where everything had been sent before anybody was missed.
+
+    Who waits may get its bytes after all, and serve.
+    """
     caplog.set_level("INFO")
     bridge = world.trainer()
     first, stuck, behind = world.servers
@@ -178,7 +197,9 @@ def test_who_could_not_commit_for_want_of_bytes_is_not_blamed(
     assert ("updated one by one" in caplog.text) == (not idle)
 
 
-def test_a_server_that_did_not_wait_for_the_trainer_joins_anew_and_is_not_blamed(world: World) -> None:
+def test_a_server_that_did_not_wait_for_the_trainer_joins_anew_and_is_not_blamed(
+    world: World,
+) -> None:
     bridge = world.trainer()
     late = world.servers[2]
     late.faults["commit"] = LeaseLost(f"{late.url} refused /bridge/commit of version 2: gave it up")
@@ -240,7 +261,9 @@ def test_a_server_with_another_model_ends_the_start_and_is_kept_out_later(world:
     assert len(world.right(2)) == 2
 
 
-def test_a_server_that_is_wanted_joins_and_one_that_leaves_goes(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_is_wanted_joins_and_one_that_leaves_goes(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     bridge = world.trainer()
     keeper, gone = bridge._keeper, world.servers[2]

@@ -1,4 +1,6 @@
-"""Real servers' processes that are killed, stopped, restarted and made to lie in each phase of an update."""
+"""Real servers' processes that are killed, stopped, restarted and made to lie in each phase of an
+update.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def servers(
     devices: Devices, tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
 ) -> Iterator[list[LightServer]]:
     starter = Starter(tmp_path_factory.mktemp("fleet"))
-    found = [LightServer(starter, free_port(), bucket=BUCKET, device=device) for device in devices.servers]
+    found = [
+        LightServer(starter, free_port(), bucket=BUCKET, device=device)
+        for device in devices.servers
+    ]
     for server in found:
         server.start()
     yield found
@@ -45,9 +50,16 @@ def places(servers: list[LightServer]) -> list[tuple[str, int]]:
 
 @pytest.fixture(scope="module", params=["direct", "overlapped"])
 def trainer(
-    request: pytest.FixtureRequest, devices: Devices, servers: list[LightServer], free_port: Callable[[], int]
+    request: pytest.FixtureRequest,
+    devices: Devices,
+    servers: list[LightServer],
+    free_port: Callable[[], int],
 ) -> Iterator[Trainer]:
-    options: dict[str, Any] = {"bucket": BUCKET, "device": devices.trainer, "patience": devices.patience}
+    options: dict[str, Any] = {
+        "bucket": BUCKET,
+        "device": devices.trainer,
+        "patience": devices.patience,
+    }
     with training(places(servers), request.param, free_port(), **options) as one:
         yield one
 
@@ -63,8 +75,12 @@ FAULTS = [
 
 @pytest.mark.parametrize(
     ("at", "do", "which"),
-    # The first hands on to others what it receives, where that is how weights travel; who then waits for it is not to blame.
-    [*(pytest.param(*fault, 1, id="-".join(fault)) for fault in FAULTS), pytest.param("receive", "slow", 0, id="first-slow")],
+    # The first hands on to others what it receives, where that is how weights travel; who then
+    # waits for it is not to blame.
+    [
+        *(pytest.param(*fault, 1, id="-".join(fault)) for fault in FAULTS),
+        pytest.param("receive", "slow", 0, id="first-slow"),
+    ],
 )
 def test_one_of_three_fails_and_training_does_not_miss_a_step(
     trainer: Trainer,
@@ -75,14 +91,23 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
     caplog: pytest.LogCaptureFixture,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """What the update took, and until the faulty one served what it should again, is noted for check_fleet_faults.py."""
+    """What the update took, and until the faulty one served what it should again, is noted for
+    check_fleet_faults.py.
+    """
     caplog.set_level("INFO")
-    faulty, others = servers[which], [server for place, server in enumerate(servers) if place != which]
+    faulty, others = (
+        servers[which],
+        [server for place, server in enumerate(servers) if place != which],
+    )
     if at == "cohort":
-        trainer.bridge._updates._keeper.members[faulty.url].joined = False  # so that the cohort is formed anew
+        trainer.bridge._updates._keeper.members[
+            faulty.url
+        ].joined = False  # so that the cohort is formed anew
         for line in trainer.bridge._lines.values():
             line.leave()
-    again = threading.Thread(target=lambda: (until(lambda: faulty.get("/weights") is None), faulty.start()))
+    again = threading.Thread(
+        target=lambda: (until(lambda: faulty.get("/weights") is None), faulty.start())
+    )
     if (at, do) == ("", "restart"):
         faulty.kill()
         faulty.start()
@@ -96,8 +121,14 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
     seconds = trainer.step()
     assert seconds < TIMEOUT, "nobody waited for as long as a server may take"
     assert all(server.serves(trainer.version) for server in others)
-    standing = {"slow": "quarantined", "lie": "quarantined", "restart": "(away|quarantined|joining)"}.get(do, "away")
-    assert re.search(rf"\[Fleet\] {faulty.url} {standing}: .*; training goes on with 2 of 3 servers", caplog.text)
+    standing = {
+        "slow": "quarantined",
+        "lie": "quarantined",
+        "restart": "(away|quarantined|joining)",
+    }.get(do, "away")
+    assert re.search(
+        rf"\[Fleet\] {faulty.url} {standing}: .*; training goes on with 2 of 3 servers", caplog.text
+    )
     if do == "restart":
         again.join(SOON) if at else None
     elif do == "kill":
@@ -115,10 +146,14 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
     sound(servers)
 
 
-def test_all_are_gone_and_back(trainer: Trainer, servers: list[LightServer], caplog: pytest.LogCaptureFixture) -> None:
+def test_all_are_gone_and_back(
+    trainer: Trainer, servers: list[LightServer], caplog: pytest.LogCaptureFixture
+) -> None:
     for server in servers:
         server.kill()
-    starter = threading.Thread(target=lambda: (time.sleep(PATIENCE), [server.start() for server in servers]))
+    starter = threading.Thread(
+        target=lambda: (time.sleep(PATIENCE), [server.start() for server in servers])
+    )
     starter.start()
     trainer.step()
     starter.join()
@@ -129,7 +164,10 @@ def test_all_are_gone_and_back(trainer: Trainer, servers: list[LightServer], cap
 
 
 def test_one_that_serves_another_version_is_left_out_until_a_full_update(
-    trainer: Trainer, servers: list[LightServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    trainer: Trainer,
+    servers: list[LightServer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What it says is played, at a look of the trainer's; what follows is not."""
     caplog.set_level("INFO")
@@ -160,9 +198,17 @@ def test_a_second_trainer_takes_over_and_the_first_one_is_told(
     transfer: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One of three: the first goes on without it, and leaves it alone until it is restarted. All of them: the first ends."""
+    """One of three: the first goes on without it, and leaves it alone until it is restarted.
+
+    All of them: the first ends.
+    """
     taken, others = servers[1], [servers[0], servers[2]]
-    options: dict[str, Any] = {"bucket": BUCKET, "port": 0, "device": devices.trainer, "patience": devices.patience}
+    options: dict[str, Any] = {
+        "bucket": BUCKET,
+        "port": 0,
+        "device": devices.trainer,
+        "patience": devices.patience,
+    }
     with training(places(servers), transfer, free_port(), **options) as first:
         with training(places([taken]), transfer, free_port(), **options) as second:
             for _ in range(3):
@@ -170,7 +216,9 @@ def test_a_second_trainer_takes_over_and_the_first_one_is_told(
             first.step()
             assert all(server.serves(2) for server in others)
             assert taken.serves(4), "other weights than those of the first"
-            assert re.search(rf"\[Fleet\] {taken.url} quarantined: trainer \S+ .* has taken it over", caplog.text)
+            assert re.search(
+                rf"\[Fleet\] {taken.url} quarantined: trainer \S+ .* has taken it over", caplog.text
+            )
             first.look_after()
             assert taken.serves(4)
         taken.kill()

@@ -1,4 +1,6 @@
-"""example_trainer/weight_bridge/fleet.py against simulated servers that die, hang, lie, restart and change hands."""
+"""example_trainer/weight_bridge/fleet.py against simulated servers that die, hang, lie, restart and
+change hands.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from example_trainer.weight_bridge import asking
-from example_trainer.weight_bridge.fleet import LONGEST_PAUSE_SECONDS, Fleet, Laggards, Progress, Sight, Standing, Verdict
+from example_trainer.weight_bridge.fleet import (
+    LONGEST_PAUSE_SECONDS,
+    Fleet,
+    Laggards,
+    Progress,
+    Sight,
+    Standing,
+    Verdict,
+)
 
 URLS = [f"http://server{number}:9001" for number in range(4)]
 PATIENCE, LIMIT = 10.0, 300.0
@@ -36,7 +46,9 @@ class Simulated:
 
     def sight(self) -> Sight | None:
         trouble = "the engine does not answer" if self.hangs else ""
-        told = Sight(f"life {self.life}", self.version, self.epoch, trouble, self.taken_by, self.hangs)
+        told = Sight(
+            f"life {self.life}", self.version, self.epoch, trouble, self.taken_by, self.hangs
+        )
         return told if self.alive else None
 
 
@@ -90,7 +102,11 @@ class FleetModel(RuleBasedStateMachine):
         came, went = self.fleet.wish(sorted(self.wanted), self.left, self.now)
         for url in went:
             self.standings.pop(url, None)
-        assert set(self.fleet.places) == ({*self.named} | self.wanted) - self.left == (before | {*came}) - {*went}
+        assert (
+            set(self.fleet.places)
+            == ({*self.named} | self.wanted) - self.left
+            == (before | {*came}) - {*went}
+        )
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 11.0, 60.0, LONGEST_PAUSE_SECONDS]))
     def time_passes(self, seconds: float) -> None:
@@ -108,7 +124,9 @@ class FleetModel(RuleBasedStateMachine):
         self.update(self.fleet.takes_part(self.now))
         for url in self.fleet.good:
             server = self.servers[url]
-            assert (server.version, server.epoch, server.alive) == (self.version, 5, True), "a good server serves other weights"
+            assert (server.version, server.epoch, server.alive) == (self.version, 5, True), (
+                "a good server serves other weights"
+            )
 
     @rule()
     def training_waits(self) -> None:
@@ -122,7 +140,9 @@ class FleetModel(RuleBasedStateMachine):
             if not server.alive:
                 self.fleet.failed(url, "did not answer /bridge/begin", self.now, away=True)
             elif server.taken_by:
-                self.fleet.failed(url, f"{server.taken_by} has taken it over", self.now, hopeless=True)
+                self.fleet.failed(
+                    url, f"{server.taken_by} has taken it over", self.now, hopeless=True
+                )
             elif server.hangs:
                 self.fleet.failed(url, "refused /bridge/begin", self.now)
             elif server.spoils:
@@ -140,25 +160,36 @@ class FleetModel(RuleBasedStateMachine):
             assert (place.reason == "") == (place.standing is Standing.GOOD), place
             assert place.since <= self.now
         assert not set(self.fleet.good) & set(self.fleet.due(self.now))
-        assert not any(self.fleet.places[url].hangs for url in self.fleet.due(self.now)), "an update of it would only fail"
-        assert sum(n for name, n in self.fleet.counts().items() if name != "size") == self.fleet.counts()["size"]
+        assert not any(self.fleet.places[url].hangs for url in self.fleet.due(self.now)), (
+            "an update of it would only fail"
+        )
+        assert (
+            sum(n for name, n in self.fleet.counts().items() if name != "size")
+            == self.fleet.counts()["size"]
+        )
         for change in self.fleet.take_changes():
             assert self.standings.get(change.url, Standing.JOINING) is change.before
             self.standings[change.url] = change.now
             assert change.absence is None or change.absence >= 0
 
     def teardown(self) -> None:
-        """Once all faults are gone, every server that can be helped is good after one look and one update."""
+        """Once all faults are gone, every server that can be helped is good after one look and one
+        update.
+        """
         if not hasattr(self, "fleet"):
             return
         for url, server in self.servers.items():
-            self.servers[url] = Simulated(server.life, taken_by=server.taken_by, version=server.version, epoch=server.epoch)
+            self.servers[url] = Simulated(
+                server.life, taken_by=server.taken_by, version=server.version, epoch=server.epoch
+            )
         self.now += LONGEST_PAUSE_SECONDS
         for url in self.fleet.places:
             self.fleet.saw(url, self.servers[url].sight(), self.now)
         self.update(self.fleet.takes_part(self.now))
         helped = {url for url in self.fleet.places if not self.servers[url].taken_by}
-        stuck = {url for url in helped if self.fleet.places[url].hopeless}  # its trainer is gone, but nobody has restarted it
+        stuck = {
+            url for url in helped if self.fleet.places[url].hopeless
+        }  # its trainer is gone, but nobody has restarted it
         assert set(self.fleet.good) == helped - stuck
 
 
@@ -221,7 +252,9 @@ def test_a_server_that_fails_always_is_tried_more_and_more_seldom() -> None:
     assert tried == [0, 1, 11, 31, 71, 151]
 
 
-def test_it_waits_for_enough_servers_until_the_limit_and_gives_up_at_once_where_hope_is_gone() -> None:
+def test_it_waits_for_enough_servers_until_the_limit_and_gives_up_at_once_where_hope_is_gone() -> (
+    None
+):
     fleet = good_fleet(count=2, least=2)
     fleet.failed(URLS[0], "did not answer", 1.0, away=True)
     assert fleet.verdict(0.0, LIMIT, 1.0) is Verdict.WAIT
@@ -234,7 +267,11 @@ def test_it_waits_for_enough_servers_until_the_limit_and_gives_up_at_once_where_
 
 def test_whoever_says_what_is_wrong_is_named_before_those_who_wait_for_it() -> None:
     laggards = Laggards(PATIENCE)
-    states = {"a": Progress(5, trouble="its engine has died"), "b": Progress(5, silent=99.0), "c": Progress(0)}
+    states = {
+        "a": Progress(5, trouble="its engine has died"),
+        "b": Progress(5, silent=99.0),
+        "c": Progress(0),
+    }
     assert laggards.named(states, 0.0) == {"a": "its engine has died"}
     del states["a"]
     assert list(laggards.named(states, 0.0)) == ["b"]
@@ -257,7 +294,9 @@ def test_who_takes_none_of_its_bytes_is_named_before_those_who_wait_for_them() -
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.floats(0.1, 4.0)), max_size=30))
-def test_nobody_is_late_who_is_less_than_the_patience_behind_the_first(steps: list[tuple[int, int, float]]) -> None:
+def test_nobody_is_late_who_is_less_than_the_patience_behind_the_first(
+    steps: list[tuple[int, int, float]],
+) -> None:
     laggards, now = Laggards(PATIENCE), 0.0
     amounts = {"a": 0, "b": 0, "c": 0}
     history = [(0.0, dict(amounts))]
@@ -269,10 +308,14 @@ def test_nobody_is_late_who_is_less_than_the_patience_behind_the_first(steps: li
         passed = {
             url: [t for t, then in history if max(then.values()) > amounts[url]] for url in amounts
         }  # when somebody was further than it is now
-        assert set(late) == {url for url, times in passed.items() if times and now - times[0] >= PATIENCE}
+        assert set(late) == {
+            url for url, times in passed.items() if times and now - times[0] >= PATIENCE
+        }
 
 
-def test_no_server_is_blamed_for_the_time_in_which_the_trainer_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_is_blamed_for_the_time_in_which_the_trainer_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     passed = threading.Event()
     stopped = 0.0
 

@@ -1,4 +1,6 @@
-"""A trainer's process that is killed or stopped in the middle of an update, and servers that come while one is made."""
+"""A trainer's process that is killed or stopped in the middle of an update, and servers that come
+while one is made.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
 @pytest.fixture(scope="module")
 def servers(devices: Devices, starter: Starter, free_port: Callable[[], int]) -> list[LightServer]:
-    found = [LightServer(starter, free_port(), bucket=BUCKET, device=device) for device in devices.servers[:2]]
+    found = [
+        LightServer(starter, free_port(), bucket=BUCKET, device=device)
+        for device in devices.servers[:2]
+    ]
     for server in found:
         server.start()
     return found
@@ -69,10 +74,16 @@ def test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind(
     where: dict[str, Any],
     keeps_serving: bool,
 ) -> None:
-    """Its servers serve what they served before, or nothing until there is another trainer, which finds them usable."""
+    """Its servers serve what they served before, or nothing until there is another trainer, which
+    finds them usable.
+    """
     fault = {"version": 3, "signal": signal.SIGKILL, **where}
     options: dict[str, Any] = {"bucket": BUCKET, "device": devices.trainer}
-    told = {"ports": [server.port for server in servers], "rendezvous": free_port(), "folder": str(starter.folder)}
+    told = {
+        "ports": [server.port for server in servers],
+        "rendezvous": free_port(),
+        "folder": str(starter.folder),
+    }
     trainer = starter.tell(do="train", transfer=transfer, fault=fault, **options, **told)["pid"]
     assert starter.tell(do="wait", pid=trainer)["status"] == -signal.SIGKILL
     for server in servers:
@@ -81,28 +92,47 @@ def test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind(
         assert (state["weight_version"], state["healthy"]) == (2, keeps_serving), state
         assert server.serves(2) == keeps_serving
         assert state["engine"] == ("running" if keeps_serving else "paused")
-        # That it has ended; or that its connections have broken, where its process takes its time on a busy machine.
+        # That it has ended; or that its connections have broken, where its process takes its time
+        # on a busy machine.
         assert re.search("has ended|has gone", state["last_error"]), state
     sound(servers)
-    with training([server.place for server in servers], transfer, free_port(), patience=SOON, **options) as other:
-        assert all(server.serves(1) for server in servers), "the next trainer begins with its own first version"
+    with training(
+        [server.place for server in servers], transfer, free_port(), patience=SOON, **options
+    ) as other:
+        assert all(server.serves(1) for server in servers), (
+            "the next trainer begins with its own first version"
+        )
         other.step()
         assert all(server.serves(2) for server in servers)
     sound(servers)
 
 
 @pytest.mark.parametrize(
-    ("transfer", "where"), [("direct", {"buckets": 1}), ("overlapped", {"buckets": 1}), ("direct", {"at": "commit"})]
+    ("transfer", "where"),
+    [("direct", {"buckets": 1}), ("overlapped", {"buckets": 1}), ("direct", {"at": "commit"})],
 )
 def test_a_trainer_that_is_stopped_for_too_long_blames_no_server_and_does_the_update_anew(
-    devices: Devices, starter: Starter, free_port: Callable[[], int], transfer: str, where: dict[str, Any]
+    devices: Devices,
+    starter: Starter,
+    free_port: Callable[[], int],
+    transfer: str,
+    where: dict[str, Any],
 ) -> None:
-    """Its servers have given the update up meanwhile; it says that they heard nothing from it, and joins them again."""
-    few = [LightServer(starter, free_port(), bucket=BUCKET, timeout=4.0, device=device) for device in devices.servers[:2]]
+    """Its servers have given the update up meanwhile; it says that they heard nothing from it, and
+    joins them again.
+    """
+    few = [
+        LightServer(starter, free_port(), bucket=BUCKET, timeout=4.0, device=device)
+        for device in devices.servers[:2]
+    ]
     for server in few:
         server.start()
     fault = {"version": 3, "signal": signal.SIGSTOP, **where}
-    told = {"ports": [server.port for server in few], "rendezvous": free_port(), "folder": str(starter.folder)}
+    told = {
+        "ports": [server.port for server in few],
+        "rendezvous": free_port(),
+        "folder": str(starter.folder),
+    }
     options: dict[str, Any] = {"bucket": BUCKET, "device": devices.trainer, "timeout": 5.0}
     trainer = starter.tell(do="train", transfer=transfer, fault=fault, **options, **told)["pid"]
     for server in few:
@@ -125,9 +155,15 @@ def test_a_trainer_that_is_stopped_for_too_long_blames_no_server_and_does_the_up
 
 
 def test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_again(
-    devices: Devices, starter: Starter, free_port: Callable[[], int], processes: Processes, tmp_path: Path
+    devices: Devices,
+    starter: Starter,
+    free_port: Callable[[], int],
+    processes: Processes,
+    tmp_path: Path,
 ) -> None:
-    """Two ranks, FSDP2, of which one is stopped until the servers have given its update up: see late_rank.py."""
+    """Two ranks, FSDP2, of which one is stopped until the servers have given its update up: see
+    late_rank.py.
+    """
     g = GEOMETRY
     config = {
         "model_type": "qwen3", "num_hidden_layers": g.num_layers, "hidden_size": g.hidden_size,
@@ -136,15 +172,32 @@ def test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_ag
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     options: dict[str, Any] = {"bucket": BUCKET_BYTES, "model": tmp_path, "timeout": 4.0}
-    few = [LightServer(starter, free_port(), device=device, **options) for device in devices.servers[:2]]
+    few = [
+        LightServer(starter, free_port(), device=device, **options)
+        for device in devices.servers[:2]
+    ]
     for server in few:
         server.start()
     script, ports = Path(__file__).with_name("late_rank.py"), [str(server.port) for server in few]
-    command = [sys.executable, "-m", "tests.forked_ranks", script, tmp_path, torch.device(devices.trainer).type, *ports]
-    trainer = processes.start("ranks", command, environment={"PYTHONPATH": str(ROOT)}, may_finish=True)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.forked_ranks",
+        script,
+        tmp_path,
+        torch.device(devices.trainer).type,
+        *ports,
+    ]
+    trainer = processes.start(
+        "ranks", command, environment={"PYTHONPATH": str(ROOT)}, may_finish=True
+    )
     for transfer in ("direct", "overlapped"):
         stopped = tmp_path / transfer
-        processes.wait_until(f"the {transfer} transfer", lambda stopped=stopped: None if stopped.exists() else "not yet", 120)  # type: ignore[misc]
+        processes.wait_until(
+            f"the {transfer} transfer",
+            lambda stopped=stopped: None if stopped.exists() else "not yet",
+            120,
+        )  # type: ignore[misc]
         for server in few:
             until(lambda server=server: server.state()["gave_up_waiting"] == 2)  # type: ignore[misc]
             assert server.serves(1) == (transfer == "overlapped")
@@ -187,7 +240,10 @@ def test_a_server_that_comes_in_the_middle_of_an_update_waits_for_its_end_and_jo
 ) -> None:
     """And another trainer is refused there."""
     caplog.set_level("INFO")
-    wishes, late = Wishes(), LightServer(starter, free_port(), bucket=BUCKET, device=devices.servers[2])
+    wishes, late = (
+        Wishes(),
+        LightServer(starter, free_port(), bucket=BUCKET, device=devices.servers[2]),
+    )
     held, waiting = servers
     options: dict[str, Any] = {"bucket": BUCKET, "device": devices.trainer}
     both = [held.place, waiting.place]
@@ -197,7 +253,9 @@ def test_a_server_that_comes_in_the_middle_of_an_update_waits_for_its_end_and_jo
         update.start()
         until(lambda: waiting.state()["target_version"] == 2)
         with (
-            pytest.raises(BridgeError, match=r"cannot join now: trainer .* is in an update to version 2"),
+            pytest.raises(
+                BridgeError, match=r"cannot join now: trainer .* is in an update to version 2"
+            ),
             training([waiting.place], transfer, free_port(), **options),
         ):
             pass
@@ -218,7 +276,9 @@ def test_a_server_that_comes_in_the_middle_of_an_update_waits_for_its_end_and_jo
 
 
 def test_no_server_outlives_who_started_it(servers: list[LightServer], starter: Starter) -> None:
-    """However tests are broken off: these processes have groups of their own, and hear nothing of it. The last test here."""
+    """However tests are broken off: these processes have groups of their own, and hear nothing of
+    it. The last test here.
+    """
     left = [server.pid for server in servers]
     assert set(left) <= parents().keys()
     starter.process.send_signal(signal.SIGTERM)

@@ -27,7 +27,15 @@ def info(path: Path, instance: str = "mine") -> dict[str, Any]:
 
 
 def write(path: Path, instance: str) -> Path:
-    path.write_text(json.dumps({"instance": instance, "port": 9002, "ranks": [{"handles": {"kind": "shm", "path": instance}}]}))
+    path.write_text(
+        json.dumps(
+            {
+                "instance": instance,
+                "port": 9002,
+                "ranks": [{"handles": {"kind": "shm", "path": instance}}],
+            }
+        )
+    )
     return path
 
 
@@ -38,7 +46,10 @@ def test_the_servers_own_handles_are_read(tmp_path: Path) -> None:
 
 def test_another_servers_handles_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "config.json", "theirs")
-    with pytest.raises(BridgeError, match=rf"{path} is of another server \(instance theirs, port 9002\) than {URL} .*mine"):
+    with pytest.raises(
+        BridgeError,
+        match=rf"{path} is of another server \(instance theirs, port 9002\) than {URL} .*mine",
+    ):
         read_handles(info(path), URL, 0)
 
 
@@ -58,7 +69,9 @@ class Linear(torch.nn.Module):
 
 
 MANIFEST = Manifest(
-    0, 1, (ManifestEntry(ShardSpec("weight", (2, 3), (2, 3), (Slice(0, 0, 0, 2),)), "float32", "cpu"),)
+    0,
+    1,
+    (ManifestEntry(ShardSpec("weight", (2, 3), (2, 3), (Slice(0, 0, 0, 2),)), "float32", "cpu"),),
 ).to_json()
 
 
@@ -98,7 +111,9 @@ def restarting(tmp_path: Path) -> Iterator[BridgeServer]:
 
 def test_an_answer_of_another_instance_is_no_joining(restarting: BridgeServer) -> None:
     restarting.wait_for_info()
-    with pytest.raises(BridgeError, match=r"is instance next, and .* was instance mine .*restarted meanwhile"):
+    with pytest.raises(
+        BridgeError, match=r"is instance next, and .* was instance mine .*restarted meanwhile"
+    ):
         restarting.init("broadcast", {})
 
 
@@ -106,7 +121,9 @@ def test_memory_of_a_server_that_was_restarted_meanwhile_never_becomes_the_train
     restarting: BridgeServer, tmp_path: Path
 ) -> None:
     handles = export_to_shared_memory({"weight": torch.nn.Parameter(torch.zeros(2, 3))}, "test")
-    (tmp_path / "config.json").write_text(json.dumps({"instance": "mine", "port": 9001, "ranks": [{"handles": handles}]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"instance": "mine", "port": 9001, "ranks": [{"handles": handles}]})
+    )
     model = Linear()
     before = model.weight.data_ptr()
     try:

@@ -55,22 +55,36 @@ def serve() -> Iterator[Serve]:
 
 def options(*ports: int, temperature: float = 1.0) -> TrainerConfig:
     servers = [f"127.0.0.1:{port}" for port in ports]
-    return TrainerConfig(model_name="any", vllm_servers=servers, temperature=temperature, weight_bridge_mode="shared_vllm")
+    return TrainerConfig(
+        model_name="any",
+        vllm_servers=servers,
+        temperature=temperature,
+        weight_bridge_mode="shared_vllm",
+    )
 
 
 @pytest.mark.parametrize(
     ("mode", "temperature", "problem"),
     [
         ("raw_logprobs", 1.0, None),
-        ("raw_logprobs", 0.6, r"--temperature 0\.6.*--logprobs-mode processed_logprobs.*--temperature 1"),
+        (
+            "raw_logprobs",
+            0.6,
+            r"--temperature 0\.6.*--logprobs-mode processed_logprobs.*--temperature 1",
+        ),
         ("processed_logprobs", 1.0, None),
         ("processed_logprobs", 0.6, None),
         ("raw_logits", 1.0, "raw_logits, which are no logprobs"),
         ("processed_logits", 0.6, "processed_logits, which are no logprobs"),
     ],
 )
-def test_every_server_is_asked(serve: Serve, mode: str, temperature: float, problem: str | None) -> None:
-    good, asked = serve(200, {"logprobs_mode": "processed_logprobs"}), serve(200, {"logprobs_mode": mode})
+def test_every_server_is_asked(
+    serve: Serve, mode: str, temperature: float, problem: str | None
+) -> None:
+    good, asked = (
+        serve(200, {"logprobs_mode": "processed_logprobs"}),
+        serve(200, {"logprobs_mode": mode}),
+    )
     config = options(good, asked, temperature=temperature)
     if problem is None:
         found = check_logprobs(config, Ranks())
@@ -85,9 +99,15 @@ def test_every_server_is_asked(serve: Serve, mode: str, temperature: float, prob
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("answer", [(404, {"detail": "Not Found"}), (200, ["something else"]), (401, {"error": "key"}), None])
+@pytest.mark.parametrize(
+    "answer",
+    [(404, {"detail": "Not Found"}), (200, ["something else"]), (401, {"error": "key"}), None],
+)
 def test_of_a_server_that_does_not_say_it_is_told_what_is_assumed(
-    serve: Serve, free_port: Callable[[], int], caplog: pytest.LogCaptureFixture, answer: tuple[int, object] | None
+    serve: Serve,
+    free_port: Callable[[], int],
+    caplog: pytest.LogCaptureFixture,
+    answer: tuple[int, object] | None,
 ) -> None:
     port = free_port() if answer is None else serve(*answer)
     assert check_logprobs(options(port), Ranks()).unknown == (f"http://127.0.0.1:{port}",)
@@ -103,12 +123,16 @@ def test_the_route_answers_once_the_engine_is_there() -> None:
     app.include_router(make_router(service))
     client = TestClient(app)
     assert client.get("/sampling").status_code == 503
-    service.engine = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="processed_logprobs"))
+    service.engine = SimpleNamespace(
+        model_config=SimpleNamespace(logprobs_mode="processed_logprobs")
+    )
     assert client.get("/sampling").json()["logprobs_mode"] == "processed_logprobs"
 
 
 def test_what_a_mode_that_does_not_fit_would_do() -> None:
-    """Raw logprobs beside a temperature of 0.6: ratios are far from 1 though nothing has changed, and the gradient turns."""
+    """Raw logprobs beside a temperature of 0.6: ratios are far from 1 though nothing has changed,
+    and the gradient turns.
+    """
     torch.manual_seed(0)
     hidden, weight = torch.randn(400, 16), torch.randn(50, 16)
     targets = torch.multinomial((hidden @ weight.t() / 0.6).softmax(-1), 1).squeeze(1)

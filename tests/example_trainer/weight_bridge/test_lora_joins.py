@@ -1,4 +1,6 @@
-"""A server that lost its adapter, as a restart leaves it, is told from one that only gets a new version."""
+"""A server that lost its adapter, as a restart leaves it, is told from one that only gets a new
+version.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The trainer's stores: on loopback while all servers are here, and a second one for servers that join from another machine."""
+"""The trainer's stores: on loopback while all servers are here, and a second one for servers that
+join from another machine.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "NUM_INFERENCE_NODES", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     own = addresses.own_address
-    monkeypatch.setattr(addresses, "own_address", lambda host, port=9: OUTWARD if host == "192.0.2.7" else own(host))
+    monkeypatch.setattr(
+        addresses, "own_address", lambda host, port=9: OUTWARD if host == "192.0.2.7" else own(host)
+    )
 
 
 def listens(meeting: Meeting) -> set[str]:

@@ -1,4 +1,6 @@
-"""The bridge that restarts a server of its own, over a small server that is not ours: real processes, real HTTP."""
+"""The bridge that restarts a server of its own, over a small server that is not ours: real
+processes, real HTTP.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.foreign_server import ForeignServerBridge
 from example_trainer.weight_bridge.owned_server import Served
 from example_trainer.weight_bridge.restart import REVIVALS, RestartBridge
-from example_trainer.weight_bridge.server_record import end_left_over_server, read_record, record_file
+from example_trainer.weight_bridge.server_record import (
+    end_left_over_server,
+    read_record,
+    record_file,
+)
 from tests.example_trainer.weight_bridge.test_server_gpus import geometry
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,8 +51,17 @@ class Stack:
 
     def config(self, fault: str = "", **options: object) -> TrainerConfig:
         command = f"{sys.executable} {STANDIN} {{model}} {{port}} {fault}"
-        values = {"model_name": "first", "vllm_restart_interval": 2, "training_steps": 9, "vllm_port": self.port}
-        values |= {"vllm_command": command, "save_path": self.folder / "checkpoints", "log_dir": self.folder / "logs"}
+        values = {
+            "model_name": "first",
+            "vllm_restart_interval": 2,
+            "training_steps": 9,
+            "vllm_port": self.port,
+        }
+        values |= {
+            "vllm_command": command,
+            "save_path": self.folder / "checkpoints",
+            "log_dir": self.folder / "logs",
+        }
         return TrainerConfig.model_validate(values | options)
 
     def bridge(self, fault: str = "", **options: object) -> RestartBridge:
@@ -61,12 +76,16 @@ class Stack:
         return self.starts_file.read_text().split() if self.starts_file.exists() else []
 
     def server(self) -> dict[str, object]:
-        answer: dict[str, object] = httpx.get(f"http://localhost:{self.port}/v1/models", timeout=60, trust_env=False).json()
+        answer: dict[str, object] = httpx.get(
+            f"http://localhost:{self.port}/v1/models", timeout=60, trust_env=False
+        ).json()
         return answer
 
 
 @pytest.fixture
-def stack(tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+def stack(
+    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Stack]:
     made = Stack(tmp_path, free_port())
     monkeypatch.setenv("STANDIN_STARTS", str(made.starts_file))
     yield made
@@ -86,7 +105,9 @@ def eventually(done: Callable[[], bool], what: str, seconds: float = 120) -> Non
 def test_the_server_is_started_on_every_nth_version_and_on_no_other(stack: Stack) -> None:
     bridge = stack.bridge()
     written: list[int] = []
-    served = [bridge.sync(version, lambda v=version: written.append(v)).version for version in range(8)]  # type: ignore[misc]
+    served = [
+        bridge.sync(version, lambda v=version: written.append(v)).version for version in range(8)
+    ]  # type: ignore[misc]
     assert served == [0, 0, 2, 2, 4, 4, 6, 6]
     assert written == list(range(8))
     checkpoints = (stack.folder / "checkpoints").resolve()
@@ -123,7 +144,10 @@ def test_a_server_that_was_killed_is_started_again_with_the_same_weights(stack: 
 def test_a_server_that_keeps_dying_ends_the_training_with_its_last_words(stack: Stack) -> None:
     bridge = stack.bridge("crashes-later")
     bridge.sync(0, lambda: None)
-    with pytest.raises(BridgeError, match=rf"starting the vLLM server again {REVIVALS} times: .*an illegal memory access"):
+    with pytest.raises(
+        BridgeError,
+        match=rf"starting the vLLM server again {REVIVALS} times: .*an illegal memory access",
+    ):
         stack.stop.wait(120)
     assert len(stack.starts()) == 1 + REVIVALS
     with pytest.raises(BridgeError, match="gave up"):
@@ -132,14 +156,18 @@ def test_a_server_that_keeps_dying_ends_the_training_with_its_last_words(stack: 
 
 def test_a_server_that_cannot_load_is_told_with_its_log(stack: Stack) -> None:
     bridge = stack.bridge("crashes")
-    with pytest.raises(BridgeError, match=r"exited with code 1 .*vllm\.log.*not enough memory for the model") as caught:
+    with pytest.raises(
+        BridgeError, match=r"exited with code 1 .*vllm\.log.*not enough memory for the model"
+    ) as caught:
         bridge.sync(0, lambda: None)
     assert "\n" not in str(caught.value)
 
 
 def test_loading_has_a_deadline(stack: Stack) -> None:
     bridge = stack.bridge("never-ready", vllm_start_timeout=2.0)
-    with pytest.raises(BridgeError, match=r"within 2 s \((/v1/models answers 503|.+)\); .*--vllm-start-timeout"):
+    with pytest.raises(
+        BridgeError, match=r"within 2 s \((/v1/models answers 503|.+)\); .*--vllm-start-timeout"
+    ):
         bridge.sync(0, lambda: None)
 
 
@@ -169,10 +197,15 @@ def test_a_server_that_the_trainer_did_not_start_is_left_alone_and_warned_about(
         assert isinstance(bridge, ForeignServerBridge)
         assert bridge.serving_dtype() is None
         bridge.connect(torch.nn.Linear(2, 2))
-        assert f"did not start the vLLM server at http://localhost:{stack.port}, and will not restart it" in caplog.text
+        assert (
+            f"did not start the vLLM server at http://localhost:{stack.port}, and will not restart it"
+            in caplog.text
+        )
         assert "With --max-staleness 2 its rollouts are dropped" in caplog.text
         caplog.clear()
-        assert not any(bridge.restarts_at(version) for version in range(10)), "no checkpoint is saved for it"
+        assert not any(bridge.restarts_at(version) for version in range(10)), (
+            "no checkpoint is saved for it"
+        )
         assert [bridge.sync(version, lambda: None).version for version in range(4, 9)] == [4] * 5
         warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert [re.search(r"at least (\d+) steps behind", line)[1] for line in warned] == ["2", "4"]  # type: ignore[index]
@@ -180,12 +213,16 @@ def test_a_server_that_the_trainer_did_not_start_is_left_alone_and_warned_about(
         other.kill()
         other.wait(30)
         bridge.sync(10, lambda: None)
-        assert "are at least 6 steps behind the trainer's, and it does not answer now" in caplog.text
+        assert (
+            "are at least 6 steps behind the trainer's, and it does not answer now" in caplog.text
+        )
         bridge.close()
     assert stack.starts() == ["theirs"]
 
 
-def test_a_server_that_reports_its_version_is_believed(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_reports_its_version_is_believed(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
     with another_server(stack.port, "version-3"):
         bridge = make_bridge(stack.config(), stack.stop)
         bridge.sync(5, lambda: None)
@@ -203,18 +240,28 @@ def test_a_foreign_server_that_still_loads_is_waited_for(stack: Stack) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("other-program", "answers /v1/models with 404"), ("never-ready", r"was not ready within 1 s \(--vllm-start-timeout\)")],
+    [
+        ("other-program", "answers /v1/models with 404"),
+        ("never-ready", r"was not ready within 1 s \(--vllm-start-timeout\)"),
+    ],
 )
-def test_a_port_of_another_program_is_refused_before_anything_is_loaded(stack: Stack, fault: str, message: str) -> None:
+def test_a_port_of_another_program_is_refused_before_anything_is_loaded(
+    stack: Stack, fault: str, message: str
+) -> None:
     with (
         another_server(stack.port, fault),
-        pytest.raises(BridgeError, match=f"--vllm-port {stack.port} is taken by a process .* that {message}: stop it"),
+        pytest.raises(
+            BridgeError,
+            match=f"--vllm-port {stack.port} is taken by a process .* that {message}: stop it",
+        ),
     ):
         make_bridge(stack.config(vllm_start_timeout=1.0), stack.stop)
 
 
 @pytest.mark.parametrize("command", ["serve {modell} {port}", "serve '{model}"])
-def test_a_command_that_cannot_be_filled_in_is_told_before_anything_is_loaded(stack: Stack, command: str) -> None:
+def test_a_command_that_cannot_be_filled_in_is_told_before_anything_is_loaded(
+    stack: Stack, command: str
+) -> None:
     with pytest.raises(BridgeError, match="the placeholders are"):
         stack.bridge(vllm_command=command)
 
@@ -235,11 +282,17 @@ def test_a_server_on_another_machine_is_left_alone(stack: Stack) -> None:
     ],
 )
 def test_computed_flags_come_before_the_users_which_win(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, command: str | None, gets: bool
+    stack: Stack,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    command: str | None,
+    gets: bool,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    bridge = make_bridge(stack.config(vllm_command=command, vllm_args="--max-num-seqs 4"), stack.stop)
+    bridge = make_bridge(
+        stack.config(vllm_command=command, vllm_args="--max-num-seqs 4"), stack.stop
+    )
     assert isinstance(bridge, RestartBridge)
     assert bridge.place_server(torch.device("cpu"), geometry()) is None
     place = bridge.place_server(torch.device("cuda"), geometry())
@@ -249,12 +302,17 @@ def test_computed_flags_come_before_the_users_which_win(
     words = bridge._server.command(Served("m", 0))
     assert words[-2:] == ["--max-num-seqs", "4"]
     assert (words[-4:-2] == ["--tensor-parallel-size", "2"]) == gets
-    assert ("does not start vLLM, so its server gets no --tensor-parallel-size 2" in caplog.text) != gets
+    assert (
+        "does not start vLLM, so its server gets no --tensor-parallel-size 2" in caplog.text
+    ) != gets
 
 
 def test_gpus_for_the_server_of_a_trainer_on_a_cpu_are_refused(stack: Stack) -> None:
     bridge = make_bridge(stack.config(vllm_gpus="2,3"), stack.stop)
-    with pytest.raises(ConfigError, match="--vllm-gpus 2,3 needs a trainer on a GPU, and this one computes on cpu: leave"):
+    with pytest.raises(
+        ConfigError,
+        match="--vllm-gpus 2,3 needs a trainer on a GPU, and this one computes on cpu: leave",
+    ):
         bridge.place_server(torch.device("cpu"), geometry())
 
 
@@ -271,7 +329,10 @@ def test_closing_waits_for_a_watch_that_hangs_up_to_a_deadline_and_says_so(
     bridge._watch = threading.Thread(target=freed.wait, args=(60,), daemon=True)
     bridge._watch.start()
     bridge.close()
-    assert f"the watch over the vLLM server at {bridge._server.url} has not ended within 0.1 s: look at its log" in caplog.text
+    assert (
+        f"the watch over the vLLM server at {bridge._server.url} has not ended within 0.1 s: look at its log"
+        in caplog.text
+    )
     freed.set()
 
 
@@ -294,7 +355,14 @@ time.sleep(600)
 def trainer_process(stack: Stack, *fault: str) -> Iterator[subprocess.Popen[str]]:
     """Another trainer whose server at the stack's port serves."""
     command = " ".join([sys.executable, str(STANDIN), "{model}", "{port}", *fault])
-    flags = ["--model-name", "first", "--vllm-restart-interval", "2", "--vllm-port", str(stack.port)]
+    flags = [
+        "--model-name",
+        "first",
+        "--vllm-restart-interval",
+        "2",
+        "--vllm-port",
+        str(stack.port),
+    ]
     flags += ["--vllm-command", command, "--log-dir", str(stack.folder / "logs")]
     trainer = [sys.executable, "-c", TRAINER.format(root=str(ROOT)), *flags]
     with subprocess.Popen(trainer, stdout=subprocess.PIPE, text=True) as process:
@@ -346,7 +414,10 @@ def test_what_outlives_its_guard_is_killed(stack: Stack, caplog: pytest.LogCaptu
 def test_the_server_of_a_trainer_that_lives_is_not_taken_for_a_foreign_one(stack: Stack) -> None:
     with (
         trainer_process(stack) as process,
-        pytest.raises(BridgeError, match=rf"--vllm-port {stack.port} belongs to another trainer that is alive \(process "),
+        pytest.raises(
+            BridgeError,
+            match=rf"--vllm-port {stack.port} belongs to another trainer that is alive \(process ",
+        ),
     ):
         make_bridge(stack.config(), stack.stop)
     assert process.returncode == -signal.SIGKILL
@@ -363,7 +434,9 @@ def test_a_server_that_cannot_be_recorded_is_started_with_a_warning(
     assert "This server is not recorded (No space left on device)" in caplog.text
 
 
-def test_a_record_that_is_damaged_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_that_is_damaged_is_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     record_file(1, tmp_path).write_text("{}")
     assert read_record(1, tmp_path) is None
     assert "cannot be read and is ignored (KeyError" in caplog.text

@@ -1,4 +1,6 @@
-"""Who sends what: every bucket once, every rank its share, every row from who holds it, and the memory that was promised."""
+"""Who sends what: every bucket once, every rank its share, every row from who holds it, and the
+memory that was promised.
+"""
 
 from __future__ import annotations
 
@@ -23,36 +25,60 @@ from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
 TINY = ModelGeometry("qwen3", 2, 16, 32, 8, 4, 2, 70, False, False, False, False, True)
-QWEN_14B = ModelGeometry("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False, False, False, False, True)
+QWEN_14B = ModelGeometry(
+    "qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False, False, False, False, True
+)
 
 
-def manifests(geometry: ModelGeometry, tp_size: int, dtype: str = "bfloat16") -> tuple[Manifest, ...]:
+def manifests(
+    geometry: ModelGeometry, tp_size: int, dtype: str = "bfloat16"
+) -> tuple[Manifest, ...]:
     """Of every rank of a vLLM."""
     return tuple(
-        Manifest(r, tp_size, tuple(ManifestEntry(spec, dtype, "cpu") for spec in plan_shards(geometry, r, tp_size)))
+        Manifest(
+            r,
+            tp_size,
+            tuple(ManifestEntry(spec, dtype, "cpu") for spec in plan_shards(geometry, r, tp_size)),
+        )
         for r in range(tp_size)
     )
 
 
 @given(world_size=st.integers(1, 40), vllm_ranks=st.integers(1, 16), data=st.data())
-def test_every_rank_sends_and_every_bucket_is_sent_once(world_size: int, vllm_ranks: int, data: st.DataObject) -> None:
+def test_every_rank_sends_and_every_bucket_is_sent_once(
+    world_size: int, vllm_ranks: int, data: st.DataObject
+) -> None:
     plan = SendPlan(world_size, vllm_ranks)
     for cohort in range(vllm_ranks):
-        expected = [s for s in range(world_size) if s % vllm_ranks == cohort] or [cohort % world_size]
+        expected = [s for s in range(world_size) if s % vllm_ranks == cohort] or [
+            cohort % world_size
+        ]
         assert plan.senders(cohort) == expected
         assert {plan.sender(cohort, lane) for lane in range(plan.lanes)} == set(expected)
     lanes = [lane for rank in range(world_size) for lane in plan.own_lanes(rank)]
-    assert sorted(lanes) == [(cohort, lane) for cohort in range(vllm_ranks) for lane in range(plan.lanes)]
+    assert sorted(lanes) == [
+        (cohort, lane) for cohort in range(vllm_ranks) for lane in range(plan.lanes)
+    ]
     assert all(plan.own_lanes(rank) for rank in range(world_size))
     counts = data.draw(st.lists(st.integers(0, 9), min_size=vllm_ranks, max_size=vllm_ranks))
     rounds = plan.rounds(counts)
     sent = [one for row in rounds for one in row.values()]
-    assert sorted(sent) == [(cohort, bucket) for cohort, count in enumerate(counts) for bucket in range(count)]
+    assert sorted(sent) == [
+        (cohort, bucket) for cohort, count in enumerate(counts) for bucket in range(count)
+    ]
     for row in rounds:
-        assert all(plan.sender(cohort, bucket % plan.lanes) == rank for rank, (cohort, bucket) in row.items())
+        assert all(
+            plan.sender(cohort, bucket % plan.lanes) == rank
+            for rank, (cohort, bucket) in row.items()
+        )
     for cohort in range(vllm_ranks):  # a receiver meets the buckets of a lane in their order
         for lane in range(plan.lanes):
-            over = [b for row in rounds for c, b in row.values() if c == cohort and b % plan.lanes == lane]
+            over = [
+                b
+                for row in rounds
+                for c, b in row.values()
+                if c == cohort and b % plan.lanes == lane
+            ]
             assert over == sorted(over)
 
 
@@ -77,12 +103,18 @@ def test_every_row_comes_from_the_rank_that_holds_it(
             for t in step:
                 item = cuts.item(t.cohort, t.piece)
                 rows = cuts.full[t.cohort][item.name][0]
-                first = t.piece.first + (item.slice.source_start if item.slice.dim == 0 else 0) + t.first
+                first = (
+                    t.piece.first
+                    + (item.slice.source_start if item.slice.dim == 0 else 0)
+                    + t.first
+                )
                 chunks = torch.arange(rows).chunk(world_size)
                 held = chunks[t.owner][t.local : t.local + t.last - t.first]
                 assert held.tolist() == list(range(first, first + t.last - t.first))
                 assert plan.sender(t.cohort, t.bucket % plan.lanes) == t.sender
-                covered.update((t.cohort, t.piece.item, t.piece.first + row) for row in range(t.first, t.last))
+                covered.update(
+                    (t.cohort, t.piece.item, t.piece.first + row) for row in range(t.first, t.last)
+                )
                 packed[t.owner] += packed_bytes(cuts, t, dtype)
                 largest = max(largest, packed_bytes(cuts, t, dtype))
             assert max(packed.values(), default=0) <= max(handed, largest)
@@ -99,11 +131,15 @@ def test_every_row_comes_from_the_rank_that_holds_it(
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_no_model_takes_more_than_a_gibibyte(world_size: int, tp_size: int, dtype: torch.dtype) -> None:
+def test_no_model_takes_more_than_a_gibibyte(
+    world_size: int, tp_size: int, dtype: torch.dtype
+) -> None:
     """A model of 30 GB, in the server's dtype and rounded to it."""
     found = buffer_bytes(manifests(QWEN_14B, tp_size), world_size, dtype, packs=False)
     assert found.total <= 1 << 30
-    assert (found.total == 0) == (world_size == 1 and tp_size == 1 and dtype is torch.bfloat16), "all of it lies in place"
+    assert (found.total == 0) == (world_size == 1 and tp_size == 1 and dtype is torch.bfloat16), (
+        "all of it lies in place"
+    )
     assert (found.handed == 0) == (world_size == 1 or (tp_size == 1 and dtype is torch.bfloat16))
 
 
@@ -116,16 +152,27 @@ def test_no_model_takes_more_than_a_gibibyte(world_size: int, tp_size: int, dtyp
 def test_nccl_is_never_asked_to_connect_two_processes_on_one_gpu(
     gpus: list[str], ranks: int, replicas: int, data: st.DataObject
 ) -> None:
-    uuids = data.draw(st.lists(st.sampled_from("abcd"), min_size=ranks * replicas, max_size=ranks * replicas))
+    uuids = data.draw(
+        st.lists(st.sampled_from("abcd"), min_size=ranks * replicas, max_size=ranks * replicas)
+    )
     info = {"gpu_uuids": uuids, "tp_degree": ranks}
     plan = SendPlan(len(gpus), ranks)
-    pairs = [(gpus[s], uuids[k * ranks + r]) for k in range(replicas) for r in range(ranks) for s in plan.senders(r)]
+    pairs = [
+        (gpus[s], uuids[k * ranks + r])
+        for k in range(replicas)
+        for r in range(ranks)
+        for s in plan.senders(r)
+    ]
     assert route_to(info, gpus) is (Route.CUDA_IPC if any(a == b for a, b in pairs) else Route.NCCL)
     assert route_to(info, ["", *gpus[1:]]) is Route.GLOO
     assert route_to({**info, "gpu_uuids": ["", *uuids[1:]]}, gpus) is Route.GLOO
 
 
-SERVERS = st.tuples(st.sampled_from("xy"), st.sampled_from(Route), st.lists(st.sampled_from("abc"), min_size=1, max_size=2))
+SERVERS = st.tuples(
+    st.sampled_from("xy"),
+    st.sampled_from(Route),
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=2),
+)
 
 
 @given(st.lists(SERVERS, max_size=7))

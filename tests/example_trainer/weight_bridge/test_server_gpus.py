@@ -20,7 +20,9 @@ from example_trainer.weight_bridge.server_gpus import (
 
 
 def geometry(heads: int = 16, key_heads: int = 2, intermediate: int = 11008) -> Geometry:
-    return Geometry("Qwen2ForCausalLM", 151936, 2048, intermediate, 36, heads, key_heads, 128, 32768, 1e-6, 1e6)
+    return Geometry(
+        "Qwen2ForCausalLM", 151936, 2048, intermediate, 36, heads, key_heads, 128, 32768, 1e-6, 1e6
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,13 @@ def geometry(heads: int = 16, key_heads: int = 2, intermediate: int = 11008) -> 
     ],
 )
 def test_the_server_gets_what_the_trainer_does_not_use(
-    asked: str | None, seen: list[str], trainer: int, vllm_args: str, gpus: tuple[str, ...], degree: int, beside: bool
+    asked: str | None,
+    seen: list[str],
+    trainer: int,
+    vllm_args: str,
+    gpus: tuple[str, ...],
+    degree: int,
+    beside: bool,
 ) -> None:
     place = choose_server_gpus(asked, seen, trainer, geometry(), ServerFlags.of(vllm_args).size)
     assert (place.gpus, place.tensor_parallel, place.beside_trainer) == (gpus, degree, beside)
@@ -61,20 +69,35 @@ def test_the_server_gets_what_the_trainer_does_not_use(
         ("1", ["0"], "-tp 2", "--vllm-gpus 1: 1 GPUs, and the degrees in --vllm-args need 2"),
         (None, ["0"], "-tp 2", r"a vLLM server of 2 GPUs, and this trainer sees 1 \(0\)"),
         (None, ["0"], "-tp two", "--tensor-parallel-size or -tp is 'two': give the number of GPUs"),
-        (None, ["0"], "--gpu-memory-utilization much", "--vllm-args .* cannot be used: could not convert"),
+        (
+            None,
+            ["0"],
+            "--gpu-memory-utilization much",
+            "--vllm-args .* cannot be used: could not convert",
+        ),
     ],
 )
-def test_what_cannot_be_is_one_line(asked: str | None, seen: list[str], vllm_args: str, message: str) -> None:
+def test_what_cannot_be_is_one_line(
+    asked: str | None, seen: list[str], vllm_args: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_server_gpus(asked, seen, 0, geometry(), ServerFlags.of(vllm_args).size)
 
 
-@given(st.integers(1, 9), st.data(), st.sampled_from([1, 2, 7, 12, 14, 16, 40]), st.sampled_from([1, 2, 4, 8]))
+@given(
+    st.integers(1, 9),
+    st.data(),
+    st.sampled_from([1, 2, 7, 12, 14, 16, 40]),
+    st.sampled_from([1, 2, 4, 8]),
+)
 def test_every_choice_divides_the_model_and_leaves_the_trainer_its_gpu(
     count: int, data: st.DataObject, heads: int, key_heads: int
 ) -> None:
     model = geometry(heads * key_heads, key_heads)
-    trainer, size = data.draw(st.integers(0, count - 1)), Degrees(None, data.draw(st.sampled_from([1, 2])))
+    trainer, size = (
+        data.draw(st.integers(0, count - 1)),
+        Degrees(None, data.draw(st.sampled_from([1, 2]))),
+    )
     seen = [str(number) for number in range(10, 10 + count)]
     if size.data > max(1, count - 1) and size.data > count:
         with pytest.raises(ConfigError):
@@ -88,7 +111,9 @@ def test_every_choice_divides_the_model_and_leaves_the_trainer_its_gpu(
     assert model.num_heads % degree == 0
     assert model.num_kv_heads % degree == 0 or degree % model.num_kv_heads == 0
     assert place.beside_trainer == (count - 1 < size.data)
-    larger = [one for one in usable_degrees(model, 16) if one > degree and one * size.data <= count - 1]
+    larger = [
+        one for one in usable_degrees(model, 16) if one > degree and one * size.data <= count - 1
+    ]
     assert not larger, "no GPU that could serve is left idle"
 
 
@@ -96,15 +121,22 @@ def test_the_gpus_that_a_process_sees() -> None:
     assert seen_gpus(2, {}) == ["0", "1"]
     assert seen_gpus(2, {"CUDA_VISIBLE_DEVICES": "3, 5"}) == ["3", "5"]
     assert seen_gpus(1, {"CUDA_VISIBLE_DEVICES": "GPU-1234"}) == ["GPU-1234"]
-    assert seen_gpus(1, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}) == ["4"], "CUDA reads up to what is not there"
+    assert seen_gpus(1, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}) == ["4"], (
+        "CUDA reads up to what is not there"
+    )
 
 
 def test_the_flags_that_memory_is_planned_by() -> None:
-    flags = ServerFlags.of("--max_model_len=512 --gpu-memory-utilization 0.3 --max-model-len 1024 -tp 2 --seed 1")
+    flags = ServerFlags.of(
+        "--max_model_len=512 --gpu-memory-utilization 0.3 --max-model-len 1024 -tp 2 --seed 1"
+    )
     assert (flags.max_model_len, flags.utilization, flags.size) == (1024, 0.3, Degrees(2, 1))
     assert ServerFlags.of("--max-model-len auto") == ServerFlags(Degrees(), None, None)
 
 
 def test_what_nvidia_smi_lists() -> None:
     found = read_memory("0, GPU-a, 81559, 1559\n1, GPU-b, [N/A], [N/A]\n")
-    assert found == {"0": GpuMemory(80000 << 20, 81559 << 20), "GPU-a": GpuMemory(80000 << 20, 81559 << 20)}
+    assert found == {
+        "0": GpuMemory(80000 << 20, 81559 << 20),
+        "GPU-a": GpuMemory(80000 << 20, 81559 << 20),
+    }

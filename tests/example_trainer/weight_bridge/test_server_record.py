@@ -1,4 +1,6 @@
-"""Records of started servers lie in the temporary folder, where another user may have put something first."""
+"""Records of started servers lie in the temporary folder, where another user may have put something
+first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The fleet's table at a rollout service that refuses it: said once for each reason, with what to do, and when it is over."""
+"""The fleet's table at a rollout service that refuses it: said once for each reason, with what to
+do, and when it is over.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,16 @@ def service() -> Iterator[Service]:
 @pytest.mark.parametrize(
     ("answer", "named", "remedy"),
     [
-        ((401, {"detail": "the request carries no bearer token"}), "401 ", "--atropos-api-key, or ROLLOUT_API_KEY"),
-        ((403, {"detail": "the Host 'x' is none that this service goes by"}), "none that this service goes by", "with a key"),
+        (
+            (401, {"detail": "the request carries no bearer token"}),
+            "401 ",
+            "--atropos-api-key, or ROLLOUT_API_KEY",
+        ),
+        (
+            (403, {"detail": "the Host 'x' is none that this service goes by"}),
+            "none that this service goes by",
+            "with a key",
+        ),
         ((404, {"detail": "Not Found"}), "404 ", "python -m atroposlib.cli.run_api"),
         ((409, {"detail": "another trainer is registered"}), "409 ", "--atropos-url"),
         ((422, {"detail": "servers: too many"}), "422 ", "the same checkout"),
@@ -74,7 +84,11 @@ def service() -> Iterator[Service]:
     ],
 )
 def test_a_table_that_is_refused_is_said_once_with_what_to_do_and_once_when_it_is_taken_again(
-    service: Service, answer: tuple[int, object], named: str, remedy: str, caplog: pytest.LogCaptureFixture
+    service: Service,
+    answer: tuple[int, object],
+    named: str,
+    remedy: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "example_trainer")
     board = ServiceBoard(service.url, None)
@@ -87,17 +101,24 @@ def test_a_table_that_is_refused_is_said_once_with_what_to_do_and_once_when_it_i
         (warning,) = caplog.records
         assert warning.levelname == "WARNING"
         told = warning.getMessage()
-        assert f"the rollout service at {service.url} does not take the fleet's table: POST /fleet: " in told
+        assert (
+            f"the rollout service at {service.url} does not take the fleet's table: POST /fleet: "
+            in told
+        )
         assert named in told
         assert remedy in told
         caplog.clear()
         service.answer = TAKEN
         assert [board.publish([]) for _ in range(2)] == [(["http://d:9001"], [])] * 2
-        assert caplog.messages == [f"[Fleet] the rollout service at {service.url} takes the fleet's table again"]
+        assert caplog.messages == [
+            f"[Fleet] the rollout service at {service.url} takes the fleet's table again"
+        ]
     board.close()
 
 
-@pytest.mark.parametrize(("by", "silence"), [("", []), ("parameter server a-9101", ["POST /fleet: no answer ("])])
+@pytest.mark.parametrize(
+    ("by", "silence"), [("", []), ("parameter server a-9101", ["POST /fleet: no answer ("])]
+)
 def test_each_reason_is_said_once_however_they_alternate_and_a_trainer_leaves_silence_to_others(
     free_port: Callable[[], int], by: str, silence: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,8 +138,15 @@ def test_each_reason_is_said_once_however_they_alternate_and_a_trainer_leaves_si
 
 
 @pytest.mark.parametrize("has_service", [True, False])
-def test_a_run_without_a_service_shows_its_servers_to_none_that_happens_to_listen(service: Service, has_service: bool) -> None:
-    options = {"model_name": "m", "weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "atropos_url": service.url}
+def test_a_run_without_a_service_shows_its_servers_to_none_that_happens_to_listen(
+    service: Service, has_service: bool
+) -> None:
+    options = {
+        "model_name": "m",
+        "weight_bridge_mode": "shared_vllm",
+        "use_shared_memory": True,
+        "atropos_url": service.url,
+    }
     bridge = make_bridge(TrainerConfig.model_validate(options), has_service=has_service)
     assert isinstance(bridge, BroadcastBridge)
     bridge._keeper._publish()
@@ -126,7 +154,9 @@ def test_a_run_without_a_service_shows_its_servers_to_none_that_happens_to_liste
     assert service.posts == has_service
 
 
-def test_with_the_key_the_table_is_taken(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_the_key_the_table_is_taken(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
     service.key = "hush"
     board = ServiceBoard(service.url, "hush")
     assert board.publish([]) == (["http://d:9001"], [])
@@ -139,17 +169,22 @@ def test_a_keeper_that_has_failed_ends_the_training_with_what_to_do() -> None:
         def publish(self, rows: object) -> None:
             raise RuntimeError("out of file descriptors")
 
-    keeper = FleetKeeper(Fleet([], 0, 1.0, 0.0), {}, lambda url: pytest.fail(url), Broken("http://127.0.0.1:1", None))
+    keeper = FleetKeeper(
+        Fleet([], 0, 1.0, 0.0), {}, lambda url: pytest.fail(url), Broken("http://127.0.0.1:1", None)
+    )
     keeper.start()
     keeper._thread.join(60)
     with pytest.raises(
-        BridgeError, match=r"RuntimeError: out of file descriptors\); start this process again, .*--resume auto"
+        BridgeError,
+        match=r"RuntimeError: out of file descriptors\); start this process again, .*--resume auto",
     ):
         keeper.due()
     keeper.close()
 
 
-def test_a_server_of_the_trainers_own_is_not_at_an_ipv6_address(free_port: Callable[[], int]) -> None:
+def test_a_server_of_the_trainers_own_is_not_at_an_ipv6_address(
+    free_port: Callable[[], int],
+) -> None:
     options = {"model_name": "m", "vllm_host": "::1", "vllm_port": free_port()}
     with pytest.raises(BridgeError, match=r"--vllm-host \[::1\]: .* listens on IPv4 only"):
         make_bridge(TrainerConfig.model_validate(options))

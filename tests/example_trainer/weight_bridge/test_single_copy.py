@@ -1,4 +1,6 @@
-"""SingleCopyBridge with a server that keeps the protocol: whose weights are summed up, and when, wherever the masters are."""
+"""SingleCopyBridge with a server that keeps the protocol: whose weights are summed up, and when,
+wherever the masters are.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.protocol.sharding import ShardSpec, Slice
 from vllm_patching.transport.shared_memory import export_to_shared_memory
 
-MANIFEST = Manifest(0, 1, (ManifestEntry(ShardSpec("weight", (2, 3), (2, 3), (Slice(0, 0, 0, 2),)), "float32", "cpu"),))
+MANIFEST = Manifest(
+    0,
+    1,
+    (ManifestEntry(ShardSpec("weight", (2, 3), (2, 3), (Slice(0, 0, 0, 2),)), "float32", "cpu"),),
+)
 
 
 class Server(ThreadingHTTPServer):
@@ -32,7 +38,9 @@ class Server(ThreadingHTTPServer):
         self.weight = torch.nn.Parameter(torch.zeros(2, 3))
         self.handles = export_to_shared_memory({"weight": self.weight}, "test")
         self.config = folder / "config.json"
-        self.config.write_text(json.dumps({"instance": "one", "port": 1, "ranks": [{"handles": self.handles}]}))
+        self.config.write_text(
+            json.dumps({"instance": "one", "port": 1, "ranks": [{"handles": self.handles}]})
+        )
         self.steps: list[str] = []
         self.facts: dict[str, Any] = {}
         self.not_finite = ""
@@ -58,9 +66,16 @@ class Server(ThreadingHTTPServer):
             return 503, {"error": "the engine does not answer"}
         if step == "begin":
             return 200, {"lease": {"id": "lease", "deadline": time.monotonic() + 60}}
-        if step == "commit" and body["checksums"] != [weights_checksum([("weight", self.weight.detach())])]:
+        if step == "commit" and body["checksums"] != [
+            weights_checksum([("weight", self.weight.detach())])
+        ]:
             return 409, {"error": "another checksum"}
-        return 200, {"instance": "one", "epoch": 1, "follows_writes": False, "seconds": {"resume": 0.0}}
+        return 200, {
+            "instance": "one",
+            "epoch": 1,
+            "follows_writes": False,
+            "seconds": {"resume": 0.0},
+        }
 
 
 class Steps(BaseHTTPRequestHandler):
@@ -68,7 +83,9 @@ class Steps(BaseHTTPRequestHandler):
         server = self.server
         assert isinstance(server, Server)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        status, answer = server.answer(self.path.rpartition("/")[2], json.loads(body) if body else {})
+        status, answer = server.answer(
+            self.path.rpartition("/")[2], json.loads(body) if body else {}
+        )
         payload = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(payload)))
@@ -106,7 +123,9 @@ def joined(server: Server) -> Iterator[tuple[SingleCopyBridge, OneWeight]]:
 
 @pytest.fixture
 def unjoined(server: Server) -> Iterator[SingleCopyBridge]:
-    bridge = SingleCopyBridge(BridgeServer("127.0.0.1", server.server_address[1], 20.0), device=torch.device("cpu"))
+    bridge = SingleCopyBridge(
+        BridgeServer("127.0.0.1", server.server_address[1], 20.0), device=torch.device("cpu")
+    )
     yield bridge
     bridge.close()
 
@@ -120,8 +139,14 @@ def test_a_server_that_fits_is_accepted_before_a_model_is_there(unjoined: Single
     ("facts", "told"),
     [
         ({"replicas": 2}, r"has 2 replicas \(--data-parallel-size\)"),
-        ({"tp_degree": 2}, "vLLM's 2 ranks, and this trainer has 1: start it without torchrun, or with `torchrun"),
-        ({"config_path": "/nowhere.json"}, r"cannot read /nowhere.json, where .* keeps the handles"),
+        (
+            {"tp_degree": 2},
+            "vLLM's 2 ranks, and this trainer has 1: start it without torchrun, or with `torchrun",
+        ),
+        (
+            {"config_path": "/nowhere.json"},
+            r"cannot read /nowhere.json, where .* keeps the handles",
+        ),
         ({"instance": "two"}, r"is of another server \(instance one"),
     ],
 )
@@ -135,16 +160,26 @@ def test_a_server_whose_memory_cannot_be_shared_is_refused_before_a_model_is_loa
     assert server.steps == [], "nothing was asked of it but what it is"
 
 
-def test_weights_on_another_gpu_are_refused_before_a_model_is_loaded(server: Server, unjoined: SingleCopyBridge) -> None:
+def test_weights_on_another_gpu_are_refused_before_a_model_is_loaded(
+    server: Server, unjoined: SingleCopyBridge
+) -> None:
     server.handles = server.handles | {"gpu_uuid": "abc"}
-    server.config.write_text(json.dumps({"instance": "one", "port": 1, "ranks": [{"handles": server.handles}]}))
-    with pytest.raises(BridgeError, match="vLLM's rank 0 are on GPU abc, and trainer rank 0 computes on cpu; give both equal"):
+    server.config.write_text(
+        json.dumps({"instance": "one", "port": 1, "ranks": [{"handles": server.handles}]})
+    )
+    with pytest.raises(
+        BridgeError,
+        match="vLLM's rank 0 are on GPU abc, and trainer rank 0 computes on cpu; give both equal",
+    ):
         unjoined.serving_dtype()
 
 
 def test_another_model_is_refused_before_it_is_loaded(unjoined: SingleCopyBridge) -> None:
     unjoined.serving_dtype()
-    with pytest.raises(BridgeError, match=r"1 parameter\(s\) differ .* which serves m: weight: .*bfloat16 .* same model"):
+    with pytest.raises(
+        BridgeError,
+        match=r"1 parameter\(s\) differ .* which serves m: weight: .*bfloat16 .* same model",
+    ):
         unjoined.require_shapes({"weight": ((2, 3), "bfloat16")})
 
 
@@ -159,7 +194,9 @@ def new(model: OneWeight, value: float) -> Any:
 def test_wherever_the_masters_are_the_server_is_told_the_sums_of_what_is_written(
     server: Server, joined: tuple[SingleCopyBridge, OneWeight], device: str | None
 ) -> None:
-    """`meta` is another device than the weights', with nothing that could be read, as host memory is to a GPU's kernel."""
+    """`meta` is another device than the weights', with nothing that could be read, as host memory
+    is to a GPU's kernel.
+    """
     bridge, model = joined
     masters = None if device is None else {"weight": torch.full((2, 3), 5.0, device=device)}
     report = bridge.sync(1, new(model, 5.0), masters)
@@ -167,7 +204,9 @@ def test_wherever_the_masters_are_the_server_is_told_the_sums_of_what_is_written
     assert torch.equal(server.weight.detach(), torch.full((2, 3), 5.0))
     assert server.steps == ["init", "begin", "commit"]
     assert list(report.seconds) == (
-        ["checksum", "begin", "write", "commit"] if device == "cpu" else ["begin", "write", "checksum", "commit"]
+        ["checksum", "begin", "write", "commit"]
+        if device == "cpu"
+        else ["begin", "write", "checksum", "commit"]
     )
 
 
@@ -188,7 +227,10 @@ def test_a_server_whose_engine_hangs_is_waited_for_and_named(
     bridge._server.sleep = lambda seconds: None
     assert bridge.server_trouble() == ""
     server.hangs_for = 5
-    assert bridge.server_trouble() == f"http://127.0.0.1:{server.server_address[1]} (the engine does not answer)"
+    assert (
+        bridge.server_trouble()
+        == f"http://127.0.0.1:{server.server_address[1]} (the engine does not answer)"
+    )
     bridge.sync(1, new(model, 5.0))
     assert torch.equal(server.weight.detach(), torch.full((2, 3), 5.0))
     assert server.steps[0] == "init"
@@ -207,7 +249,9 @@ def test_a_server_whose_engine_hangs_for_too_long_ends_the_training(
         bridge.sync(1, new(model, 5.0))
 
 
-def test_a_write_that_fails_gives_the_lease_back(server: Server, joined: tuple[SingleCopyBridge, OneWeight]) -> None:
+def test_a_write_that_fails_gives_the_lease_back(
+    server: Server, joined: tuple[SingleCopyBridge, OneWeight]
+) -> None:
     bridge, _ = joined
 
     def fails() -> None:

@@ -1,4 +1,6 @@
-"""Weights go to all servers at the same time and arrive; what fails ends by its deadline, and the rest goes on without it."""
+"""Weights go to all servers at the same time and arrive; what fails ends by its deadline, and the
+rest goes on without it.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +80,30 @@ class Trainer:
         self.weights = {name: p.detach() for name, p in self.model.named_parameters()}
         self.plan = SendPlan(1, tp_size)
         self.port, self.store = port, host_store(at(port), 30)
-        self.stream = WeightStream(self.model, manifests_of(tp_size, dtype), self.plan, Ranks(), CPU, Route.GLOO, BUCKET_BYTES)
+        self.stream = WeightStream(
+            self.model,
+            manifests_of(tp_size, dtype),
+            self.plan,
+            Ranks(),
+            CPU,
+            Route.GLOO,
+            BUCKET_BYTES,
+        )
         self.cohort = Cohort(Ranks(), self.plan, CPU, timeout, self.stream.memory if near else None)
 
-    def form(self, key: str, members: int, seconds: float = SECONDS, lost: Callable[[], str] = nobody_lost) -> None:
+    def form(
+        self,
+        key: str,
+        members: int,
+        seconds: float = SECONDS,
+        lost: Callable[[], str] = nobody_lost,
+    ) -> None:
         self.cohort.form(at(self.port), key, members, Route.GLOO, self.store, seconds, lost)
 
     def expect(self, key: str, members: Sequence[int], of: int) -> None:
-        """Offer the memory, as `form` does, and return when these receivers have said that they are here."""
+        """Offer the memory, as `form` does, and return when these receivers have said that they are
+        here.
+        """
         (place,) = lane_places(at(self.port), key, 0, [0], SENDER, of, Route.GLOO)
         assert self.stream.memory is not None
         self.store.set(place.offer, self.stream.memory.offer)
@@ -108,7 +126,12 @@ def over_gloo(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("tp_size", "dtype", "direct", "near"),
-    [(1, torch.float32, True, 2), (2, torch.bfloat16, False, 2), (2, torch.bfloat16, False, 0), (1, torch.float32, True, 1)],
+    [
+        (1, torch.float32, True, 2),
+        (2, torch.bfloat16, False, 2),
+        (2, torch.bfloat16, False, 0),
+        (1, torch.float32, True, 1),
+    ],
 )
 def test_what_is_sent_arrives_at_every_server(
     free_port: Callable[[], int],
@@ -119,7 +142,9 @@ def test_what_is_sent_arrives_at_every_server(
     direct: bool,
     near: int,
 ) -> None:
-    """Twice, the second time other weights, over the same lanes; to servers on the trainer's machine and elsewhere."""
+    """Twice, the second time other weights, over the same lanes; to servers on the trainer's
+    machine and elsewhere.
+    """
     elsewhere = iter(["here", *["here"] * near, *["there"] * 2])
     if near == 1:
         monkeypatch.setattr(shared_lane, "_network", lambda: next(elsewhere))
@@ -144,14 +169,23 @@ def test_what_is_sent_arrives_at_every_server(
             assert direct or sum(t.nbytes for t, _ in staged) == status.received_bytes
             assert rank.holds(trainer.weights) == direct
         change(trainer.model)
-    assert (max(over_gloo) > 8) == (near < 2), "what is read where it is does not go through a socket"
-    assert mappings(os.getpid()) == before + 1, "receivers map the sender's memory for the time of a transfer"
+    assert (max(over_gloo) > 8) == (near < 2), (
+        "what is read where it is does not go through a socket"
+    )
+    assert mappings(os.getpid()) == before + 1, (
+        "receivers map the sender's memory for the time of a transfer"
+    )
     trainer.cohort.close()
 
 
 @pytest.mark.parametrize("trained", [torch.bfloat16, torch.float32])
-def test_float16_servers_get_rounded_weights(free_port: Callable[[], int], trained: torch.dtype) -> None:
-    """A trainer never computes in float16. What it sends has the servers' dtype on the way already."""
+def test_float16_servers_get_rounded_weights(
+    free_port: Callable[[], int], trained: torch.dtype
+) -> None:
+    """A trainer never computes in float16.
+
+    What it sends has the servers' dtype on the way already.
+    """
     trainer = Trainer(2, torch.float16, free_port(), trained=trained)
     servers = make_servers(1, 2, torch.float16, True)
     join_all(servers, trainer.port, "first", trainer.plan.lanes)
@@ -162,7 +196,9 @@ def test_float16_servers_get_rounded_weights(free_port: Callable[[], int], train
     checksums = trainer.stream.send(trainer.cohort, nobody_lost)
     for rank in servers[0]:
         status = rank.until("received")
-        assert status.checksum == checksums[rank.manifest.tp_rank] == rank.checksum_of(trainer.weights)
+        assert (
+            status.checksum == checksums[rank.manifest.tp_rank] == rank.checksum_of(trainer.weights)
+        )
         assert status.received_bytes == sum(item.num_bytes for item in rank.layout)
         assert rank.holds(trainer.weights)
     trainer.cohort.close()
@@ -181,13 +217,19 @@ def test_what_is_not_finite_is_found_before_anything_is_sent(free_port: Callable
     assert trainer.stream.not_finite() == name
 
 
-def test_a_receiver_that_does_not_come_is_named_and_the_others_are_free_at_once(free_port: Callable[[], int]) -> None:
+def test_a_receiver_that_does_not_come_is_named_and_the_others_are_free_at_once(
+    free_port: Callable[[], int],
+) -> None:
     trainer = Trainer(1, torch.float32, free_port())
     servers = make_servers(2, 1, torch.float32, False)
     join_all(servers, trainer.port, "first", 1, members=3)
     trainer.expect("first", [1, 2], of=3)
-    with pytest.raises(CohortError, match=r"receiver\(s\) 2 of 3 .* did not come within 5 s") as caught:
-        trainer.form("first", 3, seconds=5)  # the two that are there must have met by then, on a busy machine too
+    with pytest.raises(
+        CohortError, match=r"receiver\(s\) 2 of 3 .* did not come within 5 s"
+    ) as caught:
+        trainer.form(
+            "first", 3, seconds=5
+        )  # the two that are there must have met by then, on a busy machine too
     assert caught.value.missing == [3]
     for (rank,) in servers:
         assert "did not come within 5 s" in rank.until("failed").error
@@ -202,7 +244,9 @@ def test_a_receiver_that_does_not_come_is_named_and_the_others_are_free_at_once(
 
 
 def test_a_transfer_that_is_lost_ends_at_once_on_both_sides(free_port: Callable[[], int]) -> None:
-    """One server never receives; who finds out says so, and the other server's update is called off."""
+    """One server never receives; who finds out says so, and the other server's update is called
+    off.
+    """
     trainer = Trainer(1, torch.float32, free_port())
     servers = make_servers(2, 1, torch.float32, True)
     join_all(servers, trainer.port, "first", 1)
@@ -227,7 +271,11 @@ class Server:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", WORLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+            [sys.executable, "-m", WORLD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         self.until("idle")
 
@@ -253,7 +301,9 @@ def server() -> Iterator[Server]:
     made.process.wait()
 
 
-@pytest.mark.parametrize(("number", "near"), [(signal.SIGKILL, True), (signal.SIGSTOP, True), (signal.SIGSTOP, False)])
+@pytest.mark.parametrize(
+    ("number", "near"), [(signal.SIGKILL, True), (signal.SIGSTOP, True), (signal.SIGSTOP, False)]
+)
 def test_a_server_that_is_killed_or_stopped_costs_a_deadline_and_the_rest_goes_on(
     server: Server, free_port: Callable[[], int], number: signal.Signals, near: bool
 ) -> None:
@@ -269,12 +319,16 @@ def test_a_server_that_is_killed_or_stopped_costs_a_deadline_and_the_rest_goes_o
     began = time.monotonic()
 
     def send_twice() -> None:
-        for _ in range(2):  # what a stopped process's sockets still take may be all of a small model
+        for _ in range(
+            2
+        ):  # what a stopped process's sockets still take may be all of a small model
             trainer.stream.send(trainer.cohort, nobody_lost)
 
     with pytest.raises(BridgeError, match=r"trainer rank 0: lane 0 of vLLM rank 0: "):
         send_twice()
-    assert time.monotonic() - began < SECONDS / 2, "the deadline of one transfer or two, on a machine that may be busy"
+    assert time.monotonic() - began < SECONDS / 2, (
+        "the deadline of one transfer or two, on a machine that may be busy"
+    )
     rank.updater.discard(SECONDS)
     trainer.cohort.timeout = SECONDS
     join_all([ranks], trainer.port, "second", 1)
@@ -288,5 +342,13 @@ def test_a_server_that_is_killed_or_stopped_costs_a_deadline_and_the_rest_goes_o
 
 def test_ranks_of_a_sharded_trainer_send_together(processes: Processes, tmp_path: Path) -> None:
     """Two ranks, FSDP2: see stream_worker.py."""
-    command = [sys.executable, "-m", "tests.forked_ranks", Path(__file__).with_name("stream_worker.py"), tmp_path / "given-up"]
-    processes.finish(processes.start("ranks", command, environment={"PYTHONPATH": str(ROOT)}), seconds=240)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.forked_ranks",
+        Path(__file__).with_name("stream_worker.py"),
+        tmp_path / "given-up",
+    ]
+    processes.finish(
+        processes.start("ranks", command, environment={"PYTHONPATH": str(ROOT)}), seconds=240
+    )

@@ -58,7 +58,9 @@ def test_a_turn_is_begun_and_ended_and_told() -> None:
     assert figures["seconds"] >= figures["rest"] + figures["wake"]
 
 
-def test_the_trainers_memory_is_given_back_before_the_server_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainers_memory_is_given_back_before_the_server_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server = Server(wake=[NO_ROOM, NO_ROOM])
     monkeypatch.setattr(turns_module, "release_memory", lambda: server.steps.append("releases"))
     take(server)
@@ -92,7 +94,10 @@ def test_a_rest_that_is_not_answered_is_called_off() -> None:
 
 
 def test_a_restarted_server_is_joined_before_it_rests_and_left_alone_when_it_samples() -> None:
-    server = Server(rest=[ServerRefused("epoch 1 is over", 409)], wake=[ServerRefused("epoch 1 is over", 409)] * 2)
+    server = Server(
+        rest=[ServerRefused("epoch 1 is over", 409)],
+        wake=[ServerRefused("epoch 1 is over", 409)] * 2,
+    )
     server.restarted = True
     take(server)
     assert server.steps == ["rest 1", "wake 1", "rest 2", "computes", "wake 2"]
@@ -101,17 +106,26 @@ def test_a_restarted_server_is_joined_before_it_rests_and_left_alone_when_it_sam
 def test_a_server_without_turns_is_refused() -> None:
     assert require_turns({"cache_bytes": 5}, "http://h:1") == 5
     for info in ({"cache_bytes": 0}, {}):
-        with pytest.raises(BridgeError, match=r"http://h:1 does not: stop it and start it with --colocate"):
+        with pytest.raises(
+            BridgeError, match=r"http://h:1 does not: stop it and start it with --colocate"
+        ):
             require_turns(info, "http://h:1")
 
 
 def test_the_flag_means_one_copy_and_fresh_rollouts() -> None:
     config = parse_config(["--model-name", "m", "--colocate"])
-    assert (config.weight_bridge_mode, config.single_copy, config.max_staleness) == ("shared_vllm", True, 0)
+    assert (config.weight_bridge_mode, config.single_copy, config.max_staleness) == (
+        "shared_vllm",
+        True,
+        0,
+    )
     assert not config.fetches_ahead
     for flags, told in (
         (["--max-staleness", "1"], "--colocate needs --max-staleness 0, which is"),
-        (["--weight-bridge-mode", "lora_only"], "--colocate needs --weight-bridge-mode shared_vllm"),
+        (
+            ["--weight-bridge-mode", "lora_only"],
+            "--colocate needs --weight-bridge-mode shared_vllm",
+        ),
         (["--use-shared-memory"], "--use-shared-memory and --colocate exclude"),
         (["--ppo-epochs", "2"], "--colocate and --ppo-epochs 2"),
         (["--vllm-servers", "a:1,b:2"], "2 --vllm-servers"),
@@ -124,5 +138,7 @@ def test_what_lasts_must_fit_beside_keys_and_values() -> None:
     plan = MemoryPlan({"masters": 6 << 30}, {"backward": {"activations": 20 << 30}})
     require_between_turns(plan, 7 << 30, 30 << 30)
     require_between_turns(plan, 5 << 30, 0)
-    with pytest.raises(MemoryShortage, match=r"keeps 6.00 GiB.*only 5.00 are free.*--optimizer-offload"):
+    with pytest.raises(
+        MemoryShortage, match=r"keeps 6.00 GiB.*only 5.00 are free.*--optimizer-offload"
+    ):
         require_between_turns(plan, 5 << 30, 30 << 30)

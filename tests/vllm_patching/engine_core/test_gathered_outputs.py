@@ -1,4 +1,6 @@
-"""gathered_outputs.py: every token arrives once, in order and with its logprob, and nothing of old weights after a pause."""
+"""gathered_outputs.py: every token arrives once, in order and with its logprob, and nothing of old
+weights after a pause.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,17 @@ class Outputs(msgspec.Struct):
     finished_requests: set[str] | None = None
 
 
-def sampled(request_id: str, tokens: Sequence[int], finish: str | None = None, width: int = 1, **more: Any) -> Output:
+def sampled(
+    request_id: str, tokens: Sequence[int], finish: str | None = None, width: int = 1, **more: Any
+) -> Output:
     """
     Args:
         width: of the rows of logprobs: what the widest request of the step has asked for, and one.
     """
     ids = np.array(tokens, dtype=np.int64).reshape(-1, 1) + 1000 * np.arange(width)
-    return Output(request_id, list(tokens), Logprobs(ids, -ids / 8.0, ids[:, 0] + 1), finish, **more)
+    return Output(
+        request_id, list(tokens), Logprobs(ids, -ids / 8.0, ids[:, 0] + 1), finish, **more
+    )
 
 
 class Requests:
@@ -60,7 +66,9 @@ class Requests:
 
     def __init__(self) -> None:
         self.running: dict[str, bool] = {}
-        self.asked = lambda request_id: SimpleNamespace(waits=self.running[request_id]) if request_id in self.running else None
+        self.asked = lambda request_id: (
+            SimpleNamespace(waits=self.running[request_id]) if request_id in self.running else None
+        )
 
     def gathering(self) -> GatheredOutputs:
         return GatheredOutputs(self.asked, lambda request: request.waits, Output)
@@ -78,7 +86,10 @@ STEP = st.lists(
 )
 
 
-@given(st.lists(STEP | st.just("pause"), max_size=120), st.fixed_dictionaries({name: st.booleans() for name in "abcd"}))
+@given(
+    st.lists(STEP | st.just("pause"), max_size=120),
+    st.fixed_dictionaries({name: st.booleans() for name in "abcd"}),
+)
 def test_every_token_arrives_once_and_in_order(steps: list[Any], waits: dict[str, bool]) -> None:
     requests = Requests()
     gathering = requests.gathering()
@@ -93,8 +104,12 @@ def test_every_token_arrives_once_and_in_order(steps: list[Any], waits: dict[str
             assert output.request_id not in ended, "something came after the end"
             assert output.new_logprobs is not None
             assert output.new_logprobs.token_ids[:, 0].tolist() == output.new_token_ids
-            assert output.new_logprobs.logprobs[:, 0].tolist() == [-token / 8.0 for token in output.new_token_ids]
-            assert output.new_logprobs.ranks.tolist() == [token + 1 for token in output.new_token_ids]
+            assert output.new_logprobs.logprobs[:, 0].tolist() == [
+                -token / 8.0 for token in output.new_token_ids
+            ]
+            assert output.new_logprobs.ranks.tolist() == [
+                token + 1 for token in output.new_token_ids
+            ]
             arrived.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:
                 ended.add(output.request_id)
@@ -120,7 +135,11 @@ def test_every_token_arrives_once_and_in_order(steps: list[Any], waits: dict[str
             token += count
             sent.setdefault(name, []).extend(tokens)
             finish = "stop" if what == "finish" else None
-            outputs.append(sampled(name, tokens, finish, width, events=["preempted"] if what == "event" else None))
+            outputs.append(
+                sampled(
+                    name, tokens, finish, width, events=["preempted"] if what == "event" else None
+                )
+            )
             if finish:
                 del requests.running[name]
                 life[letter] += 1
@@ -140,7 +159,10 @@ def test_a_request_is_heard_of_after_so_many_steps() -> None:
     requests.running["a"] = True
     gathering = requests.gathering()
     steps = range(2 * STEPS_PER_MESSAGE)
-    lengths = [[len(output.new_token_ids) for output in gathering.step(0, [sampled("a", [7])])] for _ in steps]
+    lengths = [
+        [len(output.new_token_ids) for output in gathering.step(0, [sampled("a", [7])])]
+        for _ in steps
+    ]
     assert lengths == ([[]] * (STEPS_PER_MESSAGE - 1) + [[STEPS_PER_MESSAGE]]) * 2
 
 
@@ -149,7 +171,10 @@ def test_requests_that_go_on_together_take_turns() -> None:
     requests.running = {f"r{number}": True for number in range(2 * STEPS_PER_MESSAGE)}
     gathering = requests.gathering()
     for _ in range(3):
-        sent = [len(gathering.step(0, [sampled(name, [1]) for name in requests.running])) for _ in range(STEPS_PER_MESSAGE)]
+        sent = [
+            len(gathering.step(0, [sampled(name, [1]) for name in requests.running]))
+            for _ in range(STEPS_PER_MESSAGE)
+        ]
         assert sent == [2] * STEPS_PER_MESSAGE
         gathering.release()
 

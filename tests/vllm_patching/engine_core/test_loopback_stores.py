@@ -45,7 +45,9 @@ def test_ranks_that_meet_at_loopback_are_reached_from_this_machine_alone(
 
 
 def test_a_store_on_any_free_port_says_which() -> None:
-    store = LoopbackStore(host_name="localhost", port=0, is_master=True, wait_for_workers=False, timeout=SOON)
+    store = LoopbackStore(
+        host_name="localhost", port=0, is_master=True, wait_for_workers=False, timeout=SOON
+    )
     assert store.port
     assert listens(store.port) == ["127.0.0.1"]
     client = LoopbackStore("127.0.0.1", store.port, 2, False, wait_for_workers=False, timeout=SOON)

@@ -1,4 +1,6 @@
-"""engine_core/progress.py: the API process learns of a step of a new shape while that step is under way."""
+"""engine_core/progress.py: the API process learns of a step of a new shape while that step is under
+way.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from vllm_patching.engine_core.progress import FirstSteps, StepWatch
 
 def batch(tokens: int, requests: int = 1, new: bool = False) -> Any:
     counts = {str(number): 1 for number in range(requests)}
-    return SimpleNamespace(total_num_scheduled_tokens=tokens, num_scheduled_tokens=counts, scheduled_new_reqs=["r"] * new)
+    return SimpleNamespace(
+        total_num_scheduled_tokens=tokens,
+        num_scheduled_tokens=counts,
+        scheduled_new_reqs=["r"] * new,
+    )
 
 
 @pytest.fixture
@@ -50,9 +56,16 @@ def test_only_the_first_step_of_a_shape_is_marked(file: Path) -> None:
     assert watch.executed == 5
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 4), st.booleans()), max_size=30), st.integers(1, 3), st.data())
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 4), st.booleans()), max_size=30),
+    st.integers(1, 3),
+    st.data(),
+)
 def test_a_mark_stands_exactly_as_long_as_a_batch_of_a_new_shape_is_under_way(
-    tmp_path_factory: pytest.TempPathFactory, batches: list[tuple[int, int, bool]], most: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    batches: list[tuple[int, int, bool]],
+    most: int,
+    data: st.DataObject,
 ) -> None:
     path = tmp_path_factory.mktemp("steps") / "file"
     path.touch()
@@ -106,7 +119,9 @@ def test_an_engine_core_tells_its_steps_and_the_requests_that_are_due(file: Path
     for _ in range(3):
         core.step()
     statuses = ("RUNNING", "WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS", "FINISHED_ABORTED")
-    core.scheduler.requests = {name: SimpleNamespace(status=SimpleNamespace(name=name)) for name in statuses}
+    core.scheduler.requests = {
+        name: SimpleNamespace(status=SimpleNamespace(name=name)) for name in statuses
+    }
     assert told() == {"executed": 3, "due": 3}
     core.paused = True
     assert told() == {"executed": 3, "due": 0}

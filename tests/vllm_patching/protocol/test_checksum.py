@@ -62,7 +62,10 @@ def test_chunks_do_not_count(monkeypatch: object) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(bits=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40), start=st.integers(0, 2**34))
+@given(
+    bits=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40),
+    start=st.integers(0, 2**34),
+)
 def test_the_sums_are_those_of_the_definition(bits: list[int], start: int) -> None:
     """In Python's integers, which never overflow; the GPU's kernel computes the same."""
 
@@ -81,7 +84,9 @@ def test_the_sums_are_those_of_the_definition(bits: list[int], start: int) -> No
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     values=st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40),
 )
-def test_masters_are_summed_as_what_they_are_rounded_to(dtype: torch.dtype, values: list[float]) -> None:
+def test_masters_are_summed_as_what_they_are_rounded_to(
+    dtype: torch.dtype, values: list[float]
+) -> None:
     """Also where rounding ends in infinity, which counts as what must not be served."""
     masters = torch.tensor(values)
     before = WeightSums([("w", masters)], rounded=dtype).all()

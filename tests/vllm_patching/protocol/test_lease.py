@@ -1,4 +1,6 @@
-"""Leases: one at a time, shown by their id, ended by their holders or with them, and never by the clock alone."""
+"""Leases: one at a time, shown by their id, ended by their holders or with them, and never by the
+clock alone.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,23 @@ from vllm_patching.protocol.writers import Writer
 
 def granted(**more: object) -> tuple[Leases, Lease]:
     leases = Leases()
-    return leases, leases.grant(1, 7, "trainer here:12", deadline=100.0, writers=(Writer("here", 12, 5),), **more)  # type: ignore[arg-type]
+    return leases, leases.grant(
+        1, 7, "trainer here:12", deadline=100.0, writers=(Writer("here", 12, 5),), **more
+    )  # type: ignore[arg-type]
 
 
 def test_a_lease_counts_until_its_deadline() -> None:
     leases, lease = granted()
     assert leases.require(lease.id, 100.0) is lease
-    with pytest.raises(LeaseLost, match=r"the lease for version 7 ran out 1.5 s ago: trainer here:12 is late"):
+    with pytest.raises(
+        LeaseLost, match=r"the lease for version 7 ran out 1.5 s ago: trainer here:12 is late"
+    ):
         leases.require(lease.id, 101.5)
     assert leases.out is lease, "its holder may still write"
     for other in ("another", None):
-        with pytest.raises(LeaseLost, match=r"does not count .*: trainer here:12 holds one for version 7"):
+        with pytest.raises(
+            LeaseLost, match=r"does not count .*: trainer here:12 holds one for version 7"
+        ):
             leases.require(other, 50.0)
 
 
@@ -36,9 +44,12 @@ def test_two_leases_are_never_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epoch", "shown", "ended"), [(1, "its id", True), (1, None, True), (2, "its id", False), (1, "x", False)]
+    ("epoch", "shown", "ended"),
+    [(1, "its id", True), (1, None, True), (2, "its id", False), (1, "x", False)],
 )
-def test_who_gives_it_back_shows_it_or_was_never_told(epoch: int, shown: str | None, ended: bool) -> None:
+def test_who_gives_it_back_shows_it_or_was_never_told(
+    epoch: int, shown: str | None, ended: bool
+) -> None:
     leases, lease = granted()
     assert leases.give_back(epoch, lease.id if shown == "its id" else shown) is ended
     assert (leases.out is None) is ended
@@ -80,7 +91,9 @@ def put(proc: Path, pid: int, started: int, threads: dict[int, str]) -> None:
         place = proc / f"{pid}/task/{thread}"
         place.mkdir(parents=True, exist_ok=True)
         (place / "stat").write_text(f"{thread} (a) b) {state} {' '.join(fields)} 0 0")
-    (proc / f"{pid}/stat").write_text(f"{pid} (a) b) {next(iter(threads.values()))} {' '.join(fields)} 0 0")
+    (proc / f"{pid}/stat").write_text(
+        f"{pid} (a) b) {next(iter(threads.values()))} {' '.join(fields)} 0 0"
+    )
 
 
 def test_a_running_process_and_its_end(proc: Path) -> None:
@@ -104,7 +117,9 @@ def test_without_proc_nothing_is_known(proc: Path) -> None:
     assert not writer.has_ended()
 
 
-def test_a_process_that_cannot_be_looked_up_counts_as_living(proc: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_cannot_be_looked_up_counts_as_living(
+    proc: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (proc / "12/stat").mkdir(parents=True)  # reading it fails, though it is there
     assert not Writer("here", 12, 500).has_ended()
 

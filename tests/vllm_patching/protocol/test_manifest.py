@@ -1,4 +1,6 @@
-"""Manifests: exact round trip, every kind of difference is named, and the flat layout is a bijection."""
+"""Manifests: exact round trip, every kind of difference is named, and the flat layout is a
+bijection.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ GEOMETRY = ModelGeometry("qwen3", 2, 12, 8, 4, 2, 3, 70, False, False, False, Fa
 
 
 def manifest(rank: int = 0, size: int = 2, dtype: str = "bfloat16") -> Manifest:
-    return Manifest(rank, size, tuple(ManifestEntry(spec, dtype, "cpu") for spec in plan_shards(GEOMETRY, rank, size)))
+    return Manifest(
+        rank,
+        size,
+        tuple(ManifestEntry(spec, dtype, "cpu") for spec in plan_shards(GEOMETRY, rank, size)),
+    )
 
 
 def trainer(dtype: str = "bfloat16") -> dict[str, tuple[tuple[int, ...], str]]:
@@ -55,8 +61,14 @@ def test_equal_sides_have_no_mismatch() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda t: t.pop("model.norm.weight"), "model.norm.weight: vLLM has it, the trainer does not"),
-        (lambda t: t.update({"extra.bias": ((3,), "bfloat16")}), "extra.bias: the trainer has it, vLLM does not"),
+        (
+            lambda t: t.pop("model.norm.weight"),
+            "model.norm.weight: vLLM has it, the trainer does not",
+        ),
+        (
+            lambda t: t.update({"extra.bias": ((3,), "bfloat16")}),
+            "extra.bias: the trainer has it, vLLM does not",
+        ),
         (
             lambda t: t.update({"model.norm.weight": ((12,), "float32")}),
             "model.norm.weight: dtype float32 in the trainer, bfloat16 in vLLM",
@@ -75,7 +87,9 @@ def test_every_difference_is_named(change: object, expected: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_goes_through_the_flat_buffer_arrives_in_its_place(dtype: torch.dtype, size: int) -> None:
+def test_what_goes_through_the_flat_buffer_arrives_in_its_place(
+    dtype: torch.dtype, size: int
+) -> None:
     torch.manual_seed(0)
     full = {name: torch.randn(shape).to(dtype) for name, (shape, _) in trainer().items()}
     for rank in range(size):
@@ -94,7 +108,9 @@ def test_what_goes_through_the_flat_buffer_arrives_in_its_place(dtype: torch.dty
             local_view(item, params[item.name]).copy_(view)
         for entry in held.entries:
             for piece in entry.shard.slices:
-                expected = full[entry.shard.name].narrow(piece.dim, piece.source_start, piece.length)
+                expected = full[entry.shard.name].narrow(
+                    piece.dim, piece.source_start, piece.length
+                )
                 got = params[entry.shard.name].narrow(piece.dim, piece.local_start, piece.length)
                 assert torch.equal(got, expected), entry.shard.name
 
@@ -103,7 +119,17 @@ def test_the_digest_tells_ranks_shapes_and_dtypes_apart_but_not_devices() -> Non
     base = manifest()
     elsewhere = Manifest(0, 2, tuple(dataclasses.replace(e, device="cuda:1") for e in base.entries))
     assert elsewhere.digest() == base.digest()
-    assert len({base.digest(), manifest(1).digest(), manifest(0, 1).digest(), manifest(dtype="float32").digest()}) == 4
+    assert (
+        len(
+            {
+                base.digest(),
+                manifest(1).digest(),
+                manifest(0, 1).digest(),
+                manifest(dtype="float32").digest(),
+            }
+        )
+        == 4
+    )
 
 
 def test_dtype_names() -> None:

@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_patching.protocol.checksum import Part, Row, WeightSums, summary_of
-from vllm_patching.protocol.manifest import ALIGNMENT, FlatSlice, Manifest, ManifestEntry, flat_layout
+from vllm_patching.protocol.manifest import (
+    ALIGNMENT,
+    FlatSlice,
+    Manifest,
+    ManifestEntry,
+    flat_layout,
+)
 from vllm_patching.protocol.pieces import BUCKET_BYTES, buckets
 from vllm_patching.protocol.sharding import ModelGeometry, Slice, plan_shards
 
@@ -26,27 +32,47 @@ def layout_of(shapes: list[tuple[list[int], torch.dtype]]) -> list[FlatSlice]:
     layout, offset = [], 0
     for number, (shape, dtype) in enumerate(shapes):
         size = torch.Size(shape).numel() * dtype.itemsize
-        layout.append(FlatSlice(f"w{number}", Slice(0, 0, 0, shape[0]), tuple(shape), dtype, offset, size))
+        layout.append(
+            FlatSlice(f"w{number}", Slice(0, 0, 0, shape[0]), tuple(shape), dtype, offset, size)
+        )
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     return layout
 
 
 @settings(max_examples=200, deadline=None)
 @given(shapes=LAYOUTS, limit=st.integers(16, 3000))
-def test_every_row_is_in_one_bucket_and_buckets_are_bounded(shapes: list[tuple[list[int], torch.dtype]], limit: int) -> None:
+def test_every_row_is_in_one_bucket_and_buckets_are_bounded(
+    shapes: list[tuple[list[int], torch.dtype]], limit: int
+) -> None:
     layout = layout_of(shapes)
     found = buckets(layout, limit)
-    rows = [(piece.item, row) for bucket in found for piece in bucket.pieces for row in range(piece.first, piece.last)]
-    assert rows == [(index, row) for index, item in enumerate(layout) for row in range(item.shape[0])]
+    rows = [
+        (piece.item, row)
+        for bucket in found
+        for piece in bucket.pieces
+        for row in range(piece.first, piece.last)
+    ]
+    assert rows == [
+        (index, row) for index, item in enumerate(layout) for row in range(item.shape[0])
+    ]
     for bucket in found:
         end = 0
         for piece in bucket.pieces:
             item = layout[piece.item]
             row_bytes = item.num_bytes // item.shape[0]
-            assert (piece.offset % ALIGNMENT, piece.start % ALIGNMENT, piece.offset >= end) == (0, 0, True)
-            assert (piece.start, piece.num_bytes) == (piece.first * row_bytes, (piece.last - piece.first) * row_bytes)
+            assert (piece.offset % ALIGNMENT, piece.start % ALIGNMENT, piece.offset >= end) == (
+                0,
+                0,
+                True,
+            )
+            assert (piece.start, piece.num_bytes) == (
+                piece.first * row_bytes,
+                (piece.last - piece.first) * row_bytes,
+            )
             end = piece.offset + piece.num_bytes
-        smallest_cut = max(row_bytes * ALIGNMENT for row_bytes in (i.num_bytes // i.shape[0] for i in layout))
+        smallest_cut = max(
+            row_bytes * ALIGNMENT for row_bytes in (i.num_bytes // i.shape[0] for i in layout)
+        )
         assert end <= bucket.num_bytes <= max(limit + ALIGNMENT, smallest_cut)
         assert bucket.payload <= max(limit, smallest_cut)
     assert sum(bucket.payload for bucket in found) == sum(item.num_bytes for item in layout)
@@ -63,7 +89,9 @@ def test_pieces_sum_up_to_what_the_whole_does(
     weights = [torch.randn(item.shape).to(item.dtype) for item in layout]
     if spoilt:
         weights[-1].view(-1)[-1] = float("nan")
-    whole = WeightSums([(item.name, tensor) for item, tensor in zip(layout, weights, strict=True)]).all()
+    whole = WeightSums(
+        [(item.name, tensor) for item, tensor in zip(layout, weights, strict=True)]
+    ).all()
     buffers = []
     parts = []
     for bucket in buckets(layout, limit):
@@ -87,9 +115,15 @@ def test_pieces_sum_up_to_what_the_whole_does(
 
 def test_a_large_model_has_full_buckets() -> None:
     """Qwen3-1.7B's shape: its embedding alone is five buckets."""
-    geometry = ModelGeometry("qwen3", 28, 2048, 6144, 16, 8, 128, 151936, True, False, False, False, True)
+    geometry = ModelGeometry(
+        "qwen3", 28, 2048, 6144, 16, 8, 128, 151936, True, False, False, False, True
+    )
     specs = plan_shards(geometry, 0, 1)
-    layout, num_bytes = flat_layout(Manifest(0, 1, tuple(ManifestEntry(spec, "bfloat16", "cuda:0") for spec in specs)))
+    layout, num_bytes = flat_layout(
+        Manifest(0, 1, tuple(ManifestEntry(spec, "bfloat16", "cuda:0") for spec in specs))
+    )
     found = buckets(layout)
-    assert all(BUCKET_BYTES - 2 * 4096 * 16 < bucket.num_bytes <= BUCKET_BYTES for bucket in found[:-1])
+    assert all(
+        BUCKET_BYTES - 2 * 4096 * 16 < bucket.num_bytes <= BUCKET_BYTES for bucket in found[:-1]
+    )
     assert len(found) == -(-num_bytes // BUCKET_BYTES)

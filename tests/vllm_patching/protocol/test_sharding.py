@@ -7,7 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_patching.protocol.sharding import VOCAB_PADDING, ModelGeometry, UnsupportedModel, plan_shards
+from vllm_patching.protocol.sharding import (
+    VOCAB_PADDING,
+    ModelGeometry,
+    UnsupportedModel,
+    plan_shards,
+)
 
 TP_SIZES = (1, 2, 4, 8)
 
@@ -71,7 +76,9 @@ def test_shards_rebuild_the_full_tensors(geometry: ModelGeometry, tp_size: int) 
 @given(geometry=geometries(), tp_size=st.sampled_from(TP_SIZES))
 def test_a_rank_holds_whole_heads_in_the_order_q_k_v(geometry: ModelGeometry, tp_size: int) -> None:
     g = geometry
-    head_of_row = [("q", h) for h in range(g.num_heads)] + [(c, h) for c in "kv" for h in range(g.num_kv_heads)]
+    head_of_row = [("q", h) for h in range(g.num_heads)] + [
+        (c, h) for c in "kv" for h in range(g.num_kv_heads)
+    ]
     for rank in range(tp_size):
         spec = next(s for s in plan_shards(g, rank, tp_size) if s.name.endswith("qkv_proj.weight"))
         rows = [piece.source_start + i for piece in spec.slices for i in range(piece.length)]
@@ -86,23 +93,44 @@ def test_a_rank_holds_whole_heads_in_the_order_q_k_v(geometry: ModelGeometry, tp
 
 def test_the_vocabulary_is_padded_before_it_is_split() -> None:
     geometry = ModelGeometry("qwen2", 1, 8, 8, 8, 8, 2, 65, False, True, False, False, False)
-    rows = [next(s for s in plan_shards(geometry, rank, 2) if s.name == "lm_head.weight") for rank in range(2)]
+    rows = [
+        next(s for s in plan_shards(geometry, rank, 2) if s.name == "lm_head.weight")
+        for rank in range(2)
+    ]
     assert [spec.shape[0] for spec in rows] == [VOCAB_PADDING, VOCAB_PADDING]
     assert [[piece.length for piece in spec.slices] for spec in rows] == [[64], [1]]
 
 
 def test_a_tied_head_is_no_parameter_of_its_own() -> None:
-    config = {"model_type": "qwen3", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+    }
     config |= {"num_key_value_heads": 1, "head_dim": 4, "vocab_size": 10}
     tied = ModelGeometry.from_hf_config(config | {"tie_word_embeddings": True})
     assert "lm_head.weight" not in full_shapes(tied)
-    assert "lm_head.weight" in full_shapes(ModelGeometry.from_hf_config(config | {"tie_word_embeddings": False}))
+    assert "lm_head.weight" in full_shapes(
+        ModelGeometry.from_hf_config(config | {"tie_word_embeddings": False})
+    )
 
 
 def test_qwen25_14b_has_339_parameters() -> None:
     """48 layers x 7 parameters (the qkv bias included), the embedding, the head and the last norm."""
-    config = {"model_type": "qwen2", "num_hidden_layers": 48, "hidden_size": 5120, "intermediate_size": 13824}
-    config |= {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False}
+    config = {
+        "model_type": "qwen2",
+        "num_hidden_layers": 48,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+    }
+    config |= {
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    }
     shapes = full_shapes(ModelGeometry.from_hf_config(config))
     assert len(shapes) == 339
     assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == (5120 + 2 * 1024, 5120)

@@ -1,4 +1,6 @@
-"""Spans in a file: whole lines, a greatest length, and nothing that could end the process that writes."""
+"""Spans in a file: whole lines, a greatest length, and nothing that could end the process that
+writes.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_patching.protocol import timeline as module
-from vllm_patching.protocol.timeline import LONGEST_SPAN_SECONDS, VARIABLE, Activity, Timeline, open_timeline, unix_ns
+from vllm_patching.protocol.timeline import (
+    LONGEST_SPAN_SECONDS,
+    VARIABLE,
+    Activity,
+    Timeline,
+    open_timeline,
+    unix_ns,
+)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_file_names_its_process_and_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_names_its_process_and_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "new"))
     for version in (1, 2):
         timeline = open_timeline("reference", "here:1/a b")
@@ -32,12 +43,18 @@ def test_a_file_names_its_process_and_is_continued(tmp_path: Path, monkeypatch: 
     (path,) = (tmp_path / "new").iterdir()
     assert path.name == "timeline-reference-here_1_a_b.jsonl"
     head, first, again, second = lines(path)
-    assert (head["role"], head["name"]) == (again["role"], again["name"]) == ("reference", "here:1/a b")
+    assert (
+        (head["role"], head["name"])
+        == (again["role"], again["name"])
+        == ("reference", "here:1/a b")
+    )
     assert [span["version"] for span in (first, second)] == [1, 2]
     assert head["began"] <= first["begin"] <= first["end"] <= second["begin"] <= unix_ns()
 
 
-def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_variable_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     timeline = open_timeline("trainer", "rank0")
@@ -46,7 +63,9 @@ def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: py
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_file_grows_no_further_than_it_may(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_grows_no_further_than_it_may(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):  # also one that is continued
         timeline = Timeline(tmp_path / "t.jsonl", "trainer", "rank0", most_bytes=1000)
         for moment in range(100):
@@ -58,7 +77,9 @@ def test_a_file_grows_no_further_than_it_may(tmp_path: Path, caplog: pytest.LogC
     assert caplog.text.count("greatest length") == 2
 
 
-def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     timeline = Timeline(tmp_path / "file" / "t.jsonl", "trainer", "rank0")
     timeline.write("train", 0, 1)
@@ -66,7 +87,9 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: py
     assert f"{VARIABLE}): " in caplog.text
 
 
-def test_a_full_disk_ends_the_writing_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_writing_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timeline = Timeline(tmp_path / "t.jsonl", "trainer", "rank0")
 
     def full(file: int, line: bytes) -> int:
@@ -80,7 +103,10 @@ def test_a_full_disk_ends_the_writing_alone(tmp_path: Path, monkeypatch: pytest.
 def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "t.jsonl", "trainer", "rank0")
     threads = [
-        threading.Thread(target=lambda: [timeline.write("x" * 50, n, n) for n in range(50)], daemon=True) for _ in range(4)
+        threading.Thread(
+            target=lambda: [timeline.write("x" * 50, n, n) for n in range(50)], daemon=True
+        )
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()

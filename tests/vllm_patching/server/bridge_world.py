@@ -1,4 +1,6 @@
-"""A bridge's server, its fake engine, and trainers to which things happen; and what must hold of them at any moment."""
+"""A bridge's server, its fake engine, and trainers to which things happen; and what must hold of
+them at any moment.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,15 @@ POINTS = (
 )
 """Where something can happen to a trainer."""
 TIMEOUT = 4.0
-CLOCKED = (bridge_controller, bridge_ranks, bridge_settlement, engine_core, silence, turns, update_clock)
+CLOCKED = (
+    bridge_controller,
+    bridge_ranks,
+    bridge_settlement,
+    engine_core,
+    silence,
+    turns,
+    update_clock,
+)
 """The modules whose seconds are the world's."""
 PART_SECONDS = 0.1
 CLIENT_MARGIN = 2.0
@@ -60,12 +70,15 @@ class Silent(Exception):
 
 
 class Trainer:
-    """Does updates as the real one does, and can be stopped and killed between any two of its steps."""
+    """Does updates as the real one does, and can be stopped and killed between any two of its
+    steps.
+    """
 
     def __init__(self, world: World, kind: str) -> None:
         """
         Args:
-            kind: single_copy, follows (a single copy whose event the server waits for), direct or overlapped.
+            kind: single_copy, follows (a single copy whose event the server waits for), direct or
+                overlapped.
         """
         self.world, self.kind = world, kind
         self.pid = next(world.pids)
@@ -75,7 +88,8 @@ class Trainer:
         self.comes_to_cohorts, self.awake = asyncio.Event(), asyncio.Event()
         self.comes_to_cohorts.set()
         self.may_write = False
-        """Between its look at the clock and the moment at which nothing of it is on the way any more."""
+        """Between its look at the clock and the moment at which nothing of it is on the way any
+        more."""
         self.owes = False
         self.lease: str | None = None
         self.spoil = ""
@@ -173,7 +187,10 @@ class Trainer:
         broadcast = self.sends
         if self.owes:
             await self._give_back()
-        server, events = self.world.server, [self.name] * len(self.world.ranks) if self.kind == "follows" else []
+        server, events = (
+            self.world.server,
+            [self.name] * len(self.world.ranks) if self.kind == "follows" else [],
+        )
         answer = await self._call(
             "init",
             lambda: server.init(
@@ -194,7 +211,9 @@ class Trainer:
         return self.kind in ("direct", "overlapped")
 
     async def _meet(self) -> None:
-        """Form another cohort, as after one of its members was lost; what was sent in the one before it is of no use."""
+        """Form another cohort, as after one of its members was lost; what was sent in the one
+        before it is of no use.
+        """
         if not self.sends:
             return
         self.wires, key = {}, f"{self.name}/{next(self.cohorts)}"
@@ -216,13 +235,17 @@ class Trainer:
         try:
             if self.sends and not self.cohort:
                 await self._meet()
-            lease = (await self._call("begin", lambda: server.begin(**step, cohort=self.cohort)))["lease"]
+            lease = (await self._call("begin", lambda: server.begin(**step, cohort=self.cohort)))[
+                "lease"
+            ]
             self.lease = lease and lease["id"]
             if self.sends:
                 await self._send(new)
             else:
                 await self._write(new, lease["deadline"])
-            await self._call("commit", lambda: server.commit(**step, checksums=sums, lease=self.lease))
+            await self._call(
+                "commit", lambda: server.commit(**step, checksums=sums, lease=self.lease)
+            )
             self.owes = False
         except (BridgeRefusal, Silent, ConnectionError):
             await self._give_back()
@@ -237,7 +260,9 @@ class Trainer:
         spoilt, self.spoil = self.spoil == "fails to write", ""
         self.reached_gpu = set()
         for number, rank in enumerate(self.world.ranks):
-            self.gpu[number] = self.world.loop.create_task(self._land(rank.live, number, new, PARTS - spoilt))
+            self.gpu[number] = self.world.loop.create_task(
+                self._land(rank.live, number, new, PARTS - spoilt)
+            )
         await self._point("in the write")
         if spoilt:
             raise ConnectionError("the write failed")
@@ -264,14 +289,19 @@ class Trainer:
         await asyncio.gather(*self.gpu.values())
         self.may_write = False
         try:
-            await self._call("abort", lambda: self.world.server.abort(self.epoch, "something went wrong", self.lease))
+            await self._call(
+                "abort",
+                lambda: self.world.server.abort(self.epoch, "something went wrong", self.lease),
+            )
             self.owes = False
         except Silent:
             return
         except BridgeRefusal:
             self.owes = False
 
-    async def _call(self, name: str, step: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    async def _call(
+        self, name: str, step: Callable[[], Awaitable[dict[str, Any]]]
+    ) -> dict[str, Any]:
         """A request: the server goes on with it whatever becomes of the trainer."""
         await self._point(f"before {name}")
         request = asyncio.ensure_future(step())
@@ -279,7 +309,10 @@ class Trainer:
         request.add_done_callback(self.world.note_request)
         done, _ = await asyncio.wait({request}, timeout=TIMEOUT + CLIENT_MARGIN)
         await self._point(f"after {name}")
-        lost, self.lose_answer = self.lose_answer == name, "" if self.lose_answer == name else self.lose_answer
+        lost, self.lose_answer = (
+            self.lose_answer == name,
+            "" if self.lose_answer == name else self.lose_answer,
+        )
         if not done or lost:
             raise Silent(f"no answer to {name}")
         return request.result()
@@ -306,7 +339,8 @@ class World:
         self.wrong: list[str] = []
         self.watchdog_fails = False
         self.held_back: int | None = None
-        """How many updates had been served when the server was put in quarantine; None if it was not."""
+        """How many updates had been served when the server was put in quarantine; None if it was
+        not."""
         self._names = itertools.count()
         loop.run_until_complete(self._start(folder, ranks))
 
@@ -352,7 +386,11 @@ class World:
 
     def writers_now(self) -> list[str]:
         """Who could write live weights at this moment."""
-        trainers = [t.name for t in self.trainers.values() if t.may_write or any(not task.done() for task in t.gpu.values())]
+        trainers = [
+            t.name
+            for t in self.trainers.values()
+            if t.may_write or any(not task.done() for task in t.gpu.values())
+        ]
         return trainers + [f"rank {rank.number}" for rank in self.ranks if rank.writing]
 
     # -- what must hold
@@ -370,31 +408,58 @@ class World:
             assert "in quarantine" in self.server.trouble() or self.server._watchdog.has_ended
         if state.phase is Phase.SERVING:
             expected = f"{state.weight_epoch}/{state.weight_version}"
-            assert all(part == expected for rank in self.ranks for part in rank.live), (expected, state)
+            assert all(part == expected for rank in self.ranks for part in rank.live), (
+                expected,
+                state,
+            )
             assert state.checksums == [checksum(rank.live) for rank in self.ranks]
             assert not self.writers_now(), "serving while somebody could write"
             assert self.server._leases.out is None
             told = switch.resting or self.server.trouble()
             assert switch.state is EngineState.RUNNING or told
-            assert in_flight or not self.core.paused or told, "it says that it serves, and stands still"
+            assert in_flight or not self.core.paused or told, (
+                "it says that it serves, and stands still"
+            )
         elif state.phase is Phase.UNHEALTHY:
             assert self.server.trouble()
-            # A command to pause that failed without having paused it is repeated at the watchdog's next look; a quarantine is
-            # told at once, and stops the engine when the call that has its turn has ended.
-            trying = "pause" in commands or in_flight or switch.state is EngineState.UNKNOWN or self.server._calling_off.reason
+            # A command to pause that failed without having paused it is repeated at the watchdog's
+            # next look; a quarantine is told at once, and stops the engine when the call that has
+            # its turn has ended.
+            trying = (
+                "pause" in commands
+                or in_flight
+                or switch.state is EngineState.UNKNOWN
+                or self.server._calling_off.reason
+            )
             assert self.core.paused or self.core.dead or trying, "unhealthy, and it goes on"
-        if self.core.paused and not state.in_update and not in_flight and self.server.turns.turn is turns.Turn.SAMPLING:
-            assert self.server.trouble(), "it stands still outside an update, and says that all is well"
+        if (
+            self.core.paused
+            and not state.in_update
+            and not in_flight
+            and self.server.turns.turn is turns.Turn.SAMPLING
+        ):
+            assert self.server.trouble(), (
+                "it stands still outside an update, and says that all is well"
+            )
 
     def check_tokens(self) -> None:
-        """Every token that was handed out says which weights it was sampled with. Begins another request."""
+        """Every token that was handed out says which weights it was sampled with.
+
+        Begins another request.
+        """
         tokens = list(self.engine.output_processor.tokens)
         spans = self.spans.finish(self._request, len(tokens))
-        told = [f"{span.weights.epoch}/{span.weights.version}" for span in spans for _ in range(span.tokens)]
+        told = [
+            f"{span.weights.epoch}/{span.weights.version}"
+            for span in spans
+            for _ in range(span.tokens)
+        ]
         assert told == tokens, (told, tokens)
         self._begin_request()
 
     def _begin_request(self) -> None:
         self._request = f"r{next(self._names)}"
         self.spans.start(self._request)
-        self.engine.output_processor.add_request(SimpleNamespace(request_id=self._request, external_req_id=None))
+        self.engine.output_processor.add_request(
+            SimpleNamespace(request_id=self._request, external_req_id=None)
+        )

@@ -1,8 +1,10 @@
-"""vLLM's engine as the bridge sees it: a core that obeys one command after the other between steps, and its front end.
+"""vLLM's engine as the bridge sees it: a core that obeys one command after the other between steps,
+and its front end.
 
-It keeps to what matters of vLLM's ways: a pause counts from the moment at which the core reads the command, long before it is
-answered; commands wait for the end of a step and for each other; nothing that was sent can be taken back; whoever stops waiting
-for an answer does not stop the core. Commands can be slow, and can fail before or after they have been carried out.
+It keeps to what matters of vLLM's ways: a pause counts from the moment at which the core reads the
+command, long before it is answered; commands wait for the end of a step and for each other; nothing
+that was sent can be taken back; whoever stops waiting for an answer does not stop the core.
+Commands can be slow, and can fail before or after they have been carried out.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def checksum(parts: list[str]) -> str:
 
 @dataclass
 class Fault:
-    """What happens to a command of the core: `slow`, `fails before` or `fails after` it was carried out.
+    """What happens to a command of the core: `slow`, `fails before` or `fails after` it was carried
+    out.
 
     Attributes:
         command: the one to which it happens; empty: the next.
@@ -65,9 +68,16 @@ class FakeRank:
         self.thread = asyncio.ensure_future(self._updater())
 
     def lockstep_setup(self, share: bool) -> dict[str, Any]:
-        entry = ManifestEntry(ShardSpec("w", SHAPE, SHAPE, (Slice(0, 0, 0, SHAPE[0]),)), "float32", "cpu")
+        entry = ManifestEntry(
+            ShardSpec("w", SHAPE, SHAPE, (Slice(0, 0, 0, SHAPE[0]),)), "float32", "cpu"
+        )
         manifest = Manifest(self.number, self._ranks, (entry,)).to_json()
-        return {"manifest": manifest, "handles": None, "gpu_uuid": "", "checksum": checksum(self.live)}
+        return {
+            "manifest": manifest,
+            "handles": None,
+            "gpu_uuid": "",
+            "checksum": checksum(self.live),
+        }
 
     def lockstep_room(self) -> dict[str, Any]:
         return {"needed": 0, "free": None}
@@ -76,7 +86,10 @@ class FakeRank:
         return {"tp_rank": self.number, "began": None}
 
     def lockstep_follow(self, events: list[str], trainer: str, seconds: float) -> str:
-        self._event, self._limit = (self._world.trainers[events[self.number]] if events else None), seconds
+        self._event, self._limit = (
+            (self._world.trainers[events[self.number]] if events else None),
+            seconds,
+        )
         return ""
 
     def lockstep_check(self) -> dict[str, Any]:
@@ -84,7 +97,12 @@ class FakeRank:
 
     async def lockstep_check_written(self) -> dict[str, Any]:
         if self._event is not None and not await self._event.reached(self.number, self._limit):
-            return {"tp_rank": self.number, "checksum": "", "not_finite": "", "late": "writes of the trainer have not come"}
+            return {
+                "tp_rank": self.number,
+                "checksum": "",
+                "not_finite": "",
+                "late": "writes of the trainer have not come",
+            }
         return self.lockstep_check()
 
     def lockstep_commit(self) -> dict[str, Any]:
@@ -103,7 +121,11 @@ class FakeRank:
 
     def lockstep_take_again(self) -> dict[str, Any]:
         if self.cache_away and self.memory_taken:
-            return {"tp_rank": self.number, "bytes": 0, "error": f"{CACHE_BYTES} bytes wanted, {self.memory_taken} not free"}
+            return {
+                "tp_rank": self.number,
+                "bytes": 0,
+                "error": f"{CACHE_BYTES} bytes wanted, {self.memory_taken} not free",
+            }
         self.cache_away = False
         return {"tp_rank": self.number, "bytes": CACHE_BYTES, "error": ""}
 
@@ -163,7 +185,9 @@ class FakeRank:
         while self.pending and self._world.now < deadline:
             await asyncio.sleep(0.01)
 
-    def _submit(self, status: dict[str, Any], done: str, work: Callable[[], Awaitable[None]]) -> None:
+    def _submit(
+        self, status: dict[str, Any], done: str, work: Callable[[], Awaitable[None]]
+    ) -> None:
         self.pending += 1
         self.status = status
 
@@ -182,7 +206,9 @@ class FakeRank:
             await (await self._commands.get())()
 
     async def _receive(self) -> None:
-        """Notices that it was called off only when its present wait ends, and writes what comes until then."""
+        """Notices that it was called off only when its present wait ends, and writes what comes
+        until then.
+        """
         target = self.live if self._direct else self.staged
         self.writing = self._direct
         try:
@@ -258,7 +284,8 @@ class FakeCore:
             future.exception()  # whoever asked may not wait any more
             return
         if name == "pause" and fault.kind == "slow":
-            # It stands still already, and says so when it is idle; other commands are carried out meanwhile.
+            # It stands still already, and says so when it is idle; other commands are carried out
+            # meanwhile.
             late = asyncio.ensure_future(self._answer_later(future, fault.seconds))
             self._background.add(late)
             return
@@ -301,9 +328,13 @@ class FakeCore:
         waiting = [answer for answer in answers if inspect.isawaitable(answer)]
         return list(await asyncio.gather(*waiting)) if waiting else answers
 
-    async def verify_and_resume(self, method: str, expected: list[str], version: int, deadline: float) -> dict[str, Any]:
+    async def verify_and_resume(
+        self, method: str, expected: list[str], version: int, deadline: float
+    ) -> dict[str, Any]:
         answers = await self.rpc(method, ())
-        asked = SimpleNamespace(collective_rpc=lambda _: answers, resume_scheduler=self.resume_scheduler)
+        asked = SimpleNamespace(
+            collective_rpc=lambda _: answers, resume_scheduler=self.resume_scheduler
+        )
         return engine_core.verify_and_resume(asked, method, expected, version, deadline)
 
 
@@ -337,7 +368,9 @@ class OutputProcessor:
         self.tokens = []
         counter = SimpleNamespace(num_output_tokens=lambda: len(self.tokens))
         self.request_states = {
-            request.request_id: SimpleNamespace(request_id=request.request_id, external_req_id=None, detokenizer=counter)
+            request.request_id: SimpleNamespace(
+                request_id=request.request_id, external_req_id=None, detokenizer=counter
+            )
         }
 
     def process_outputs(self, outputs: str, moment: float | None = None) -> None:

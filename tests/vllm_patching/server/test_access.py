@@ -1,4 +1,6 @@
-"""Who is let in: every kind of caller at every kind of path, with a key and without, and whatever headers anybody makes up."""
+"""Who is let in: every kind of caller at every kind of path, with a key and without, and whatever
+headers anybody makes up.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,13 @@ VALUES = st.one_of(
                      b"Mozilla/5.0", b"none", b"navigate", b"cors", b"no-cors", b"document", b"image", b"empty")),
     st.binary(max_size=40),
 )  # fmt: skip
-ADDRESSES = st.sampled_from(("127.0.0.1", "::1", "::ffff:127.0.0.1", "10.0.0.7", "192.168.1.4", "2001:db8::1", "", "a path"))
+ADDRESSES = st.sampled_from(
+    ("127.0.0.1", "::1", "::ffff:127.0.0.1", "10.0.0.7", "192.168.1.4", "2001:db8::1", "", "a path")
+)
 ENDS = st.one_of(st.none(), st.tuples(ADDRESSES, st.one_of(st.none(), st.integers(0, 65535))))
 PATHS = st.one_of(
-    st.sampled_from((*PRIVILEGED, *sorted(FROM_AFAR), "/v1/responses/r1", "/v1/", "//generate")), st.text(max_size=20)
+    st.sampled_from((*PRIVILEGED, *sorted(FROM_AFAR), "/v1/responses/r1", "/v1/", "//generate")),
+    st.text(max_size=20),
 )
 
 
@@ -76,7 +81,11 @@ def test_with_a_key_only_monitoring_is_open(scope: dict[str, Any]) -> None:
     asked = asked_of(scope)
     refusal = Door(("sesame", "other")).refusal(asked)
     let_in = refusal is None
-    assert let_in == (asked.path in MONITORING or asked.method == "OPTIONS" or asked.token in (b"sesame", b"other"))
+    assert let_in == (
+        asked.path in MONITORING
+        or asked.method == "OPTIONS"
+        or asked.token in (b"sesame", b"other")
+    )
     assert refusal is None or (refusal.status == 401 and "sesame" not in refusal.message)
 
 
@@ -86,7 +95,9 @@ def test_without_a_key_nobody_from_afar_changes_anything(scope: dict[str, Any]) 
     if Door().refusal(asked) is None:
         assert asked.here or asked.path in FROM_AFAR or asked.path.startswith("/v1/responses/")
         assert not asked.host or Door().is_ours(asked.host)
-        assert asked.origin is None or (asked.host and asked.origin.lower().endswith(f"//{asked.host.lower()}"))
+        assert asked.origin is None or (
+            asked.host and asked.origin.lower().endswith(f"//{asked.host.lower()}")
+        )
         assert asked.fetch_site in (None, "same-origin", "none")
         if asked.method not in ("GET", "HEAD") or asked.path not in READING:
             assert asked.fetch_site != "none"
@@ -103,10 +114,17 @@ def test_whoever_came_through_a_proxy_is_from_afar(scope: dict[str, Any]) -> Non
 def test_a_host_is_ours_only_if_nobody_can_register_it(host: str, bound_to: str) -> None:
     if Door(bound_to=bound_to).is_ours(host):
         name = host_name(host)
-        assert ":" in name or name in ("localhost", socket.gethostname().lower()) or name.replace(".", "").isdigit()
+        assert (
+            ":" in name
+            or name in ("localhost", socket.gethostname().lower())
+            or name.replace(".", "").isdigit()
+        )
 
 
-@given(st.from_regex(r"[a-z]{1,8}(\.[a-z]{1,8}){1,3}", fullmatch=True), st.sampled_from(("", ":9001", ".", ".:80")))
+@given(
+    st.from_regex(r"[a-z]{1,8}(\.[a-z]{1,8}){1,3}", fullmatch=True),
+    st.sampled_from(("", ":9001", ".", ".:80")),
+)
 def test_a_registered_name_is_ours_only_if_it_is_given(name: str, rest: str) -> None:
     assert not Door().is_ours(name + rest)
     assert Door(names=frozenset({name})).is_ours(name + rest)
@@ -144,7 +162,10 @@ def test_what_changes_the_server_answers_this_machine_alone(path: str) -> None:
     assert "set VLLM_API_KEY" in refusal.message
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/models", "/metrics", "/v1/responses/r1/cancel"])
+@pytest.mark.parametrize(
+    "path",
+    ["/generate", "/v1/chat/completions", "/v1/models", "/metrics", "/v1/responses/r1/cancel"],
+)
 def test_sampling_and_looking_is_for_whoever_reaches_the_port(path: str) -> None:
     assert Door().refusal(Asked(path, "POST", "10.0.0.1:9001")) is None
 
@@ -152,7 +173,10 @@ def test_sampling_and_looking_is_for_whoever_reaches_the_port(path: str) -> None
 @pytest.mark.parametrize(
     ("headers", "why"),
     [
-        ({"host": "rebound.example:9001"}, "Host 'rebound.example:9001' is none that this server goes by"),
+        (
+            {"host": "rebound.example:9001"},
+            "Host 'rebound.example:9001' is none that this server goes by",
+        ),
         ({"origin": "http://localhost:3000"}, "'http://localhost:3000'"),
         ({"method": "POST", "browser": True}, "from a browser that does not say from which page"),
         ({"origin": "https://page.example"}, "'https://page.example'"),
@@ -163,7 +187,9 @@ def test_sampling_and_looking_is_for_whoever_reaches_the_port(path: str) -> None
     ],
 )
 @pytest.mark.parametrize("path", ["/bridge/state", "/generate", "/health"])
-def test_pages_of_other_sites_are_refused_even_on_this_machine(headers: dict[str, str], why: str, path: str) -> None:
+def test_pages_of_other_sites_are_refused_even_on_this_machine(
+    headers: dict[str, str], why: str, path: str
+) -> None:
     refusal = Door().refusal(Asked(path, here=True, **({"host": "localhost:9001"} | headers)))  # type: ignore[arg-type]
     assert refusal is not None
     assert refusal.status == 403
@@ -175,7 +201,12 @@ def test_pages_of_other_sites_are_refused_even_on_this_machine(headers: dict[str
     [
         {},  # an old client, HTTP/1.0
         {"host": "127.0.0.1:9001"},
-        {"host": "localhost:9001", "origin": "http://localhost:9001", "fetch_site": "same-origin", "browser": True},
+        {
+            "host": "localhost:9001",
+            "origin": "http://localhost:9001",
+            "fetch_site": "same-origin",
+            "browser": True,
+        },
         {"host": "localhost:9001", "browser": True},  # typed by a person into an old browser
         {"host": "10.0.0.1:9001", "origin": "http://10.0.0.1:9001", "fetch_site": "same-origin"},
         {"host": "gpu7.cluster.example:9001"},
@@ -184,7 +215,9 @@ def test_pages_of_other_sites_are_refused_even_on_this_machine(headers: dict[str
     ],
 )
 def test_ordinary_clients_are_let_in(headers: dict[str, str]) -> None:
-    door = Door(names=frozenset({"gpu7.cluster.example"}), origins=frozenset({"https://board.example"}))
+    door = Door(
+        names=frozenset({"gpu7.cluster.example"}), origins=frozenset({"https://board.example"})
+    )
     assert door.refusal(Asked("/bridge/state", here=True, **headers)) is None  # type: ignore[arg-type]
 
 
@@ -208,7 +241,9 @@ def test_where_a_connection_comes_from(client: Any, server: Any, here: bool) -> 
 LINK = {"fetch_site": "none", "fetch_mode": "navigate", "fetch_dest": "document", "browser": True}
 
 
-@pytest.mark.parametrize("path", [*(path for path in PRIVILEGED if path not in READING), "/generate", "/v1/completions"])
+@pytest.mark.parametrize(
+    "path", [*(path for path in PRIVILEGED if path not in READING), "/generate", "/v1/completions"]
+)
 def test_a_link_that_a_person_follows_changes_nothing(path: str) -> None:
     for method in ("GET", "HEAD", "POST"):
         refusal = Door().refusal(Asked(path, method, "localhost:9001", here=True, **LINK))  # type: ignore[arg-type]
@@ -225,7 +260,15 @@ def test_a_link_may_be_followed_to_read(path: str) -> None:
 
 def flags(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"api_key": None, "host": None, "port": 9001, "uds": None, "allowed_origins": ["*"], "allow_host": [], **given}
+        **{
+            "api_key": None,
+            "host": None,
+            "port": 9001,
+            "uds": None,
+            "allowed_origins": ["*"],
+            "allow_host": [],
+            **given,
+        }
     )
 
 
@@ -240,7 +283,11 @@ def flags(**given: Any) -> argparse.Namespace:
     ],
 )
 def test_keys_come_from_the_flag_or_the_variable_and_do_not_stay_among_the_flags(
-    given: list[str] | None, variable: str | None, keys: tuple[str, ...], left: str | None, capsys: pytest.CaptureFixture[str]
+    given: list[str] | None,
+    variable: str | None,
+    keys: tuple[str, ...],
+    left: str | None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     environment = {} if variable is None else {"VLLM_API_KEY": variable}
     args = flags(api_key=given)
@@ -261,12 +308,19 @@ def test_a_server_that_others_can_reach_without_a_key_says_so(
     given: dict[str, Any], warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_door(flags(**given), {})
-    assert ("No VLLM_API_KEY: whoever reaches port 9001 may sample" in capsys.readouterr().out) == warned
+    assert (
+        "No VLLM_API_KEY: whoever reaches port 9001 may sample" in capsys.readouterr().out
+    ) == warned
 
 
 def test_names_and_origins_are_allowed_one_by_one() -> None:
     door = make_door(
-        flags(allowed_origins=["*", "https://board.example"], allow_host=["GPU7.cluster.example."], host="b.example"), {}
+        flags(
+            allowed_origins=["*", "https://board.example"],
+            allow_host=["GPU7.cluster.example."],
+            host="b.example",
+        ),
+        {},
     )
     assert door.origins == {"https://board.example"}
     assert door.is_ours("gpu7.cluster.example:9001")
@@ -303,9 +357,15 @@ def test_the_app_asks_at_the_door_first() -> None:
 
 def test_a_web_socket_is_closed_before_it_is_open() -> None:
     page = {"Origin": "https://page.example"}
-    with pytest.raises(WebSocketDisconnect), make_client(Door(), "127.0.0.1").websocket_connect("/v1/realtime", headers=page):
+    with (
+        pytest.raises(WebSocketDisconnect),
+        make_client(Door(), "127.0.0.1").websocket_connect("/v1/realtime", headers=page),
+    ):
         pass
-    with pytest.raises(WebSocketDisconnect), make_client(Door(("sesame",)), "127.0.0.1").websocket_connect("/v1/realtime"):
+    with (
+        pytest.raises(WebSocketDisconnect),
+        make_client(Door(("sesame",)), "127.0.0.1").websocket_connect("/v1/realtime"),
+    ):
         pass
 
 

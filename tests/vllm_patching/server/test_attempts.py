@@ -12,8 +12,22 @@ from vllm_patching.server import attempts as of_vllm
 from vllm_patching.server.access import AskAtTheDoor, Door
 from vllm_patching.server.attempts import TRIES, TRY_SECONDS
 
-ADDRESSES = st.sampled_from(("10.0.0.9", "::ffff:10.0.0.9", "10.0.0.8", "2001:db8::1", "2001:db8::2", "2001:db8:1::", "", "x"))
-STEPS = st.lists(st.tuples(st.sampled_from(("failed", "succeeded", "wait", "is_known", "later")), ADDRESSES), max_size=60)
+ADDRESSES = st.sampled_from(
+    (
+        "10.0.0.9",
+        "::ffff:10.0.0.9",
+        "10.0.0.8",
+        "2001:db8::1",
+        "2001:db8::2",
+        "2001:db8:1::",
+        "",
+        "x",
+    )
+)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(("failed", "succeeded", "wait", "is_known", "later")), ADDRESSES),
+    max_size=60,
+)
 
 
 @given(STEPS, st.sampled_from((0.5, 7.0, 61.0, 3601.0)))
@@ -59,9 +73,13 @@ async def test_an_address_that_guesses_has_to_wait_and_learns_nothing_from_the_r
         assert await server.status("10.0.0.9", "wrong") == (401, "")
     assert await server.status("10.0.0.9", "wrong") == (429, "61")
     assert await server.status("10.0.0.9", "sesame") == (429, "61")
-    assert await server.status("10.0.0.9", "sesame", "/health") == (429, "61"), "an open path tells no more"
+    assert await server.status("10.0.0.9", "sesame", "/health") == (429, "61"), (
+        "an open path tells no more"
+    )
     assert await server.status("10.0.0.9", "", "/health") == (200, "")
-    assert await server.status("10.0.0.8", "sesame") == (200, ""), "another address is not concerned"
+    assert await server.status("10.0.0.8", "sesame") == (200, ""), (
+        "another address is not concerned"
+    )
     server.now = TRY_SECONDS + 1
     assert await server.status("10.0.0.9", "sesame") == (200, "")
 

@@ -1,4 +1,6 @@
-"""Random faults done to a bridge's trainers, engine and watchdog: nothing wrong is ever sampled, or called serving."""
+"""Random faults done to a bridge's trainers, engine and watchdog: nothing wrong is ever sampled, or
+called serving.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,18 @@ from tests.vllm_patching.server.virtual_time import virtual_time
 from vllm_patching.server.state import Phase
 
 KINDS = ("single_copy", "follows", "direct", "overlapped")
-FATES = st.just(("", "")) | st.tuples(st.sampled_from(POINTS), st.sampled_from(["stopped", "killed"]))
+FATES = st.just(("", "")) | st.tuples(
+    st.sampled_from(POINTS), st.sampled_from(["stopped", "killed"])
+)
 SOON = st.sampled_from([0.1, 0.6, 1.3 * TIMEOUT])
 FAULTS = ("slow", "fails before", "fails after")
 
 
 class BridgeModel(RuleBasedStateMachine):
-    """A server and its trainers, between which time passes and faults happen. What must hold is in World.look."""
+    """A server and its trainers, between which time passes and faults happen.
+
+    What must hold is in World.look.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,11 +95,15 @@ class BridgeModel(RuleBasedStateMachine):
     def an_answer_is_lost(self, which: int, step: str) -> None:
         self.pick(which).lose_answer = step
 
-    @precondition(lambda self: any(trainer.epoch == self.world.server.state.epoch for trainer in self.living))
+    @precondition(
+        lambda self: any(trainer.epoch == self.world.server.state.epoch for trainer in self.living)
+    )
     @rule(seconds=st.sampled_from([0.0, 0.6, 1.3 * TIMEOUT]))
     def the_trainer_puts_it_in_quarantine(self, seconds: float) -> None:
         """Also in the middle of an update, which it then finishes if it is allowed to."""
-        trainer = next(trainer for trainer in self.living if trainer.epoch == self.world.server.state.epoch)
+        trainer = next(
+            trainer for trainer in self.living if trainer.epoch == self.world.server.state.epoch
+        )
         asked = self.loop.create_task(trainer.quarantine("it is late"))
         self.world.requests.add(asked)
         asked.add_done_callback(self.world.note_request)
@@ -115,7 +126,10 @@ class BridgeModel(RuleBasedStateMachine):
                 trainer.begin()
             self.world.run(1.0)
 
-    @rule(kind=st.sampled_from(FAULTS), seconds=st.sampled_from([0.9 * TIMEOUT, 1.1 * TIMEOUT, 2 * TIMEOUT]))
+    @rule(
+        kind=st.sampled_from(FAULTS),
+        seconds=st.sampled_from([0.9 * TIMEOUT, 1.1 * TIMEOUT, 2 * TIMEOUT]),
+    )
     def a_command_of_the_engine_goes_wrong(self, kind: str, seconds: float) -> None:
         self.world.core.faults.append(Fault(kind, seconds))
 
@@ -152,7 +166,11 @@ class BridgeModel(RuleBasedStateMachine):
         world, state = self.world, self.world.server.state
         world.core.faults.clear()
         world.run_until(
-            lambda: world.now > max(world.core.stalled_until, world.core.mute_until) and not world.core.busy, 20 * TIMEOUT
+            lambda: (
+                world.now > max(world.core.stalled_until, world.core.mute_until)
+                and not world.core.busy
+            ),
+            20 * TIMEOUT,
         )
         for trainer in self.living:
             trainer.fate = ("", "")

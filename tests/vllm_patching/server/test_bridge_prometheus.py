@@ -32,8 +32,16 @@ def registry() -> CollectorRegistry:
 
 
 def figures(registry: CollectorRegistry) -> dict[str, float]:
-    lines = [line for line in generate_latest(registry).decode().splitlines() if line and not line.startswith("#")]
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines) if "_created" not in name}
+    lines = [
+        line
+        for line in generate_latest(registry).decode().splitlines()
+        if line and not line.startswith("#")
+    ]
+    return {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines)
+        if "_created" not in name
+    }
 
 
 def updated(state: BridgeState, version: int) -> None:
@@ -95,7 +103,9 @@ def test_a_server_that_shares_no_weights_shows_its_version(registry: CollectorRe
     assert figures(registry)["lockstep_bridge_healthy"] == 1
 
 
-async def test_a_scrape_and_each_step_of_an_update_refresh_them(registry: CollectorRegistry) -> None:
+async def test_a_scrape_and_each_step_of_an_update_refresh_them(
+    registry: CollectorRegistry,
+) -> None:
     app, state = FastAPI(), BridgeState()
 
     @app.post("/bridge/commit")
@@ -108,7 +118,9 @@ async def test_a_scrape_and_each_step_of_an_update_refresh_them(registry: Collec
         return figures(registry)
 
     follower = FollowBridge(app, BridgeMetrics(registry), state.to_json)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=follower), base_url="http://server") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=follower), base_url="http://server"
+    ) as client:
         await client.post("/bridge/commit")
         assert figures(registry)["lockstep_weight_updates_total"] == 1
         updated(state, 2)
@@ -136,14 +148,20 @@ print(asyncio.run(scrape("/metrics")), asyncio.run(scrape("/metrics/")))
 """
 
 
-@pytest.mark.parametrize("multiprocess", [False, True], ids=["one process", "PROMETHEUS_MULTIPROC_DIR"])
+@pytest.mark.parametrize(
+    "multiprocess", [False, True], ids=["one process", "PROMETHEUS_MULTIPROC_DIR"]
+)
 def test_vllms_own_metrics_page_shows_them(tmp_path: Path, multiprocess: bool) -> None:
-    """In a process of its own, and with the variable in an executed one: prometheus_client reads it when it is imported."""
+    """In a process of its own, and with the variable in an executed one: prometheus_client reads it
+    when it is imported.
+    """
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "VLLM_LOGGING_LEVEL": "ERROR"}
     if multiprocess:
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path)
     done = run_command(
-        [sys.executable, "-c", SCRAPE.format(root=str(ROOT))], environment, program=None if multiprocess else "vllm"
+        [sys.executable, "-c", SCRAPE.format(root=str(ROOT))],
+        environment,
+        program=None if multiprocess else "vllm",
     )
     assert done.returncode == 0, done.stdout[-2000:]
     lines = done.stdout.splitlines()
@@ -156,7 +174,9 @@ def test_vllms_own_metrics_page_shows_them(tmp_path: Path, multiprocess: bool) -
         assert lines.count(line) == 2, (line, done.stdout[-3000:])
 
 
-def test_a_phase_that_the_last_update_did_not_have_shows_no_older_figure(registry: CollectorRegistry) -> None:
+def test_a_phase_that_the_last_update_did_not_have_shows_no_older_figure(
+    registry: CollectorRegistry,
+) -> None:
     metrics = BridgeMetrics(registry)
     metrics.refresh({"updates": 1, "last_update": {"to_paused": 0.25, "stalled": 0.5}})
     metrics.refresh({"updates": 2, "last_update": {"to_paused": 0.75}})

@@ -1,4 +1,6 @@
-"""The state machine: versions only grow, a mixture is never called healthy, and a quarantine ends with a full update."""
+"""The state machine: versions only grow, a mixture is never called healthy, and a quarantine ends
+with a full update.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def run_update(state: BridgeState, version: int) -> None:
 
 def test_an_update_begins_and_is_committed() -> None:
     state = joined()
-    with pytest.raises(BridgeConflict, match="version 7 cannot be committed while the server is serving"):
+    with pytest.raises(
+        BridgeConflict, match="version 7 cannot be committed while the server is serving"
+    ):
         state.check_commit(1, 7)
     state.check_begin(1, 7)
     state.begin(7)
@@ -36,7 +40,12 @@ def test_an_update_begins_and_is_committed() -> None:
         state.check_commit(1, 8)
     state.check_commit(1, 7)
     state.serve(["sum"])
-    assert (state.phase, state.weight_version, state.updates, state.target_version) == (Phase.SERVING, 7, 1, None)
+    assert (state.phase, state.weight_version, state.updates, state.target_version) == (
+        Phase.SERVING,
+        7,
+        1,
+        None,
+    )
     assert state.checksums == ["sum"]
 
 
@@ -61,7 +70,10 @@ def test_a_superseded_trainer_is_told_so() -> None:
 def test_nobody_joins_in_the_middle_of_an_update() -> None:
     state = joined("first")
     state.begin(1)
-    with pytest.raises(BridgeConflict, match=r"second cannot join now: first \(epoch 1\) is in an update to version 1"):
+    with pytest.raises(
+        BridgeConflict,
+        match=r"second cannot join now: first \(epoch 1\) is in an update to version 1",
+    ):
         state.begin_epoch("second", "broadcast")
 
 
@@ -71,7 +83,9 @@ def test_weights_that_were_a_mixture_stay_unhealthy_until_an_update_is_verified(
     state.fail("torn", weights_intact=False)
     assert not state.healthy
     state.begin(1)
-    assert not state.healthy, "an update that mends them has begun, and the weights are still the mixture"
+    assert not state.healthy, (
+        "an update that mends them has begun, and the weights are still the mixture"
+    )
     state.fail("again", weights_intact=False)
     state.decide(weights_intact=False)
     assert not state.healthy
@@ -103,7 +117,9 @@ def test_what_is_undecided_turns_out_well_or_not() -> None:
         assert (state.healthy, state.undecided, state.weight_version) == (intact, "", 3)
 
 
-def test_a_checkpoints_weights_are_not_served_where_others_are_awaited_though_they_are_whole() -> None:
+def test_a_checkpoints_weights_are_not_served_where_others_are_awaited_though_they_are_whole() -> (
+    None
+):
     state = BridgeState()
     state.await_weights("restarted under a trainer")
     state.decide(weights_intact=True)
@@ -136,7 +152,11 @@ def test_a_quarantine_ends_with_a_full_update_of_the_same_version_or_a_later_one
     state = joined()
     run_update(state, 5)
     state.put_in_quarantine("it was late")
-    assert (state.phase, state.healthy, state.to_json()["quarantine"]) == (Phase.UNHEALTHY, False, "it was late")
+    assert (state.phase, state.healthy, state.to_json()["quarantine"]) == (
+        Phase.UNHEALTHY,
+        False,
+        "it was late",
+    )
     with pytest.raises(BridgeConflict, match="version 4 is not newer"):
         state.check_begin(1, 4)
     state.begin(5)
@@ -162,7 +182,9 @@ def test_an_update_during_which_the_server_was_put_in_quarantine_is_not_served()
 
 
 class Machine(RuleBasedStateMachine):
-    """Any sequence of calls: the machine never serves a version whose update was not verified on whole weights."""
+    """Any sequence of calls: the machine never serves a version whose update was not verified on
+    whole weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +217,9 @@ class Machine(RuleBasedStateMachine):
             self.state.check_commit(self.state.epoch, version)
         except BridgeConflict:
             return
-        assert self.held_back == self.begun_in_quarantine, "a quarantine that came in the update ends it"
+        assert self.held_back == self.begun_in_quarantine, (
+            "a quarantine that came in the update ends it"
+        )
         self.state.serve(["sum"])
         self.live_is_whole, self.held_back = True, False
 
@@ -203,7 +227,9 @@ class Machine(RuleBasedStateMachine):
     @rule(torn=st.booleans(), known=st.booleans())
     def fail(self, torn: bool, known: bool) -> None:
         self.live_is_whole = self.live_is_whole and not torn
-        self.state.fail("x", weights_intact=known and self.live_is_whole, undecided="" if known else "who knows")
+        self.state.fail(
+            "x", weights_intact=known and self.live_is_whole, undecided="" if known else "who knows"
+        )
 
     @precondition(lambda self: bool(self.state.undecided))
     @rule()

@@ -1,4 +1,6 @@
-"""The vLLM server and the rollout service, which may not import each other, refuse the same requests of browsers."""
+"""The vLLM server and the rollout service, which may not import each other, refuse the same
+requests of browsers.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,16 @@ from vllm_patching.server import browsers as of_vllm
 HEADERS = st.fixed_dictionaries(
     {
         "host": st.sampled_from(("", "localhost:9001", "evil.example")),
-        "origin": st.sampled_from((None, "null", "http://localhost:9001", "http://evil.example", "https://board.example")),
+        "origin": st.sampled_from(
+            (None, "null", "http://localhost:9001", "http://evil.example", "https://board.example")
+        ),
         "site": st.sampled_from((None, "none", "same-origin", "same-site", "cross-site", "?")),
-        "mode": st.sampled_from((None, "navigate", "cors", "no-cors", "same-origin", "websocket", "?")),
-        "destination": st.sampled_from((None, "empty", "document", "image", "iframe", "websocket", "?")),
+        "mode": st.sampled_from(
+            (None, "navigate", "cors", "no-cors", "same-origin", "websocket", "?")
+        ),
+        "destination": st.sampled_from(
+            (None, "empty", "document", "image", "iframe", "websocket", "?")
+        ),
         "is_browser": st.booleans(),
         "origins": st.sampled_from((frozenset(), frozenset({"https://board.example"}))),
     }

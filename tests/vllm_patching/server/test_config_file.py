@@ -17,7 +17,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from vllm_patching.protocol.manifest import Manifest
 from vllm_patching.server.config_file import CONFIG_NAME, ConfigFile, ConfigFileError, runs_here
@@ -46,7 +52,9 @@ def started(folder: Path, port: int = 9001) -> ConfigFile:
 
 def serve(file: ConfigFile, trainer: str = "") -> None:
     """Publish it; with a trainer, as when that joins."""
-    file.publish({"instance": "i", "epoch": int(bool(trainer)), "trainer": trainer}, MANIFESTS, [None])
+    file.publish(
+        {"instance": "i", "epoch": int(bool(trainer)), "trainer": trainer}, MANIFESTS, [None]
+    )
 
 
 def kill(file: ConfigFile) -> None:
@@ -77,7 +85,11 @@ def test_one_server_has_the_documented_name_and_takes_it_back(tmp_path: Path) ->
     assert file.path == tmp_path / "made" / "vllm_bridge_config.json"
     assert file.path.stat().st_mode & 0o777 == 0o600
     facts = read(file.path)
-    assert (facts["port"], facts["pid"], facts["config_path"]) == (9001, os.getpid(), str(file.path))
+    assert (facts["port"], facts["pid"], facts["config_path"]) == (
+        9001,
+        os.getpid(),
+        str(file.path),
+    )
     assert {"param_mappings", "ranks", "rendezvous"} < facts.keys()
     file.remove()
     assert names(file.path.parent) == []
@@ -134,7 +146,9 @@ time.sleep(600)
 
 
 def test_a_process_that_was_killed_has_let_go(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", SERVER, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == str(tmp_path / CONFIG_NAME)
         beside = started(tmp_path, 9002)
@@ -156,7 +170,9 @@ def test_a_living_trainer_is_waited_for_by_the_server_of_its_port(tmp_path: Path
     assert str(tmp_path / CONFIG_NAME) in again.awaited, "it says what to delete"
 
 
-def test_it_is_still_waited_for_when_the_server_is_killed_before_it_has_come(tmp_path: Path) -> None:
+def test_it_is_still_waited_for_when_the_server_is_killed_before_it_has_come(
+    tmp_path: Path,
+) -> None:
     file = started(tmp_path)
     serve(file, ELSEWHERE)
     for _ in range(3):
@@ -176,7 +192,9 @@ def test_a_trainer_that_has_ended_is_not_waited_for(tmp_path: Path, ended: str) 
     assert started(tmp_path).awaited == ""
 
 
-def test_a_dead_servers_file_under_another_port_gives_the_name_back_once_nobody_waits(tmp_path: Path, ended: str) -> None:
+def test_a_dead_servers_file_under_another_port_gives_the_name_back_once_nobody_waits(
+    tmp_path: Path, ended: str
+) -> None:
     for trainer in ("", ended):
         file = started(tmp_path, 9001)
         serve(file, trainer)
@@ -186,7 +204,9 @@ def test_a_dead_servers_file_under_another_port_gives_the_name_back_once_nobody_
         next_one.remove()
 
 
-def test_a_second_server_that_was_killed_finds_its_file_when_the_first_has_gone(tmp_path: Path) -> None:
+def test_a_second_server_that_was_killed_finds_its_file_when_the_first_has_gone(
+    tmp_path: Path,
+) -> None:
     first, second = started(tmp_path, 9001), started(tmp_path, 9002)
     serve(second, ELSEWHERE)
     kill(second)
@@ -201,14 +221,20 @@ def test_a_file_of_a_version_that_named_no_port_counts(tmp_path: Path) -> None:
     assert ELSEWHERE in started(tmp_path).awaited
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"trainer": 1}', '{"trainer": "trainer a:1", "epoch": 0}'])
-def test_a_file_that_says_nothing_of_a_trainer_keeps_nobody_waiting(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"trainer": 1}', '{"trainer": "trainer a:1", "epoch": 0}']
+)
+def test_a_file_that_says_nothing_of_a_trainer_keeps_nobody_waiting(
+    tmp_path: Path, content: str
+) -> None:
     (tmp_path / CONFIG_NAME).write_text(content)
     file = started(tmp_path)
     assert (file.awaited, file.path.name) == ("", CONFIG_NAME)
 
 
-def test_whoever_deletes_the_file_of_a_living_server_finds_it_again_when_a_trainer_joins(tmp_path: Path) -> None:
+def test_whoever_deletes_the_file_of_a_living_server_finds_it_again_when_a_trainer_joins(
+    tmp_path: Path,
+) -> None:
     file = started(tmp_path, 9001)
     file.path.unlink()
     serve(file, ELSEWHERE)
@@ -239,11 +265,15 @@ def test_links_are_followed_to_see_whose_they_are_and_never_written_through(tmp_
 
 def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigFileError, match=r"cannot write .*/file/vllm_bridge_config.json .*set LOGDIR"):
+    with pytest.raises(
+        ConfigFileError, match=r"cannot write .*/file/vllm_bridge_config.json .*set LOGDIR"
+    ):
         ConfigFile(tmp_path / "file", 9001).claim()
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = started(tmp_path)
     before = file.path.read_bytes()
 
@@ -258,13 +288,17 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
     file.remove()
 
 
-def test_without_locks_the_process_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str) -> None:
+def test_without_locks_the_process_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
+) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     host, _, pid = ended.removeprefix("trainer ").rpartition(":")
-    leave(tmp_path / CONFIG_NAME, hostname=host, pid=int(pid), port=9001, epoch=1, trainer=ELSEWHERE)
+    leave(
+        tmp_path / CONFIG_NAME, hostname=host, pid=int(pid), port=9001, epoch=1, trainer=ELSEWHERE
+    )
     first = started(tmp_path, 9001)
     assert ELSEWHERE in first.awaited
     assert started(tmp_path, 9002).path.name == "vllm_bridge_config-9002.json"
@@ -324,7 +358,9 @@ class Folder(RuleBasedStateMachine):
 
     @invariant()
     def every_living_server_has_a_file_of_its_own(self) -> None:
-        assert {port: read(file.path)["port"] for port, file in self.living.items()} == {port: port for port in self.living}
+        assert {port: read(file.path)["port"] for port, file in self.living.items()} == {
+            port: port for port in self.living
+        }
 
     @invariant()
     def nothing_else_lies_about(self) -> None:
@@ -337,7 +373,9 @@ class Folder(RuleBasedStateMachine):
 
 def test_any_order_of_starts_and_ends(tmp_path_factory: pytest.TempPathFactory) -> None:
     Folder.folders = iter(lambda: tmp_path_factory.mktemp("folder"), None)
-    run_state_machine_as_test(Folder, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        Folder, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
+    )
 
 
 def test_a_trainer_whose_end_nobody_has_asked_for_has_ended() -> None:

@@ -49,7 +49,9 @@ def test_a_trainer_that_is_stopped_or_killed_anywhere(world: World, kind: str, p
         trainer.fate = (point, what)
         trainer.begin()
         world.run(3.5 * TIMEOUT)
-        silent = world.server.state.last_error.startswith(f"nothing from trainer {trainer.name} for ")
+        silent = world.server.state.last_error.startswith(
+            f"nothing from trainer {trainer.name} for "
+        )
         assert world.server.status()["gave_up_waiting"] == (2 if silent else None)
         assert silent <= (what == "stopped")
         assert not world.server.state.in_update, "it waits for a trainer that does not come"
@@ -96,7 +98,9 @@ def test_writes_that_the_gpu_has_not_done_in_time_are_not_over(world: World) -> 
     world.run_until(lambda: not trainer.busy, 5 * TIMEOUT)
     assert "writes of the trainer have not come" in trainer.log[-1]
     world.run(1.0)
-    assert (phase(world), world.server.state.undecided) == (Phase.UNHEALTHY, ""), "the new weights have come, unproven"
+    assert (phase(world), world.server.state.undecided) == (Phase.UNHEALTHY, ""), (
+        "the new weights have come, unproven"
+    )
     trainer.part_seconds = 0.1
     trainer.begin()
     world.run_until(lambda: not trainer.busy, 3 * TIMEOUT)
@@ -118,7 +122,14 @@ def test_a_commit_shows_the_lease(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault("slow", 0.9 * TIMEOUT), Fault("slow", 1.5 * TIMEOUT), Fault("fails before"), Fault("fails after")], ids=str
+    "fault",
+    [
+        Fault("slow", 0.9 * TIMEOUT),
+        Fault("slow", 1.5 * TIMEOUT),
+        Fault("fails before"),
+        Fault("fails after"),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_command_that_goes_wrong_at_each_place(world: World, kind: str, fault: Fault) -> None:
@@ -138,7 +149,9 @@ def test_a_command_that_goes_wrong_at_each_place(world: World, kind: str, fault:
 
 def test_a_pause_that_times_out_does_not_leave_the_engine_standing(world: World) -> None:
     trainer = served_once(world, "single_copy")
-    world.core.faults.append(Fault("slow", 1.5 * TIMEOUT, "pause"))  # it stands still, and says so too late
+    world.core.faults.append(
+        Fault("slow", 1.5 * TIMEOUT, "pause")
+    )  # it stands still, and says so too late
     trainer.begin()
     world.run_until(lambda: not trainer.busy, 5 * TIMEOUT)
     assert "did not answer a pause" in trainer.log[-1]
@@ -166,14 +179,18 @@ def test_an_engine_that_resumed_at_the_last_moment_says_with_which_weights(world
     trainer.begin()
     world.run(1.0)
     trainer.go_on()
-    world.core.stalled_until = world.now + TIMEOUT + 1.0  # the check is answered when nobody waits any more
+    world.core.stalled_until = (
+        world.now + TIMEOUT + 1.0
+    )  # the check is answered when nobody waits any more
     world.run_until(lambda: not trainer.busy, 5 * TIMEOUT)
     world.run(TIMEOUT)
     world.check_tokens()
 
 
 def test_an_engine_that_goes_on_unheard_labels_its_tokens_rightly(world: World) -> None:
-    """The front end is so busy that it hears neither that the engine went on nor, in time, that it stands still again."""
+    """The front end is so busy that it hears neither that the engine went on nor, in time, that it
+    stands still again.
+    """
     trainer = served_once(world, "single_copy")
     trainer.fate = ("before commit", "stopped")
     trainer.begin()
@@ -223,7 +240,10 @@ def test_a_server_that_waits_for_weights_stands_still(loop: VirtualLoop, tmp_pat
     assert "waiting for its weights" in world.server.trouble()
     world.check_tokens()
     trainer = Trainer(world, "single_copy")
-    trainer.fate = ("after begin", "killed")  # the checkpoint's weights are whole, and not to be served
+    trainer.fate = (
+        "after begin",
+        "killed",
+    )  # the checkpoint's weights are whole, and not to be served
     trainer.begin()
     world.run(2 * TIMEOUT)
     assert (phase(world), world.core.paused) == (Phase.UNHEALTHY, True)
@@ -242,14 +262,22 @@ def test_a_trainer_that_resumes_goes_back_in_versions(world: World, kind: str) -
     assert (state["weight_version"], state["weight_epoch"]) == (1, 2)
     world.run(0.5)
     spans = world.spans.finish(world._request, len(world.engine.output_processor.tokens))
-    assert [(span.weights.epoch, span.weights.version) for span in spans] == [(0, 0), (1, 1), (1, 2), (1, 3), (2, 1)]
+    assert [(span.weights.epoch, span.weights.version) for span in spans] == [
+        (0, 0),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (2, 1),
+    ]
     world._begin_request()
 
 
 def test_a_trainer_whose_processes_cannot_be_seen_must_give_its_lease_back(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.vllm_patching.server.bridge_world.FakeWriter.is_here", lambda self: False)
+    monkeypatch.setattr(
+        "tests.vllm_patching.server.bridge_world.FakeWriter.is_here", lambda self: False
+    )
     trainer = served_once(world, "single_copy")
     trainer.fate = ("before the write", "stopped")
     trainer.begin()

@@ -1,4 +1,6 @@
-"""guard.py, when the engine hangs: requests in flight end with 503, over real connections, and the app ends their work."""
+"""guard.py, when the engine hangs: requests in flight end with 503, over real connections, and the
+app ends their work.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Server:
         @app.post("/generate")
         async def generate(request: Request) -> None:
             """As vLLM's routes: the work is cancelled when the client goes."""
-            await request.body()  # which raises if the client goes before, as the guard makes it seem
+            await (
+                request.body()
+            )  # which raises if the client goes before, as the guard makes it seem
             work = asyncio.create_task(self.engine())
             while (await request.receive())["type"] != "http.disconnect":
                 pass
@@ -96,7 +100,9 @@ def server() -> Server:
 
 @pytest.fixture
 def url(server: Server) -> Iterator[str]:
-    running = uvicorn.Server(uvicorn.Config(server.guard, lifespan="off", timeout_graceful_shutdown=0))
+    running = uvicorn.Server(
+        uvicorn.Config(server.guard, lifespan="off", timeout_graceful_shutdown=0)
+    )
     with socket.socket() as listening, ThreadPoolExecutor(1) as pool:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -118,13 +124,17 @@ def ask(pool: ThreadPoolExecutor, url: str, path: str) -> Future[httpx.Response]
     return pool.submit(httpx.post, f"http://{url}{path}", json={}, timeout=60, trust_env=False)
 
 
-def test_requests_in_flight_get_the_reason_and_their_work_ends(server: Server, url: str, pool: ThreadPoolExecutor) -> None:
+def test_requests_in_flight_get_the_reason_and_their_work_ends(
+    server: Server, url: str, pool: ThreadPoolExecutor
+) -> None:
     asked = [ask(pool, url, "/generate") for _ in range(4)]
     server.hang(4)
     for one in asked:
         assert (one.result(60).status_code, one.result().json()) == (503, {"error": REASON})
     for _ in asked:
-        assert server.left.acquire(timeout=60), "the engine's work goes on though its request has ended"
+        assert server.left.acquire(timeout=60), (
+            "the engine's work goes on though its request has ended"
+        )
     refused = httpx.post(f"http://{url}/generate", json={}, timeout=60, trust_env=False)
     assert (refused.status_code, refused.json()) == (503, {"error": REASON})
 
@@ -139,25 +149,37 @@ def test_a_route_that_does_not_notice_a_lost_client_is_cancelled(
     assert server.left.acquire(timeout=60)
 
 
-def test_a_stream_of_events_ends_with_the_reason(server: Server, url: str, pool: ThreadPoolExecutor) -> None:
+def test_a_stream_of_events_ends_with_the_reason(
+    server: Server, url: str, pool: ThreadPoolExecutor
+) -> None:
     asked = ask(pool, url, "/events")
     server.hang(1)
     assert asked.result(60).status_code == 200, "its head was sent before"
-    first, last = [json.loads(line.removeprefix("data: ")) for line in asked.result().text.split("\n\n") if line]
+    first, last = [
+        json.loads(line.removeprefix("data: "))
+        for line in asked.result().text.split("\n\n")
+        if line
+    ]
     assert first == 1
     assert (last["error"]["code"], last["error"]["message"]) == (503, REASON)
     assert server.left.acquire(timeout=60)
 
 
-def test_another_answer_that_has_begun_is_cut_off(server: Server, url: str, pool: ThreadPoolExecutor) -> None:
+def test_another_answer_that_has_begun_is_cut_off(
+    server: Server, url: str, pool: ThreadPoolExecutor
+) -> None:
     asked = ask(pool, url, "/bytes")
     server.hang(1)
-    with pytest.raises(httpx.RemoteProtocolError):  # and no end that one could take for the answer's
+    with pytest.raises(
+        httpx.RemoteProtocolError
+    ):  # and no end that one could take for the answer's
         asked.result(60)
     assert server.left.acquire(timeout=60)
 
 
-def test_a_websocket_is_closed_with_the_reason(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_websocket_is_closed_with_the_reason(
+    server: Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(guard, "LAST_WORD_SECONDS", 0.2)
     with connect(f"ws://{url}/v1/realtime") as talk:
         server.hang(1)
@@ -168,7 +190,9 @@ def test_a_websocket_is_closed_with_the_reason(server: Server, url: str, monkeyp
     assert server.left.acquire(timeout=60)
 
 
-async def test_a_client_that_takes_no_answer_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_takes_no_answer_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(guard, "LAST_WORD_SECONDS", 0.1)
     under_way = asyncio.Event()
 
@@ -184,7 +208,9 @@ async def test_a_client_that_takes_no_answer_holds_up_nobody(monkeypatch: pytest
         await asyncio.Event().wait()
 
     server = RefuseWhileUnavailable(app, Server())
-    request = asyncio.create_task(server({"type": "http", "method": "POST", "path": "/generate"}, receive, send))
+    request = asyncio.create_task(
+        server({"type": "http", "method": "POST", "path": "/generate"}, receive, send)
+    )
     await under_way.wait()
     await server.end_requests(REASON)
     await asyncio.wait_for(request, 60)

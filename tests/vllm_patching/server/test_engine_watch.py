@@ -1,4 +1,6 @@
-"""engine_watch.py by virtual time: an engine that hangs, is slow, is paused, compiles, or whose server was stopped."""
+"""engine_watch.py by virtual time: an engine that hangs, is slow, is paused, compiles, or whose
+server was stopped.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LIMIT = 30.0
 
 
 class Engine:
-    """An engine core that makes a step each second while it has requests, and answers between two steps."""
+    """An engine core that makes a step each second while it has requests, and answers between two
+    steps.
+    """
 
     def __init__(self) -> None:
         self.errored = False
@@ -81,7 +85,9 @@ def test_an_engine_that_steps_is_well_for_ever_and_is_seldom_asked(world: World)
     assert world.engine.questions <= 3600 / (LIMIT / engine_watch.QUESTIONS) + 1
 
 
-def test_an_engine_that_hangs_is_in_trouble_within_the_limit_and_heals_by_itself(world: World) -> None:
+def test_an_engine_that_hangs_is_in_trouble_within_the_limit_and_heals_by_itself(
+    world: World,
+) -> None:
     world.run(100)
     world.engine.goes_on.clear()
     world.run(LIMIT - 5)
@@ -136,7 +142,9 @@ def test_a_step_that_compiles_has_ten_times_the_limit(world: World) -> None:
     assert world.watch.trouble == ""
 
 
-def test_time_in_which_the_api_process_was_stopped_is_not_held_against_the_engine(world: World) -> None:
+def test_time_in_which_the_api_process_was_stopped_is_not_held_against_the_engine(
+    world: World,
+) -> None:
     world.run(10)
     world.loop.now += 3600  # SIGSTOP, or a machine that slept
     world.run(5)

@@ -1,4 +1,6 @@
-"""What a server does as one of several: it is called off, put in quarantine, and asked whether it serves."""
+"""What a server does as one of several: it is called off, put in quarantine, and asked whether it
+serves.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def refusal(world: World, step: Any) -> BridgeRefusal:
 
 
 @pytest.mark.parametrize("how", ["abort", "cohort", "quarantine"])
-def test_a_begin_that_waits_for_a_member_that_never_comes_is_broken_off(world: World, how: str) -> None:
+def test_a_begin_that_waits_for_a_member_that_never_comes_is_broken_off(
+    world: World, how: str
+) -> None:
     trainer = Trainer(world, "direct")
     served(world, trainer, 1)
     trainer.comes_to_cohorts.clear()
@@ -54,7 +58,9 @@ def test_a_begin_that_waits_for_a_member_that_never_comes_is_broken_off(world: W
     assert {rank["phase"] for rank in world.server.status()["ranks"]} == {"joining"}
     asked = {
         "abort": lambda: world.server.abort(trainer.epoch, "another server is lost"),
-        "cohort": lambda: world.server.cohort(trainer.epoch, members=1, key=f"{trainer.name}/other"),
+        "cohort": lambda: world.server.cohort(
+            trainer.epoch, members=1, key=f"{trainer.name}/other"
+        ),
         "quarantine": lambda: world.server.quarantine(trainer.epoch, "it is late"),
     }[how]
     began = world.now
@@ -79,7 +85,9 @@ def test_a_quarantine_is_told_at_once_whatever_the_engine_does(world: World) -> 
     asked = world.loop.create_task(trainer.quarantine("it is late"))
     world.run(0.1)
     assert not asked.done()
-    assert world.server.trouble() == "in quarantine: it is late; a full update from a trainer heals it"
+    assert (
+        world.server.trouble() == "in quarantine: it is late; a full update from a trainer heals it"
+    )
     assert world.server.status()["silent_seconds"] > 0.2
     world.run_until(lambda: asked.done() and not trainer.busy, 3 * TIMEOUT)
     assert trainer.log[-1].startswith("BridgeRefusal"), "its version was served"
@@ -92,7 +100,9 @@ def test_a_quarantine_is_told_at_once_whatever_the_engine_does(world: World) -> 
     assert (world.server.trouble(), world.server.status()["quarantine"]) == ("", "")
 
 
-def test_that_an_engine_cannot_be_stopped_is_said_once_and_tried_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_that_an_engine_cannot_be_stopped_is_said_once_and_tried_on(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = Trainer(world, "direct")
     served(world, trainer, 1)
     world.core.faults.extend([Fault("fails before", command="pause") for _ in range(6)])
@@ -113,7 +123,9 @@ def test_what_cannot_be_a_cohort_is_refused(world: World) -> None:
     served(world, writer, 1)
     assert refusal(world, server.cohort(old, members=1, key="t1/y")).status == 409
     assert refusal(world, server.quarantine(old, "a superseded trainer says")).status == 409
-    assert "no cohort can be formed" in str(refusal(world, server.cohort(writer.epoch, members=1, key="t2/z")))
+    assert "no cohort can be formed" in str(
+        refusal(world, server.cohort(writer.epoch, members=1, key="t2/z"))
+    )
     assert server.trouble() == ""
 
 
@@ -123,12 +135,22 @@ def test_what_is_served_is_told_at_any_time(world: World) -> None:
     attach(app, service, Door(keys=("secret",)))
     client = TestClient(app)
     told = client.get("/weights").json()
-    assert (told["serving"], told["trouble"], told["in_flight"]) == (False, "the engine is still loading", 0)
+    assert (told["serving"], told["trouble"], told["in_flight"]) == (
+        False,
+        "the engine is still loading",
+        0,
+    )
     service.engine, service.bridge = world.engine, world.server
     service.weights = lambda: (world.spans.weights.version, world.spans.weights.epoch)
     trainer = Trainer(world, "overlapped")
     served(world, trainer, 1)
-    expected = {"weight_version": 1, "weight_epoch": trainer.pid, "serving": True, "trouble": "", "in_flight": 1}
+    expected = {
+        "weight_version": 1,
+        "weight_epoch": trainer.pid,
+        "serving": True,
+        "trouble": "",
+        "in_flight": 1,
+    }
     assert client.get("/weights").json() == {"instance": world.server.instance, **expected}
     world.loop.run_until_complete(trainer.quarantine("it is late"))
     told = client.get("/weights")

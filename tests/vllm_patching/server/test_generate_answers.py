@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from vllm_patching.compat.outputs import take_logprobs_together
-from vllm_patching.server.generate import CutOff, GenerateRequest, Generator, LogprobNotFinite, TokenPrompt
+from vllm_patching.server.generate import (
+    CutOff,
+    GenerateRequest,
+    Generator,
+    LogprobNotFinite,
+    TokenPrompt,
+)
 from vllm_patching.server.routes import LockstepService, make_router
 from vllm_patching.server.version_spans import Span, VersionSpans, Weights
 
@@ -61,18 +67,24 @@ def answer_of(
     mode: str = "raw_logprobs",
     **fields: Any,
 ) -> dict[str, Any]:
-    """What /generate writes when the engine gives these completions, and these logprobs of the prompt [1, 2]."""
+    """What /generate writes when the engine gives these completions, and these logprobs of the
+    prompt [1, 2].
+    """
     spans = VersionSpans()
     generator = Generator(SimpleNamespace(model_config=SimpleNamespace(logprobs_mode=mode)), spans)
     left = list(completions)
 
     async def one(token_ids: list[int], parameters: dict[str, Any]) -> tuple[Any, list[Span]]:
         given = left.pop(0)
-        output = SimpleNamespace(outputs=[given], prompt_logprobs=prompt if "prompt_logprobs" in parameters else None)
+        output = SimpleNamespace(
+            outputs=[given], prompt_logprobs=prompt if "prompt_logprobs" in parameters else None
+        )
         return output, [Span(Weights(9, 4), 1), Span(Weights(9, 5), len(given.token_ids) - 1)]
 
     monkeypatch.setattr(generator, "_one", one)
-    request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids=[1, 2]), n=len(completions), **fields)
+    request = GenerateRequest(
+        prompt=TokenPrompt(prompt_token_ids=[1, 2]), n=len(completions), **fields
+    )
     answer: dict[str, Any] = json.loads(asyncio.run(generator.generate(request)).to_json())
     return answer
 
@@ -88,7 +100,11 @@ def test_tables_and_text_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch)
     assert answer["token_ids"] == [[5, 6], [7]]
     assert answer["weight_version_spans"][0] == [[4, 1], [5, 1]]
     assert answer["weight_epoch_spans"][0] == [9, 9]
-    assert (answer["weight_versions"], answer["weight_epochs"], answer["prompt_token_ids"]) == ([4, 4], [9, 9], [1, 2])
+    assert (answer["weight_versions"], answer["weight_epochs"], answer["prompt_token_ids"]) == (
+        [4, 4],
+        [9, 9],
+        [1, 2],
+    )
 
 
 def test_numbers_alone_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,36 +128,58 @@ def test_alternatives_that_cannot_be_sampled_are_left_out(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
-def test_a_logprob_that_is_no_number_is_no_answer(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+def test_a_logprob_that_is_no_number_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
     given = completion([(5, -0.5)], [(6, value)])
-    with pytest.raises(LogprobNotFinite, match=r"token 6 at position 1 of a completion is -?(nan|inf).*the trainer"):
+    with pytest.raises(
+        LogprobNotFinite, match=r"token 6 at position 1 of a completion is -?(nan|inf).*the trainer"
+    ):
         answer_of(monkeypatch, [given], token_logprobs=True)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_a_sample_that_was_broken_off_is_no_answer(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_a_sample_that_was_broken_off_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
     cut = completion([(5, -0.5)])
     cut.finish_reason = reason
     nothing = Completion([], Flat(), "", reason)
-    for group, message in (([*TWO, cut], "1 of 3 samples"), ([nothing, TWO[0]], "1 of 2"), ([cut, nothing], "2 of 2")):
+    for group, message in (
+        ([*TWO, cut], "1 of 3 samples"),
+        ([nothing, TWO[0]], "1 of 2"),
+        ([cut, nothing], "2 of 2"),
+    ):
         with pytest.raises(CutOff, match=rf"{message}.*\({reason}\).*ask again"):
             answer_of(monkeypatch, group, token_logprobs=True)
 
 
 @pytest.mark.parametrize(
     ("fields", "detokenize"),
-    [({}, True), ({"return_text": False}, False), ({"return_text": False, "stop": ["x"]}, True), ({"stop": "x"}, True)],
+    [
+        ({}, True),
+        ({"return_text": False}, False),
+        ({"return_text": False, "stop": ["x"]}, True),
+        ({"stop": "x"}, True),
+    ],
 )
 def test_vllm_makes_text_only_where_it_is_needed(fields: dict[str, Any], detokenize: bool) -> None:
     parameters = GenerateRequest(prompt="x", seed=7, **fields).sampling_parameters(2)
-    assert (parameters["detokenize"], parameters["flat_logprobs"], parameters["seed"]) == (detokenize, True, 9)
+    assert (parameters["detokenize"], parameters["flat_logprobs"], parameters["seed"]) == (
+        detokenize,
+        True,
+        9,
+    )
     assert not {"prompt", "n", "return_text", "token_logprobs"} & parameters.keys()
 
 
 def test_numbers_have_no_place_for_alternatives() -> None:
     with pytest.raises(ValidationError, match=r"logprobs 3 asks for alternatives.*leave one out"):
         GenerateRequest(prompt="x", logprobs=3, token_logprobs=True)
-    with pytest.raises(ValidationError, match=r"prompt_logprobs 1 asks for alternatives.*prompt_token_logprobs.*leave one out"):
+    with pytest.raises(
+        ValidationError,
+        match=r"prompt_logprobs 1 asks for alternatives.*prompt_token_logprobs.*leave one out",
+    ):
         GenerateRequest(prompt="x", prompt_logprobs=1, prompt_token_logprobs=True)
 
 
@@ -154,27 +192,58 @@ def scored(*positions: list[tuple[int, float]]) -> Flat:
     return flat
 
 
-def test_a_prompt_is_scored_once_however_many_samples_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = answer_of(monkeypatch, TWO, scored([(2, -0.75)]), token_logprobs=True, prompt_token_logprobs=True)
+def test_a_prompt_is_scored_once_however_many_samples_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = answer_of(
+        monkeypatch, TWO, scored([(2, -0.75)]), token_logprobs=True, prompt_token_logprobs=True
+    )
     assert numbers["prompt_token_logprobs"] == [None, -0.75]
     assert "prompt_logprobs" not in numbers
-    impossible = answer_of(monkeypatch, TWO, scored([(2, -math.inf)]), token_logprobs=True, prompt_token_logprobs=True)
-    assert impossible["prompt_token_logprobs"] == [None, -9999.0], "the weights are whole, and JSON has no infinity"
-    tables = answer_of(monkeypatch, TWO, scored([(2, -0.75), (9, -0.5), (8, -math.inf)]), prompt_logprobs=2)
+    impossible = answer_of(
+        monkeypatch, TWO, scored([(2, -math.inf)]), token_logprobs=True, prompt_token_logprobs=True
+    )
+    assert impossible["prompt_token_logprobs"] == [None, -9999.0], (
+        "the weights are whole, and JSON has no infinity"
+    )
+    tables = answer_of(
+        monkeypatch, TWO, scored([(2, -0.75), (9, -0.5), (8, -math.inf)]), prompt_logprobs=2
+    )
     assert tables["prompt_logprobs"] == [{}, {"2": -0.75, "9": -0.5}]
     assert "prompt_token_logprobs" not in tables
-    assert not {"prompt_logprobs", "prompt_token_logprobs"} & answer_of(monkeypatch, TWO, scored([(2, -0.75)])).keys()
+    assert (
+        not {"prompt_logprobs", "prompt_token_logprobs"}
+        & answer_of(monkeypatch, TWO, scored([(2, -0.75)])).keys()
+    )
     asked = GenerateRequest(prompt="x", n=2, prompt_token_logprobs=True)
-    assert [asked.sampling_parameters(sample).get("prompt_logprobs") for sample in (0, 1)] == [0, None]
+    assert [asked.sampling_parameters(sample).get("prompt_logprobs") for sample in (0, 1)] == [
+        0,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
     ("prompt", "mode", "error", "message"),
     [
-        (scored([(2, math.nan)]), "raw_logprobs", LogprobNotFinite, "token 2 at position 0 of the prompt but for its first"),
-        (scored(), "raw_logprobs", RuntimeError, "scored 1 positions of a prompt, which are not those of its 2 tokens"),
+        (
+            scored([(2, math.nan)]),
+            "raw_logprobs",
+            LogprobNotFinite,
+            "token 2 at position 0 of the prompt but for its first",
+        ),
+        (
+            scored(),
+            "raw_logprobs",
+            RuntimeError,
+            "scored 1 positions of a prompt, which are not those of its 2 tokens",
+        ),
         (scored([(3, -1.0)]), "raw_logprobs", RuntimeError, "not those of its 2 tokens"),
-        (scored([(2, -1.0)]), "raw_logits", ValueError, "--logprobs-mode raw_logits and has logits"),
+        (
+            scored([(2, -1.0)]),
+            "raw_logits",
+            ValueError,
+            "--logprobs-mode raw_logits and has logits",
+        ),
     ],
 )
 def test_a_prompt_that_was_not_scored_is_no_answer(
@@ -185,16 +254,25 @@ def test_a_prompt_that_was_not_scored_is_no_answer(
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 2])
-def test_logprobs_taken_together_are_those_taken_one_by_one(monkeypatch: pytest.MonkeyPatch, num_logprobs: int) -> None:
+def test_logprobs_taken_together_are_those_taken_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, num_logprobs: int
+) -> None:
     logprobs = pytest.importorskip("vllm.v1.engine.logprobs", reason="needs vLLM")
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.outputs import LogprobsLists
 
     processor = logprobs.LogprobsProcessor
-    monkeypatch.setattr(processor, "_update_sample_logprobs", processor._update_sample_logprobs)  # put back afterwards
+    monkeypatch.setattr(
+        processor, "_update_sample_logprobs", processor._update_sample_logprobs
+    )  # put back afterwards
     draw, width = np.random.default_rng(0), num_logprobs + 1
     steps = [
-        LogprobsLists(draw.integers(0, 99, (n, width)), draw.normal(size=(n, width)).astype("f4"), draw.integers(0, 9, n), None)
+        LogprobsLists(
+            draw.integers(0, 99, (n, width)),
+            draw.normal(size=(n, width)).astype("f4"),
+            draw.integers(0, 9, n),
+            None,
+        )
         for n in (1, 16, 3)
     ]
     taken = []
@@ -209,7 +287,9 @@ def test_logprobs_taken_together_are_those_taken_one_by_one(monkeypatch: pytest.
     assert together.cumulative_logprob == pytest.approx(one_by_one.cumulative_logprob)
 
 
-async def _call(service: LockstepService, messages: asyncio.Queue[dict[str, Any]]) -> list[dict[str, Any]]:
+async def _call(
+    service: LockstepService, messages: asyncio.Queue[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """POST /generate by ASGI; what comes from the client is put into `messages`."""
     app, sent = FastAPI(), list[dict[str, Any]]()
     app.include_router(make_router(service))
@@ -218,7 +298,13 @@ async def _call(service: LockstepService, messages: asyncio.Queue[dict[str, Any]
         sent.append(message)
 
     headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "headers": headers}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/generate",
+        "query_string": b"",
+        "headers": headers,
+    }
     await asyncio.wait_for(app(scope, messages.get, send), 30)  # type: ignore[arg-type]
     return sent
 
@@ -264,7 +350,9 @@ def test_a_client_that_goes_away_is_not_sampled_for(goes: bool) -> None:
         (ConnectionError("no engine"), b"engine process has died; restart the server"),
     ],
 )
-def test_a_group_that_was_broken_off_may_be_asked_of_another_server(error: Exception, said: bytes) -> None:
+def test_a_group_that_was_broken_off_may_be_asked_of_another_server(
+    error: Exception, said: bytes
+) -> None:
     async def run() -> list[dict[str, Any]]:
         class Ending:
             async def generate(self, request: GenerateRequest) -> Any:

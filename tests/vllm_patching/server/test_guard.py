@@ -60,14 +60,20 @@ def ask(app: Any, method: str, path: str) -> httpx.Response:
     return TestClient(app).request(method, path)
 
 
-@pytest.mark.parametrize("path", [*SAMPLING, "/health", "/ping", "/", "/anything/new", "/metrics/../generate", "//generate"])
+@pytest.mark.parametrize(
+    "path",
+    [*SAMPLING, "/health", "/ping", "/", "/anything/new", "/metrics/../generate", "//generate"],
+)
 def test_refused_with_the_reason(path: str) -> None:
     answer = ask(guarded("the weights are a mixture"), "POST", path)
     assert (answer.status_code, answer.json()) == (503, {"error": "the weights are a mixture"})
     assert ask(guarded(""), "POST", path).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/metrics/", "/version", "/v1/models", "/docs", "/openapi.json", "/bridge/state"])
+@pytest.mark.parametrize(
+    "path",
+    ["/metrics", "/metrics/", "/version", "/v1/models", "/docs", "/openapi.json", "/bridge/state"],
+)
 def test_answered_at_any_time(path: str) -> None:
     assert ask(guarded("the weights are a mixture"), "GET", path).status_code == 200
     assert ask(guarded("x"), "POST", "/bridge/init").status_code == 200
@@ -84,7 +90,10 @@ def test_a_websocket_is_refused() -> None:
     with TestClient(guarded("")).websocket_connect("/v1/realtime") as socket:
         assert socket.receive_text() == "hello"
     client = TestClient(guarded("a mixture"))
-    with pytest.raises(WebSocketDenialResponse) as refused, client.websocket_connect("/v1/realtime"):
+    with (
+        pytest.raises(WebSocketDenialResponse) as refused,
+        client.websocket_connect("/v1/realtime"),
+    ):
         pass
     assert (refused.value.status_code, refused.value.json()) == (503, {"error": "a mixture"})
 
@@ -118,7 +127,9 @@ def test_what_is_under_way_when_the_server_ends_may_be_asked_of_another(begun: b
             await asyncio.Event().wait()
         return StreamingResponse(nothing_more())
 
-    config = uvicorn.Config(RefuseWhileUnavailable(app, Service("")), timeout_graceful_shutdown=0, lifespan="off")
+    config = uvicorn.Config(
+        RefuseWhileUnavailable(app, Service("")), timeout_graceful_shutdown=0, lifespan="off"
+    )
     server = uvicorn.Server(config)
     with socket.socket() as listening, ThreadPoolExecutor(2) as pool:
         listening.bind(("127.0.0.1", 0))
@@ -131,13 +142,18 @@ def test_what_is_under_way_when_the_server_ends_may_be_asked_of_another(begun: b
         finally:
             server.should_exit = True
         if begun:
-            with pytest.raises(httpx.RemoteProtocolError):  # and no end that one could take for the stream's
+            with pytest.raises(
+                httpx.RemoteProtocolError
+            ):  # and no end that one could take for the stream's
                 owed.result(60)
         else:
             assert (owed.result(60).status_code, owed.result().json()) == (503, {"error": ENDING})
         ended.result(60)
 
 
-@given(st.sampled_from(["POST", "PUT", "PATCH", "DELETE", ""]), st.text(alphabet="/abcv1metricsdoch.", max_size=20))
+@given(
+    st.sampled_from(["POST", "PUT", "PATCH", "DELETE", ""]),
+    st.text(alphabet="/abcv1metricsdoch.", max_size=20),
+)
 def test_nothing_is_changed_by_a_path_that_is_not_ours(method: str, path: str) -> None:
     assert is_open(method, f"/{path}") is f"/{path}".startswith(("/bridge/", "/lora/"))

@@ -1,4 +1,6 @@
-"""The places for adapters, on workers that stall, fail and answer late: none is ever lost, and none is given twice."""
+"""The places for adapters, on workers that stall, fail and answer late: none is ever lost, and none
+is given twice.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ CAPACITY = 3
 
 
 class Engine:
-    """vLLM's engine as far as adapters go: a queue of calls, carried out in order by two ranks, also when nobody waits.
+    """vLLM's engine as far as adapters go: a queue of calls, carried out in order by two ranks,
+    also when nobody waits.
 
     Attributes:
         held: per rank, the adapters that it holds.
@@ -37,7 +40,9 @@ class Engine:
         self.running.set()
         self.failing = 0
         self.most = 0
-        self._calls: asyncio.Queue[tuple[str, tuple[Any, ...], asyncio.Future[Any]]] = asyncio.Queue()
+        self._calls: asyncio.Queue[tuple[str, tuple[Any, ...], asyncio.Future[Any]]] = (
+            asyncio.Queue()
+        )
         self._loop = asyncio.get_running_loop().create_task(self._work())
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -64,7 +69,11 @@ class Engine:
 
     def lora_load(self, held: set[int], _: str, adapter_id: int, __: str | None) -> dict[str, Any]:
         if len(held) >= CAPACITY:
-            return {"error": f"{len(held)} adapters are loaded, and no more are allowed", "checksum": "", "seconds": {}}
+            return {
+                "error": f"{len(held)} adapters are loaded, and no more are allowed",
+                "checksum": "",
+                "seconds": {},
+            }
         held.add(adapter_id)
         self.most = max(self.most, len(held))
         return {"error": "", "checksum": "c", "seconds": {"read": 0.0}}
@@ -88,12 +97,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_patching.server.adapter_removals._LONGEST_PAUSE_SECONDS", 0.002)
 
 
-def with_controller(timeout: float, scenario: Callable[[Engine, LoraController], Coroutine[Any, Any, None]]) -> None:
+def with_controller(
+    timeout: float, scenario: Callable[[Engine, LoraController], Coroutine[Any, Any, None]]
+) -> None:
     async def main() -> None:
         engine = Engine()
         controller = LoraController(engine, "m", timeout, AdapterSpans())
         controller._geometry = None  # type: ignore[assignment]  # nobody reads the file
-        controller._ranks = [{"capacity": CAPACITY, "max_rank": 8, "slots": 2, "dtype": "float32"}] * 2
+        controller._ranks = [
+            {"capacity": CAPACITY, "max_rank": 8, "slots": 2, "dtype": "float32"}
+        ] * 2
         try:
             await scenario(engine, controller)
         finally:
@@ -160,7 +173,10 @@ def test_a_load_waits_for_a_place_that_is_not_certain_and_says_what_it_waited_fo
         await load(controller, CAPACITY)
         engine.failing = 10**9
         await controller.unload()
-        with pytest.raises(LoraRefusal, match=r"lora-v1-\d+ \(1 requests\).* 1 whose removal is not certain \(.*rank 1 failed"):
+        with pytest.raises(
+            LoraRefusal,
+            match=r"lora-v1-\d+ \(1 requests\).* 1 whose removal is not certain \(.*rank 1 failed",
+        ):
             await load(controller, 9)
         engine.failing = 0
         await load(controller, 10)
@@ -170,7 +186,12 @@ def test_a_load_waits_for_a_place_that_is_not_certain_and_says_what_it_waited_fo
 
 
 @settings(max_examples=40, deadline=None)
-@given(steps=st.lists(st.sampled_from(["load", "load", "stall", "go on", "fail", "ask", "answer", "unload"]), max_size=25))
+@given(
+    steps=st.lists(
+        st.sampled_from(["load", "load", "stall", "go on", "fail", "ask", "answer", "unload"]),
+        max_size=25,
+    )
+)
 def test_whatever_happens_the_workers_end_with_what_is_in_use(steps: list[str]) -> None:
     async def scenario(engine: Engine, controller: LoraController) -> None:
         asked = []

@@ -10,7 +10,12 @@ from vllm_patching.server.lora import AdapterSpans
 from vllm_patching.server.routes import LockstepService, make_router
 from vllm_patching.server.version_spans import Span, Weights
 
-ROUTES = [("GET", "/lora/status"), ("GET", "/lora/info"), ("POST", "/lora/load"), ("POST", "/lora/unload")]
+ROUTES = [
+    ("GET", "/lora/status"),
+    ("GET", "/lora/info"),
+    ("POST", "/lora/load"),
+    ("POST", "/lora/unload"),
+]
 BODY = {"path": "/adapters/one", "version": 1}
 
 
@@ -31,7 +36,10 @@ def test_each_route_wants_the_engine_then_the_flag(method: str, path: str) -> No
     assert "--enable-lora" in answer.json()["error"]
 
 
-@pytest.mark.parametrize("body", [{}, {"path": "/x"}, {**BODY, "version": -1}, {**BODY, "name": "x"}, {**BODY, "path": ""}])
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"path": "/x"}, {**BODY, "version": -1}, {**BODY, "name": "x"}, {**BODY, "path": ""}],
+)
 def test_a_body_that_does_not_fit_is_refused(body: dict[str, object]) -> None:
     assert client(LockstepService()).post("/lora/load", json=body).status_code == 400
 

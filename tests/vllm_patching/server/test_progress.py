@@ -68,7 +68,9 @@ def test_a_pause_does_not_count() -> None:
 
 
 @given(st.integers(2, 4), st.data())
-def test_one_replica_that_is_silent_is_named_whatever_the_others_do(replicas: int, data: st.DataObject) -> None:
+def test_one_replica_that_is_silent_is_named_whatever_the_others_do(
+    replicas: int, data: st.DataObject
+) -> None:
     silent = data.draw(st.integers(0, replicas - 1))
     progress = EngineProgress(LIMIT, replicas)
     for step in range(40):
@@ -80,7 +82,9 @@ def test_one_replica_that_is_silent_is_named_whatever_the_others_do(replicas: in
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 29.0), st.booleans(), st.integers(0, 3)), max_size=50))
-def test_an_engine_that_steps_within_the_limit_is_never_in_trouble(steps: list[tuple[float, bool, int]]) -> None:
+def test_an_engine_that_steps_within_the_limit_is_never_in_trouble(
+    steps: list[tuple[float, bool, int]],
+) -> None:
     progress = EngineProgress(LIMIT)
     for executed, (seconds, first, due) in enumerate(steps):
         progress.passed(seconds, [first])

@@ -1,4 +1,6 @@
-"""bridge_ranks.py: an engine that answers, is late, or has died; what is told, and whether it stands still afterwards."""
+"""bridge_ranks.py: an engine that answers, is late, or has died; what is told, and whether it
+stands still afterwards.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from typing import Any
 import pytest
 
 from vllm_patching.compat.versions import UnsupportedVllm
-from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal, compare
+from vllm_patching.protocol.verification import (
+    CAN_VERIFY_AND_RESUME,
+    VERIFY_AND_RESUME,
+    BridgeRefusal,
+    compare,
+)
 from vllm_patching.server import ranks as bridge_ranks
 from vllm_patching.server.ranks import RankCalls
 from vllm_patching.server.silence import FURTHER_SECONDS, Silence
@@ -26,18 +33,26 @@ class Renderer:
 
 
 class EngineCore:
-    """The front end's side of an engine core that is paused at first; `late` seconds pass before it answers a check."""
+    """The front end's side of an engine core that is paused at first; `late` seconds pass before it
+    answers a check.
+    """
 
     def __init__(self, held: str = "a", late: float = 0.0, obeys_deadline: bool = True) -> None:
         self.held, self.late, self.obeys_deadline = held, late, obeys_deadline
-        self.paused, self.dead, self.methods = True, False, {VERIFY_AND_RESUME, CAN_VERIFY_AND_RESUME}
+        self.paused, self.dead, self.methods = (
+            True,
+            False,
+            {VERIFY_AND_RESUME, CAN_VERIFY_AND_RESUME},
+        )
         self.background: set[asyncio.Task[Any]] = set()
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         if self.dead:
             raise RuntimeError("the engine is dead")
         if method not in self.methods:
-            raise Exception(f"Call to {method} method failed: 'EngineCoreProc' object has no attribute '{method}'")
+            raise Exception(
+                f"Call to {method} method failed: 'EngineCoreProc' object has no attribute '{method}'"
+            )
         if method == CAN_VERIFY_AND_RESUME:
             return True
         # An engine core goes on working for a caller who has stopped waiting.
@@ -45,7 +60,9 @@ class EngineCore:
         self.background.add(task)
         return await asyncio.shield(task)
 
-    async def _check(self, method: str, expected: list[str], version: int, deadline: float) -> dict[str, Any]:
+    async def _check(
+        self, method: str, expected: list[str], version: int, deadline: float
+    ) -> dict[str, Any]:
         await asyncio.sleep(self.late)
         fits = [self.held] == expected and (time.monotonic() < deadline or not self.obeys_deadline)
         self.paused = not fits
@@ -75,7 +92,9 @@ async def ask(
     core: EngineCore, late: list[float] | None = None, timeout: float = TIMEOUT
 ) -> tuple[list[Any], float | None, bool]:
     told = [] if late is None else late
-    return await RankCalls(Engine(core), timeout).verify_and_resume("lockstep_check", ["a"], 3, told.append)
+    return await RankCalls(Engine(core), timeout).verify_and_resume(
+        "lockstep_check", ["a"], 3, told.append
+    )
 
 
 @pytest.mark.asyncio
@@ -97,19 +116,32 @@ async def test_other_weights_leave_it_paused() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("obeys_deadline", [True, False], ids=["too late to go on", "went on at the last moment"])
-async def test_after_a_late_answer_it_stands_still_and_the_answer_is_heard(obeys_deadline: bool) -> None:
+@pytest.mark.parametrize(
+    "obeys_deadline", [True, False], ids=["too late to go on", "went on at the last moment"]
+)
+async def test_after_a_late_answer_it_stands_still_and_the_answer_is_heard(
+    obeys_deadline: bool,
+) -> None:
     core = EngineCore(late=2 * TIMEOUT, obeys_deadline=obeys_deadline)
     answers, moment, runs = await ask(core)
-    assert (answers[0]["checksum"], moment is not None, runs, core.paused) == ("a", not obeys_deadline, False, True)
+    assert (answers[0]["checksum"], moment is not None, runs, core.paused) == (
+        "a",
+        not obeys_deadline,
+        False,
+        True,
+    )
 
 
 @pytest.mark.asyncio
-async def test_an_engine_that_does_not_even_stop_says_later_when_it_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_does_not_even_stop_says_later_when_it_went_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bridge_ranks, "_STOP_SECONDS", TIMEOUT / 2)
     core, late = EngineCore(late=3 * TIMEOUT, obeys_deadline=False), []
     begun = time.monotonic()
-    with pytest.raises(BridgeRefusal, match=r"vLLM's workers did not answer lockstep_check within 0\.2 s") as refusal:
+    with pytest.raises(
+        BridgeRefusal, match=r"vLLM's workers did not answer lockstep_check within 0\.2 s"
+    ) as refusal:
         await ask(core, late)
     assert refusal.value.status == 504
     assert not late
@@ -131,7 +163,9 @@ async def test_a_dead_engine_is_named() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("question", ["check", "call"])
 async def test_an_engine_that_dies_while_it_is_asked_is_not_waited_for(question: str) -> None:
-    """Its front end answers neither with a result nor with an error; only the test's own limit would end the wait."""
+    """Its front end answers neither with a result nor with an error; only the test's own limit
+    would end the wait.
+    """
     core = EngineCore(late=2 * LONG)
     asyncio.get_running_loop().call_later(0.01, setattr, core, "dead", True)
     ranks = RankCalls(Engine(core), LONG)
@@ -139,7 +173,9 @@ async def test_an_engine_that_dies_while_it_is_asked_is_not_waited_for(question:
         "check": lambda: ranks.verify_and_resume("lockstep_check", ["a"], 3, lambda _: None),
         "call": lambda: ranks.call("lockstep_check"),
     }
-    with pytest.raises(BridgeRefusal, match="engine process has died; restart the server") as refusal:
+    with pytest.raises(
+        BridgeRefusal, match="engine process has died; restart the server"
+    ) as refusal:
         await questions[question]()
     assert refusal.value.status == 503
     for task in core.background:
@@ -161,7 +197,9 @@ class Queue(Engine):
 
 @pytest.mark.asyncio
 async def test_while_an_answer_is_overdue_no_other_is_waited_for_as_long() -> None:
-    """Giving an update up asks for several things, and a worker that stands still would hold up each for a whole deadline."""
+    """Giving an update up asks for several things, and a worker that stands still would hold up
+    each for a whole deadline.
+    """
     engine, silence = Queue(), Silence()
     with pytest.raises(BridgeRefusal, match=r"did not answer first within 0\.2 s"):
         await RankCalls(engine, TIMEOUT, silence).call("first")
@@ -180,7 +218,9 @@ async def test_a_vllm_without_the_plugin_is_refused_at_the_start() -> None:
     core = EngineCore()
     await RankCalls(Engine(core), LONG).require_engine_core()
     core.methods.clear()
-    with pytest.raises(UnsupportedVllm, match="has not loaded the plugin of vllm_patching/engine_core/plugin"):
+    with pytest.raises(
+        UnsupportedVllm, match="has not loaded the plugin of vllm_patching/engine_core/plugin"
+    ):
         await RankCalls(Engine(core), LONG).require_engine_core()
 
 
@@ -190,18 +230,30 @@ class Broken:
     errored, engine_core = False, None
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        raise RuntimeError("Worker failed with error 'no such tensor'\nplease check the stack trace")
+        raise RuntimeError(
+            "Worker failed with error 'no such tensor'\nplease check the stack trace"
+        )
 
 
 @pytest.mark.asyncio
 async def test_a_worker_that_raises_is_an_answer_like_any_other() -> None:
-    with pytest.raises(BridgeRefusal, match=r"failed in lockstep_check: Worker failed with error 'no such tensor'; the"):
+    with pytest.raises(
+        BridgeRefusal,
+        match=r"failed in lockstep_check: Worker failed with error 'no such tensor'; the",
+    ):
         await RankCalls(Broken(), LONG).call("lockstep_check")
 
 
 def test_writes_that_did_not_come_in_time_are_no_weights() -> None:
-    late = {"tp_rank": 1, "checksum": "", "not_finite": "", "late": "trainer host:1 has not finished its writes"}
-    with pytest.raises(BridgeRefusal, match="rank 1 does not have version 3: trainer host:1 has not finished") as refusal:
+    late = {
+        "tp_rank": 1,
+        "checksum": "",
+        "not_finite": "",
+        "late": "trainer host:1 has not finished its writes",
+    }
+    with pytest.raises(
+        BridgeRefusal, match="rank 1 does not have version 3: trainer host:1 has not finished"
+    ) as refusal:
         compare([{"tp_rank": 0, "checksum": "a", "not_finite": ""}, late], ["a", "b"], 3, "holds")
     assert refusal.value.status == 504
 
@@ -231,10 +283,14 @@ class Rooms:
         ("overlapped", (500, -1), ""),
     ],
 )
-async def test_a_transfer_overlaps_where_every_rank_has_room(asked: str, free: tuple[int | None, ...], chosen: str) -> None:
+async def test_a_transfer_overlaps_where_every_rank_has_room(
+    asked: str, free: tuple[int | None, ...], chosen: str
+) -> None:
     calls = RankCalls(Rooms(*free), TIMEOUT)
     if chosen:
         assert await calls.choose_transfer(asked) == chosen
         return
-    with pytest.raises(BridgeRefusal, match=r"0\.00 GB are free: start vLLM with a lower --gpu-memory-utilization"):
+    with pytest.raises(
+        BridgeRefusal, match=r"0\.00 GB are free: start vLLM with a lower --gpu-memory-utilization"
+    ):
         await calls.choose_transfer(asked)

@@ -1,4 +1,6 @@
-"""Wrong bodies get 400 with the field's name, whatever they hold, and what is accepted fits into a message to the engine."""
+"""Wrong bodies get 400 with the field's name, whatever they hold, and what is accepted fits into a
+message to the engine.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def client() -> TestClient:
 
     async def generate(request: GenerateRequest) -> Any:
         for sample in range(min(request.n, 2)):
-            msgspec.msgpack.encode(SamplingParams(**request.sampling_parameters(request.n - 1 - sample)))
+            msgspec.msgpack.encode(
+                SamplingParams(**request.sampling_parameters(request.n - 1 - sample))
+            )
         raise ValueError("taken")
 
     service = LockstepService()
@@ -54,32 +58,59 @@ def post(client: TestClient, text: str, path: str = "/generate") -> Any:
             '"seed":18446744073709551616',
             "seed is 18446744073709551616: Input should be less than or equal to 18446744073709550592",
         ),
-        (f'"max_tokens":{2**100}', f"max_tokens is {2**100}: Input should be less than or equal to 2147483647"),
+        (
+            f'"max_tokens":{2**100}',
+            f"max_tokens is {2**100}: Input should be less than or equal to 2147483647",
+        ),
         (f'"max_tokens":{10**400}', "max_tokens is an integer of 1329 bits: "),
         ('"stop":"\\ud800"', "stop: '\\ud800' holds half a surrogate pair"),
         ('"stop":["a","\\udfff"]', "stop: '\\udfff' holds half a surrogate pair"),
-        ('"repetition_penalty":1e-300', "repetition_penalty is 1e-300: Input should be greater than or equal to 0.000001"),
+        (
+            '"repetition_penalty":1e-300',
+            "repetition_penalty is 1e-300: Input should be greater than or equal to 0.000001",
+        ),
         ('"temperature":NaN', "temperature is nan: Input should be a finite number"),
         ('"top_k":4294967296', "top_k is 4294967296: Input should be less than"),
-        ('"stop_token_ids":[1,-5]', "stop_token_ids.1 is -5: Input should be greater than or equal to 0"),
+        (
+            '"stop_token_ids":[1,-5]',
+            "stop_token_ids.1 is -5: Input should be greater than or equal to 0",
+        ),
         ('"presence_penalty":-Infinity', "presence_penalty is -inf: "),
         ('"\\ud800":1', "is '\\ud800': Input should be a valid string"),
         ('"temperature":3', "temperature must be in [0, 2], got 3.0"),
         ('"min_tokens":1e300', "min_tokens is 1e+300: "),
     ],
 )
-def test_a_refusal_names_the_field_the_value_and_the_bound(client: TestClient, fields: str, said: str) -> None:
+def test_a_refusal_names_the_field_the_value_and_the_bound(
+    client: TestClient, fields: str, said: str
+) -> None:
     answer = post(client, '{"prompt":"x",' + fields + "}")
     assert answer.status_code == 400
     assert said in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
-    "path", ["/bridge/init", "/bridge/begin", "/bridge/commit", "/bridge/abort", "/lora/load", "/turns/rest"]
+    "path",
+    [
+        "/bridge/init",
+        "/bridge/begin",
+        "/bridge/commit",
+        "/bridge/abort",
+        "/lora/load",
+        "/turns/rest",
+    ],
 )
-@pytest.mark.parametrize("value", [str(2**100), "NaN", '"\\ud800"', "9" * 4000, "[" * 3000 + "]" * 3000])
-def test_every_route_answers_a_value_that_json_cannot_repeat(client: TestClient, path: str, value: str) -> None:
-    answer = post(client, f'{{"epoch":{value},"version":{value},"weight_epoch":{value},"\\udc00":{value}}}', path)
+@pytest.mark.parametrize(
+    "value", [str(2**100), "NaN", '"\\ud800"', "9" * 4000, "[" * 3000 + "]" * 3000]
+)
+def test_every_route_answers_a_value_that_json_cannot_repeat(
+    client: TestClient, path: str, value: str
+) -> None:
+    answer = post(
+        client,
+        f'{{"epoch":{value},"version":{value},"weight_epoch":{value},"\\udc00":{value}}}',
+        path,
+    )
     assert 400 <= answer.status_code < 500, answer.text
 
 
@@ -104,5 +135,7 @@ def test_no_value_of_a_field_is_the_servers_fault(client: TestClient, data: st.D
 def test_a_stop_token_beyond_the_vocabulary_is_refused() -> None:
     engine = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 100))
     request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids=[1]), stop_token_ids=[99, 100])
-    with pytest.raises(ValueError, match="stop_token_ids holds 100, and the model's ids go from 0 to 99"):
+    with pytest.raises(
+        ValueError, match="stop_token_ids holds 100, and the model's ids go from 0 to 99"
+    ):
         asyncio.run(Generator(engine, VersionSpans()).generate(request))

@@ -1,4 +1,6 @@
-"""A server of several replicas: each is asked, and what becomes of all of them when one is wrong, late or broken."""
+"""A server of several replicas: each is asked, and what becomes of all of them when one is wrong,
+late or broken.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import pytest
 
 from vllm_patching.compat.engine import replicas
 from vllm_patching.compat.versions import UnsupportedVllm
-from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal, compare
+from vllm_patching.protocol.verification import (
+    CAN_VERIFY_AND_RESUME,
+    VERIFY_AND_RESUME,
+    BridgeRefusal,
+    compare,
+)
 from vllm_patching.server import ranks as rank_calls
 from vllm_patching.server.ranks import RankCalls
 
@@ -31,7 +38,9 @@ class Core:
     def __init__(self, held: str = "a", late: float = 0.0, broken: bool = False) -> None:
         self.held, self.late, self.broken, self.paused = held, late, broken, True
 
-    async def check(self, method: str, expected: list[str], version: int, deadline: float) -> dict[str, Any]:
+    async def check(
+        self, method: str, expected: list[str], version: int, deadline: float
+    ) -> dict[str, Any]:
         await asyncio.sleep(self.late)
         if self.broken:
             raise RuntimeError("Worker failed with error 'no such tensor'")
@@ -39,7 +48,10 @@ class Core:
         return {"answers": self.ranks(), "resumed_at": None if self.paused else time.monotonic()}
 
     def ranks(self) -> list[dict[str, Any]]:
-        return [{"tp_rank": rank, "checksum": self.held, "not_finite": "", "began": None} for rank in range(2)]
+        return [
+            {"tp_rank": rank, "checksum": self.held, "not_finite": "", "began": None}
+            for rank in range(2)
+        ]
 
 
 class Client:
@@ -57,16 +69,22 @@ class Client:
             return core.ranks()
         if method == CAN_VERIFY_AND_RESUME:
             if core.broken:
-                raise Exception(f"Call to {method} method failed: 'EngineCoreProc' object has no attribute '{method}'")
+                raise Exception(
+                    f"Call to {method} method failed: 'EngineCoreProc' object has no attribute '{method}'"
+                )
             return True
         assert method == VERIFY_AND_RESUME
-        task = asyncio.create_task(core.check(*args))  # it goes on working for a caller who has stopped waiting
+        task = asyncio.create_task(
+            core.check(*args)
+        )  # it goes on working for a caller who has stopped waiting
         self.background.add(task)
         return await asyncio.shield(task)
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False)
-        await asyncio.shield(asyncio.gather(*self.background, return_exceptions=True))  # one thing after the other
+        await asyncio.shield(
+            asyncio.gather(*self.background, return_exceptions=True)
+        )  # one thing after the other
         for core in self.cores.values():
             core.paused = True
 
@@ -78,8 +96,12 @@ class Engine:
         self.cores, self.engine_core = cores, Client(*cores)
 
 
-async def verify(engine: Engine, told: list[float], timeout: float = LONG) -> tuple[list[Any], float | None, bool]:
-    return await RankCalls(engine, timeout).verify_and_resume("lockstep_check", ["a", "a"], 3, told.append)
+async def verify(
+    engine: Engine, told: list[float], timeout: float = LONG
+) -> tuple[list[Any], float | None, bool]:
+    return await RankCalls(engine, timeout).verify_and_resume(
+        "lockstep_check", ["a", "a"], 3, told.append
+    )
 
 
 @pytest.mark.asyncio
@@ -93,7 +115,9 @@ async def test_every_rank_of_every_replica_answers_and_is_named() -> None:
         (1, 0, "b"),
         (1, 1, "b"),
     ]
-    with pytest.raises(BridgeRefusal, match="rank 0 of replica 1 holds checksum b of version 3, the trainer's is a"):
+    with pytest.raises(
+        BridgeRefusal, match="rank 0 of replica 1 holds checksum b of version 3, the trainer's is a"
+    ):
         compare(answers, ["a", "a"], 3, "holds")
 
 
@@ -110,7 +134,9 @@ async def test_all_go_on_together() -> None:
 
 @pytest.mark.asyncio
 async def test_none_serves_on_when_one_holds_other_weights() -> None:
-    """Those that went on did so with the right weights, and it is told when; then they stand still again."""
+    """Those that went on did so with the right weights, and it is told when; then they stand still
+    again.
+    """
     engine, told = Engine(Core(), Core(held="b")), []
     answers, moment, runs = await verify(engine, told)
     assert [answer["checksum"] for answer in answers] == ["a", "a", "b", "b"]
@@ -122,7 +148,9 @@ async def test_none_serves_on_when_one_holds_other_weights() -> None:
 @pytest.mark.asyncio
 async def test_a_replica_that_fails_is_an_error_and_the_others_moment_is_told() -> None:
     engine, told = Engine(Core(), Core(broken=True)), []
-    with pytest.raises(BridgeRefusal, match="failed in lockstep_check: Worker failed with error 'no such tensor'"):
+    with pytest.raises(
+        BridgeRefusal, match="failed in lockstep_check: Worker failed with error 'no such tensor'"
+    ):
         await verify(engine, told)
     assert len(told) == 1
 
@@ -138,7 +166,9 @@ async def test_a_late_replica_stands_still_and_so_do_the_others() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_replica_that_does_not_answer_is_named_and_the_others_moment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_does_not_answer_is_named_and_the_others_moment_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rank_calls, "_STOP_SECONDS", TIMEOUT / 2)
     engine, told = Engine(Core(), Core(late=LONG)), []
     with pytest.raises(BridgeRefusal, match="did not answer lockstep_check within"):

@@ -36,19 +36,34 @@ def test_generating_is_interrupted_while_the_engine_stands_still(tmp_path: Path)
         requests = [ask("POST", "/generate"), ask("POST", "/broken")]
         await asyncio.wait_for(arrived.wait(), 60)
         begun = time.monotonic()
-        for state in (EngineState.UNKNOWN, EngineState.PAUSED, EngineState.UNKNOWN, EngineState.RUNNING):
+        for state in (
+            EngineState.UNKNOWN,
+            EngineState.PAUSED,
+            EngineState.UNKNOWN,
+            EngineState.RUNNING,
+        ):
             timeline.engine(state)
         timeline.updated(begun, 7)
         go_on.set()
         await asyncio.gather(*ignored, *requests, return_exceptions=True)
 
     asyncio.run(serve())
-    timeline.engine(EngineState.PAUSED)  # as for a turn of the trainer's, which a stop of the server ends
+    timeline.engine(
+        EngineState.PAUSED
+    )  # as for a turn of the trainer's, which a stop of the server ends
     timeline.close()
     rows = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     assert rows[0]["role"] == "generator"
-    assert [row["what"] for row in rows[1:]] == ["generating", "halted", "update", "generating", "halted"]
+    assert [row["what"] for row in rows[1:]] == [
+        "generating",
+        "halted",
+        "update",
+        "generating",
+        "halted",
+    ]
     generating, halted, update, again, _ = rows[1:]
     assert (generating["end"], halted["end"]) == (halted["begin"], again["begin"])
     assert update["version"] == 7
-    assert generating["begin"] <= update["begin"] <= halted["begin"] <= update["end"] <= again["end"]
+    assert (
+        generating["begin"] <= update["begin"] <= halted["begin"] <= update["end"] <= again["end"]
+    )

@@ -56,7 +56,9 @@ def test_a_check_has_a_deadline_which_all_callers_learn_of(loop: VirtualLoop) ->
     engine, shared = Engine(takes=1e9), SharedCheck()
 
     async def ask() -> list[object]:
-        return await asyncio.gather(*(shared.result(engine.check) for _ in range(3)), return_exceptions=True)
+        return await asyncio.gather(
+            *(shared.result(engine.check) for _ in range(3)), return_exceptions=True
+        )
 
     began = loop.now
     assert [type(answer) for answer in loop.run_until_complete(ask())] == [TimeoutError] * 3

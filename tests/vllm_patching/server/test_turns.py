@@ -1,5 +1,5 @@
-"""A trainer and an engine that take turns with one GPU's memory: whatever fails, nothing is sampled without keys and values,
-and the server samples again.
+"""A trainer and an engine that take turns with one GPU's memory: whatever fails, nothing is sampled
+without keys and values, and the server samples again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def world(loop: VirtualLoop, tmp_path: Path) -> World:
 
 
 class Colocated(Trainer):
-    """Does its updates in its turn, and asks for its turn's end until it is granted, for `patience` seconds."""
+    """Does its updates in its turn, and asks for its turn's end until it is granted, for `patience`
+    seconds.
+    """
 
     patience = 3 * TIMEOUT
 
@@ -87,7 +89,12 @@ def samples(world: World) -> bool:
     before = len(world.engine.output_processor.tokens)
     world.run(1.0)
     told = world.server.status()
-    well = (told["turn"], told["turn_reason"], told["trouble"], told["engine"]) == ("sampling", "", "", "running")
+    well = (told["turn"], told["turn_reason"], told["trouble"], told["engine"]) == (
+        "sampling",
+        "",
+        "",
+        "running",
+    )
     return well and len(world.engine.output_processor.tokens) > before
 
 
@@ -98,7 +105,12 @@ def test_an_update_in_the_trainers_turn_is_served_when_it_ends(world: World) -> 
     world.run(2 * TIMEOUT)
     assert trainer.log == ["served 1", f"its turn: {2 * CACHE_BYTES} bytes", "served 2"]
     told = world.server.status()
-    assert (told["turn"], told["state"], told["trouble"], told["weight_version"]) == ("training", "serving", "", 2)
+    assert (told["turn"], told["state"], told["trouble"], told["weight_version"]) == (
+        "training",
+        "serving",
+        "",
+        2,
+    )
     assert "computes on this GPU; requests wait" in told["turn_reason"]
     assert world.core.paused
     assert all(rank.cache_away for rank in world.ranks)
@@ -106,11 +118,15 @@ def test_an_update_in_the_trainers_turn_is_served_when_it_ends(world: World) -> 
     trainer.go_on()
     world.run_until(lambda: not trainer.busy, TIMEOUT)
     assert samples(world)
-    assert set(world.engine.output_processor.tokens) == {f"{trainer.pid}/2"}, "none with the weights before"
+    assert set(world.engine.output_processor.tokens) == {f"{trainer.pid}/2"}, (
+        "none with the weights before"
+    )
     world.check_tokens()
 
 
-@pytest.mark.parametrize("point", ["after rest", "before begin", "before the write", "after commit", "before wake"])
+@pytest.mark.parametrize(
+    "point", ["after rest", "before begin", "before the write", "after commit", "before wake"]
+)
 def test_a_trainer_that_is_killed_in_its_turn_ends_it(world: World, point: str) -> None:
     trainer = joined(world)
     trainer.fate = (point, "killed")
@@ -133,7 +149,9 @@ def test_half_written_weights_are_not_served_when_the_turn_ends(world: World) ->
     assert world.server.state.phase is Phase.UNHEALTHY
     assert "the weights are not whole" in world.server.trouble()
     assert world.core.paused
-    assert not any(rank.cache_away for rank in world.ranks), "a trainer that mends them may join a server that has its memory"
+    assert not any(rank.cache_away for rank in world.ranks), (
+        "a trainer that mends them may join a server that has its memory"
+    )
     joined(world)
     assert samples(world)
 
@@ -181,7 +199,9 @@ def test_memory_that_is_not_there_is_named_and_taken_when_it_is(world: World) ->
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_command_that_fails_does_not_keep_the_server_from_sampling(world: World, command: str, kind: str) -> None:
+def test_a_command_that_fails_does_not_keep_the_server_from_sampling(
+    world: World, command: str, kind: str
+) -> None:
     trainer = joined(world)
     world.core.faults.append(Fault(kind, 1.5 * TIMEOUT, command))
     finish(world, trainer)
@@ -194,17 +214,23 @@ def test_a_command_that_fails_does_not_keep_the_server_from_sampling(world: Worl
 
 
 fault = st.tuples(st.sampled_from(COMMANDS), st.sampled_from(KINDS), st.floats(0.1, 1.6))
-step = st.tuples(st.sampled_from(["turn", "kill", "take memory", "free memory"]), st.lists(fault, max_size=2))
+step = st.tuples(
+    st.sampled_from(["turn", "kill", "take memory", "free memory"]), st.lists(fault, max_size=2)
+)
 
 
 @settings(max_examples=30, deadline=None)
 @given(steps=st.lists(step, min_size=1, max_size=5))
-def test_whatever_happens_it_samples_again(steps: list[tuple[str, list[tuple[str, str, float]]]]) -> None:
+def test_whatever_happens_it_samples_again(
+    steps: list[tuple[str, list[tuple[str, str, float]]]],
+) -> None:
     with virtual_time(*CLOCKED) as loop, tempfile.TemporaryDirectory() as folder:
         world = open_world(loop, Path(folder))
         trainer = joined(world)
         for what, faults in steps:
-            world.core.faults.extend(Fault(kind, times * TIMEOUT, command) for command, kind, times in faults)
+            world.core.faults.extend(
+                Fault(kind, times * TIMEOUT, command) for command, kind, times in faults
+            )
             if what in ("take memory", "free memory"):
                 world.ranks[0].memory_taken = int(what == "take memory")
             trainer.fate = ("before pause", "killed") if what == "kill" else ("", "")
@@ -231,9 +257,16 @@ def test_what_is_refused(world: World, loop: VirtualLoop, tmp_path: Path) -> Non
             return False
 
     answer = loop.run_until_complete(
-        world.server.init("t", "single_copy", PARAMETERS, [Elsewhere("there", 1, 0, Trainer(world, "single_copy"))])
+        world.server.init(
+            "t",
+            "single_copy",
+            PARAMETERS,
+            [Elsewhere("there", 1, 0, Trainer(world, "single_copy"))],
+        )
     )
-    with pytest.raises(BridgeRefusal, match=r"there:1 of t cannot be seen from here.*one container"):
+    with pytest.raises(
+        BridgeRefusal, match=r"there:1 of t cannot be seen from here.*one container"
+    ):
         loop.run_until_complete(turns.rest(answer["epoch"]))
     turns.bytes = 0
     with pytest.raises(BridgeRefusal, match="start it with --colocate"):
@@ -251,5 +284,9 @@ def test_a_server_says_what_does_not_go_with_turns() -> None:
     assert variables == {VARIABLE: "1"}
     assert "VLLM_ENABLE_SHARED_WEIGHTS=1" in prepare(argparse.Namespace(**flags), False, variables)
     assert not variables
-    assert "no keys and values survive" in prepare(argparse.Namespace(**{**flags, "inflight_cache": "keep"}), True, variables)
-    assert "--data-parallel-size 2" in prepare(argparse.Namespace(**{**flags, "data_parallel_size": 2}), True, variables)
+    assert "no keys and values survive" in prepare(
+        argparse.Namespace(**{**flags, "inflight_cache": "keep"}), True, variables
+    )
+    assert "--data-parallel-size 2" in prepare(
+        argparse.Namespace(**{**flags, "data_parallel_size": 2}), True, variables
+    )

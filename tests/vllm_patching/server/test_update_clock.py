@@ -61,7 +61,9 @@ def test_the_engine_stalled_until_its_first_step(hands: Hands) -> None:
     assert "stalled" not in clock.seconds
 
 
-def test_nobody_asks_for_the_step_of_an_idle_engine_or_of_an_update_that_is_over(hands: Hands) -> None:
+def test_nobody_asks_for_the_step_of_an_idle_engine_or_of_an_update_that_is_over(
+    hands: Hands,
+) -> None:
     clock = UpdateClock(8.0)
     take(clock, hands, in_flight=False)
     assert not clock.wants_first_step

@@ -45,7 +45,8 @@ def test_a_switch_waits_for_the_first_output_that_left_the_engine_after_it() -> 
     spans.switch_at(10.0, Weights(0, 1))
     spans.outputs_of(9.9, lambda: {"running": 2, "ended": 4})
     assert spans.version == 0
-    # By now `ended` has got its last token, and its caller has not fetched it; `unknown` has not reached the engine.
+    # By now `ended` has got its last token, and its caller has not fetched it; `unknown` has not
+    # reached the engine.
     spans.outputs_of(10.1, lambda: {"running": 3})
     spans.outputs_of(10.2, dict)
     assert spans.version == 1

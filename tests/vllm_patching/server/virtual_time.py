@@ -1,4 +1,6 @@
-"""An event loop whose seconds pass when nobody has anything to do, so that deadlines cost a test no time."""
+"""An event loop whose seconds pass when nobody has anything to do, so that deadlines cost a test no
+time.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextmanager
 def virtual_time(*modules: ModuleType) -> Iterator[VirtualLoop]:
-    """A loop, by whose time these modules go in the block. Tasks that are left at its end are cancelled."""
+    """A loop, by whose time these modules go in the block.
+
+    Tasks that are left at its end are cancelled.
+    """
     loop = VirtualLoop()
     clock = SimpleNamespace(monotonic=loop.time)
     with ExitStack() as stack:

@@ -1,4 +1,6 @@
-"""Where trainer and servers meet: what the variables say, what the routes say, and what is said of an address that is wrong."""
+"""Where trainer and servers meet: what the variables say, what the routes say, and what is said of
+an address that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,24 @@ ELSEWHERE = "192.0.2.7"
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NUM_INFERENCE_NODES", "TORCHELASTIC_RUN_ID", "GLOO_SOCKET_IFNAME"):
+    for name in (
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NUM_INFERENCE_NODES",
+        "TORCHELASTIC_RUN_ID",
+        "GLOO_SOCKET_IFNAME",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way to anything but this machine begins at 10.0.0.5."""
-    monkeypatch.setattr(addresses, "own_address", lambda host, port=9: "127.0.0.1" if is_loopback(host) else "10.0.0.5")
+    monkeypatch.setattr(
+        addresses,
+        "own_address",
+        lambda host, port=9: "127.0.0.1" if is_loopback(host) else "10.0.0.5",
+    )
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "70000", "-1"])
@@ -47,7 +59,9 @@ def test_a_wrong_master_port_is_refused(monkeypatch: pytest.MonkeyPatch, value: 
         rendezvous_address()
 
 
-def test_other_machines_need_an_address_that_they_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_need_an_address_that_they_can_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("NUM_INFERENCE_NODES", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(RendezvousError, match="MASTER_ADDR=localhost"):
@@ -60,7 +74,9 @@ def test_other_machines_need_an_address_that_they_can_reach(monkeypatch: pytest.
         rendezvous_address()
 
 
-def test_without_the_variable_it_is_the_address_on_the_way_to_the_servers(two_networks: None) -> None:
+def test_without_the_variable_it_is_the_address_on_the_way_to_the_servers(
+    two_networks: None,
+) -> None:
     assert rendezvous_address(["localhost", "127.0.0.1"]) == ("localhost", 29500)
     assert rendezvous_address(["localhost", ELSEWHERE]) == ("10.0.0.5", 29500)
 
@@ -69,12 +85,17 @@ def test_an_address_that_means_another_machine_there_is_refused_with_the_right_o
     two_networks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(RendezvousError, match=rf"server {ELSEWHERE} is on another machine.*set MASTER_ADDR=10\.0\.0\.5"):
+    with pytest.raises(
+        RendezvousError,
+        match=rf"server {ELSEWHERE} is on another machine.*set MASTER_ADDR=10\.0\.0\.5",
+    ):
         rendezvous_address(["localhost", ELSEWHERE])
     assert rendezvous_address(["localhost"]) == ("127.0.0.1", 29500)
 
 
-def test_under_torchrun_a_loopback_address_is_not_the_users(two_networks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_a_loopback_address_is_not_the_users(
+    two_networks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "4000")
@@ -97,11 +118,19 @@ def test_this_machine_is_here_and_a_machine_that_nobody_has_is_not() -> None:
         own_address("no-such-machine.invalid")
 
 
-def test_a_port_that_nobody_listens_at_is_named_with_what_to_set(free_port: Callable[[], int]) -> None:
+def test_a_port_that_nobody_listens_at_is_named_with_what_to_set(
+    free_port: Callable[[], int],
+) -> None:
     port = free_port()
     with pytest.raises(RendezvousError) as error:
         reach("127.0.0.1", port, "vLLM rank 3", 0.3)
-    for part in ("vLLM rank 3", socket.gethostname(), f"127.0.0.1:{port}", "refused", "MASTER_ADDR"):
+    for part in (
+        "vLLM rank 3",
+        socket.gethostname(),
+        f"127.0.0.1:{port}",
+        "refused",
+        "MASTER_ADDR",
+    ):
         assert part in str(error.value)
 
 

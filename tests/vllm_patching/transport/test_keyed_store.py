@@ -1,4 +1,6 @@
-"""The store that answers only programs with its secret: its operations, strangers, and groups of torch that meet at it."""
+"""The store that answers only programs with its secret: its operations, strangers, and groups of
+torch that meet at it.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_it_holds_what_torch_holds(store: KeyedStore, key: str, value: bytes, nu
     assert [one.check([f"{base}c"]) for one in (theirs, store)] == [False, False]
 
 
-def test_a_wait_ends_when_another_peer_sets_the_key_and_else_at_its_deadline(store: KeyedStore, peer: KeyedStore) -> None:
+def test_a_wait_ends_when_another_peer_sets_the_key_and_else_at_its_deadline(
+    store: KeyedStore, peer: KeyedStore
+) -> None:
     setter = threading.Thread(target=lambda: peer.set("late", "here"))
     waiting = KeyedStore("127.0.0.1", port_of(store), SECRET, ENOUGH)
     setter.start()
@@ -121,14 +125,18 @@ def test_torch_may_clone_it_for_a_thread_of_its_own(peer: KeyedStore) -> None:
 
 
 def test_it_listens_on_loopback_alone(store: KeyedStore) -> None:
-    assert {own.address for own in listeners([os.getpid()]) if own.port == port_of(store)} == {"127.0.0.1"}
+    assert {own.address for own in listeners([os.getpid()]) if own.port == port_of(store)} == {
+        "127.0.0.1"
+    }
 
 
 def test_a_peer_with_another_secret_gets_nothing(store: KeyedStore) -> None:
     store.set("here", "private")
     with pytest.raises(ConnectionResetError, match="another secret"):
         connect("127.0.0.1", port_of(store), "guessed", ENOUGH)
-    with pytest.raises(RendezvousError, match=r"vLLM rank 3 cannot join.*another secret.*MASTER_ADDR"):
+    with pytest.raises(
+        RendezvousError, match=r"vLLM rank 3 cannot join.*another secret.*MASTER_ADDR"
+    ):
         connect_store(Meeting("127.0.0.1", port_of(store), "guessed"), "vLLM rank 3", ENOUGH)
     with pytest.raises((OSError, StoreRefused)):
         PeerWatch(Meeting("127.0.0.1", port_of(store), ""), ENOUGH)
@@ -152,7 +160,9 @@ def test_a_peer_does_not_trust_what_listens_in_place_of_the_store() -> None:
 
 
 @given(st.binary(min_size=64, max_size=400))
-def test_whatever_a_stranger_sends_it_gets_32_random_bytes_and_the_end(store: KeyedStore, sent: bytes) -> None:
+def test_whatever_a_stranger_sends_it_gets_32_random_bytes_and_the_end(
+    store: KeyedStore, sent: bytes
+) -> None:
     with stranger_at(store) as connection:
         connection.sendall(sent)
         assert read_all(connection) <= 32
@@ -160,9 +170,13 @@ def test_whatever_a_stranger_sends_it_gets_32_random_bytes_and_the_end(store: Ke
 
 def test_torchs_own_client_gets_nothing(store: KeyedStore) -> None:
     with pytest.raises((RuntimeError, dist.DistError)):
-        dist.TCPStore("127.0.0.1", port_of(store), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1)).get(
-            "x"
-        )
+        dist.TCPStore(
+            "127.0.0.1",
+            port_of(store),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=1),
+        ).get("x")
 
 
 def test_a_silent_stranger_is_closed_and_many_do_not_keep_a_peer_away(
@@ -205,7 +219,9 @@ def test_the_port_closes_with_the_store_and_peers_see_it() -> None:
     assert again.port == port
 
 
-def test_a_message_above_the_limit_ends_the_connection_alone(store: KeyedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_above_the_limit_ends_the_connection_alone(
+    store: KeyedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peer = KeyedStore("127.0.0.1", port_of(store), SECRET, ENOUGH)
     monkeypatch.setattr(store_wire, "LARGEST_MESSAGE", 1000)
     with pytest.raises(RuntimeError, match="has gone"):
@@ -242,7 +258,12 @@ def test_a_group_of_torch_meets_at_it(store: KeyedStore) -> None:
         ("localhost", "", ["127.0.0.1"], "127.0.0.1"),
         ("127.0.0.1", "", ["127.0.0.1"], "127.0.0.1"),
         ("10.0.0.5", "192.0.2.7", ["10.0.0.5"], "10.0.0.5"),
-        ("trainer", "", ["127.0.1.1"], "127.0.1.1"),  # as /etc/hosts has it; the servers here read the same file
+        (
+            "trainer",
+            "",
+            ["127.0.1.1"],
+            "127.0.1.1",
+        ),  # as /etc/hosts has it; the servers here read the same file
         ("trainer", "192.0.2.7", ["127.0.1.1"], "10.0.0.5"),
         ("203.0.113.9", "192.0.2.7", [], "10.0.0.5"),  # forwarded to this machine
         ("203.0.113.9", "", [], ""),

@@ -22,7 +22,9 @@ class Still(Lane):
     """A lane that says when it is closed."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(LanePlace(Meeting("localhost", 1, ""), name, 0, 2, "none", name), None, 1.0)
+        super().__init__(
+            LanePlace(Meeting("localhost", 1, ""), name, 0, 2, "none", name), None, 1.0
+        )
         self.closed = threading.Event()
 
     def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
@@ -49,7 +51,9 @@ def test_one_by_one_keeps_the_order_and_stops_at_the_first_that_fails() -> None:
         return form
 
     fails = False
-    assert in_time([work(lane) for lane in lanes], 30, nobody_lost, "test", one_by_one=True) == lanes
+    assert (
+        in_time([work(lane) for lane in lanes], 30, nobody_lost, "test", one_by_one=True) == lanes
+    )
     assert begun == ["a", "b", "c"]
     begun.clear()
     fails = True
@@ -93,9 +97,15 @@ class Step:
 
 
 def test_what_arrives_as_a_look_ends_has_arrived() -> None:
-    lane = GlooLane(LanePlace(Meeting("localhost", 1, ""), "key", 1, 2, Route.GLOO, "lane 0 of vLLM rank 0"), None, 30.0)
+    lane = GlooLane(
+        LanePlace(Meeting("localhost", 1, ""), "key", 1, 2, Route.GLOO, "lane 0 of vLLM rank 0"),
+        None,
+        30.0,
+    )
     step = Step()
     lane.wait(step, time.monotonic() + 30, nobody_lost)
     assert step.looks == 1
-    with pytest.raises(LaneBroken, match=r"lane 0 of vLLM rank 0: a member has gone \(Connection closed by peer\)"):
+    with pytest.raises(
+        LaneBroken, match=r"lane 0 of vLLM rank 0: a member has gone \(Connection closed by peer\)"
+    ):
         lane.wait(Step("Connection closed by peer"), time.monotonic() + 30, nobody_lost)

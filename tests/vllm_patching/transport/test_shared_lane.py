@@ -31,9 +31,15 @@ def of_weights(folder: Path = Path("/dev/shm")) -> Sequence[Path]:
 
 
 def test_what_a_killed_sender_had_ends_with_its_last_reader() -> None:
-    """Another process's memory is read; when that is killed nothing of it has a name, and nobody else can open it."""
+    """Another process's memory is read; when that is killed nothing of it has a name, and nobody
+    else can open it.
+    """
     sender = subprocess.Popen(
-        [sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", SENDER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
     assert sender.stdout is not None
     start, _, offer = sender.stdout.readline().partition(" ")
@@ -48,7 +54,9 @@ def test_what_a_killed_sender_had_ends_with_its_last_reader() -> None:
         offered.map()
 
 
-def test_memory_of_another_machine_sender_or_kind_is_not_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_of_another_machine_sender_or_kind_is_not_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     memory = SendMemory([10])
     told = json.loads(memory.offer)
     OfferedMemory(memory.offer)
@@ -66,7 +74,9 @@ def test_memory_of_another_machine_sender_or_kind_is_not_opened(monkeypatch: pyt
         OfferedMemory("")
 
 
-def test_where_nothing_can_be_shared_the_buffers_are_there_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_shared_the_buffers_are_there_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def none(name: str, flags: int) -> int:
         raise OSError(38, "Function not implemented")
 

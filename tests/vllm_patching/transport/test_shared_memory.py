@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_patching.transport.shared_memory import SharedMemoryError, export_to_shared_memory, open_handles, remove_leftovers
+from vllm_patching.transport.shared_memory import (
+    SharedMemoryError,
+    export_to_shared_memory,
+    open_handles,
+    remove_leftovers,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,7 +38,9 @@ def exported() -> Iterator[tuple[dict[str, torch.nn.Parameter], dict[str, object
     os.unlink(str(handles["path"]))
 
 
-def test_values_and_identity_survive_the_move(exported: tuple[dict[str, torch.nn.Parameter], dict[str, object]]) -> None:
+def test_values_and_identity_survive_the_move(
+    exported: tuple[dict[str, torch.nn.Parameter], dict[str, object]],
+) -> None:
     parameters, handles = exported
     torch.manual_seed(0)
     assert torch.equal(parameters["a.weight"].data, torch.randn(3, 5))
@@ -54,13 +61,17 @@ def test_another_process_writes_and_this_one_sees_it(
         "opened['a.weight'].mul_(2)\n"
     )
     before = {name: parameter.data.clone() for name, parameter in parameters.items()}
-    subprocess.run([sys.executable, "-c", code, json.dumps(handles)], check=True, timeout=60, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-c", code, json.dumps(handles)], check=True, timeout=60, cwd=ROOT
+    )
     assert torch.equal(parameters["a.weight"].data, before["a.weight"] * 2)
     assert torch.equal(parameters["b.weight"].data, before["b.weight"])
     assert torch.equal(parameters["c.weight"].data, before["c.weight"])
 
 
-def test_only_the_owner_can_open_it(exported: tuple[dict[str, torch.nn.Parameter], dict[str, object]]) -> None:
+def test_only_the_owner_can_open_it(
+    exported: tuple[dict[str, torch.nn.Parameter], dict[str, object]],
+) -> None:
     _, handles = exported
     assert stat.S_IMODE(os.stat(str(handles["path"])).st_mode) == 0o600
 
@@ -72,10 +83,15 @@ def test_a_server_that_has_gone_is_named() -> None:
         open_handles({"kind": "pickle"})
 
 
-def test_the_file_of_a_killed_server_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_server_is_removed_and_that_of_a_living_one_is_not(
+    tmp_path: Path,
+) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    dead, living = tmp_path / f"lockstep-{gone.pid}-tp0-x.weights", tmp_path / f"lockstep-{os.getpid()}-tp0-x.weights"
+    dead, living = (
+        tmp_path / f"lockstep-{gone.pid}-tp0-x.weights",
+        tmp_path / f"lockstep-{os.getpid()}-tp0-x.weights",
+    )
     other = tmp_path / "something.weights"
     for path in (dead, living, other):
         path.write_bytes(b"")
@@ -101,8 +117,12 @@ def test_ranks_that_start_at_once_clear_up_together(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_room_is_an_error_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A real full disk needs privileges; the kernel's answer to posix_fallocate is what is replaced here."""
+def test_no_room_is_an_error_and_leaves_no_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A real full disk needs privileges; the kernel's answer to posix_fallocate is what is replaced
+    here.
+    """
     monkeypatch.setattr("vllm_patching.transport.shared_memory.SHM_DIR", tmp_path)
 
     def full(*_: object) -> None:
@@ -140,7 +160,9 @@ def test_a_link_and_a_file_that_others_may_write_are_refused(weights: Path, tmp_
         open_handles(handles_of(weights))
 
 
-def test_the_file_of_another_user_is_refused(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_another_user_is_refused(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: weights.stat().st_uid + 1)
     with pytest.raises(SharedMemoryError, match="not a file of this user alone"):
         open_handles(handles_of(weights))

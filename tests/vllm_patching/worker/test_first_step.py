@@ -1,4 +1,6 @@
-"""The moment of a worker's next step is noted once, and nothing is left on the worker's path afterwards."""
+"""The moment of a worker's next step is noted once, and nothing is left on the worker's path
+afterwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A worker that waits for a trainer's writes on the GPU waits for a while, and says what did not come."""
+"""A worker that waits for a trainer's writes on the GPU waits for a while, and says what did not
+come.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_an_event_is_asked_until_it_is_reached_or_time_is_up() -> None:
     assert reached_in_time(Event(0), 10.0)  # type: ignore[arg-type]
     assert reached_in_time(Event(5), 10.0)  # type: ignore[arg-type]
     assert not reached_in_time(Event(None), 0.01)  # type: ignore[arg-type]
-    with pytest.raises(SharedMemoryError, match="cannot ask the trainer's CUDA event: invalid resource handle"):
+    with pytest.raises(
+        SharedMemoryError, match="cannot ask the trainer's CUDA event: invalid resource handle"
+    ):
         reached_in_time(Event(0, "invalid resource handle\nmore"), 10.0)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,6 @@
-"""The updater thread against a real sender: it receives, it survives the trainer, it takes the next one."""
+"""The updater thread against a real sender: it receives, it survives the trainer, it takes the next
+one.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ SECONDS = 60.0
 BUCKET_BYTES = 500
 """So that the model is several buckets."""
 LAYOUT, NUM_BYTES = flat_layout(
-    Manifest(0, 1, tuple(ManifestEntry(spec, "float32", "cpu") for spec in plan_shards(GEOMETRY, 0, 1)))
+    Manifest(
+        0, 1, tuple(ManifestEntry(spec, "float32", "cpu") for spec in plan_shards(GEOMETRY, 0, 1))
+    )
 )
 
 BUCKETS = buckets(LAYOUT, BUCKET_BYTES)
@@ -88,10 +92,14 @@ def updater(live: list[tuple[str, torch.Tensor]]) -> WeightUpdater:
     return made
 
 
-def join(updater: WeightUpdater, port: int, epoch: int, direct: bool, timeout: float = SECONDS) -> None:
+def join(
+    updater: WeightUpdater, port: int, epoch: int, direct: bool, timeout: float = SECONDS
+) -> None:
     """Have it join a trainer, as a server does."""
     updater.aim_at(direct)
-    updater.join_cohort(CohortPlace(at(port), f"epoch{epoch}", 1, 0, 1, 0, epoch, Route.GLOO, timeout, timeout))
+    updater.join_cohort(
+        CohortPlace(at(port), f"epoch{epoch}", 1, 0, 1, 0, epoch, Route.GLOO, timeout, timeout)
+    )
 
 
 def at(port: int) -> Meeting:
@@ -133,7 +141,10 @@ def test_a_cohort_that_is_being_met_outlives_the_end_of_a_transfer(
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_what_the_trainer_sends_arrives_where_it_should(
-    updater: WeightUpdater, live: list[tuple[str, torch.Tensor]], free_port: Callable[[], int], direct: bool
+    updater: WeightUpdater,
+    live: list[tuple[str, torch.Tensor]],
+    free_port: Callable[[], int],
+    direct: bool,
 ) -> None:
     port = free_port()
     trainer = start_trainer(port, 1, "send")
@@ -146,7 +157,9 @@ def test_what_the_trainer_sends_arrives_where_it_should(
         assert status.checksum == weights_checksum(new_weights())
         for (_, target), here, (_, sent) in zip(live, updater.staged(), new_weights(), strict=True):
             assert torch.equal(here, sent)
-            assert torch.equal(target, sent) == direct, "the live weights are touched by a direct transfer, and by no other"
+            assert torch.equal(target, sent) == direct, (
+                "the live weights are touched by a direct transfer, and by no other"
+            )
         assert updater.discard(5)
         assert updater.status.version is None
     finally:
@@ -156,16 +169,23 @@ def test_what_the_trainer_sends_arrives_where_it_should(
 
 @pytest.mark.parametrize("how", ["a direct transfer", "a trainer that writes itself"])
 def test_a_staging_buffer_that_is_not_needed_any_more_is_let_go(
-    updater: WeightUpdater, live: list[tuple[str, torch.Tensor]], free_port: Callable[[], int], how: str
+    updater: WeightUpdater,
+    live: list[tuple[str, torch.Tensor]],
+    free_port: Callable[[], int],
+    how: str,
 ) -> None:
     updater.aim(direct=False)
     assert updater.staging is not None
     memory = StorageWeakRef(updater.staging.untyped_storage())
     assert not memory.expired()
     if how == "a direct transfer":
-        join(updater, free_port(), 1, True, 0.1)  # nobody is there, which is seen after the buffer is gone
+        join(
+            updater, free_port(), 1, True, 0.1
+        )  # nobody is there, which is seen after the buffer is gone
         wait_for(updater, "failed")
-        assert [tensor.data_ptr() for tensor in updater.staged()] == [tensor.data_ptr() for _, tensor in live]
+        assert [tensor.data_ptr() for tensor in updater.staged()] == [
+            tensor.data_ptr() for _, tensor in live
+        ]
     else:
         updater.leave()
         wait_for(updater, "idle")
@@ -213,7 +233,9 @@ def test_a_trainer_that_dies_is_reported_and_the_next_one_is_served(
         second.wait()
 
 
-def test_nobody_at_the_rendezvous_is_an_error_after_the_deadline(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
+def test_nobody_at_the_rendezvous_is_an_error_after_the_deadline(
+    updater: WeightUpdater, free_port: Callable[[], int]
+) -> None:
     join(updater, free_port(), 1, False, 1.0)
     wait_for(updater, "failed")
     assert "cannot reach the trainer's rendezvous" in updater.status.error
@@ -247,8 +269,12 @@ def test_a_port_in_use_names_the_port_and_the_remedy(free_port: Callable[[], int
     del keep
 
 
-def test_a_command_that_fails_late_says_nothing_about_the_next(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
-    """The old trainer's join is still waiting for its deadline when the new trainer has been announced."""
+def test_a_command_that_fails_late_says_nothing_about_the_next(
+    updater: WeightUpdater, free_port: Callable[[], int]
+) -> None:
+    """The old trainer's join is still waiting for its deadline when the new trainer has been
+    announced.
+    """
     join(updater, free_port(), 1, False, 1.0)
     port = free_port()
     trainer = start_trainer(port, 2, "wait")

@@ -1,6 +1,8 @@
-"""Stands in for the package `kernels`, which fetches FlashAttention 3 from a hub: the library that our trainer uses here.
+"""Stands in for the package `kernels`, which fetches FlashAttention 3 from a hub: the library that
+our trainer uses here.
 
-That is FlashAttention 4 as vLLM brings it, where it can be imported; else PyTorch's variable-length attention.
+That is FlashAttention 4 as vLLM brings it, where it can be imported; else PyTorch's variable-length
+attention.
 """
 
 import inspect
@@ -29,7 +31,9 @@ class _Kernel:
             )  # fmt: skip
         options: dict[str, Any] = {"is_causal": causal} if "is_causal" in _NAMES else {}
         if "window_size" in _NAMES:
-            options["window_size"] = (-1, 0) if causal and "is_causal" not in _NAMES else window_size
+            options["window_size"] = (
+                (-1, 0) if causal and "is_causal" not in _NAMES else window_size
+            )
         if "scale" in _NAMES:
             options["scale"] = softmax_scale
         groups = q.shape[1] // k.shape[1]

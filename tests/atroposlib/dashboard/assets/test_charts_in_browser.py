@@ -1,4 +1,6 @@
-"""Charts in a real browser, over runs that ended: zoomed to single rows, read by keyboard, and compared."""
+"""Charts in a real browser, over runs that ended: zoomed to single rows, read by keyboard, and
+compared.
+"""
 
 import json
 import socket
@@ -17,7 +19,8 @@ from atroposlib.dashboard.web.auth import PageAuth
 from tests.headless_browser import Visit
 
 STEPS = 4000
-"""More than the points of a chart, so that a point stands for several rows until one looks closer."""
+"""More than the points of a chart, so that a point stands for several rows until one looks
+closer."""
 START_SECONDS = 60.0
 
 

@@ -1,4 +1,6 @@
-"""The page's files: the vendored library is the release that is named, nothing is inline or from elsewhere, and the modules' logic holds."""
+"""The page's files: the vendored library is the release that is named, nothing is inline or from
+elsewhere, and the modules' logic holds.
+"""
 
 import hashlib
 import json
@@ -33,7 +35,9 @@ def test_something_is_vendored() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_pages_obey_the_policy(page: Path) -> None:
-    """Scripts and styles are files of ours: the content security policy refuses all else, and the page would be bare."""
+    """Scripts and styles are files of ours: the content security policy refuses all else, and the
+    page would be bare.
+    """
     text = page.read_text()
     assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:", text)
     for script in re.findall(r"<script\b[^>]*>", text):
@@ -56,7 +60,8 @@ def test_colours_have_names(path: Path) -> None:
     """One file says what is what colour, in light and dark."""
     if path.name == "base.css":
         return
-    text = re.sub(r"rgba\(\$1, |/\^rgb.*?/", "", path.read_text())  # what makes a colour of ours fainter
+    # what makes a colour of ours fainter
+    text = re.sub(r"rgba\(\$1, |/\^rgb.*?/", "", path.read_text())
     assert not COLOUR.search(re.sub(r"`[^`]*`|\"#\"", "", text))
 
 

@@ -16,7 +16,10 @@ async def test_a_page_is_told_what_concerns_its_run() -> None:
     with hub.subscribed("a") as first, hub.subscribed("b") as second:
         hub.tell("a", "rows", {"n": float("nan")})
         hub.tell(EVERY_RUN, "stack", {"text": "two\nlines"})
-        assert await first.next(1) == b'event: rows\ndata: {"n":null}\n\nevent: stack\ndata: {"text":"two\\nlines"}\n\n'
+        assert (
+            await first.next(1)
+            == b'event: rows\ndata: {"n":null}\n\nevent: stack\ndata: {"text":"two\\nlines"}\n\n'
+        )
         assert await second.next(1) == encode("stack", {"text": "two\nlines"})
         assert await second.next(0.01) is None
         hub.close()
@@ -38,7 +41,9 @@ async def test_a_page_that_does_not_keep_up_is_let_go_of(monkeypatch: pytest.Mon
     hub.require_room()
 
 
-async def test_what_is_told_within_a_moment_is_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_told_within_a_moment_is_sent_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(hub_module, "PACE_SECONDS", 1e6)
     hub = Hub()
     with hub.subscribed("a") as page:

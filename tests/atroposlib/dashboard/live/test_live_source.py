@@ -19,9 +19,11 @@ TRAINER = Registration(1, "g", "p", 2, 128, "c", 5, 0, 100, model="m")
 
 
 @pytest.mark.parametrize(("uuid", "missed"), [(1, True), (2, False)])
-def test_a_trainer_that_died_while_the_service_was_away_is_missed(tmp_path: Path, uuid: int, missed: bool) -> None:
-    """Though it holds a batch, over which one that does not tell of its servers may be silent for long; so may the next one,
-    of which nothing is known yet."""
+def test_a_trainer_that_died_while_the_service_was_away_is_missed(
+    tmp_path: Path, uuid: int, missed: bool
+) -> None:
+    """Though it holds a batch, over which one that does not tell of its servers may be silent for
+    long; so may the next one, of which nothing is known yet."""
 
     async def run() -> None:
         before = source(tmp_path, TRAINER)

@@ -24,7 +24,8 @@ WEIGHTS = {"instance": "one", "weight_version": 3, "weight_epoch": 7, "serving":
 
 
 class KeyedServer:
-    """Answers /weights to everybody and /bridge/state to the key, and notes what each request carried.
+    """Answers /weights to everybody and /bridge/state to the key, and notes what each request
+    carried.
 
     Args:
         moved_to: address to which /bridge/state is redirected; empty for an ordinary answer.
@@ -39,7 +40,13 @@ class KeyedServer:
                 key = self.headers.get("Authorization")
                 noted.put((self.path, key))
                 is_bridge = self.path == "/bridge/state"
-                status = 307 if is_bridge and moved_to else 401 if is_bridge and key != f"Bearer {KEY}" else 200
+                status = (
+                    307
+                    if is_bridge and moved_to
+                    else 401
+                    if is_bridge and key != f"Bearer {KEY}"
+                    else 200
+                )
                 body = json.dumps(BRIDGE if is_bridge else WEIGHTS).encode()
                 self.send_response(status)
                 if moved_to:
@@ -93,12 +100,18 @@ def test_only_the_addresses_of_the_options_get_the_key(
     assert watch.servers[own.url].bridge["updates"] == 3
     unkeyed = watch.servers[stranger.url]
     assert (unkeyed.health, unkeyed.weight_version, unkeyed.bridge) == ("good", 3, {})
-    (line,) = [record.getMessage() for record in caplog.records if "requires its key" in record.getMessage()]
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "requires its key" in record.getMessage()
+    ]
     assert f"--vllm-server {stranger.url}" in line
     assert KEY not in line
 
 
-def test_a_name_that_no_resolver_takes_does_not_stop_the_poll_of_others(servers: tuple[KeyedServer, KeyedServer]) -> None:
+def test_a_name_that_no_resolver_takes_does_not_stop_the_poll_of_others(
+    servers: tuple[KeyedServer, KeyedServer],
+) -> None:
     own, _ = servers
     watch = ServerWatch(KEY, frozenset({own.url}))
     names = f"http://{'a' * 64}:1", "http://xn--a:1"
@@ -107,7 +120,9 @@ def test_a_name_that_no_resolver_takes_does_not_stop_the_poll_of_others(servers:
     assert [watch.servers[name].health for name in names] == ["silent"] * 2
 
 
-def test_another_name_or_port_of_the_same_machine_gets_no_key(servers: tuple[KeyedServer, KeyedServer]) -> None:
+def test_another_name_or_port_of_the_same_machine_gets_no_key(
+    servers: tuple[KeyedServer, KeyedServer],
+) -> None:
     own, stranger = servers
     renamed = own.url.replace("127.0.0.1", "localhost")
     look(ServerWatch(KEY, frozenset({own.url})), renamed, stranger.url)
@@ -124,7 +139,9 @@ def test_a_redirect_takes_the_key_nowhere(servers: tuple[KeyedServer, KeyedServe
 
 
 def test_options_name_addresses_in_one_form() -> None:
-    given = parse_arguments(["--vllm-server", "http://Node7:9001/", "--vllm-server", "http://[::1]:9002"])
+    given = parse_arguments(
+        ["--vllm-server", "http://Node7:9001/", "--vllm-server", "http://[::1]:9002"]
+    )
     assert given.vllm_server == ["http://node7:9001", "http://[::1]:9002"]
 
 
@@ -134,12 +151,17 @@ def test_a_wrong_address_is_refused_with_an_example(capsys: pytest.CaptureFixtur
     assert "write http://HOST:PORT" in capsys.readouterr().err
 
 
-def test_a_stranger_that_registers_a_server_gets_no_key(tmp_path: Path, servers: tuple[KeyedServer, KeyedServer]) -> None:
+def test_a_stranger_that_registers_a_server_gets_no_key(
+    tmp_path: Path, servers: tuple[KeyedServer, KeyedServer]
+) -> None:
     own, stranger = servers
     flags = ("--store", "memory", "--vllm-server", own.url)
     service = Service(tmp_path, *flags, environ={"VLLM_API_KEY": KEY}).start()
     service.post("/register", trainer(model="m", inference_servers=[own.url, stranger.url]))
     # The queues end the wait: each server is polled within seconds.
     assert own.requests.get(timeout=120) == ("/weights", f"Bearer {KEY}")
-    assert [stranger.requests.get(timeout=120) for _ in range(2)] == [("/weights", None), ("/bridge/state", None)]
+    assert [stranger.requests.get(timeout=120) for _ in range(2)] == [
+        ("/weights", None),
+        ("/bridge/state", None),
+    ]
     service.signal(signal.SIGTERM)

@@ -16,7 +16,11 @@ NAMES = ("service", "trainer", "environment-0", f"server-{URL}")
 
 
 def stack(
-    run_ended: bool = False, silent: float = 1.0, health: str = "good", connected: bool = True, **trainer: Any
+    run_ended: bool = False,
+    silent: float = 1.0,
+    health: str = "good",
+    connected: bool = True,
+    **trainer: Any,
 ) -> dict[str, Any]:
     """As a service wrote it down at second 1000."""
     return {
@@ -35,14 +39,23 @@ def states(told: dict[str, Any], known: Known) -> dict[str, str]:
 
 def test_a_run_that_goes_on_has_no_signs() -> None:
     assert signs_of(stack(), Known(1000.0)) == {}
-    assert signs_of(stack(), Known(1000.0 + STALE_SECONDS, written=1000.0)) == {}, "another service writes it down"
+    assert signs_of(stack(), Known(1000.0 + STALE_SECONDS, written=1000.0)) == {}, (
+        "another service writes it down"
+    )
     assert signs_of({"time": 1.0}, Known(1000.0)) == {}, "of another version"
 
 
 def test_an_hour_after_the_end_every_process_is_shown_as_ended() -> None:
-    for told in (stack(run_ended=True), stack(run_ended=True, connected=False), stack(run_ended=True, health="silent")):
+    for told in (
+        stack(run_ended=True),
+        stack(run_ended=True, connected=False),
+        stack(run_ended=True, health="silent"),
+    ):
         assert states(told, Known(4600.0, written=1000.0)) == dict.fromkeys(NAMES, "ended")
-    found = signs_of(stack(run_ended=True, connected=False) | {"stopped": 1001.0}, Known(4600.0, 1000.0, ended=990.0))
+    found = signs_of(
+        stack(run_ended=True, connected=False) | {"stopped": 1001.0},
+        Known(4600.0, 1000.0, ended=990.0),
+    )
     assert [(found[name]["text"], found[name]["seen"]) for name in NAMES] == [
         ("stopped", 1001.0),
         ("the run has ended", 990.0),
@@ -53,9 +66,15 @@ def test_an_hour_after_the_end_every_process_is_shown_as_ended() -> None:
 
 def test_what_a_service_saw_before_it_was_stopped_is_old_at_once() -> None:
     known = Known(1001.0, written=1000.0)
-    assert states(stack() | {"stopped": 1000.0}, known) == dict.fromkeys(NAMES, "silent") | {"service": "ended"}
-    assert states(stack(run_ended=True) | {"stopped": 1000.0}, known) == dict.fromkeys(NAMES, "ended")
-    assert signs_of(stack() | {"stopped": 900.0}, Known(1000.0)) == {}, "the service has been started again"
+    assert states(stack() | {"stopped": 1000.0}, known) == dict.fromkeys(NAMES, "silent") | {
+        "service": "ended"
+    }
+    assert states(stack(run_ended=True) | {"stopped": 1000.0}, known) == dict.fromkeys(
+        NAMES, "ended"
+    )
+    assert signs_of(stack() | {"stopped": 900.0}, Known(1000.0)) == {}, (
+        "the service has been started again"
+    )
 
 
 def test_a_run_that_was_killed_without_a_word_gives_no_sign() -> None:
@@ -66,11 +85,21 @@ def test_a_run_that_was_killed_without_a_word_gives_no_sign() -> None:
 
 
 def test_records_of_killed_processes_say_that_they_have_ended() -> None:
-    processes = [RunProcess(part, port, exists=False) for part, port in (("service", 8000), ("trainer", 0), ("vllm", 9001))]
+    processes = [
+        RunProcess(part, port, exists=False)
+        for part, port in (("service", 8000), ("trainer", 0), ("vllm", 9001))
+    ]
     found = states(stack(), Known(4600.0, written=1000.0, processes=processes))
-    assert found == {"service": "ended", "trainer": "ended", "environment-0": "silent", f"server-{URL}": "ended"}
+    assert found == {
+        "service": "ended",
+        "trainer": "ended",
+        "environment-0": "silent",
+        f"server-{URL}": "ended",
+    }
     elsewhere = [RunProcess("vllm", 9002, exists=False), RunProcess("trainer", exists=None)]
-    assert set(states(stack(), Known(4600.0, written=1000.0, processes=elsewhere)).values()) == {"silent"}
+    assert set(states(stack(), Known(4600.0, written=1000.0, processes=elsewhere)).values()) == {
+        "silent"
+    }
 
 
 def test_while_the_service_answers_only_what_is_silent_has_a_sign() -> None:
@@ -78,31 +107,54 @@ def test_while_the_service_answers_only_what_is_silent_has_a_sign() -> None:
     assert states(stack(silent=59.0), live) == {}
     assert states(stack(silent=61.0), live) == {"trainer": "silent", "environment-0": "silent"}
     assert states(stack(silent=61.0, publishes=False), live) == {"environment-0": "silent"}
-    assert states(stack(silent=121.0, publishes=False), live) == {"trainer": "silent", "environment-0": "silent"}
+    assert states(stack(silent=121.0, publishes=False), live) == {
+        "trainer": "silent",
+        "environment-0": "silent",
+    }
     training = stack(silent=9000.0, publishes=False) | {"leases": [{"sent": True}]}
-    assert states(training, live) == {"environment-0": "silent"}, "a trainer may take any time for a batch"
+    assert states(training, live) == {"environment-0": "silent"}, (
+        "a trainer may take any time for a batch"
+    )
     assert states(stack(run_ended=True), live) == {"trainer": "ended"}, "the server still serves"
-    assert states(stack(run_ended=True, health="silent"), live) == {"trainer": "ended", f"server-{URL}": "ended"}
+    assert states(stack(run_ended=True, health="silent"), live) == {
+        "trainer": "ended",
+        f"server-{URL}": "ended",
+    }
     assert states(stack(health="silent"), live) == {}, "a fault, which the page names"
 
 
 def test_a_process_that_is_not_found_here_may_run_in_another_container() -> None:
-    processes = [RunProcess(part, port, exists=False) for part, port in (("trainer", 0), ("environment", 0), ("vllm", 9001))]
+    processes = [
+        RunProcess(part, port, exists=False)
+        for part, port in (("trainer", 0), ("environment", 0), ("vllm", 9001))
+    ]
     assert states(stack(), Known(1000.0, processes=processes)) == {}, "they have just been heard"
-    assert states(stack(silent=61.0), Known(1000.0, processes=processes)) == {"trainer": "ended", "environment-0": "ended"}
+    assert states(stack(silent=61.0), Known(1000.0, processes=processes)) == {
+        "trainer": "ended",
+        "environment-0": "ended",
+    }
 
 
 def test_a_recorded_end_counts_at_once() -> None:
-    processes = [RunProcess("trainer", exists=False, code=137, ended=999.5), RunProcess("vllm", 9001, False, 0, 999.0)]
+    processes = [
+        RunProcess("trainer", exists=False, code=137, ended=999.5),
+        RunProcess("vllm", 9001, False, 0, 999.0),
+    ]
     found = signs_of(stack(), Known(1000.0, processes=processes))
     assert found["trainer"] == {"state": "ended", "text": "killed by signal 9", "seen": 999.5}
-    assert found[f"server-{URL}"] == {"state": "ended", "text": "ended with status 0", "seen": 999.0}
+    assert found[f"server-{URL}"] == {
+        "state": "ended",
+        "text": "ended with status 0",
+        "seen": 999.0,
+    }
     assert set(found) == {"trainer", f"server-{URL}"}
 
 
 def test_a_server_that_the_trainer_owns_is_known_by_the_trainers_record() -> None:
     processes = [RunProcess("trainer", 9001, exists=False, code=0, ended=999.5)]
-    assert signs_of(stack(), Known(1000.0, processes=processes))[f"server-{URL}"]["state"] == "ended"
+    assert (
+        signs_of(stack(), Known(1000.0, processes=processes))[f"server-{URL}"]["state"] == "ended"
+    )
 
 
 @given(ahead=st.floats(0, 1e6))
@@ -122,7 +174,10 @@ def test_nothing_that_was_just_heard_is_called_silent_and_nothing_stale_is_calle
 ) -> None:  # fmt: skip
     told = stack(run_ended, silent, health, connected, registered=registered)
     code = None if exists else code
-    processes = [RunProcess(part, 9001, exists, code) for part in ("service", "trainer", "environment", "vllm")]
+    processes = [
+        RunProcess(part, 9001, exists, code)
+        for part in ("service", "trainer", "environment", "vllm")
+    ]
     known = Known(now, None if live else 1000.0, processes=processes)
     found = states(told, known)
     assert set(found) <= set(NAMES)

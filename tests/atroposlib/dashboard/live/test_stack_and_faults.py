@@ -1,11 +1,18 @@
-"""What the service says of its stack: faults in words with a remedy, and what happened between two looks."""
+"""What the service says of its stack: faults in words with a remedy, and what happened between two
+looks.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from atroposlib.dashboard.live.event_detection import DROPS_SECONDS, Drops, happenings, server_events
+from atroposlib.dashboard.live.event_detection import (
+    DROPS_SECONDS,
+    Drops,
+    happenings,
+    server_events,
+)
 from atroposlib.dashboard.live.servers import Server
 from atroposlib.dashboard.live.stack import TrainerHeard, stack_of, worth_telling
 from atroposlib.service.queue import RolloutQueue
@@ -20,7 +27,9 @@ def registration(uuid: int = 1, start: int = 0) -> Registration:
 
 
 def look(queue: RolloutQueue, *servers: Server, now: float = 0.0, **heard: Any) -> dict[str, Any]:
-    return stack_of(queue, [server.row(None) for server in servers], 1000.0 + now, now, TrainerHeard(**heard))
+    return stack_of(
+        queue, [server.row(None) for server in servers], 1000.0 + now, now, TrainerHeard(**heard)
+    )
 
 
 def faults(stack: dict[str, Any]) -> dict[str, str]:
@@ -51,7 +60,10 @@ def test_each_fault_names_its_part() -> None:
     lease = queue.next_batch(500.0, None, None)
     assert lease is not None
     queue.sent(lease, complete=True)
-    assert faults(look(queue, now=501.0, seconds_since_step=5000.0)) == {"queue": "warning", "trainer": "error"}
+    assert faults(look(queue, now=501.0, seconds_since_step=5000.0)) == {
+        "queue": "warning",
+        "trainer": "error",
+    }
     silent, bad, away = Server(URL), Server("http://b:1"), Server("http://c:1")
     silent.missed(1.0, "connection refused")
     bad.heard(1.0, GOOD | {"serving": False, "trouble": "in quarantine"}, None)
@@ -59,7 +71,9 @@ def test_each_fault_names_its_part() -> None:
     stack = stack_of(RolloutQueue(), [silent.row(None), bad.row(None), row], 0.0, 0.0)
     assert set(faults(stack)) == {f"server {URL}", "server http://b:1", "server http://c:1"}
     queue.end(1)
-    assert "trainer" not in faults(look(queue, now=502.0, seconds_since_step=5000.0)), "an end is no fault"
+    assert "trainer" not in faults(look(queue, now=502.0, seconds_since_step=5000.0)), (
+        "an end is no fault"
+    )
 
 
 def test_a_trainer_that_should_speak_and_does_not_is_named() -> None:
@@ -72,7 +86,9 @@ def test_a_trainer_that_should_speak_and_does_not_is_named() -> None:
     assert lease is not None
     queue.sent(lease, complete=True)
     assert faults(look(queue, seconds_silent=300.0)) == {}, "it may compute for long"
-    assert faults(look(queue, seconds_silent=300.0, publishes=True)) == {"trainer": "error"}, "its keeper speaks meanwhile"
+    assert faults(look(queue, seconds_silent=300.0, publishes=True)) == {"trainer": "error"}, (
+        "its keeper speaks meanwhile"
+    )
     (mute,) = look(queue, seconds_silent=65.0, publishes=True)["faults"]
     assert mute["text"] == "Nothing was heard of the trainer for a minute."
     assert "scripts/start.sh --resume trainer" in mute["remedy"]
@@ -89,7 +105,9 @@ def test_how_long_a_server_is_silent_is_told_by_its_last_answer_whoever_heard_it
         server.missed(now, "connection refused")
     trained = {"url": URL, "standing": "good", "since": 50.0}
     (fault,) = stack_of(RolloutQueue(), [server.row(trained)], 300.0, 0.0)["faults"]
-    assert (fault["part"], fault["since"]) == (f"server {URL}", 200.0), "and not since the trainer took it for good"
+    assert (fault["part"], fault["since"]) == (f"server {URL}", 200.0), (
+        "and not since the trainer took it for good"
+    )
     assert "connection refused" in fault["text"]
     after = Server.remembered(URL, server.row(None))  # by the next process of the service
     after.missed(400.0, "connection refused")
@@ -98,11 +116,15 @@ def test_how_long_a_server_is_silent_is_told_by_its_last_answer_whoever_heard_it
     after.heard(500.0, GOOD | {"instance": "two"}, {"failures": 0})
     kinds = [event.kind for event in server_events(server.row(None), after.row(None), 500.0, 1)]
     assert (after.since, kinds) == (500.0, ["server_back", "server_restarted"])
-    died = Server.remembered(URL, Server.remembered(URL, {"health": "good", "answered": 7.0}).row(None))
+    died = Server.remembered(
+        URL, Server.remembered(URL, {"health": "good", "answered": 7.0}).row(None)
+    )
     for now in (8.0, 9.0):
         died.missed(now, "connection refused")
     assert (died.health, died.since) == ("silent", 7.0)
-    assert Server.remembered(URL, {"health": [], "since": "x", "weight_version": 1.5}).row(None) == Server(URL).row(None)
+    assert Server.remembered(URL, {"health": [], "since": "x", "weight_version": 1.5}).row(
+        None
+    ) == Server(URL).row(None)
 
 
 def test_what_happens_is_told_once() -> None:
@@ -113,11 +135,16 @@ def test_what_happens_is_told_once() -> None:
     queue.next_batch(0.0, None, None)
     queue.register_env("task", 1.0, 4, 128, None, 0.0, None)
     after = look(queue)
-    assert [event.kind for event in happenings(before, after)] == ["trainer_registered", "environment_joined"]
+    assert [event.kind for event in happenings(before, after)] == [
+        "trainer_registered",
+        "environment_joined",
+    ]
     assert happenings(after, after) == []
     quiet = look(queue, now=61.0)
     assert [event.kind for event in happenings(after, quiet)] == ["environment_silent"]
-    assert worth_telling(after) == worth_telling(look(queue, now=30.0)), "seconds that pass are no news"
+    assert worth_telling(after) == worth_telling(look(queue, now=30.0)), (
+        "seconds that pass are no news"
+    )
     queue.status_env(0, 62.0)
     queue.register(registration(2, start=5))
     back = look(queue, now=62.0)
@@ -125,7 +152,10 @@ def test_what_happens_is_told_once() -> None:
     queue.disconnect_env(0)
     queue.end(2)
     end = happenings(back, look(queue, now=63.0))
-    assert [(event.kind, event.severity) for event in end] == [("run_ended", "info"), ("environment_left", "info")]
+    assert [(event.kind, event.severity) for event in end] == [
+        ("run_ended", "info"),
+        ("environment_left", "info"),
+    ]
 
 
 def test_drops_are_told_together() -> None:
@@ -168,34 +198,70 @@ def test_what_a_server_says_and_does() -> None:
     assert (server.since, kinds(before)) == (1.0, ["server_lost"])
     lost = seen()
     server.heard(4.0, GOOD | {"instance": "two", "weight_version": 2}, bridge | {"failures": 9})
-    assert kinds(lost) == ["server_back", "server_restarted"], "what it counted before its start is not compared"
+    assert kinds(lost) == ["server_back", "server_restarted"], (
+        "what it counted before its start is not compared"
+    )
     before = seen()
-    server.heard(5.0, GOOD | {"instance": "two", "weight_version": 2}, bridge | {"failures": 10, "last_error": "shape"})
+    server.heard(
+        5.0,
+        GOOD | {"instance": "two", "weight_version": 2},
+        bridge | {"failures": 10, "last_error": "shape"},
+    )
     assert kinds(before) == ["refused_update"]
     assert [version["version"] for version in server.history] == [1, 2]
-    for version, seconds in ((3, {"halted": 4.0}), (3, {"halted": 4.0, "stalled": 3.0}), (4, {"halted": 1.0})):
-        server.heard(5.0 + version, GOOD | {"instance": "two", "weight_version": version}, {"last_update": seconds})
-    assert (server.history[2]["gap"], server.longest_gap, server.longest_gap_at) == (3.0, 3.0, 8.0), "the true one comes later"
+    for version, seconds in (
+        (3, {"halted": 4.0}),
+        (3, {"halted": 4.0, "stalled": 3.0}),
+        (4, {"halted": 1.0}),
+    ):
+        server.heard(
+            5.0 + version,
+            GOOD | {"instance": "two", "weight_version": version},
+            {"last_update": seconds},
+        )
+    assert (server.history[2]["gap"], server.longest_gap, server.longest_gap_at) == (
+        3.0,
+        3.0,
+        8.0,
+    ), "the true one comes later"
     again = Server.remembered(URL, seen(), server.history)
     moving = Server(URL)
     moving.heard(1.0, GOOD, {"weight_version": 2, "weight_epoch": 5, "checksums": ["of 2"]})
-    assert [(one["version"], one["checksum"]) for one in moving.history] == [(2, "of 2")], "an update was in between"
+    assert [(one["version"], one["checksum"]) for one in moving.history] == [(2, "of 2")], (
+        "an update was in between"
+    )
     assert (again.history, again.longest_gap, again.longest_gap_at) == (server.history, 3.0, 8.0)
-    server.heard(6.0, {"weight_version": "none", "in_flight": None}, {"checksums": 5, "last_update": [1], "updates": True})
+    server.heard(
+        6.0,
+        {"weight_version": "none", "in_flight": None},
+        {"checksums": 5, "last_update": [1], "updates": True},
+    )
     assert (server.health, server.weight_version, server.bridge["checksums"]) == ("good", None, [])
 
 
 def test_a_store_without_space_is_a_fault_and_one_without_its_reserve_a_warning() -> None:
-    figures = {"path": "/disk/a.db", "free_bytes": 1, "reserve_bytes": 64 << 20, "reserve_is_whole": True}
+    figures = {
+        "path": "/disk/a.db",
+        "free_bytes": 1,
+        "reserve_bytes": 64 << 20,
+        "reserve_is_whole": True,
+    }
 
     def faults(**changed: object) -> list[tuple[str, str, str]]:
-        stack = stack_of(RolloutQueue(), [], 0.0, 0.0, store=figures | {"refusing_posts": None} | changed)
+        stack = stack_of(
+            RolloutQueue(), [], 0.0, 0.0, store=figures | {"refusing_posts": None} | changed
+        )
         return [(fault["part"], fault["severity"], fault["text"]) for fault in stack["faults"]]
 
     assert faults() == []
     assert faults(refusing_posts="store /disk/a.db: 0.0 MB are free") == [
         ("service", "error", "store /disk/a.db: 0.0 MB are free")
     ]
-    assert faults(reserve_is_whole=False) == [("service", "warning", "The reserve of 67 MB beside /disk/a.db is not there.")]
-    first, second = (stack_of(RolloutQueue(), [], 0.0, 0.0, store=figures | {"free_bytes": free}) for free in (1, 2))
+    assert faults(reserve_is_whole=False) == [
+        ("service", "warning", "The reserve of 67 MB beside /disk/a.db is not there.")
+    ]
+    first, second = (
+        stack_of(RolloutQueue(), [], 0.0, 0.0, store=figures | {"free_bytes": free})
+        for free in (1, 2)
+    )
     assert worth_telling(first) == worth_telling(second), "its free space alone is no news"

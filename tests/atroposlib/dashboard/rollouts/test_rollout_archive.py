@@ -1,4 +1,6 @@
-"""The archive of rollouts: every list against a sorted one, bounds, the search, and what the trainer told."""
+"""The archive of rollouts: every list against a sorted one, bounds, the search, and what the
+trainer told.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,21 @@ from hypothesis import strategies as st
 from atroposlib.dashboard.rollouts import archive as archive_module
 from atroposlib.dashboard.rollouts import archive_reader as source_module
 from atroposlib.dashboard.rollouts.archive import Archive, ArchiveError, PostedGroup
-from atroposlib.dashboard.rollouts.archive_reader import ORDERS, NoSuchError, Position, QueryError, RolloutSource
+from atroposlib.dashboard.rollouts.archive_reader import (
+    ORDERS,
+    NoSuchError,
+    Position,
+    QueryError,
+    RolloutSource,
+)
 from atroposlib.dashboard.rollouts.rollout_stats import read_report
 
 PLACES = st.sampled_from(["", "sums", "code"])
 SCORES = st.sampled_from([-1.0, 0.0, 0.1, 1.0])
-GROUPS = st.lists(st.tuples(PLACES, st.lists(st.tuples(SCORES, st.integers(1, 4)), min_size=1, max_size=4)), max_size=12)
+GROUPS = st.lists(
+    st.tuples(PLACES, st.lists(st.tuples(SCORES, st.integers(1, 4)), min_size=1, max_size=4)),
+    max_size=12,
+)
 
 
 def body(*rollouts: tuple[float, int], **more: Any) -> bytes:
@@ -71,9 +82,18 @@ def all_of(source: RolloutSource, limit: int, **asked: Any) -> list[dict[str, An
 
 
 @settings(max_examples=25, deadline=None)
-@given(groups=GROUPS, limit=st.integers(1, 7), environment=st.none() | PLACES, drifts=st.lists(st.integers(0, 3), max_size=12))
+@given(
+    groups=GROUPS,
+    limit=st.integers(1, 7),
+    environment=st.none() | PLACES,
+    drifts=st.lists(st.integers(0, 3), max_size=12),
+)
 def test_every_list_is_whole_and_in_order_whatever_its_pages(
-    tmp_path_factory: pytest.TempPathFactory, groups: list[Any], limit: int, environment: str | None, drifts: list[int]
+    tmp_path_factory: pytest.TempPathFactory,
+    groups: list[Any],
+    limit: int,
+    environment: str | None,
+    drifts: list[int],
 ) -> None:
     archive = Archive(tmp_path_factory.mktemp("a") / "rollouts.db")
     expected: list[dict[str, Any]] = []
@@ -81,7 +101,14 @@ def test_every_list_is_whole_and_in_order_whatever_its_pages(
     for seq, (place, rollouts) in enumerate(groups):
         group = archive.add(PostedGroup(seq, float(seq), place, body(*rollouts)))
         rows = [
-            {"score": score, "sampled": length, "environment": place, "group": group, "rollout": index, "drift": None}
+            {
+                "score": score,
+                "sampled": length,
+                "environment": place,
+                "group": group,
+                "rollout": index,
+                "drift": None,
+            }
             for index, (score, length) in enumerate(rollouts)
         ]
         if seq < len(drifts):
@@ -89,18 +116,27 @@ def test_every_list_is_whole_and_in_order_whatever_its_pages(
             rows[0]["drift"] = float(drifts[seq])
         expected += rows
     archive.commit()
-    newest = [row for row in reversed(expected) if environment is None or row["environment"] == environment]
+    newest = [
+        row
+        for row in reversed(expected)
+        if environment is None or row["environment"] == environment
+    ]
     wanted = {
         "newest": newest,
         "best": sorted(newest, key=lambda row: -row["score"]),
         "worst": sorted(newest, key=lambda row: row["score"]),
         "longest": sorted(newest, key=lambda row: -row["sampled"]),
-        "drifted": sorted((row for row in newest if row["drift"] is not None), key=lambda row: -row["drift"]),
+        "drifted": sorted(
+            (row for row in newest if row["drift"] is not None), key=lambda row: -row["drift"]
+        ),
     }
     source = RolloutSource(archive.path)
     for order in ORDERS:
         found = all_of(source, limit, order=order, environment=environment)
-        assert [{name: head[name] for name in row} for head, row in zip(found, wanted[order], strict=True)] == wanted[order]
+        assert [
+            {name: head[name] for name in row}
+            for head, row in zip(found, wanted[order], strict=True)
+        ] == wanted[order]
     assert source.total() == len(expected)
 
 
@@ -124,7 +160,9 @@ def test_the_newest_groups_stay_within_the_bounds(
     source = RolloutSource(path)
     assert source.total() == sum(sizes[seq] for seq in kept)
     with sqlite3.connect(path) as connection:
-        assert [seq for (seq,) in connection.execute("SELECT seq FROM groups ORDER BY id DESC")] == kept
+        assert [
+            seq for (seq,) in connection.execute("SELECT seq FROM groups ORDER BY id DESC")
+        ] == kept
         for table in ("rollouts", "texts", "trained"):
             (low,) = connection.execute(f"SELECT min(id) FROM {table}").fetchone()
             assert low is None or low > sum(sizes) - sum(sizes[seq] for seq in kept)
@@ -143,7 +181,9 @@ def test_bytes_are_bounded_too_with_what_the_trainer_told(tmp_path: Path) -> Non
     assert (tmp_path / "rollouts.db").stat().st_size < 400_000
 
 
-def test_names_without_end_are_told_apart_up_to_a_bound(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_without_end_are_told_apart_up_to_a_bound(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(archive_module, "MAX_ENVIRONMENTS", 3)
     archive.begin()
     for seq in range(10):
@@ -159,8 +199,15 @@ def test_a_text_is_found_in_any_case_and_a_search_goes_on_where_its_time_ended(
 ) -> None:
     archive.begin()
     for seq in range(30):
-        talk = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": f"Answer {seq} % of_all"}]]
-        archive.add(PostedGroup(seq, 0.0, "", orjson.dumps({"messages": talk, "scores": [float(seq % 3)]})))
+        talk = [
+            [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": f"Answer {seq} % of_all"},
+            ]
+        ]
+        archive.add(
+            PostedGroup(seq, 0.0, "", orjson.dumps({"messages": talk, "scores": [float(seq % 3)]}))
+        )
     archive.commit()
     monkeypatch.setattr(source_module, "SEARCHED_AT_ONCE", 7)
     monkeypatch.setattr(source_module, "SCANNED_AT_ONCE", 7)
@@ -169,19 +216,33 @@ def test_a_text_is_found_in_any_case_and_a_search_goes_on_where_its_time_ended(
     assert (first.rollouts, first.searched, first.next is None) == ([], 7, False)
     for order in "newest", "best":
         assert [head["group"] for head in all_of(source, 50, text="ANSWER 1 ", order=order)] == [2]
-        assert [head["group"] for head in all_of(source, 50, text="answer 1 ", order=order, environment="")] == [2]
+        assert [
+            head["group"]
+            for head in all_of(source, 50, text="answer 1 ", order=order, environment="")
+        ] == [2]
     for limit in 1, 3, 7, 50:
-        assert [head["group"] for head in all_of(source, limit, text="of_all")] == list(range(30, 0, -1))
-    assert len(all_of(source, 4, text="% OF_ALL", order="best")) == 30, "signs of a pattern are letters like others"
+        assert [head["group"] for head in all_of(source, limit, text="of_all")] == list(
+            range(30, 0, -1)
+        )
+    assert len(all_of(source, 4, text="% OF_ALL", order="best")) == 30, (
+        "signs of a pattern are letters like others"
+    )
     assert all_of(source, 50, text="_1_") == []
-    assert RolloutSource(archive.path).listed(text="answer 7 ").rollouts[0]["preview"].startswith("Answer 7 %")
+    assert (
+        RolloutSource(archive.path)
+        .listed(text="answer 7 ")
+        .rollouts[0]["preview"]
+        .startswith("Answer 7 %")
+    )
 
 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [({"order": "prettiest"}, "prettiest"), ({"text": "x" * 401}, "401 characters")],
 )
-def test_a_list_that_makes_no_sense_is_refused(archive: Archive, asked: dict[str, Any], words: str) -> None:
+def test_a_list_that_makes_no_sense_is_refused(
+    archive: Archive, asked: dict[str, Any], words: str
+) -> None:
     with pytest.raises(QueryError, match=words):
         RolloutSource(archive.path).listed(**asked)
     for text in ("", "x~1", "nan~1", "1~-1", "1", "1~" + "9" * 30):
@@ -197,31 +258,62 @@ def test_a_group_comes_back_as_it_was_with_what_the_trainer_told(archive: Archiv
     archive.commit()
     source = RolloutSource(archive.path)
     kept = source.group(group)
-    assert (kept.seq, kept.time, kept.environment, kept.content) == (7, 123.5, "sums", orjson.loads(posted))
-    told = [(head["oldest"], head["finish_reason"], head["drift"], head["trained_version"]) for head in kept.heads]
+    assert (kept.seq, kept.time, kept.environment, kept.content) == (
+        7,
+        123.5,
+        "sums",
+        orjson.loads(posted),
+    )
+    told = [
+        (head["oldest"], head["finish_reason"], head["drift"], head["trained_version"])
+        for head in kept.heads
+    ]
     assert told == [(4, "stop", 0.5, 3), (5, "", None, None)]
     assert archive.group_of(7) == group
     trained = source.trained(kept.first)
     assert trained is not None
-    assert (trained.trained, trained.logprobs.tolist(), trained.advantages.tolist()) == (3, [-0.5, -1.5], [1.5, 1.5])
+    assert (trained.trained, trained.logprobs.tolist(), trained.advantages.tolist()) == (
+        3,
+        [-0.5, -1.5],
+        [1.5, 1.5],
+    )
     assert source.trained(kept.first + 1) is None
     with pytest.raises(NoSuchError, match="group 99 is not kept: groups 1 to 1 are"):
         source.group(99)
 
 
-def test_what_was_compared_bit_for_bit_is_kept_and_the_first_difference_leads_to_its_group(archive: Archive) -> None:
+def test_what_was_compared_bit_for_bit_is_kept_and_the_first_difference_leads_to_its_group(
+    archive: Archive,
+) -> None:
     assert RolloutSource(archive.path).parity() is None
-    first = {"weight_version": 2, "group": 1, "sequence": 0, "position": 3, "token": 12, "sampled": -0.5, "recomputed": -0.6}
+    first = {
+        "weight_version": 2,
+        "group": 1,
+        "sequence": 0,
+        "position": 3,
+        "token": 12,
+        "sampled": -0.5,
+        "recomputed": -0.6,
+    }
     archive.begin()
     groups = [archive.add(PostedGroup(seq, 0.0, "", body((0.0, 2)))) for seq in (40, 41)]
     for version, mismatched, found in ((1, 0, None), (2, 1, first), (3, 0, first)):
-        told = {"weight_version": version, "compared": 10, "mismatched": mismatched, "compared_in_all": 10 * version}
+        told = {
+            "weight_version": version,
+            "compared": 10,
+            "mismatched": mismatched,
+            "compared_in_all": 10 * version,
+        }
         archive.add_parity(told | {"mismatched_in_all": int(version > 1), "first": found}, [40, 41])
     archive.commit()
     parity = RolloutSource(archive.path).parity()
     assert parity is not None
     assert (parity["compared"], parity["mismatched"]) == (30, 1)
-    assert (parity["first"]["group"], parity["first"]["batch_group"], parity["first"]["text"]) == (groups[1], 1, "12")
+    assert (parity["first"]["group"], parity["first"]["batch_group"], parity["first"]["text"]) == (
+        groups[1],
+        1,
+        "12",
+    )
 
 
 def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -230,7 +322,9 @@ def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path: Path) -> Non
         connection.execute("CREATE TABLE theirs (id INTEGER)")
     before = other.read_bytes()
     for use in (Archive, RolloutSource):
-        with pytest.raises(ArchiveError, match=r"rollouts\.db is no archive of rollouts of format 1"):
+        with pytest.raises(
+            ArchiveError, match=r"rollouts\.db is no archive of rollouts of format 1"
+        ):
             use(other)
     assert other.read_bytes() == before
 
@@ -238,11 +332,26 @@ def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path: Path) -> Non
 @settings(max_examples=40)
 @given(
     st.recursive(
-        st.none() | st.integers() | st.floats() | st.text(max_size=8) | st.just(encoded(-1.0, math.nan)),
+        st.none()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=8)
+        | st.just(encoded(-1.0, math.nan)),
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
-                st.sampled_from(["weight_version", "sequences", "group", "sequence", "trained", "logprobs", "entropies"]), inner
+                st.sampled_from(
+                    [
+                        "weight_version",
+                        "sequences",
+                        "group",
+                        "sequence",
+                        "trained",
+                        "logprobs",
+                        "entropies",
+                    ]
+                ),
+                inner,
             )
         ),
         max_leaves=20,
@@ -253,4 +362,7 @@ def test_a_report_of_any_kind_is_read_or_refused(report: Any) -> None:
         found = read_report(report)
     except (ValueError, OverflowError):
         return
-    assert all(len(trained.logprobs) == len(trained.advantages) <= trained.trained for _, _, trained in found)
+    assert all(
+        len(trained.logprobs) == len(trained.advantages) <= trained.trained
+        for _, _, trained in found
+    )

@@ -45,11 +45,19 @@ class Told:
 
 
 def report(sequence: int = 0, **more: Any) -> dict[str, Any]:
-    told = {"group": 1, "sequence": sequence, "trained": 2, "logprobs": encoded(-0.5, -0.75), "entropies": encoded(1.0, 2.0)}
+    told = {
+        "group": 1,
+        "sequence": sequence,
+        "trained": 2,
+        "logprobs": encoded(-0.5, -0.75),
+        "entropies": encoded(1.0, 2.0),
+    }
     return {"weight_version": 6, "sequences": [told | {"advantages": 0.5}]} | more
 
 
-def test_groups_and_what_the_trainer_tells_of_them_are_kept_and_a_model_makes_text(tmp_path: Path) -> None:
+def test_groups_and_what_the_trainer_tells_of_them_are_kept_and_a_model_makes_text(
+    tmp_path: Path,
+) -> None:
     path, told = tmp_path / "observed" / "rollouts.db", Told()
     recorder = RolloutRecorder(path.parent, told=told)
     assert not path.exists(), "nothing has come"
@@ -91,7 +99,9 @@ def test_another_run_has_an_archive_of_its_own_and_two_are_kept(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.glob("*.db")) == ["rollouts.2.db", "rollouts.3.db"]
 
 
-def test_what_comes_too_fast_is_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_too_fast_is_left_out_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recorder_module, "BURST_BYTES", 100_000)
     recorder = RolloutRecorder(tmp_path, bytes_per_second=1e-9)
     for seq in range(50):
@@ -103,7 +113,9 @@ def test_what_comes_too_fast_is_left_out_and_counted(tmp_path: Path, monkeypatch
     assert RolloutSource(tmp_path / "rollouts.db").total() == counts["recorded"]
 
 
-def test_a_service_that_is_busy_keeps_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_is_busy_keeps_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recorder_module, "COMMIT_SECONDS", 0.001)
     for cores, share in ((0.0, recorder_module.BUSY_SHARE), (1e9, 1.0)):
         monkeypatch.setattr(recorder_module, "BUSY_CORES", cores)
@@ -113,10 +125,14 @@ def test_a_service_that_is_busy_keeps_fewer(tmp_path: Path, monkeypatch: pytest.
         assert recorder._allowance.per_second == 1000.0 * share
 
 
-def test_groups_that_are_none_and_a_file_of_another_kind_harm_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_that_are_none_and_a_file_of_another_kind_harm_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, told = tmp_path / "rollouts.db", Told()
     recorder = RolloutRecorder(path.parent, told=told)
-    recorder.posted([(0, "", b"[]"), (1, "", b'{"scores": [1.0], "tokens": 3}'), (2, "", body((1.0, 1)))])
+    recorder.posted(
+        [(0, "", b"[]"), (1, "", b'{"scores": [1.0], "tokens": 3}'), (2, "", body((1.0, 1)))]
+    )
     told.wait_for(1)
     recorder.close()
     assert recorder.stats()["left_out"] >= 1
@@ -138,24 +154,32 @@ def test_groups_that_are_none_and_a_file_of_another_kind_harm_nobody(tmp_path: P
     per_second=st.integers(1, 50),
     most=st.integers(1, 200),
 )
-def test_no_more_is_taken_than_is_allowed(sizes: list[tuple[float, int]], per_second: int, most: int) -> None:
+def test_no_more_is_taken_than_is_allowed(
+    sizes: list[tuple[float, int]], per_second: int, most: int
+) -> None:
     allowance, now, taken, largest = Allowance(per_second, most, 0.0), 0.0, 0, 0
     for wait, size in sizes:
         now += wait
         if allowance.take(size, now):
             taken, largest = taken + size, max(largest, size)
     assert taken <= most + per_second * now + max(0, largest - most) * len(sizes) + 1e-6
-    assert Allowance(per_second, most, 0.0).take(10 * most, 0.0), "one that is larger than all goes when all is there"
+    assert Allowance(per_second, most, 0.0).take(10 * most, 0.0), (
+        "one that is larger than all goes when all is there"
+    )
 
 
 def scores_of(source: RolloutSource, limit: int = 50) -> list[float]:
     return [head["score"] for head in source.listed(limit=limit).rollouts]
 
 
-def test_files_of_groups_become_an_archive_of_their_newest_that_grows_with_them(tmp_path: Path) -> None:
+def test_files_of_groups_become_an_archive_of_their_newest_that_grows_with_them(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "groups.jsonl"
     lines = [body((float(number), 2)) for number in range(20)]
-    file.write_bytes(b"\n".join([*lines[:10], b"nonsense", b"", *lines[10:]]))  # without an end of its last line
+    file.write_bytes(
+        b"\n".join([*lines[:10], b"nonsense", b"", *lines[10:]])
+    )  # without an end of its last line
     groups = GroupFiles([file], str(STARTER))
     source = groups.source()
     assert (source.total(), scores_of(source, 3)) == (20, [19.0, 18.0, 17.0])
@@ -183,7 +207,10 @@ def test_one_archive_that_is_made_holds_no_other_up(tmp_path: Path) -> None:
     for file in slow, quick:
         file.write_bytes(body((1.0, 1)) + b"\n")
     runs = [
-        RunFiles(f.stem, f.stem, tmp_path, f / "metrics.jsonl", f / "evaluations.jsonl", groups=(f,)) for f in (slow, quick)
+        RunFiles(
+            f.stem, f.stem, tmp_path, f / "metrics.jsonl", f / "evaluations.jsonl", groups=(f,)
+        )
+        for f in (slow, quick)
     ]
     reading = archives.of(runs[0])
     with archives._open[(slow, slow.stat().st_ino),]._lock:  # type: ignore[attr-defined]
@@ -204,7 +231,9 @@ def test_a_tokenizer_is_read_once_for_all_who_have_it() -> None:
     assert text_module._read(content) is text_module._read(content)
     whole = Tokenizer.from_buffer(content)
     every = list(range(whole.get_vocab_size()))
-    assert first.whole(every) == second.whole(every) == whole.decode(every, skip_special_tokens=False), "merges are not missed"
+    assert (
+        first.whole(every) == second.whole(every) == whole.decode(every, skip_special_tokens=False)
+    ), "merges are not missed"
     assert len(text_module._without_merges(content)) < len(content)
     assert text_module._without_merges(b"none") == b"none"
     del first, second

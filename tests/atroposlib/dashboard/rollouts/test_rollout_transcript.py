@@ -11,11 +11,18 @@ from hypothesis import strategies as st
 
 from atroposlib.dashboard.rollouts.rollout_stats import TrainedTokens, measured, places_of
 from atroposlib.dashboard.rollouts.text import MAX_TOKENS_OF_PIECE, TextOfTokens, searched_text
-from atroposlib.dashboard.rollouts.transcript import CHARACTERS_OF_PIECE, described, told_of_runs, transcript
+from atroposlib.dashboard.rollouts.transcript import (
+    CHARACTERS_OF_PIECE,
+    described,
+    told_of_runs,
+    transcript,
+)
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8, as the bytes of a byte-level vocabulary are; counts how often it is asked."""
+    """One token per byte of UTF-8, as the bytes of a byte-level vocabulary are; counts how often it
+    is asked.
+    """
 
     def __init__(self) -> None:
         self.asked = 0
@@ -46,14 +53,21 @@ def joined(told: dict[str, Any]) -> str:
 def test_the_text_is_that_of_the_tokens_however_characters_are_split(text: str) -> None:
     pieces = text_of().pieces(list(text.encode()))
     assert "".join(piece for piece, _ in pieces) == text
-    assert [len(character.encode()) for character in text] == [size for _, size in pieces], "one piece for each character"
+    assert [len(character.encode()) for character in text] == [size for _, size in pieces], (
+        "one piece for each character"
+    )
 
 
 @settings(max_examples=60)
 @given(
-    turns=st.lists(st.tuples(st.booleans(), st.text(min_size=1, max_size=9)), min_size=1, max_size=5), count=st.integers(1, 7)
+    turns=st.lists(
+        st.tuples(st.booleans(), st.text(min_size=1, max_size=9)), min_size=1, max_size=5
+    ),
+    count=st.integers(1, 7),
 )
-def test_pieces_asked_for_one_after_the_other_are_the_whole(turns: list[tuple[bool, str]], count: int) -> None:
+def test_pieces_asked_for_one_after_the_other_are_the_whole(
+    turns: list[tuple[bool, str]], count: int
+) -> None:
     group = group_of(*[(given, text.encode()) for given, text in turns])
     length = len(group["tokens"][0])
     group["inference_logprobs"] = [[-float(place) for place in range(length)]]
@@ -61,7 +75,10 @@ def test_pieces_asked_for_one_after_the_other_are_the_whole(turns: list[tuple[bo
     while begin < length:
         told = transcript(group, 0, text_of(), None, begin, count)
         assert told["begin"] == begin < told["end"] <= begin + count + MAX_TOKENS_OF_PIECE
-        assert [run["begin"] for run in told["runs"]] == [begin, *(run["end"] for run in told["runs"][:-1])]
+        assert [run["begin"] for run in told["runs"]] == [
+            begin,
+            *(run["end"] for run in told["runs"][:-1]),
+        ]
         read += joined(told)
         logprobs += told["columns"]["logprob"].tolist()
         begin = told["end"]
@@ -94,8 +111,12 @@ def test_numbers_stand_at_their_tokens_and_versions_change_in_the_middle() -> No
         "inference_logprobs": [[1.0, 1.0, -0.5, -0.25, -1.0, 1.0, -2.0, -3.0]],
         "weight_version_spans": [[[4, 2], [6, 3]]],
     }
-    trained = TrainedTokens(7, 5, *(np.array(row, dtype=np.float32) for row in ([-0.5, -0.5], [1.0, 2.0], [3.0, 3.0])))
-    told = orjson.loads(orjson.dumps(transcript(group, 0, text_of(), trained), option=orjson.OPT_SERIALIZE_NUMPY))
+    trained = TrainedTokens(
+        7, 5, *(np.array(row, dtype=np.float32) for row in ([-0.5, -0.5], [1.0, 2.0], [3.0, 3.0]))
+    )
+    told = orjson.loads(
+        orjson.dumps(transcript(group, 0, text_of(), trained), option=orjson.OPT_SERIALIZE_NUMPY)
+    )
     columns = told["columns"]
     assert columns["logprob"] == [None, None, -0.5, -0.25, -1.0, None, -2.0, -3.0]
     assert columns["trainer"] == [None, None, -0.5, -0.5, *[None] * 4]
@@ -107,9 +128,16 @@ def test_numbers_stand_at_their_tokens_and_versions_change_in_the_middle() -> No
         (True, 0, 2), (False, 2, 5), (True, 5, 6), (False, 6, 8),
     ]  # fmt: skip
     (numbers,) = measured(group, places_of(group))
-    assert (numbers.sampled, numbers.mean_logprob, numbers.oldest, numbers.newest) == (5, -1.35, 4, 6)
+    assert (numbers.sampled, numbers.mean_logprob, numbers.oldest, numbers.newest) == (
+        5,
+        -1.35,
+        4,
+        6,
+    )
     other = TrainedTokens(7, 4, *(np.zeros(2, dtype=np.float32) for _ in range(3)))
-    assert np.isnan(transcript(group, 0, text_of(), other)["columns"]["trainer"]).all(), "of another number of tokens"
+    assert np.isnan(transcript(group, 0, text_of(), other)["columns"]["trainer"]).all(), (
+        "of another number of tokens"
+    )
     own = transcript(group | {"advantages": [[0.5]]}, 0, text_of())["columns"]["advantage"]
     assert own[2] == 0.5
     assert np.isnan(own[0])
@@ -130,7 +158,10 @@ def test_a_conversation_shows_who_speaks_and_which_tools_are_called() -> None:
         {"kind": "call", "text": 'calls add {"to": "<b>&"}'},
         {"kind": "reward", "text": "reward 0.5"},
     ]
-    assert tags[2] == [{"kind": "tool", "text": "tool <i>add"}, {"kind": "problem", "text": "raised"}]
+    assert tags[2] == [
+        {"kind": "tool", "text": "tool <i>add"},
+        {"kind": "problem", "text": "raised"},
+    ]
     assert [run["tags"] for run in transcript(group, 0, text_of(), None, 2, 1)["runs"]] == [tags[2]]
 
 
@@ -138,7 +169,11 @@ JSON = st.recursive(
     st.none() | st.integers() | st.text(max_size=5) | st.just("assistant"),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "function", "name", "reward"]), inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "tool_calls", "function", "name", "reward"]),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
 )
@@ -148,7 +183,9 @@ JSON = st.recursive(
 @given(messages=JSON, mask=st.lists(st.sampled_from([-100, 7]), max_size=6))
 def test_messages_of_any_kind_label_runs_or_nothing(messages: Any, mask: list[int]) -> None:
     told = told_of_runs(messages, mask)
-    assert len(told) <= sum(1 for place, token in enumerate(mask) if place == 0 or token != mask[place - 1])
+    assert len(told) <= sum(
+        1 for place, token in enumerate(mask) if place == 0 or token != mask[place - 1]
+    )
     assert all(isinstance(tag["text"], str) for tags in told for tag in tags)
     alone = {"messages": [messages], "scores": [0.0]}
     assert transcript(alone, 0, text_of())["length"] >= 0
@@ -165,7 +202,10 @@ def test_messages_without_tokens_are_read_by_pieces_too() -> None:
     part = transcript(group, 0, TextOfTokens(), None, 2, 2)
     assert (part["begin"], part["end"], len(joined(part))) == (2, 4, 2 * CHARACTERS_OF_PIECE)
     assert searched_text(group, 0, TextOfTokens(), places_of(group)[0]).startswith("xxx")
-    assert joined(transcript({"messages": ["plain <b>"], "scores": [0.0]}, 0, TextOfTokens())) == "plain <b>"
+    assert (
+        joined(transcript({"messages": ["plain <b>"], "scores": [0.0]}, 0, TextOfTokens()))
+        == "plain <b>"
+    )
 
 
 def test_the_search_reads_a_long_answer_at_both_ends_and_its_prompt() -> None:

@@ -1,4 +1,6 @@
-"""A real service keeps rollouts and what the trainer reports, tells them as JSON, and has them when it was killed."""
+"""A real service keeps rollouts and what the trainer reports, tells them as JSON, and has them when
+it was killed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def rollouts(service: Service, wanted: int, **asked: Any) -> list[dict[str, Any]]:
-    """The list, as soon as it has so many: the archive is written a moment after the answer to a post."""
+    """The list, as soon as it has so many: the archive is written a moment after the answer to a
+    post.
+    """
     deadline = time.monotonic() + WAIT
     while True:
         answer = service.http.get("/ui/api/rollouts", params=asked)
@@ -38,11 +42,22 @@ def rollouts(service: Service, wanted: int, **asked: Any) -> list[dict[str, Any]
 
 
 def report(*groups: int, **more: Any) -> dict[str, Any]:
-    told = {"sequence": 1, "trained": 2, "logprobs": encoded(-0.25, -1.0), "entropies": encoded(0.5, 0.75), "advantages": -1.0}
-    return {"weight_version": 0, "sequences": [told | {"group": number} for number in groups]} | more
+    told = {
+        "sequence": 1,
+        "trained": 2,
+        "logprobs": encoded(-0.25, -1.0),
+        "entropies": encoded(0.5, 0.75),
+        "advantages": -1.0,
+    }
+    return {
+        "weight_version": 0,
+        "sequences": [told | {"group": number} for number in groups],
+    } | more
 
 
-def test_a_rollout_is_followed_from_its_post_to_the_trainers_numbers_and_through_a_kill(service: Service) -> None:
+def test_a_rollout_is_followed_from_its_post_to_the_trainers_numbers_and_through_a_kill(
+    service: Service,
+) -> None:
     uuid = service.post("/register", trainer(ack_batches=True, model=str(STARTER)))["uuid"]
     service.get("/batch", uuid=uuid)
     env_id = service.post("/register-env", environment(desired_name="sums"))["env_id"]
@@ -50,7 +65,15 @@ def test_a_rollout_is_followed_from_its_post_to_the_trainers_numbers_and_through
         service.post("/scored_data", group(mark=mark, env_id=env_id, weight_versions=[3] * 4))
     batch = service.get("/batch", uuid=uuid)
     ack = {"batch_id": batch["batch_id"], "uuid": uuid, "weight_version": 1}
-    first = {"group": 1, "sequence": 0, "position": 2, "token": 8, "sampled": -0.5, "recomputed": -0.25, "weight_version": 0}
+    first = {
+        "group": 1,
+        "sequence": 0,
+        "position": 2,
+        "token": 8,
+        "sampled": -0.5,
+        "recomputed": -0.25,
+        "weight_version": 0,
+    }
     parity = {
         "weight_version": 0,
         "compared": 16,
@@ -61,7 +84,9 @@ def test_a_rollout_is_followed_from_its_post_to_the_trainers_numbers_and_through
     }
     assert service.post("/batch/ack", ack | {"report": report(0, 1, parity=parity)})["groups"] == 2
     drifted = rollouts(service, 2, sort="drifted")
-    assert {(head["rollout"], head["drift"], head["trained_version"]) for head in drifted} == {(1, 0.375, 0)}
+    assert {(head["rollout"], head["drift"], head["trained_version"]) for head in drifted} == {
+        (1, 0.375, 0)
+    }
     number = drifted[0]["group"]
     told = service.get(f"/ui/api/rollouts/{number}/1")
     assert told["columns"]["trainer"] == [None, -0.25, -1.0]
@@ -76,7 +101,12 @@ def test_a_rollout_is_followed_from_its_post_to_the_trainers_numbers_and_through
     told_at_the_end = {"batch_id": last["batch_id"], "uuid": uuid, "report": report(0)}
     assert service.post("/batch/report", told_at_the_end) == {"status": "success"}
     assert len(rollouts(service, 3, sort="drifted")) == 3
-    for nonsense in ("text", [1], {"sequences": [{"group": "x"}]}, {"parity": {"compared": "many"}}):
+    for nonsense in (
+        "text",
+        [1],
+        {"sequences": [{"group": "x"}]},
+        {"parity": {"compared": "many"}},
+    ):
         service.post("/batch/ack", {"uuid": uuid, "batch_id": last["batch_id"], "report": nonsense})
     assert service.get("/stats")["leases"] == []
     service.signal(signal.SIGKILL)
@@ -101,7 +131,9 @@ def test_a_rollout_is_followed_from_its_post_to_the_trainers_numbers_and_through
         ("rollouts/1/0?begin=1e3", 400, "begin"),
     ],
 )
-def test_what_cannot_be_told_is_refused_in_words(service: Service, path: str, status: int, words: str) -> None:
+def test_what_cannot_be_told_is_refused_in_words(
+    service: Service, path: str, status: int, words: str
+) -> None:
     rollouts(service, 16)
     answer = service.http.get(f"/ui/api/{path}")
     assert (answer.status_code, words in answer.json()["error"]) == (status, True), answer.text
@@ -114,5 +146,7 @@ def test_a_long_rollout_comes_by_pieces(service: Service) -> None:
     while found[0]["tokens"] < 250_000 and time.monotonic() < deadline:
         found = rollouts(service, 1, sort="longest", limit=1)
     assert found[0]["tokens"] == 250_000
-    answer = service.http.get(f"/ui/api/rollouts/{found[0]['group']}/0", params={"begin": 249_000, "count": 2000})
+    answer = service.http.get(
+        f"/ui/api/rollouts/{found[0]['group']}/0", params={"begin": 249_000, "count": 2000}
+    )
     assert (answer.json()["end"], len(answer.content) < 100_000) == (250_000, True)

@@ -1,4 +1,6 @@
-"""A person reads rollouts: side by side, shaded by each number, with the tools it called and where the weights changed."""
+"""A person reads rollouts: side by side, shaded by each number, with the tools it called and where
+the weights changed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ __all__ = ["browser", "visit"]
 pytestmark = pytest.mark.timeout(240)
 
 ASKED, CALLED, ANSWERED, SAID = "What is 6 * 7?", "<call>", "42", "It is 42."
-CALL = {"role": "assistant", "content": CALLED, "tool_calls": [{"function": {"name": "calculator", "arguments": "6 * 7"}}]}
+CALL = {
+    "role": "assistant",
+    "content": CALLED,
+    "tool_calls": [{"function": {"name": "calculator", "arguments": "6 * 7"}}],
+}
 TURNS = [
     {"role": "user", "content": ASKED}, CALL, {"role": "tool", "name": "calculator", "content": ANSWERED},
     {"role": "assistant", "content": SAID},
@@ -31,15 +37,26 @@ SHADED = "(all) => all.filter((one) => one.dataset.shade).map((one) => [one.data
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Iterator[MadeUpRun]:
-    """A run with two groups: one of several turns, of which the trainer has reported the second rollout, and a worse one."""
+    """A run with two groups: one of several turns, of which the trainer has reported the second
+    rollout, and a worse one.
+    """
     folder = tmp_path_factory.mktemp("read")
-    service = Service(folder, "--store", str(folder / "rollouts.db"), "--run-folder", str(folder)).start()
+    service = Service(
+        folder, "--store", str(folder / "rollouts.db"), "--run-folder", str(folder)
+    ).start()
     run = MadeUpRun(folder, service, tokenizer_dir)
-    uuid = run.post("/register", trainer(model=str(tokenizer_dir), ack_batches=True, batch_size=2))["uuid"]
+    uuid = run.post("/register", trainer(model=str(tokenizer_dir), ack_batches=True, batch_size=2))[
+        "uuid"
+    ]
     run.get("/batch", uuid=uuid)
-    ids = [run.post("/register-env", environment(desired_name=name, group_size=2))["env_id"] for name in ("sums", "code")]
+    ids = [
+        run.post("/register-env", environment(desired_name=name, group_size=2))["env_id"]
+        for name in ("sums", "code")
+    ]
     run.post("/scored_data", turns(tokenizer_dir) | {"env_id": ids[0]})
-    run.sample("Say something.", [b"no", b"none"], [-1.0, -1.0], weight_versions=[3, 3], env_id=ids[1])
+    run.sample(
+        "Say something.", [b"no", b"none"], [-1.0, -1.0], weight_versions=[3, 3], env_id=ids[1]
+    )
     batch = run.get("/batch", uuid=uuid)
     sampled = len(CALLED) + len(SAID)
     report = {
@@ -55,7 +72,9 @@ def told(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Itera
 
 
 def turns(tokenizer: Path) -> dict[str, Any]:
-    """Two rollouts that call a tool, each with the logprob -0.5 for every token; the weights change within the last turn."""
+    """Two rollouts that call a tool, each with the logprob -0.5 for every token; the weights change
+    within the last turn.
+    """
     vocabulary = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
     tokens: list[int] = []
     masks: list[int] = []
@@ -71,7 +90,9 @@ def turns(tokenizer: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_group_is_read_side_by_side_and_a_token_of_it_sent_to_somebody(told: MadeUpRun, visit: Callable[..., Visit]) -> None:
+def test_a_group_is_read_side_by_side_and_a_token_of_it_sent_to_somebody(
+    told: MadeUpRun, visit: Callable[..., Visit]
+) -> None:
     seen = visit(told.origin)
     seen.open("/ui/rollouts")
     page = seen.page
@@ -79,13 +100,19 @@ def test_a_group_is_read_side_by_side_and_a_token_of_it_sent_to_somebody(told: M
     page.get_by_role("row").filter(has_text="0.").get_by_role("link", name="group").first.click()
     seen.until("document.querySelectorAll('[data-response] .boundary').length === 2")
     both = page.get_by_role("article")
-    assert [both.nth(place).locator("[data-score]").inner_text() for place in range(2)] == ["score 0", "score 1"]
+    assert [both.nth(place).locator("[data-score]").inner_text() for place in range(2)] == [
+        "score 0",
+        "score 1",
+    ]
     second = both.nth(1)
     words = second.inner_text()
     for part in ("user", "calls calculator 6 * 7", "tool calculator", ANSWERED, "version 4"):
         assert part in words, part
     sampled = second.locator(".sampled .tokens")
-    assert [sampled.nth(turn).inner_text() for turn in range(2)] == [CALLED, f"{SAID[:2]}version 4{SAID[2:]}"]
+    assert [sampled.nth(turn).inner_text() for turn in range(2)] == [
+        CALLED,
+        f"{SAID[:2]}version 4{SAID[2:]}",
+    ]
 
     tokens = page.locator("[data-response='1'] .sampled [data-token]")
     begin = len(ASKED)
@@ -99,15 +126,26 @@ def test_a_group_is_read_side_by_side_and_a_token_of_it_sent_to_somebody(told: M
         shaded = tokens.evaluate_all(SHADED)
         assert len(shaded) == len(CALLED) + len(SAID), shade
         assert {how for _, how in shaded} == expected, shade
-    assert shaded[:2] == [[str(begin), "low"], [str(begin + 1), "high"]], "the trainer thinks it less likely, then more"
-    depths = tokens.evaluate_all("(all) => all.map((one) => Number(one.style.getPropertyValue('--depth')))")
+    assert shaded[:2] == [[str(begin), "low"], [str(begin + 1), "high"]], (
+        "the trainer thinks it less likely, then more"
+    )
+    depths = tokens.evaluate_all(
+        "(all) => all.map((one) => Number(one.style.getPropertyValue('--depth')))"
+    )
     assert depths[0] == depths[1] > 0.5
     assert set(depths[2:]) == {0}, "where both agree, nothing is shaded"
-    assert page.locator("[data-response='0'] .sampled [data-shade]").count() == 0, "of this one the trainer told nothing"
+    assert page.locator("[data-response='0'] .sampled [data-shade]").count() == 0, (
+        "of this one the trainer told nothing"
+    )
 
     tokens.nth(1).click()
     facts = page.locator("#facts").inner_text()
-    for part in ("sampler's logprob -0.5", "trainer's logprob at version 4 -0.25", "trainer − sampler 0.25", "version 3"):
+    for part in (
+        "sampler's logprob -0.5",
+        "trainer's logprob at version 4 -0.25",
+        "trainer − sampler 0.25",
+        "version 3",
+    ):
         assert part in facts, (part, facts)
     page.get_by_role("group", name="Tokens of rollout 1").focus()
     page.keyboard.press("ArrowRight")
@@ -117,7 +155,9 @@ def test_a_group_is_read_side_by_side_and_a_token_of_it_sent_to_somebody(told: M
     other.page.locator(f"#r1t{begin + 1}[data-active]").wait_for()
 
 
-def test_lists_are_in_the_order_that_is_asked_for(told: MadeUpRun, visit: Callable[..., Visit]) -> None:
+def test_lists_are_in_the_order_that_is_asked_for(
+    told: MadeUpRun, visit: Callable[..., Visit]
+) -> None:
     seen = visit(told.origin)
     for query, scores in {
         "sort=best": ["1", "0", "-1", "-1"],
@@ -127,4 +167,6 @@ def test_lists_are_in_the_order_that_is_asked_for(told: MadeUpRun, visit: Callab
     }.items():
         seen.open(f"/ui/rollouts?{query}")
         rows = seen.page.get_by_role("table").locator("tbody tr")
-        assert [rows.nth(place).locator("td").nth(1).inner_text() for place in range(rows.count())] == scores, query
+        assert [
+            rows.nth(place).locator("td").nth(1).inner_text() for place in range(rows.count())
+        ] == scores, query

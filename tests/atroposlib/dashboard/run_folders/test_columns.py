@@ -28,7 +28,9 @@ def as_number(value: Any) -> float:
 
 
 @given(TABLE, st.lists(st.integers(1, 20), max_size=10))
-def test_every_row_is_a_point_while_there_is_room(table: list[dict[str, Any]], pieces: list[int]) -> None:
+def test_every_row_is_a_point_while_there_is_room(
+    table: list[dict[str, Any]], pieces: list[int]
+) -> None:
     rows, found, at = numbered(table), Columns(), 0
     for piece in [*pieces, len(rows)]:
         assert not found.extend(rows[at : at + piece])
@@ -42,7 +44,13 @@ def test_every_row_is_a_point_while_there_is_room(table: list[dict[str, Any]], p
     assert np.isnan(series.mean["unknown"]).all()
 
 
-@given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6), st.just(math.inf)), min_size=MIN_POINTS + 1, max_size=300))
+@given(
+    st.lists(
+        st.one_of(st.none(), st.floats(-1e6, 1e6), st.just(math.inf)),
+        min_size=MIN_POINTS + 1,
+        max_size=300,
+    )
+)
 def test_fewer_points_keep_every_peak(figures: list[float | None]) -> None:
     found = Columns()
     found.extend(numbered([{"a": figure} for figure in figures]))
@@ -60,7 +68,9 @@ def test_fewer_points_keep_every_peak(figures: list[float | None]) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 40))
-def test_a_resumed_run_takes_the_place_of_what_it_does_again(before: int, again: int, more: int) -> None:
+def test_a_resumed_run_takes_the_place_of_what_it_does_again(
+    before: int, again: int, more: int
+) -> None:
     found = Columns()
     found.extend(numbered([{"a": 0.0, "old": 1.0}] * before))
     cut = found.extend(numbered([{"a": 1.0}] * more, again))
@@ -73,7 +83,9 @@ def test_a_resumed_run_takes_the_place_of_what_it_does_again(before: int, again:
     assert found.rows == len(series.step)
 
 
-def test_rows_without_a_step_and_too_many_names_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_a_step_and_too_many_names_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(columns, "MAX_COLUMNS", 2)
     found = Columns()
     found.extend([{"a": 1.0}, {"step": True, "a": 1.0}, {"step": 2**70, "a": 1.0}])

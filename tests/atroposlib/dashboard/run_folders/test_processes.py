@@ -16,7 +16,9 @@ from atroposlib.utils.process_identity import Identity, boot_id, identify
 from example_trainer.launcher.records import Exit, Record, Records
 
 
-def write(folder: Path, part: str, keeper: Identity, port: int = 0, end: dict[str, Any] | None = None) -> None:
+def write(
+    folder: Path, part: str, keeper: Identity, port: int = 0, end: dict[str, Any] | None = None
+) -> None:
     records = Records(folder)
     records.write(Record(part, keeper, since=1.0, log="log", port=port))
     if end is not None:
@@ -55,7 +57,9 @@ def test_a_recorded_end_is_told(tmp_path: Path) -> None:
         ("trainer", "killed by signal 9", 5.0),
     ]
     write(tmp_path, "trainer", myself(), end={"code": 137, "at": 5.0})
-    assert read_processes(tmp_path)[1] == RunProcess("trainer", exists=True), "the end of an earlier process of this part"
+    assert read_processes(tmp_path)[1] == RunProcess("trainer", exists=True), (
+        "the end of an earlier process of this part"
+    )
 
 
 def test_another_boot_or_machine_says_nothing(tmp_path: Path) -> None:
@@ -63,7 +67,10 @@ def test_another_boot_or_machine_says_nothing(tmp_path: Path) -> None:
     assert read_processes(tmp_path) == [RunProcess("trainer", exists=None)]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"keeper": 3}', '{"keeper": {"pid": "x", "ticks": 1, "boot": "b"}}', "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"keeper": 3}', '{"keeper": {"pid": "x", "ticks": 1, "boot": "b"}}', "\x00"],
+)
 def test_what_is_no_record_is_left_out(text: str, tmp_path: Path) -> None:
     (tmp_path / "processes").mkdir()
     (tmp_path / "processes" / "trainer.json").write_text(text)

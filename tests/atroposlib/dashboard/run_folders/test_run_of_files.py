@@ -39,8 +39,14 @@ def runs(tmp_path: Path) -> Path:
     """A folder of runs as quick start, start.sh and a trainer alone leave them."""
     quick = tmp_path / "quickstart"
     write(quick / "trainer" / "metrics.jsonl", row(1), row(2))
-    write(quick / "environment" / "metrics.jsonl", {"step": 1, "train/percent_correct": 0.5}, {"step": 1, "train/turns": 2.0})
-    write(quick / "observed" / "run.json", {"model": "m", "num_steps": 5, "began": 1.0, "ended": 2.0})
+    write(
+        quick / "environment" / "metrics.jsonl",
+        {"step": 1, "train/percent_correct": 0.5},
+        {"step": 1, "train/turns": 2.0},
+    )
+    write(
+        quick / "observed" / "run.json", {"model": "m", "num_steps": 5, "began": 1.0, "ended": 2.0}
+    )
     write(
         quick / "observed" / "events.jsonl",
         {"kind": "server_lost", "text": "gone", "time": 3.0, "severity": "error"},
@@ -49,7 +55,10 @@ def runs(tmp_path: Path) -> Path:
     write(tmp_path / "alone" / "metrics.jsonl", row(1))
     write(tmp_path / "alone" / "metrics.1.jsonl", row(1), row(7))
     write(tmp_path / "alone" / "checkpoints" / "deep" / "metrics.jsonl", row(1))
-    write(tmp_path / "rollouts-8000.observed" / "run.json", {"model": "n", "log_dir": str(tmp_path / "elsewhere")})
+    write(
+        tmp_path / "rollouts-8000.observed" / "run.json",
+        {"model": "n", "log_dir": str(tmp_path / "elsewhere")},
+    )
     return tmp_path
 
 
@@ -64,7 +73,9 @@ def test_runs_are_found_wherever_they_lie(runs: Path) -> None:
     assert single.id == found["quickstart"].id, "its address is the same from wherever it is opened"
     write(runs / "elsewhere" / "metrics.jsonl", row(1))
     told = {files.name: files for files in find_runs(runs)}
-    assert told["elsewhere"].observed == runs / "rollouts-8000.observed", "where the trainer said that it writes"
+    assert told["elsewhere"].observed == runs / "rollouts-8000.observed", (
+        "where the trainer said that it writes"
+    )
     assert find_runs(runs / "nothing") == []
 
 
@@ -72,7 +83,11 @@ def test_a_line_for_each_run(runs: Path) -> None:
     catalogue = RunCatalogue([runs])
     listed = {one["name"]: one for one in catalogue.summaries()}
     assert listed["quickstart"]["state"] == "ended"
-    assert (listed["quickstart"]["steps"], listed["quickstart"]["of_steps"], listed["quickstart"]["reward_last"]) == (2, 5, 0.2)
+    assert (
+        listed["quickstart"]["steps"],
+        listed["quickstart"]["of_steps"],
+        listed["quickstart"]["reward_last"],
+    ) == (2, 5, 0.2)
     assert listed["alone"]["state"] == "running", "it was written a moment ago"
     assert catalogue.get(listed["alone (earlier run 1)"]["id"]).extent() == (2, 7)
     assert catalogue.default() in {one["id"] for one in listed.values()}
@@ -91,7 +106,9 @@ def test_a_run_whose_files_change_is_running_whatever_the_writers_clock_shows(ru
         return str({one["name"]: one for one in catalogue.summaries()}["alone"]["state"])
 
     day = 86_400.0
-    assert state_after(time.time() + day) == "unknown", "the clock went back, or the writer's is a day ahead"
+    assert state_after(time.time() + day) == "unknown", (
+        "the clock went back, or the writer's is a day ahead"
+    )
     append(metrics, row(3))
     assert state_after(time.time() + day + 1) == "running", "it grew between two looks"
     append(metrics, row(4))
@@ -100,15 +117,28 @@ def test_a_run_whose_files_change_is_running_whatever_the_writers_clock_shows(ru
 
 def test_the_best_reward_of_each_run_wherever_in_it_it_was(runs: Path) -> None:
     metrics = runs / "alone" / "metrics.jsonl"
-    write(metrics, row(1), row(2, reward_mean=0.9), row(3, reward_mean=None), row(4, reward_mean=0.7), row(5, reward_mean=0.8))
+    write(
+        metrics,
+        row(1),
+        row(2, reward_mean=0.9),
+        row(3, reward_mean=None),
+        row(4, reward_mean=0.7),
+        row(5, reward_mean=0.8),
+    )
     catalogue = RunCatalogue([runs])
     ids = {files.name: files.id for files in catalogue.list_runs()}
     unread = catalogue.best_rewards(0.0)
     assert unread[ids["alone"]] == {"reward_best": None, "best_step": None, "is_read": False}
     found = catalogue.best_rewards(60.0)
     assert found[ids["alone"]] == {"reward_best": 0.9, "best_step": 2, "is_read": True}
-    assert found[ids["rollouts-8000"]] == {"reward_best": None, "best_step": None, "is_read": True}, "it has no rows"
-    append(metrics, row(2, reward_mean=0.1))  # the run was resumed: what follows takes the place of what was
+    assert found[ids["rollouts-8000"]] == {
+        "reward_best": None,
+        "best_step": None,
+        "is_read": True,
+    }, "it has no rows"
+    append(
+        metrics, row(2, reward_mean=0.1)
+    )  # the run was resumed: what follows takes the place of what was
     assert catalogue.best_rewards(60.0)[ids["alone"]]["reward_best"] == 0.1
     write(metrics, row(1))
     assert catalogue.best_rewards(60.0)[ids["alone"]]["reward_best"] == 0.1
@@ -116,7 +146,9 @@ def test_the_best_reward_of_each_run_wherever_in_it_it_was(runs: Path) -> None:
     assert catalogue.best_rewards(60.0)[ids["alone"]]["best_step"] == 2
 
 
-def test_long_runs_are_let_go_of_when_they_are_many(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_runs_are_let_go_of_when_they_are_many(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     catalogue = RunCatalogue([runs])
     first, second = [files.id for files in catalogue.list_runs() if files.metrics.is_file()][:2]
     kept = catalogue.get(first)
@@ -124,7 +156,9 @@ def test_long_runs_are_let_go_of_when_they_are_many(runs: Path, monkeypatch: pyt
     assert catalogue.get(first) is kept
     monkeypatch.setattr(catalogue_module, "MAX_CELLS", 1)
     catalogue.get(second)
-    assert catalogue.get(second).extent()[0] > 0, "the one that is asked for stays, whatever its length"
+    assert catalogue.get(second).extent()[0] > 0, (
+        "the one that is asked for stays, whatever its length"
+    )
     assert catalogue.get(first) is not kept
 
 
@@ -139,7 +173,10 @@ def test_what_is_new_is_told_once_whoever_reads_it(runs: Path) -> None:
     assert [name for name, _ in told] == ["rows"], "a page that was open knows other rows"
     told.clear()
     append(run.files.metrics, row(3, mismatched_tokens=2, compared_tokens=10))
-    append(run.files.evaluations, {"id": 1, "time": 9.0, "name": "sums", "metrics": {"eval/a": 0.5, "b": None}, "step": 3})
+    append(
+        run.files.evaluations,
+        {"id": 1, "time": 9.0, "name": "sums", "metrics": {"eval/a": 0.5, "b": None}, "step": 3},
+    )
     for _ in range(2):
         catalogue.get("")
     assert [name for name, _ in told] == ["rows", "evaluation", "event", "event"]
@@ -181,14 +218,18 @@ def test_the_environments_figures_stand_at_the_trainers_steps(runs: Path) -> Non
     series = run.series(["environment/percent_correct", "environment/turns"], 10)
     assert series.mean["environment/percent_correct"].tolist()[0] == 0.5
     assert series.mean["environment/turns"].tolist()[0] == 2.0
-    assert series.mean["environment/turns"].tolist()[1] != series.mean["environment/turns"].tolist()[1], "none of step 2"
+    assert (
+        series.mean["environment/turns"].tolist()[1] != series.mean["environment/turns"].tolist()[1]
+    ), "none of step 2"
 
 
 def test_what_the_environment_says_of_a_step_is_told_whichever_file_is_ahead(runs: Path) -> None:
     told: list[Any] = []
 
     def tell(run: Run, change: Change) -> None:
-        told.extend(data["new"] for name, data in change.to_json(run, run.files.id) if name == "rows")
+        told.extend(
+            data["new"] for name, data in change.to_json(run, run.files.id) if name == "rows"
+        )
 
     catalogue = RunCatalogue([runs / "quickstart"], on_change=tell)
     files = catalogue.get("").files
@@ -209,27 +250,47 @@ def test_what_the_environment_says_of_a_step_is_told_whichever_file_is_ahead(run
 
 def test_counts_are_added_up_over_every_row_of_a_long_run(tmp_path: Path) -> None:
     steps = MAX_POINTS + 1
-    lines = (f'{{"step":{step},"compared_tokens":{step},"mismatched_tokens":{step % 2}}}\n' for step in range(1, steps + 1))
+    lines = (
+        f'{{"step":{step},"compared_tokens":{step},"mismatched_tokens":{step % 2}}}\n'
+        for step in range(1, steps + 1)
+    )
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     run = Run(find_runs(tmp_path)[0])
     run.refresh()
-    assert len(run.series(["compared_tokens"], MAX_POINTS).step) == MAX_POINTS, "fewer than it has rows"
-    whole = {"on": True, "compared": steps * (steps + 1) / 2, "mismatched": (steps + 1) // 2, "first": None}
+    assert len(run.series(["compared_tokens"], MAX_POINTS).step) == MAX_POINTS, (
+        "fewer than it has rows"
+    )
+    whole = {
+        "on": True,
+        "compared": steps * (steps + 1) / 2,
+        "mismatched": (steps + 1) // 2,
+        "first": None,
+    }
     assert weights_json(run, [], None)["deterministic"] == whole
-    append(tmp_path / "metrics.jsonl", {"step": steps, "compared_tokens": 1, "mismatched_tokens": 1}, {"step": steps + 1})
+    append(
+        tmp_path / "metrics.jsonl",
+        {"step": steps, "compared_tokens": 1, "mismatched_tokens": 1},
+        {"step": steps + 1},
+    )
     run.refresh()  # the last step was done again, and one that compared nothing has come
     whole["compared"] = steps * (steps - 1) / 2 + 1
-    assert weights_json(run, [], {"compared": 7, "mismatched": 7, "first": {"token": 5}})["deterministic"] == whole | {
-        "first": {"token": 5}
+    assert weights_json(run, [], {"compared": 7, "mismatched": 7, "first": {"token": 5}})[
+        "deterministic"
+    ] == whole | {"first": {"token": 5}}
+    assert run.newest(["compared_tokens", "step", "gone"]) == {
+        "compared_tokens": 1.0,
+        "step": None,
+        "gone": None,
     }
-    assert run.newest(["compared_tokens", "step", "gone"]) == {"compared_tokens": 1.0, "step": None, "gone": None}
 
 
 def test_files_that_cannot_be_read_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    run = Run(RunFiles("a", "a", tmp_path, tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"))
+    run = Run(
+        RunFiles("a", "a", tmp_path, tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl")
+    )
     for _ in range(3):
         assert not run.refresh()
     assert caplog.text.count("the page cannot read") == 1
@@ -237,7 +298,11 @@ def test_files_that_cannot_be_read_are_named_once(
     monkeypatch.setattr(run_module, "MAX_EVENTS", 2)
     run = Run(
         RunFiles(
-            "b", "b", tmp_path, write(tmp_path / "m", *(row(step, batches_skipped=1) for step in range(5))), tmp_path / "e"
+            "b",
+            "b",
+            tmp_path,
+            write(tmp_path / "m", *(row(step, batches_skipped=1) for step in range(5))),
+            tmp_path / "e",
         )
     )
     run.refresh()

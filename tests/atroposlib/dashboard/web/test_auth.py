@@ -37,9 +37,13 @@ def test_a_session_begins_and_ends(tmp_path: Path) -> None:
     assert kept(file, clock).ends(cookie) is not None, "it is good after a restart"
     assert kept(file, clock, "other").ends(cookie) is None
     assert file.stat().st_mode & 0o777 == 0o600
-    assert Sessions("key", clock, 60).ends(cookie) is None, "a service that keeps nothing cannot know who signed out"
+    assert Sessions("key", clock, 60).ends(cookie) is None, (
+        "a service that keeps nothing cannot know who signed out"
+    )
     assert Sessions("other", clock, 60).ends(cookie) is None
-    assert Sessions("other", clock).cookie != sessions.cookie, "two services on one host do not disturb each other"
+    assert Sessions("other", clock).cookie != sessions.cookie, (
+        "two services on one host do not disturb each other"
+    )
     clock.now += 60
     assert sessions.ends(cookie) is None
 
@@ -65,7 +69,10 @@ def test_a_session_that_was_signed_out_is_over_after_a_restart(tmp_path: Path) -
         assert sessions.ends(other) is not None
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"salt": "", "ended": {}}', '{"salt": "' + "0" * 32 + '", "ended": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[]", '{"salt": "", "ended": {}}', '{"salt": "' + "0" * 32 + '", "ended": 1}'],
+)
 def test_without_a_whole_file_every_session_is_over(tmp_path: Path, content: str) -> None:
     clock, file = Clock(), tmp_path / "sessions.json"
     cookie = kept(file, clock).begin()
@@ -104,7 +111,9 @@ def test_a_clock_that_jumps_there_and_back_makes_no_cookie_good_again(tmp_path: 
     assert sessions.ends(cookie) is kept(file, clock).ends(cookie) is None
 
 
-def test_more_sign_outs_than_are_remembered_end_all_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_sign_outs_than_are_remembered_end_all_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("atroposlib.dashboard.web.auth.MAX_ENDED", 3)
     clock, file = Clock(), tmp_path / "sessions.json"
     sessions = kept(file, clock)
@@ -112,7 +121,9 @@ def test_more_sign_outs_than_are_remembered_end_all_sessions(tmp_path: Path, mon
     for cookie in cookies:
         sessions.end(cookie)
         assert sessions.ends(cookie) is None
-    assert all(sessions.ends(cookie) is kept(file, clock).ends(cookie) is None for cookie in cookies)
+    assert all(
+        sessions.ends(cookie) is kept(file, clock).ends(cookie) is None for cookie in cookies
+    )
 
 
 @given(st.integers(0, 105), st.characters(codec="utf-8"))
@@ -147,7 +158,11 @@ def test_wrong_keys_are_counted_by_address_and_in_all() -> None:
     assert attempts.wait("b") > 0
 
 
-@given(st.one_of(st.text(max_size=40), st.text("/\\.:ui?#@\t", max_size=20).map(lambda text: "/ui" + text)))
+@given(
+    st.one_of(
+        st.text(max_size=40), st.text("/\\.:ui?#@\t", max_size=20).map(lambda text: "/ui" + text)
+    )
+)
 def test_after_the_sign_in_one_goes_nowhere_else(text: str) -> None:
     following = safe_next(text)
     assert following == "/ui" or following.startswith(("/ui/", "/ui?"))

@@ -1,4 +1,6 @@
-"""The page as a real service serves it: who gets in, what the browser is told, and what comes by itself."""
+"""The page as a real service serves it: who gets in, what the browser is told, and what comes by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,38 @@ from tests.atroposlib.service.conftest import Service, group, trainer
 
 KEY = "correct-horse-battery-staple"
 PROXY = "127.0.0.8"
-"""An address of this machine, as 127.0.0.9 and all others that begin so: who asks from it is not who asks from 127.0.0.1."""
+"""An address of this machine, as 127.0.0.9 and all others that begin so: who asks from it is not
+who asks from 127.0.0.1."""
 PAGES = ("/ui", "/ui/weights", "/ui/history")
-DATA = ("page", "runs", "names", "series?names=reward_mean", "series.csv", "events", "evaluations", "stack", "weights")
+DATA = (
+    "page",
+    "runs",
+    "names",
+    "series?names=reward_mean",
+    "series.csv",
+    "events",
+    "evaluations",
+    "stack",
+    "weights",
+)
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'"
-NAVIGATION = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document", "sec-fetch-site": "cross-site"}
+NAVIGATION = {
+    "sec-fetch-mode": "navigate",
+    "sec-fetch-dest": "document",
+    "sec-fetch-site": "cross-site",
+}
 
 
 class VllmServer:
     """Answers what the page asks a vLLM server."""
 
     def __init__(self) -> None:
-        self.weights: dict[str, Any] = {"instance": "one", "weight_version": 3, "weight_epoch": 7, "serving": True}
+        self.weights: dict[str, Any] = {
+            "instance": "one",
+            "weight_version": 3,
+            "weight_epoch": 7,
+            "serving": True,
+        }
         self.bridge = dict(BRIDGE)
         self.http = answering(0, lambda: {"/weights": self.weights, "/bridge/state": self.bridge})
         self.url = f"http://127.0.0.1:{self.http.server_port}"
@@ -51,7 +73,10 @@ class Events:
         self.lines = response.iter_lines()
 
     def next(self, *names: str) -> tuple[str, Any]:
-        """The next event of these names; others are passed over. The client's own limit ends the wait."""
+        """The next event of these names; others are passed over.
+
+        The client's own limit ends the wait.
+        """
         name = ""
         for line in self.lines:
             if line.startswith("event: "):
@@ -102,13 +127,19 @@ def browser(keyed: Service) -> Iterator[httpx.Client]:
 
 
 def sign_in(
-    browser: httpx.Client, key: str = KEY, following: str = "/ui/weights", forwarded: dict[str, str] | None = None
+    browser: httpx.Client,
+    key: str = KEY,
+    following: str = "/ui/weights",
+    forwarded: dict[str, str] | None = None,
 ) -> httpx.Response:
     return browser.post("/ui/sign-in", data={"key": key, "next": following}, headers=forwarded)
 
 
 def asking_from(address: str, service: Service) -> httpx.Client:
-    return httpx.Client(base_url=f"http://127.0.0.1:{service.port}", transport=httpx.HTTPTransport(local_address=address))
+    return httpx.Client(
+        base_url=f"http://127.0.0.1:{service.port}",
+        transport=httpx.HTTPTransport(local_address=address),
+    )
 
 
 def test_nobody_sees_anything_without_the_key(keyed: Service, browser: httpx.Client) -> None:
@@ -123,7 +154,10 @@ def test_nobody_sees_anything_without_the_key(keyed: Service, browser: httpx.Cli
     assert browser.get("/ui/sign-in").status_code == 200
     assert browser.get("/ui/static/app.js").status_code == 200
     assert browser.get("/stats").status_code == 401, "the service's own routes are as they were"
-    assert browser.get("/ui/api/page", headers={"Authorization": f"Bearer {KEY}"}).json()["key"] is True
+    assert (
+        browser.get("/ui/api/page", headers={"Authorization": f"Bearer {KEY}"}).json()["key"]
+        is True
+    )
 
 
 def test_signing_in_and_out(browser: httpx.Client) -> None:
@@ -148,11 +182,17 @@ def test_signing_in_and_out(browser: httpx.Client) -> None:
         assert browser.post("/ui/sign-out").status_code == 303
         assert events.next("bye")[1] == {"reason": "signed_out"}
     assert browser.get("/ui").status_code == 303
-    assert httpx.get(f"{browser.base_url}/ui/api/page", cookies=cookie).status_code == 401, "a copy is worthless too"
+    assert httpx.get(f"{browser.base_url}/ui/api/page", cookies=cookie).status_code == 401, (
+        "a copy is worthless too"
+    )
 
 
 def test_another_page_can_neither_sign_in_nor_out(browser: httpx.Client) -> None:
-    for headers in {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Origin": "null"}:
+    for headers in (
+        {"Origin": "http://evil.example"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Origin": "null"},
+    ):
         for path in ("/ui/sign-in", "/ui/sign-out"):
             answer = browser.post(path, data={"key": KEY}, headers=headers)
             assert answer.status_code == 403
@@ -160,42 +200,83 @@ def test_another_page_can_neither_sign_in_nor_out(browser: httpx.Client) -> None
 
 
 def test_every_answer_tells_the_browser_what_it_may_do(browser: httpx.Client) -> None:
-    paths = ["/ui/sign-in", "/ui", "/ui/static/app.js", "/ui/static/../page.py", "/ui/static/nothing.js", "/ui/api/runs"]
+    paths = [
+        "/ui/sign-in",
+        "/ui",
+        "/ui/static/app.js",
+        "/ui/static/../page.py",
+        "/ui/static/nothing.js",
+        "/ui/api/runs",
+    ]
     sign_in(browser)
-    for path in [*paths, "/ui/api/nothing", "/ui/nothing", *(f"/ui/api/{name}" for name in DATA), *PAGES]:
+    for path in [
+        *paths,
+        "/ui/api/nothing",
+        "/ui/nothing",
+        *(f"/ui/api/{name}" for name in DATA),
+        *PAGES,
+    ]:
         headers = browser.get(path).headers
         assert headers["content-security-policy"].startswith(POLICY), path
         assert "frame-ancestors 'none'" in headers["content-security-policy"]
         assert "unsafe" not in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
-        assert headers["referrer-policy"] == "same-origin", "without one, browsers hide the Origin of a form too"
-        assert headers["cache-control"] == ("no-cache" if path == "/ui/static/app.js" else "no-store"), path
+        assert headers["referrer-policy"] == "same-origin", (
+            "without one, browsers hide the Origin of a form too"
+        )
+        assert headers["cache-control"] == (
+            "no-cache" if path == "/ui/static/app.js" else "no-store"
+        ), path
     assert browser.get("/ui/nothing").status_code == 404
     first = browser.get("/ui/static/app.js")
-    assert browser.get("/ui/static/app.js", headers={"If-None-Match": first.headers["etag"]}).status_code == 304
-    assert 'href="/ui/rollouts?run=live~1"' in browser.get("/ui?run=live%7E1").text, "as a chat may have written it"
+    assert (
+        browser.get(
+            "/ui/static/app.js", headers={"If-None-Match": first.headers["etag"]}
+        ).status_code
+        == 304
+    )
+    assert 'href="/ui/rollouts?run=live~1"' in browser.get("/ui?run=live%7E1").text, (
+        "as a chat may have written it"
+    )
     names = ",".join(f"{'x' * 30}{number}" for number in range(50))
     packed = browser.get(f"/ui/api/series?names={names}")
     assert (packed.headers["content-encoding"], len(packed.json()["series"])) == ("gzip", 50)
-    assert "content-encoding" not in browser.get(f"/ui/api/series?names={names}", headers={"Accept-Encoding": "br"}).headers
+    assert (
+        "content-encoding"
+        not in browser.get(
+            f"/ui/api/series?names={names}", headers={"Accept-Encoding": "br"}
+        ).headers
+    )
     bad = browser.get("/ui/api/series?names=a&points=1")
-    assert (bad.status_code, bad.json()) == (400, {"error": "points=1 is not between 10 and 100000"})
+    assert (bad.status_code, bad.json()) == (
+        400,
+        {"error": "points=1 is not between 10 and 100000"},
+    )
     assert "no run 'gone'" in browser.get("/ui/api/names?run=gone").json()["error"]
 
 
-def test_too_many_wrong_keys_have_to_wait_wherever_they_say_that_they_come_from(keyed: Service) -> None:
+def test_too_many_wrong_keys_have_to_wait_wherever_they_say_that_they_come_from(
+    keyed: Service,
+) -> None:
     with asking_from("127.0.0.9", keyed) as browser:
         made_up = [{"X-Forwarded-For": f"203.0.113.{number}"} for number in range(11)]
-        assert [sign_in(browser, "wrong", forwarded=one).status_code for one in made_up] == [401] * 10 + [429]
+        assert [sign_in(browser, "wrong", forwarded=one).status_code for one in made_up] == [
+            401
+        ] * 10 + [429]
         waiting = sign_in(browser)
         assert waiting.status_code == 429, "even with the right one"
         assert 0 < int(waiting.headers["retry-after"]) <= 61
 
 
 def test_a_proxy_that_was_named_says_who_asks_and_how(keyed: Service) -> None:
-    one, other = ({"X-Forwarded-For": f"made-up, 198.51.100.{number}", "X-Forwarded-Proto": "https"} for number in (1, 2))
+    one, other = (
+        {"X-Forwarded-For": f"made-up, 198.51.100.{number}", "X-Forwarded-Proto": "https"}
+        for number in (1, 2)
+    )
     with asking_from(PROXY, keyed) as proxy:
-        assert [sign_in(proxy, "wrong", forwarded=one).status_code for _ in range(11)] == [401] * 10 + [429]
+        assert [sign_in(proxy, "wrong", forwarded=one).status_code for _ in range(11)] == [
+            401
+        ] * 10 + [429]
         signed_in = sign_in(proxy, forwarded=other)
         assert (signed_in.status_code, "; Secure" in signed_in.headers["set-cookie"]) == (303, True)
         assert "strict-transport-security" in signed_in.headers
@@ -209,18 +290,32 @@ def test_without_a_key_only_this_machine_by_its_own_name(keyless: Service) -> No
     assert page.get("/ui", headers=NAVIGATION).status_code == 200, "a link is followed"
     assert page.get("/ui/sign-in").headers["location"] == "/ui"
     far = ({"x-forwarded-for": "127.0.0.1, 198.51.100.1"}, {"forwarded": "for=198.51.100.1"})
-    for headers in *far, {"host": "evil.example"}, {"host": "evil.example:80"}, {"host": ""}, {"origin": "http://evil.example"}:
+    for headers in (
+        *far,
+        {"host": "evil.example"},
+        {"host": "evil.example:80"},
+        {"host": ""},
+        {"origin": "http://evil.example"},
+    ):
         answer = page.get("/ui/api/stack", headers=headers)
         assert answer.status_code == 403, headers
         assert "error" in answer.json()
     assert page.get("/ui", headers=NAVIGATION | {"sec-fetch-dest": "iframe"}).status_code == 403
     assert page.get("/ui/api/runs", headers=NAVIGATION).status_code == 403
     assert page.get("/ui", headers={"host": "evil.example"}).status_code == 403
-    assert page.get("/ui", headers={"x-forwarded-for": "::1"}).status_code == 200, "a proxy of this machine's own people"
+    assert page.get("/ui", headers={"x-forwarded-for": "::1"}).status_code == 200, (
+        "a proxy of this machine's own people"
+    )
 
 
 def row(step: int, **more: Any) -> str:
-    return json.dumps({"step": step, "reward_mean": step / 10, "kl": float("nan"), "checksum": f"c{step}"} | more) + "\n"
+    return (
+        json.dumps(
+            {"step": step, "reward_mean": step / 10, "kl": float("nan"), "checksum": f"c{step}"}
+            | more
+        )
+        + "\n"
+    )
 
 
 def test_an_open_page_is_told_what_is_new(keyless: Service, run_folder: Path) -> None:
@@ -228,13 +323,18 @@ def test_an_open_page_is_told_what_is_new(keyless: Service, run_folder: Path) ->
     figures.mkdir()
     metrics = figures / "metrics.jsonl"
     metrics.write_text(row(1) + row(2))
-    (figures / "evaluations.jsonl").write_text(json.dumps({"id": 1, "time": 5.0, "name": "sums", "metrics": {"a": 0.5}}) + "\n")
+    (figures / "evaluations.jsonl").write_text(
+        json.dumps({"id": 1, "time": 5.0, "name": "sums", "metrics": {"a": 0.5}}) + "\n"
+    )
     server = VllmServer()
     with keyless.http.stream("GET", "/ui/api/stream", timeout=60) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         events = Events(response)
         assert events.next("hello")[1]["rows"] == 2
-        keyless.post("/register", trainer(model="m", log_dir=str(figures), inference_servers=[server.url, "nonsense"]))
+        keyless.post(
+            "/register",
+            trainer(model="m", log_dir=str(figures), inference_servers=[server.url, "nonsense"]),
+        )
         keyless.get("/batch")
         stack = events.next("stack")[1]
         while not [one for one in stack["servers"] if one["health"] == "good"]:
@@ -264,10 +364,18 @@ def test_an_open_page_is_told_what_is_new(keyless: Service, run_folder: Path) ->
     assert series["step"] == [1, 2]
     assert series["series"]["reward_mean"] == {"mean": [0.1, 9.0], "low": None, "high": None}
     assert series["series"]["kl"]["mean"] == [None, None]
-    assert keyless.http.get("/ui/api/series.csv?names=reward_mean").text == "step,reward_mean\r\n1,0.1\r\n2,9.0\r\n"
+    assert (
+        keyless.http.get("/ui/api/series.csv?names=reward_mean").text
+        == "step,reward_mean\r\n1,0.1\r\n2,9.0\r\n"
+    )
     weights = keyless.get("/ui/api/weights")
     (version,) = weights["servers"][0]["history"]
-    assert (version["version"], version["epoch"], version["checksum"], version["gap"]) == (3, 7, "abc", 0.25)
+    assert (version["version"], version["epoch"], version["checksum"], version["gap"]) == (
+        3,
+        7,
+        "abc",
+        0.25,
+    )
     assert version["seconds"] == {"paused": 0.01, "halted": 0.25}
     assert [one["checksum"] for one in weights["updates"]] == ["c1", "c2"]
     assert keyless.get("/ui/api/evaluations")["evaluations"][0]["metrics"] == {"a": 0.5}
@@ -284,7 +392,9 @@ def test_a_post_is_seen_on_the_stack(keyless: Service) -> None:
             pass
 
 
-async def test_a_page_that_fails_says_so_and_keeps_its_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_that_fails_says_so_and_keeps_its_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = RunPage([tmp_path], PageAuth(), Hub())
 
     def fail(run: str) -> Any:

@@ -1,4 +1,6 @@
-"""Pages that stop reading, with real sockets: they are let go of, hold nobody up, and those that are too many are told so."""
+"""Pages that stop reading, with real sockets: they are let go of, hold nobody up, and those that
+are too many are told so.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ ASKED = b"GET /ui/api/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 def stalled(port: int) -> tuple[socket.socket, int]:
-    """A connection that has asked for events and reads no more than how the answer begins; and the answer's status."""
+    """A connection that has asked for events and reads no more than how the answer begins; and the
+    answer's status.
+    """
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.settimeout(60)
@@ -56,7 +60,9 @@ async def served(hub: Hub) -> AsyncIterator[int]:
         return stream.EventStream(hub, "a", {}, lambda: float("inf"))
 
     app = Starlette(routes=[Route("/ui/api/stream", told)])
-    server = Server(uvicorn.Config(app, http=bounded_protocol(30.0, 1000), lifespan="off", log_config=None))
+    server = Server(
+        uvicorn.Config(app, http=bounded_protocol(30.0, 1000), lifespan="off", log_config=None)
+    )
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(server.serve([listening]))
         yield listening.getsockname()[1]
@@ -64,7 +70,9 @@ async def served(hub: Hub) -> AsyncIterator[int]:
         await asyncio.wait_for(serving, 60)
 
 
-async def test_one_that_reads_nothing_is_let_go_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_that_reads_nothing_is_let_go_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(stream, "SEND_SECONDS", 0.2)
     hub = Hub()
     async with served(hub) as port, asyncio.timeout(60):
@@ -103,7 +111,9 @@ def test_two_hundred_that_read_nothing(tmp_path: Path) -> None:
     figures.mkdir()
     service.post("/register", trainer(model="m", log_dir=str(figures)))
     with contextlib.ExitStack() as stack:
-        events = Events(stack.enter_context(service.http.stream("GET", "/ui/api/stream", timeout=60)))
+        events = Events(
+            stack.enter_context(service.http.stream("GET", "/ui/api/stream", timeout=60))
+        )
         events.next("hello")
         opened = [stalled(service.port) for _ in range(2 * MAX_PAGES)]
         for client, _ in opened:
@@ -112,8 +122,11 @@ def test_two_hundred_that_read_nothing(tmp_path: Path) -> None:
         assert statuses == [200] * (MAX_PAGES - 1) + [503] * (MAX_PAGES + 1)
         refused = httpx.get(f"http://127.0.0.1:{service.port}/ui/api/stream", timeout=60)
         assert (refused.status_code, "close some" in refused.json()["error"]) == (503, True)
-        assert service.get("/ui/api/page")["full"] == refused.json()["error"], "a page says it to whoever opens it"
-        # More than their connections hold is told, and the one that reads gets it while they do not.
+        assert service.get("/ui/api/page")["full"] == refused.json()["error"], (
+            "a page says it to whoever opens it"
+        )
+        # More than their connections hold is told, and the one that reads gets it while they do
+        # not.
         with (figures / "metrics.jsonl").open("a") as file:
             for step in range(1, 41):
                 file.write(json.dumps({"step": step, "note": "x" * (MUCH // 4 // 40)}) + "\n")

@@ -1,9 +1,11 @@
-"""A stand-in for the four processes, small enough to break at will: real processes, real HTTP, no model.
+"""A stand-in for the four processes, small enough to break at will: real processes, real HTTP, no
+model.
 
     python small_plan.py OUTPUT STEPS [FAULT]
 
-runs the quick start's own orchestration over them. FAULT: `vllm-dies`, `trainer-fails`, `trainer-stalls`, `short`,
-`never-ready`, `not-served`, `environment-fails`, `environment-done`, or `wait`, which trains for ever.
+runs the quick start's own orchestration over them. FAULT: `vllm-dies`, `trainer-fails`,
+`trainer-stalls`, `short`, `never-ready`, `not-served`, `environment-fails`, `environment-done`, or
+`wait`, which trains for ever.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class SmallPlan(Plan):
         return self.small("evaluation", which, result)
 
     def trainer(self) -> Command:
-        return self.small("trainer", self.trainer_folder / "metrics.jsonl", self.options.steps, self.fault)
+        return self.small(
+            "trainer", self.trainer_folder / "metrics.jsonl", self.options.steps, self.fault
+        )
 
 
 def serve(port: int, fault: str = "") -> None:
@@ -59,7 +63,9 @@ def serve(port: int, fault: str = "") -> None:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            ready = fault != "never-ready" and (time.monotonic() - started > 0.3 or self.path == "/")
+            ready = fault != "never-ready" and (
+                time.monotonic() - started > 0.3 or self.path == "/"
+            )
             body = json.dumps({"weight_version": 3}).encode()
             self.send_response(200 if ready else 503)
             self.send_header("Content-Length", str(len(body)))
@@ -68,14 +74,20 @@ def serve(port: int, fault: str = "") -> None:
 
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     if fault == "vllm-dies":
-        threading.Timer(2.5, lambda: (print("RuntimeError: out of tokens", flush=True), os._exit(9))).start()
+        threading.Timer(
+            2.5, lambda: (print("RuntimeError: out of tokens", flush=True), os._exit(9))
+        ).start()
     server.serve_forever()
 
 
 def evaluate(which: str, result: str) -> None:
     before = which == "before"
     figures = {"correct": 100 if before else 180, "num_problems": 200, "mean_response_tokens": 12.0}
-    Path(result).write_text(json.dumps(figures | {"weight_version": 0 if before else int(os.environ["SMALL_STACK_STEPS"])}))
+    Path(result).write_text(
+        json.dumps(
+            figures | {"weight_version": 0 if before else int(os.environ["SMALL_STACK_STEPS"])}
+        )
+    )
     answer = "\\boxed{4}" if before else "2 + 3 = 5. \\boxed{5}"
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
     sample = {"question": "What is 2 [plus] 3?", "correct": not before, "messages": messages}
@@ -98,7 +110,13 @@ def train(metrics: str, steps: str, fault: str = "") -> None:
         if fault == "short" and step == 2:
             return
         with path.open("a") as file:
-            row = {"step": step, "reward_mean": 0.1, "weight_version": step, "params_mapped": 5, "params_total": 5}
+            row = {
+                "step": step,
+                "reward_mean": 0.1,
+                "weight_version": step,
+                "params_mapped": 5,
+                "params_total": 5,
+            }
             file.write(json.dumps(row) + "\n")
         # A run that another process is to break must not end before that process has come so far.
         while fault in ("trainer-stalls", "wait", "vllm-dies", "environment-fails") and step == 2:
@@ -114,11 +132,29 @@ def main(output: str, steps: str, fault: str = "") -> int:
 
     run.STALL_SECONDS = 8.0 if fault == "trainer-stalls" else 60.0
     run.VLLM_SECONDS = 8.0 if fault == "never-ready" else 60.0
-    options = Options("broadcast", int(steps), "owner/name", (), 0.1, 0, (), 200, Path(output), False, 0.0, "arithmetic")
-    return command.guarded(run.Quickstart(options, Console(), lambda given, ports: SmallPlan(given, ports, fault)))
+    options = Options(
+        "broadcast",
+        int(steps),
+        "owner/name",
+        (),
+        0.1,
+        0,
+        (),
+        200,
+        Path(output),
+        False,
+        0.0,
+        "arithmetic",
+    )
+    return command.guarded(
+        run.Quickstart(options, Console(), lambda given, ports: SmallPlan(given, ports, fault))
+    )
 
 
-ROLES = {"service": lambda port: serve(int(port)), "vllm": lambda port, fault: serve(int(port), fault)}
+ROLES = {
+    "service": lambda port: serve(int(port)),
+    "vllm": lambda port, fault: serve(int(port), fault),
+}
 ROLES |= {"environment": environment, "evaluation": evaluate, "trainer": train}
 
 if __name__ == "__main__":

@@ -33,12 +33,20 @@ def test_defaults(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (parsed.bridge, parsed.device, parsed.seconds_setup) == ("broadcast", "cpu", 7.0)
     assert parsed.eval_size >= 200
     assert (parsed.environment, parsed.output) == ("arithmetic", ROOT / "runs" / "quickstart")
-    assert (parsed.steps, parsed.lr) == (options.STEPS["arithmetic"], options.LEARNING_RATES["arithmetic"])
+    assert (parsed.steps, parsed.lr) == (
+        options.STEPS["arithmetic"],
+        options.LEARNING_RATES["arithmetic"],
+    )
 
 
-def test_each_environment_has_its_own_defaults_and_help_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_environment_has_its_own_defaults_and_help_names_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     parsed = parse(["--cpu", "--environment", "calculator"])
-    assert (parsed.steps, parsed.lr) == (options.STEPS["calculator"], options.LEARNING_RATES["calculator"])
+    assert (parsed.steps, parsed.lr) == (
+        options.STEPS["calculator"],
+        options.LEARNING_RATES["calculator"],
+    )
     with pytest.raises(SystemExit):
         parse(["--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -74,7 +82,9 @@ def test_everything_given(model: str, tmp_path: Path, monkeypatch: pytest.Monkey
         (["extra"], ["extra"]),
     ],
 )
-def test_bad_values_are_named_in_one_line(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_values_are_named_in_one_line(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(arguments)
     assert ended.value.code == 2
@@ -96,16 +106,24 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_the_limits_are_the_environments() -> None:
     assert options.MOST_EVAL_PROBLEMS == MAX_HELD_OUT
-    assert {"arithmetic": max(OPERAND_DIGITS), "calculator": max(CALCULATOR_LEVELS)} == options.LEVELS
+    assert {
+        "arithmetic": max(OPERAND_DIGITS),
+        "calculator": max(CALCULATOR_LEVELS),
+    } == options.LEVELS
 
 
 def test_each_environment_has_levels_and_a_folder_of_its_own(model: str) -> None:
     parsed = parse(["--cpu", "--model", model, "--environment", "calculator", "--difficulty", "4"])
     assert (parsed.environment, parsed.difficulty) == ("calculator", (4,))
-    assert (parsed.output, parsed.steps) == (ROOT / "runs" / "calculator", options.STEPS["calculator"])
+    assert (parsed.output, parsed.steps) == (
+        ROOT / "runs" / "calculator",
+        options.STEPS["calculator"],
+    )
     taught = parse(["--cpu", "--environment", "calculator"])
     assert (taught.model, parse(["--cpu"]).model) == (str(CALCULATOR_MODEL), str(STARTER_MODEL))
-    with pytest.raises(LauncherError, match="--difficulty 1,4: the levels of --environment arithmetic are 1 to 3"):
+    with pytest.raises(
+        LauncherError, match="--difficulty 1,4: the levels of --environment arithmetic are 1 to 3"
+    ):
         parse(["--cpu", "--model", model, "--difficulty", "1,4"])
 
 
@@ -135,7 +153,9 @@ def test_broadcast_on_one_gpu_is_refused_with_the_remedy() -> None:
 
 def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listing = tmp_path / "nvidia-smi"
-    listing.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-aa)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-bb)'\n")
+    listing.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-aa)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-bb)'\n"
+    )
     listing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

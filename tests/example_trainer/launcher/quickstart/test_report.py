@@ -98,8 +98,14 @@ def test_every_sampled_answer_counts_in_the_plot() -> None:
 
 
 def test_answers_after_the_last_batch_are_no_second_point_in_the_plot() -> None:
-    lines = [{"step": step, "train/percent_correct": share, "train/response_length": 20.0} for step, share in LAST_LINES]
-    assert [(step["step"], step["reward_mean"]) for step in sampled(lines)] == [(49, 0.5), (50, 0.75)]
+    lines = [
+        {"step": step, "train/percent_correct": share, "train/response_length": 20.0}
+        for step, share in LAST_LINES
+    ]
+    assert [(step["step"], step["reward_mean"]) for step in sampled(lines)] == [
+        (49, 0.5),
+        (50, 0.75),
+    ]
 
 
 def test_plain_lines_without_a_terminal() -> None:
@@ -126,7 +132,9 @@ def test_plain_lines_without_a_terminal() -> None:
 
 
 def test_missing_values_are_dashes_not_errors() -> None:
-    assert plain_line({"step": 1, "kl": None}, 5).startswith("step 1/5  solved -  reward -  loss -  KL -")
+    assert plain_line({"step": 1, "kl": None}, 5).startswith(
+        "step 1/5  solved -  reward -  loss -  KL -"
+    )
 
 
 def test_a_terminal_gets_one_table() -> None:
@@ -151,8 +159,19 @@ def test_summary_has_the_promised_keys_and_the_closing_table_the_figures(tmp_pat
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
     out = io.StringIO()
-    print_closing_table(Console(file=out, width=100), summary, {"reward plot": tmp_path / "reward.png"})
-    for part in ("50.0%", "93.8%", "10.0", "18.0", "26/26", "1 min 01 s", "of it sync", str(tmp_path / "reward.png")):
+    print_closing_table(
+        Console(file=out, width=100), summary, {"reward plot": tmp_path / "reward.png"}
+    )
+    for part in (
+        "50.0%",
+        "93.8%",
+        "10.0",
+        "18.0",
+        "26/26",
+        "1 min 01 s",
+        "of it sync",
+        str(tmp_path / "reward.png"),
+    ):
         assert part in out.getvalue(), part
 
     draw(tmp_path / "reward.png", metrics.steps, 0.5, 0.9375, 256, subtitle(summary))
@@ -160,28 +179,46 @@ def test_summary_has_the_promised_keys_and_the_closing_table_the_figures(tmp_pat
 
 
 def test_the_use_of_a_tool_has_a_column_a_row_and_a_curve(tmp_path: Path) -> None:
-    assert "solved 25%  used tool 12%  reward" in plain_line(step(1, solved=0.25, used=0.12), 5, tools=True)
+    assert "solved 25%  used tool 12%  reward" in plain_line(
+        step(1, solved=0.25, used=0.12), 5, tools=True
+    )
     phases = Phases({"train": 61.0})
     metrics = MetricsFile(tmp_path / "m", steps=[step(n, tool_use=n / 4) for n in (1, 2, 3)])
     before, after = Evaluation(0.03, 256, 9.0, 0, 0.011), Evaluation(0.99, 256, 30.0, 3, 1.0)
     summary = summarise(replace(OPTIONS, environment="calculator"), metrics, before, after, phases)
-    assert (summary["environment"], summary["tool_use_before"], summary["tool_use_after"]) == ("calculator", 0.011, 1.0)
+    assert (summary["environment"], summary["tool_use_before"], summary["tool_use_after"]) == (
+        "calculator",
+        0.011,
+        1.0,
+    )
     out = io.StringIO()
-    print_closing_table(Console(file=out, width=100), summary, {"reward plot": tmp_path / "reward.png"})
+    print_closing_table(
+        Console(file=out, width=100), summary, {"reward plot": tmp_path / "reward.png"}
+    )
     assert re.search(r"used the tool\W+1\.1%\W+100\.0%", out.getvalue())
     draw(tmp_path / "reward.png", metrics.steps, 0.03, 0.99, 256, subtitle(summary))
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_was_said_is_all_that_came_after_the_question() -> None:
-    roles = {"system": "You may.", "user": "3 * 4 = ?", "assistant": "<calc>3*4</calc>\n", "tool": "12"}
+    roles = {
+        "system": "You may.",
+        "user": "3 * 4 = ?",
+        "assistant": "<calc>3*4</calc>\n",
+        "tool": "12",
+    }
     messages = [{"role": role, "content": text} for role, text in roles.items()]
     assert said(messages) == ["<calc>3*4</calc>", "12"]
 
 
 def test_weight_updates_count_only_newer_versions(tmp_path: Path) -> None:
     assert (
-        weight_updates(MetricsFile(tmp_path, steps=[step(1), step(2), step(3, weight_version=2), step(4, weight_version=None)]))
+        weight_updates(
+            MetricsFile(
+                tmp_path,
+                steps=[step(1), step(2), step(3, weight_version=2), step(4, weight_version=None)],
+            )
+        )
         == 2
     )
 
@@ -195,12 +232,17 @@ def test_smoothing_keeps_length_and_bounds(values: list[float], width: int) -> N
     assert smooth(values, 1) == values
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (59.9, "59.9 s"), (59.99, "1 min 00 s"), (151, "2 min 31 s")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.9, "59.9 s"), (59.99, "1 min 00 s"), (151, "2 min 31 s")],
+)
 def test_spans_of_time(seconds: float, text: str) -> None:
     assert span(seconds) == text
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"correct": null}', '{"correct": 0, "num_problems": 0}', "[]"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"correct": null}', '{"correct": 0, "num_problems": 0}', "[]"]
+)
 def test_a_useless_evaluation_result_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "evaluation.json"
     path.write_text(text)
@@ -244,10 +286,16 @@ def test_an_output_that_cannot_be_written_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bridge", "flag", "gpu"), [("broadcast", "--use-shared-memory", "5"), ("single-copy", "--single-copy", "4")]
+    ("bridge", "flag", "gpu"),
+    [("broadcast", "--use-shared-memory", "5"), ("single-copy", "--single-copy", "4")],
 )
-def test_the_plan_hands_ports_bridge_and_gpus_to_every_process(bridge: str, flag: str, gpu: str) -> None:
-    plan = Plan(replace(OPTIONS, bridge=bridge, gpus=(4, 5)), Ports(service=1111, vllm=2222, rendezvous=3333))
+def test_the_plan_hands_ports_bridge_and_gpus_to_every_process(
+    bridge: str, flag: str, gpu: str
+) -> None:
+    plan = Plan(
+        replace(OPTIONS, bridge=bridge, gpus=(4, 5)),
+        Ports(service=1111, vllm=2222, rendezvous=3333),
+    )
     assert plan.vllm().variables["CUDA_VISIBLE_DEVICES"] == "4"
     assert plan.trainer().variables["CUDA_VISIBLE_DEVICES"] == gpu
     assert flag in plan.trainer().arguments
@@ -260,12 +308,19 @@ def test_the_plan_hands_ports_bridge_and_gpus_to_every_process(bridge: str, flag
     assert all(line in plan.script() for line in ("MASTER_PORT=3333", "--port 1111", flag))
     assert "environments/arithmetic_server.py" in plan.script()
     other = replace(plan, options=replace(plan.options, environment="calculator"))
-    assert all("environments/calculator_server.py" in c.arguments for c in (other.environment(), other.evaluation("x", Path())))
+    assert all(
+        "environments/calculator_server.py" in c.arguments
+        for c in (other.environment(), other.evaluation("x", Path()))
+    )
 
 
-def test_the_stack_shares_the_cores_and_keeps_groups_of_equal_scores_where_a_task_is_soon_solved() -> None:
+def test_the_stack_shares_the_cores_and_keeps_groups_of_equal_scores_where_a_task_is_soon_solved() -> (
+    None
+):
     plan = Plan(replace(OPTIONS, gpus=()), Ports(service=1111, vllm=2222, rendezvous=3333))
-    sampling, training = (int(command.variables["OMP_NUM_THREADS"]) for command in (plan.vllm(), plan.trainer()))
+    sampling, training = (
+        int(command.variables["OMP_NUM_THREADS"]) for command in (plan.vllm(), plan.trainer())
+    )
     assert (sampling, training) == (max(1, cores() // 2), cores())
     assert "--env.ensure_scores_are_not_same false" in plan.environment().typed()
     other = replace(plan, options=replace(plan.options, environment="calculator"))
@@ -274,15 +329,21 @@ def test_the_stack_shares_the_cores_and_keeps_groups_of_equal_scores_where_a_tas
 
 @pytest.mark.parametrize("environment", sorted(LEVELS))
 def test_environment_and_trainer_agree_on_the_shape_of_a_batch(environment: str) -> None:
-    plan = Plan(replace(OPTIONS, environment=environment), Ports(service=1111, vllm=2222, rendezvous=3333))
+    plan = Plan(
+        replace(OPTIONS, environment=environment), Ports(service=1111, vllm=2222, rendezvous=3333)
+    )
 
     def value(command: Command, flag: str) -> int:
         return int(command.arguments[command.arguments.index(flag) + 1])
 
     shape, trainer, serving = BATCHES[environment], plan.trainer(), plan.environment()
-    assert value(trainer, "--batch-size") * value(trainer, "--gradient-accumulation-steps") == shape.rollouts
+    assert (
+        value(trainer, "--batch-size") * value(trainer, "--gradient-accumulation-steps")
+        == shape.rollouts
+    )
     assert value(serving, "--env.group_size") == shape.group_size
-    # The batch that is trained on and each batch ahead of it fit into the work in progress, and into one vLLM batch.
+    # The batch that is trained on and each batch ahead of it fit into the work in progress, and
+    # into one vLLM batch.
     ahead = value(serving, "--env.max_batches_offpolicy")
     at_once = value(serving, "--env.max_num_workers_per_node")
     assert at_once == (1 + ahead) * shape.groups

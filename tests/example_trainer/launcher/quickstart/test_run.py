@@ -1,4 +1,6 @@
-"""The quick start's course over small real processes: success, every way to fail, and nothing left running."""
+"""The quick start's course over small real processes: success, every way to fail, and nothing left
+running.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def run_stack(output: Path, steps: int = 3, fault: str = "") -> subprocess.Compl
 
 
 @contextmanager
-def running_stack(output: Path, steps: int = 3, fault: str = "wait") -> Iterator[tuple[Any, TextIO]]:
+def running_stack(
+    output: Path, steps: int = 3, fault: str = "wait"
+) -> Iterator[tuple[Any, TextIO]]:
     """A run and what it says; it is ended with the block."""
     here, there = os.pipe()
     process = start_unguarded(command(output, steps, fault), there, os.environ, ROOT)
@@ -55,7 +59,9 @@ def complaint(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def left_over(output: Path) -> list[int]:
-    """Living processes of the run with this folder, known by the variable that each of them was started with."""
+    """Living processes of the run with this folder, known by the variable that each of them was
+    started with.
+    """
     mark = f"SMALL_STACK={output}".encode()
     found = []
     for pid in parents():
@@ -72,9 +78,22 @@ def test_a_whole_run(tmp_path: Path) -> None:
     done = run_stack(output)
     assert done.returncode == 0, done.stdout
     summary = json.loads((output / "summary.json").read_text())
-    assert (summary["eval_before"], summary["eval_after"], summary["steps"], summary["weight_updates"]) == (0.5, 0.9, 3, 3)
+    assert (
+        summary["eval_before"],
+        summary["eval_after"],
+        summary["steps"],
+        summary["weight_updates"],
+    ) == (0.5, 0.9, 3, 3)
     assert (output / "reward.png").stat().st_size > 10_000
-    for said in ("step 1/3", "step 3/3", "50.0%", "90.0%", "What is 2 [plus] 3?", r"\boxed{5}", str(output / "reward.png")):
+    for said in (
+        "step 1/3",
+        "step 3/3",
+        "50.0%",
+        "90.0%",
+        "What is 2 [plus] 3?",
+        r"\boxed{5}",
+        str(output / "reward.png"),
+    ):
         assert said in done.stdout, said
     assert "\x1b" not in done.stdout
     assert {path.name for path in (output / "logs").glob("*.log")} >= {
@@ -93,14 +112,26 @@ def test_a_whole_run(tmp_path: Path) -> None:
     [
         ("vllm-dies", ["vllm exited with code 9", "vllm.log", "RuntimeError: out of tokens"]),
         ("environment-fails", ["environment exited with code 4", "environment.log"]),
-        ("trainer-fails", ["trainer exited with code 1", "trainer.log", "ERROR the batch holds nothing to train on"]),
+        (
+            "trainer-fails",
+            [
+                "trainer exited with code 1",
+                "trainer.log",
+                "ERROR the batch holds nothing to train on",
+            ],
+        ),
         ("trainer-stalls", ["no news from the trainer for 8 s after step 2"]),
         ("short", ["the trainer ended after 1 of 3 steps"]),
         ("not-served", ["answered by weight version 2, and the trainer is at 3", "trainer.log"]),
-        ("never-ready", ["vllm was not ready after 8 s: GET http", "answers 503; log: ", "vllm.log"]),
+        (
+            "never-ready",
+            ["vllm was not ready after 8 s: GET http", "answers 503; log: ", "vllm.log"],
+        ),
     ],
 )
-def test_every_failure_is_told_and_leaves_nothing(tmp_path: Path, fault: str, words: list[str]) -> None:
+def test_every_failure_is_told_and_leaves_nothing(
+    tmp_path: Path, fault: str, words: list[str]
+) -> None:
     output = tmp_path / "out"
     done = run_stack(output, fault=fault)
     assert done.returncode == 1
@@ -140,10 +171,15 @@ def test_an_environment_that_is_done_before_the_trainer_is_no_failure(tmp_path: 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
     outputs = [tmp_path / name for name in ("one", "two")]
-    with running_stack(outputs[0], 30, "") as (first, told), running_stack(outputs[1], 30, "") as (second, of_second):
+    with (
+        running_stack(outputs[0], 30, "") as (first, told),
+        running_stack(outputs[1], 30, "") as (second, of_second),
+    ):
         said = [told.read(), of_second.read()]
         assert [process.wait(240) for process in (first, second)] == [0, 0], said
-    assert all(json.loads((output / "summary.json").read_text())["steps"] == 30 for output in outputs)
+    assert all(
+        json.loads((output / "summary.json").read_text())["steps"] == 30 for output in outputs
+    )
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -63,11 +63,17 @@ def adapted(chosen: LoraSettings, trained: bool = True) -> Decoder:
 
 
 def test_new_adapters_change_nothing() -> None:
-    assert torch.equal(adapted(settings(), trained=False).logits(TOKENS), random_model().logits(TOKENS))
+    assert torch.equal(
+        adapted(settings(), trained=False).logits(TOKENS), random_model().logits(TOKENS)
+    )
 
 
-@pytest.mark.parametrize("targets", [TARGETS, ("k_proj",), ("o_proj",), ("q_proj", "v_proj"), ("up_proj", "down_proj")])
-def test_adapters_compute_what_their_sum_with_the_weights_computes(targets: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "targets", [TARGETS, ("k_proj",), ("o_proj",), ("q_proj", "v_proj"), ("up_proj", "down_proj")]
+)
+def test_adapters_compute_what_their_sum_with_the_weights_computes(
+    targets: tuple[str, ...],
+) -> None:
     model = adapted(settings(*targets))
     merged = random_model()
     merged.load_state_dict(merged_weights(model))
@@ -80,7 +86,9 @@ def test_gradients_are_the_closed_form_and_those_of_finite_differences() -> None
     base = Linear(5, 9, True, torch.float64, torch.device("cpu"), Arithmetic(reference))
     for parameter in base.parameters():
         parameter.data.normal_()
-    layer = AdaptedLinear(base, {"q_proj": 4, "k_proj": 2, "v_proj": 3}, settings("q_proj", "v_proj"))
+    layer = AdaptedLinear(
+        base, {"q_proj": 4, "k_proj": 2, "v_proj": 3}, settings("q_proj", "v_proj")
+    )
     for adapter in layer.adapters.values():
         nn.init.normal_(adapter.lora_B)
     x, upstream = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 9, dtype=torch.float64)
@@ -89,10 +97,15 @@ def test_gradients_are_the_closed_form_and_those_of_finite_differences() -> None
         a, b, g = layer.adapters[name].lora_A, layer.adapters[name].lora_B, upstream[:, rows]
         torch.testing.assert_close(a.grad, 2.0 * b.detach().T @ g.T @ x)
         torch.testing.assert_close(b.grad, 2.0 * g.T @ x @ a.detach().T)
-    parameters = {name: p.detach().clone().requires_grad_() for name, p in layer.adapters.named_parameters(prefix="adapters")}
+    parameters = {
+        name: p.detach().clone().requires_grad_()
+        for name, p in layer.adapters.named_parameters(prefix="adapters")
+    }
 
     def call(*values: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, dict(zip(parameters, values, strict=True)), (x, Packing([7])))
+        return torch.func.functional_call(
+            layer, dict(zip(parameters, values, strict=True)), (x, Packing([7]))
+        )
 
     assert torch.autograd.gradcheck(call, tuple(parameters.values()))
 
@@ -169,7 +182,9 @@ def test_a_is_uniform_and_b_is_zero_at_first() -> None:
     torch.manual_seed(0)
     base = Linear(400, 4, False, torch.float32, torch.device("cpu"), Arithmetic(reference))
     base.weight.data.zero_()
-    adapter = AdaptedLinear(base, {"o_proj": 4}, LoraSettings(64, 1.0, 0.0, ("o_proj",))).adapters["o_proj"]
+    adapter = AdaptedLinear(base, {"o_proj": 4}, LoraSettings(64, 1.0, 0.0, ("o_proj",))).adapters[
+        "o_proj"
+    ]
     bound = 1 / math.sqrt(400)
     assert adapter.lora_A.abs().max() <= bound
     assert adapter.lora_A.abs().max() > 0.99 * bound
@@ -186,5 +201,7 @@ def test_adapters_are_not_put_on_twice() -> None:
 def test_targets_are_checked_ordered_and_counted_once() -> None:
     assert parse_targets(["v_proj", "q_proj", "v_proj"]) == ("q_proj", "v_proj")
     assert parse_targets(["all-linear"]) == TARGETS
-    with pytest.raises(ValueError, match=r"no projection is called 'qkv_proj'; give all-linear, or some of q_proj,"):
+    with pytest.raises(
+        ValueError, match=r"no projection is called 'qkv_proj'; give all-linear, or some of q_proj,"
+    ):
         parse_targets(["qkv_proj", "q_proj"])

@@ -1,4 +1,6 @@
-"""Adapters on the disk: PEFT reads what is written here, the server reads what PEFT writes, and what is neither is refused."""
+"""Adapters on the disk: PEFT reads what is written here, the server reads what PEFT writes, and
+what is neither is refused.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ from example_trainer.models.lora.peft_format import AdapterWriter, check_same_ad
 from example_trainer.models.lora.settings import TARGETS, LoraSettings
 from vllm_patching.protocol.checksum import WeightSummary
 from vllm_patching.protocol.sharding import ModelGeometry
-from vllm_patching.transport.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterError, expected_shapes, open_adapter
+from vllm_patching.transport.adapter_file import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterError,
+    expected_shapes,
+    open_adapter,
+)
 
 SIZES = {
     "vocab_size": 31,
@@ -60,7 +68,9 @@ def geometry(folder: Path) -> ModelGeometry:
     return ModelGeometry.from_hf_config(json.loads((folder / "config.json").read_text()))
 
 
-def adapted(base: Path, settings: LoraSettings = SETTINGS, dtype: torch.dtype = torch.float32) -> Decoder:
+def adapted(
+    base: Path, settings: LoraSettings = SETTINGS, dtype: torch.dtype = torch.float32
+) -> Decoder:
     model = load_model(str(base), dtype)
     attach_adapters(model, settings)
     torch.manual_seed(3)
@@ -70,7 +80,9 @@ def adapted(base: Path, settings: LoraSettings = SETTINGS, dtype: torch.dtype = 
 
 
 @pytest.mark.parametrize("targets", [TARGETS, ("v_proj", "down_proj")])
-def test_peft_loads_it_and_computes_the_same(base: Path, tmp_path: Path, targets: tuple[str, ...]) -> None:
+def test_peft_loads_it_and_computes_the_same(
+    base: Path, tmp_path: Path, targets: tuple[str, ...]
+) -> None:
     from peft import PeftModel
 
     settings = LoraSettings(4, 6.0, 0.1, targets)
@@ -90,7 +102,8 @@ def test_the_server_reads_what_peft_saves(base: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     peft = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+        AutoModelForCausalLM.from_pretrained(base),
+        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
     )
     peft.save_pretrained(tmp_path)
     file = open_adapter(tmp_path, geometry(base), max_rank=4)
@@ -104,9 +117,13 @@ def test_the_server_reads_what_peft_saves(base: Path, tmp_path: Path) -> None:
             assert torch.equal(tensor, saved[peft_name(projection, matrix)])
 
 
-def test_the_file_holds_the_masters_rounded_and_its_checksum_is_what_the_server_finds(base: Path, tmp_path: Path) -> None:
+def test_the_file_holds_the_masters_rounded_and_its_checksum_is_what_the_server_finds(
+    base: Path, tmp_path: Path
+) -> None:
     model = adapted(base, dtype=torch.bfloat16)
-    values = {name: p.detach().float() + 1e-3 for name, p in model.named_parameters() if p.requires_grad}
+    values = {
+        name: p.detach().float() + 1e-3 for name, p in model.named_parameters() if p.requires_grad
+    }
     writer = AdapterWriter(model, SETTINGS, str(base))
     written = writer.write(tmp_path, values)
     saved = load_file(tmp_path / WEIGHTS_FILE)
@@ -125,7 +142,9 @@ def test_the_file_holds_the_masters_rounded_and_its_checksum_is_what_the_server_
 
 
 @pytest.mark.parametrize("base", ["llama"], indirect=True)
-def test_rank_stabilised_adapters_are_scaled_by_the_root_of_the_rank(base: Path, tmp_path: Path) -> None:
+def test_rank_stabilised_adapters_are_scaled_by_the_root_of_the_rank(
+    base: Path, tmp_path: Path
+) -> None:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj"], use_rslora=True)
@@ -161,33 +180,71 @@ def no_header(folder: Path) -> None:
 
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda folder: (folder / CONFIG_FILE).unlink(), r"cannot read .*adapter_config\.json: No such file"),
-    "no weights": (lambda folder: (folder / WEIGHTS_FILE).unlink(), r"cannot read .*adapter_model\.safetensors: No such file"),
-    "config is no JSON": (lambda folder: (folder / CONFIG_FILE).write_text("{"), "is not PEFT's adapter_config.json"),
-    "config without rank": (lambda folder: (folder / CONFIG_FILE).write_text("{}"), "is not PEFT's adapter_config.json"),
-    "rank above the server's": (change_config(r=32), "rank 32 does not fit .* --max-lora-rank 16; start it with a larger"),
-    "rank unlike the tensors'": (change_config(r=8), r"has shape \[.*\], the served model wants \["),
+    "no config": (
+        lambda folder: (folder / CONFIG_FILE).unlink(),
+        r"cannot read .*adapter_config\.json: No such file",
+    ),
+    "no weights": (
+        lambda folder: (folder / WEIGHTS_FILE).unlink(),
+        r"cannot read .*adapter_model\.safetensors: No such file",
+    ),
+    "config is no JSON": (
+        lambda folder: (folder / CONFIG_FILE).write_text("{"),
+        "is not PEFT's adapter_config.json",
+    ),
+    "config without rank": (
+        lambda folder: (folder / CONFIG_FILE).write_text("{}"),
+        "is not PEFT's adapter_config.json",
+    ),
+    "rank above the server's": (
+        change_config(r=32),
+        "rank 32 does not fit .* --max-lora-rank 16; start it with a larger",
+    ),
+    "rank unlike the tensors'": (
+        change_config(r=8),
+        r"has shape \[.*\], the served model wants \[",
+    ),
     "other method": (change_config(peft_type="IA3"), "peft_type 'IA3' is not LORA"),
     "dora": (change_config(use_dora=True), "use_dora True is not supported"),
     "bias": (change_config(bias="all"), "bias 'all' is not supported"),
-    "ranks of their own": (change_config(rank_pattern={"q_proj": 2}), "rank_pattern is not supported"),
+    "ranks of their own": (
+        change_config(rank_pattern={"q_proj": 2}),
+        "rank_pattern is not supported",
+    ),
     "cut short": (cut_short, "holds .* bytes of data, its header describes"),
     "no header": (no_header, "is no safetensors file, or was cut short"),
-    "empty file": (lambda folder: (folder / WEIGHTS_FILE).write_bytes(b""), "is no safetensors file, or was cut short"),
-    "partner missing": (change_tensors(lambda t: t.pop(FIRST)), r"down_proj has lora_B and not its partner"),
+    "empty file": (
+        lambda folder: (folder / WEIGHTS_FILE).write_bytes(b""),
+        "is no safetensors file, or was cut short",
+    ),
+    "partner missing": (
+        change_tensors(lambda t: t.pop(FIRST)),
+        r"down_proj has lora_B and not its partner",
+    ),
     "layer too many": (
         change_tensors(lambda t: t.update({FIRST.replace("layers.0", "layers.2"): t.pop(FIRST)})),
         "has no place in the served model of 2 layers",
     ),
-    "other width": (change_tensors(lambda t: t.update({FIRST: t[FIRST][:, :-1].contiguous()})), "the served model wants"),
-    "two dtypes": (change_tensors(lambda t: t.update({FIRST: t[FIRST].half()})), "the tensors are of F16, F32 dtype"),
-    "odd name": (change_tensors(lambda t: t.update({"x": torch.zeros(1)})), "x is not PEFT's name of a LoRA matrix"),
+    "other width": (
+        change_tensors(lambda t: t.update({FIRST: t[FIRST][:, :-1].contiguous()})),
+        "the served model wants",
+    ),
+    "two dtypes": (
+        change_tensors(lambda t: t.update({FIRST: t[FIRST].half()})),
+        "the tensors are of F16, F32 dtype",
+    ),
+    "odd name": (
+        change_tensors(lambda t: t.update({"x": torch.zeros(1)})),
+        "x is not PEFT's name of a LoRA matrix",
+    ),
 }
 
 
 @pytest.mark.parametrize("base", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_what_cannot_be_served_is_refused_with_its_reason(base: Path, tmp_path: Path, kind: str) -> None:
+def test_what_cannot_be_served_is_refused_with_its_reason(
+    base: Path, tmp_path: Path, kind: str
+) -> None:
     AdapterWriter(adapted(base), SETTINGS, str(base)).write(tmp_path)
     open_adapter(tmp_path, geometry(base), max_rank=16)
     damage, message = DAMAGE[kind]
@@ -199,7 +256,11 @@ def test_what_cannot_be_served_is_refused_with_its_reason(base: Path, tmp_path: 
 
 def test_every_projection_of_the_model_has_its_shape(base: Path) -> None:
     weights = load_file(base / "model.safetensors")
-    shapes = {name.removesuffix(".weight"): tuple(t.shape)[::-1] for name, t in weights.items() if "_proj.weight" in name}
+    shapes = {
+        name.removesuffix(".weight"): tuple(t.shape)[::-1]
+        for name, t in weights.items()
+        if "_proj.weight" in name
+    }
     assert expected_shapes(geometry(base)) == shapes
 
 
@@ -207,14 +268,26 @@ def test_every_projection_of_the_model_has_its_shape(base: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "dtype", "message"),
     [
-        (LoraSettings(8, 6.0, 0.1, TARGETS), torch.float32, "made with --lora-r 4, and this run has 8"),
-        (LoraSettings(4, 8.0, 0.1, TARGETS), torch.float32, "made with --lora-alpha 6, and this run has 8.0"),
+        (
+            LoraSettings(8, 6.0, 0.1, TARGETS),
+            torch.float32,
+            "made with --lora-r 4, and this run has 8",
+        ),
+        (
+            LoraSettings(4, 8.0, 0.1, TARGETS),
+            torch.float32,
+            "made with --lora-alpha 6, and this run has 8.0",
+        ),
         (
             LoraSettings(4, 6.0, 0.1, TARGETS[:2]),
             torch.float32,
             "made with --lora-target-modules .*, and this run has k_proj q_",
         ),
-        (LoraSettings(4, 6.0, 0.1, TARGETS), torch.bfloat16, "made with --dtype F32, and this run has BF16"),
+        (
+            LoraSettings(4, 6.0, 0.1, TARGETS),
+            torch.bfloat16,
+            "made with --dtype F32, and this run has BF16",
+        ),
     ],
 )
 def test_another_adapter_is_not_continued(

@@ -1,4 +1,6 @@
-"""Every table computes the same: each operation beside float64 autograd of its formula, with totals and without."""
+"""Every table computes the same: each operation beside float64 autograd of its formula, with totals
+and without.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from example_trainer.models.ops import Operations, choose_operations, fast_attention, invariant, reference
+from example_trainer.models.ops import (
+    Operations,
+    choose_operations,
+    fast_attention,
+    invariant,
+    reference,
+)
 from example_trainer.models.packing import Packing
 from tests.example_trainer.deterministic.cases import CASES, LIMITS, Sizes, errors
 
 TABLES: dict[str, Operations] = {table.NAME: table for table in (reference, invariant)}
 HYPOTHESIS = settings(
-    max_examples=5, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=5,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 
@@ -24,7 +34,8 @@ HYPOTHESIS = settings(
 def sizes(draw: st.DrawFn) -> Sizes:
     kv_heads = draw(st.sampled_from([1, 2]))
     lengths = draw(
-        st.lists(st.integers(1, 20), min_size=1, max_size=4) | st.builds(lambda n, k: [n] * k, st.integers(1, 9), st.just(3))
+        st.lists(st.integers(1, 20), min_size=1, max_size=4)
+        | st.builds(lambda n, k: [n] * k, st.integers(1, 9), st.just(3))
     )
     return Sizes(
         lengths=tuple(lengths),
@@ -46,7 +57,9 @@ def sizes(draw: st.DrawFn) -> Sizes:
 def test_operations_equal_their_formulas(
     name: str, table: str, dtype: torch.dtype, totals: bool, sizes: Sizes, seed: int
 ) -> None:
-    for key, error in errors(name, sizes, dtype, seed=seed, ops=TABLES[table], totals=totals).items():
+    for key, error in errors(
+        name, sizes, dtype, seed=seed, ops=TABLES[table], totals=totals
+    ).items():
         assert error <= LIMITS[dtype], f"{key} of {name}, {sizes}"
 
 
@@ -66,13 +79,20 @@ def test_the_invariant_table_refuses_another_temperature() -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_temperatures_of_one_and_a_differentiable_entropy_change_no_bit(table: str) -> None:
     generator, packing = torch.Generator().manual_seed(5), Packing([130, 20])
-    targets, upstream = torch.randint(0, 211, (150,), generator=generator), torch.randn(150, generator=generator)
+    targets, upstream = (
+        torch.randint(0, 211, (150,), generator=generator),
+        torch.randn(150, generator=generator),
+    )
     draws = torch.randn(150, 24, generator=generator), torch.randn(211, 24, generator=generator)
 
-    def found(temperature: float | torch.Tensor, entropy_gradient: bool = False) -> list[torch.Tensor]:
+    def found(
+        temperature: float | torch.Tensor, entropy_gradient: bool = False
+    ) -> list[torch.Tensor]:
         hidden, weight = (draw.clone().requires_grad_() for draw in draws)
         arguments = hidden, weight, targets, packing, 64, temperature
-        logprobs, entropy = TABLES[table].chosen_logprobs(*arguments, entropy_gradient=entropy_gradient)
+        logprobs, entropy = TABLES[table].chosen_logprobs(
+            *arguments, entropy_gradient=entropy_gradient
+        )
         assert entropy.requires_grad == entropy_gradient
         gradients = torch.autograd.grad(logprobs, (hidden, weight), upstream)
         return [logprobs, entropy, *(() if entropy_gradient else gradients)]
@@ -112,19 +132,37 @@ def test_heads_repeated_for_attention_give_the_same(monkeypatch: pytest.MonkeyPa
     q, kv, packing = torch.randn(9, 4, 8), torch.randn(9, 2, 8), Packing([4, 5])
     shared = reference.attention(q, kv, kv, packing, 0.3)
     monkeypatch.setattr(reference, "_repeats_heads", lambda q: True)
-    torch.testing.assert_close(reference.attention(q, kv, kv, packing, 0.3), shared, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        reference.attention(q, kv, kv, packing, 0.3), shared, atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("capability", "level", "reason"),
-    [((9, 0), logging.WARNING, "install requirements-gpu.txt"), ((8, 9), logging.INFO, "compute capability 8.9")],
+    [
+        ((9, 0), logging.WARNING, "install requirements-gpu.txt"),
+        ((8, 9), logging.INFO, "compute capability 8.9"),
+    ],
 )
 def test_attention_without_the_fast_library_says_what_that_costs(
-    capability: tuple[int, int], level: int, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    capability: tuple[int, int],
+    level: int,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.cute", None)  # as where it is not installed
+    monkeypatch.setitem(
+        sys.modules, "vllm.vllm_flash_attn.cute", None
+    )  # as where it is not installed
     caplog.set_level(logging.INFO, fast_attention.logger.name)
-    assert fast_attention._library.__wrapped__(torch.device("cuda")) is fast_attention._flash_attention_2
+    assert (
+        fast_attention._library.__wrapped__(torch.device("cuda"))
+        is fast_attention._flash_attention_2
+    )
     ((_, told, message),) = caplog.record_tuples
-    assert (told, "twice as long as FlashAttention 4" in message, reason in message) == (level, True, True)
+    assert (told, "twice as long as FlashAttention 4" in message, reason in message) == (
+        level,
+        True,
+        True,
+    )
