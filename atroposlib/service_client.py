@@ -22,9 +22,8 @@ from atroposlib.errors import EnvironmentFailure, ServiceUnavailable
 from atroposlib.utils import waiting
 from atroposlib.utils.jsonl import encode
 from atroposlib.utils.waiting import LOG_EVERY, Logged, Patience
-from atroposlib.web.connections import LIMITS
+from atroposlib.web.connections import LIMITS, end_slow_answer_async
 from atroposlib.web.keys import LOOPBACK, SERVICE_KEY, bearer, host_of
-from atroposlib.web.slow_answers import end_slow_answer_async
 
 logger = logging.getLogger(__name__)
 

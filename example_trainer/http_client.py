@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from atroposlib.web.connections import LIMITS
-from atroposlib.web.slow_answers import end_slow_answer
+from atroposlib.web.connections import LIMITS, end_slow_answer
 
 
 def direct_client(url: str, timeout: float, api_key: str | None = None) -> httpx.Client:

@@ -36,12 +36,15 @@ from atroposlib.utils.port_user import port_user
 from atroposlib.utils.private_files import use_private_files
 from atroposlib.web.access import Access
 from atroposlib.web.addresses import argument, listening_host, server_address
-from atroposlib.web.bounded_protocol import bounded_protocol
-from atroposlib.web.connections import ACCEPT_AT_ONCE, LISTEN_BACKLOG, SERVER_KEEPS_SECONDS
+from atroposlib.web.bounded_protocol import StoppingServer, bounded_protocol
+from atroposlib.web.connections import (
+    ACCEPT_AT_ONCE,
+    LISTEN_BACKLOG,
+    SERVER_KEEPS_SECONDS,
+    connections_allowed,
+)
 from atroposlib.web.keys import VLLM_KEY
 from atroposlib.web.middleware import RequestLimits
-from atroposlib.web.open_files import connections_allowed
-from atroposlib.web.stopping_server import StoppingServer
 
 logger = logging.getLogger("atroposlib.cli.run_api")
 

@@ -22,9 +22,8 @@ from atroposlib.dashboard.run_folders.folder import find_runs
 from atroposlib.dashboard.web.auth import PageAuth
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.web.addresses import argument, http_address
-from atroposlib.web.bounded_protocol import bounded_protocol
-from atroposlib.web.open_files import connections_allowed
-from atroposlib.web.stopping_server import StoppingServer
+from atroposlib.web.bounded_protocol import StoppingServer, bounded_protocol
+from atroposlib.web.connections import connections_allowed
 
 logger = logging.getLogger(__name__)
 

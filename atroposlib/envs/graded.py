@@ -24,7 +24,7 @@ from atroposlib.envs.curriculum import Curriculum, item_key
 from atroposlib.inference.generation import Weights
 from atroposlib.type_definitions import Item
 from atroposlib.wire.groups import ScoredDataGroup, teaches_nothing
-from atroposlib.wire.scores import plain_score
+from atroposlib.wire.numbers import plain_score
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from atroposlib.inference.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
 from atroposlib.web.addresses import HttpAddresses
 from atroposlib.web.keys import given_or_variable
-from atroposlib.wire.strict_numbers import StrictNumbers
+from atroposlib.wire.numbers import StrictNumbers
 
 __all__ = [
     "VALID_REASONING_EFFORTS",

@@ -21,9 +21,8 @@ from atroposlib.inference.client import (
     ServerIsAway,
 )
 from atroposlib.web.addresses import proxy_for
-from atroposlib.web.connections import LIMITS
+from atroposlib.web.connections import LIMITS, end_slow_answer_async
 from atroposlib.web.keys import LOOPBACK, OPENAI_KEY, VLLM_KEY, bearer, host_of
-from atroposlib.web.slow_answers import end_slow_answer_async
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from atroposlib.utils.log_bound import log_to_stderr
 from atroposlib.web.access import READ_ONLY_PATHS, Access
 from atroposlib.web.addresses import argument, http_addresses, listening_host
 from atroposlib.web.bounded_protocol import bounded_protocol
+from atroposlib.web.connections import connections_allowed
 from atroposlib.web.keys import PROXY_KEY, VLLM_KEY, given_or_variable
 from atroposlib.web.middleware import RequestLimits, RequestLimitsMiddleware
-from atroposlib.web.open_files import connections_allowed
 from atroposlib.web.refusal import HTTPRefusal, openai_answer
 
 logger = logging.getLogger("atroposlib.inference.proxy")

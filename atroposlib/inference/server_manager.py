@@ -30,7 +30,7 @@ from atroposlib.inference.vllm_client import VLLMServer
 from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
 from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.keys import SERVICE_KEY, all_settings
-from atroposlib.wire.strict_numbers import StrictNumbers
+from atroposlib.wire.numbers import StrictNumbers
 
 __all__ = ["APIServer", "APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerConfig"]
 

@@ -34,7 +34,7 @@ from atroposlib.service.schemas import (
     refused,
     short,
 )
-from atroposlib.wire.number_bounds import (
+from atroposlib.wire.numbers import (
     LARGEST_FLOAT32,
     LARGEST_SCORE,
     LEAST_FLOAT32,

@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from atroposlib.service.post_space import PostSpace
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import NOBODY, Lease, Receipt, ValidatedGroup
+from atroposlib.service.store import PostSpace
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 

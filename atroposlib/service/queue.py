@@ -8,8 +8,8 @@ the same state from a store. Sizes and shares are in sequences unless a name say
 are weight versions (numbers of optimizer steps). `now` is in seconds of a clock that never goes
 back.
 
-`scheduling` chooses the groups of a batch, `unfillable` finds groups that no batch can hold, and
-`starvation` explains an empty batch.
+`scheduling` chooses the groups of a batch, `pending_groups` finds groups that no batch can hold,
+`environments` explains an empty batch, and `run_state` holds what a run has besides its groups.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ from dataclasses import asdict
 from typing import Any
 
 from atroposlib.service import scheduling
-from atroposlib.service.batch_failures import ERROR_COUNTS, KILL_COUNTS, BatchFailures
-from atroposlib.service.environments import Registry
-from atroposlib.service.evaluations import Evaluations
+from atroposlib.service.environments import Refusals, Registry, why_starved
 from atroposlib.service.fleet import FleetRequests
-from atroposlib.service.pending_groups import PendingGroups, ReferenceQueue
+from atroposlib.service.pending_groups import (
+    REASON,
+    PendingGroups,
+    PostedSizes,
+    ReferenceQueue,
+    Unfillable,
+    describe_unfillable,
+)
 from atroposlib.service.records import (
     BUFFERED,
     COMPUTED,
@@ -51,11 +56,15 @@ from atroposlib.service.records import (
     ValidatedGroup,
     length_bucket,
 )
-from atroposlib.service.resume_streams import Streams
+from atroposlib.service.run_state import (
+    ERROR_COUNTS,
+    KILL_COUNTS,
+    BatchFailures,
+    Evaluations,
+    Streams,
+    WeightEpochs,
+)
 from atroposlib.service.scheduling import Replay, choose_multiple
-from atroposlib.service.starvation import Refusals, why_starved
-from atroposlib.service.unfillable import REASON, PostedSizes, Unfillable, describe_unfillable
-from atroposlib.service.weight_epochs import WeightEpochs
 from atroposlib.wire.weight_lineage import Life, oldest
 
 MAX_ENVIRONMENTS = 1024
@@ -1197,7 +1206,7 @@ class RolloutQueue:
         options = self.registration.replay if self.registration else None
         return Replay(**(options or {}))
 
-    # ---- batches that end their trainers: see `batch_failures` ----
+    # ---- batches that end their trainers: see `BatchFailures` ----
 
     def report_end(self, batch_id: int, error: str | None) -> None:
         """Count a trainer that ends with a batch that it has not acknowledged.

@@ -65,7 +65,7 @@ class ValidatedGroup:
     """It holds ref_logprobs. If not, its body ends with a null in their place."""
     stream: str | None = None
     """The stream of items that it belongs to, if its environment can be resumed exactly; see
-    `resume_streams`."""
+    `run_state.Streams`."""
     item: int | None = None
     """Which of them it answers."""
     life: str | None = None
@@ -130,7 +130,7 @@ class Registration:
     ack_batches: bool = False
     model: str | None = None
     weight_epoch: int = 0
-    """Names this trainer process; 0 if it does not say. See `queue.weight_epochs`."""
+    """Names this trainer process; 0 if it does not say. See `run_state.WeightEpochs`."""
     run: str | None = None
     """Names the run, over all its resumes; None if the trainer does not say."""
     positions: dict[str, int] | None = None

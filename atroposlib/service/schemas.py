@@ -22,8 +22,7 @@ from pydantic import (
 
 from atroposlib.service.records import MAX_POSITIONS, MAX_SERVERS, Policy
 from atroposlib.web.addresses import MAX_ADDRESS_LENGTH, server_address
-from atroposlib.wire.number_bounds import LARGEST_FLOAT32
-from atroposlib.wire.strict_numbers import refuse_boolean
+from atroposlib.wire.numbers import LARGEST_FLOAT32, refuse_boolean
 from atroposlib.wire.weight_lineage import MOST_LIVES
 
 MAX_REASON = 300
@@ -321,7 +320,7 @@ class BatchReport(Request):
     """As in an acknowledgement."""
     error: Reason | None = None
     """The error that training on the batch raised; null if something else ends the run. See
-    `batch_failures`."""
+    `run_state.BatchFailures`."""
 
 
 class EndRun(Request):

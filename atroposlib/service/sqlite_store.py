@@ -11,6 +11,7 @@ import sqlite3
 import threading
 import time
 import zlib
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -19,13 +20,7 @@ from typing import TypeVar
 
 import orjson
 
-from atroposlib.service.disk_reserve import (
-    RESERVE_BYTES,
-    SLACK_BYTES,
-    DiskSpace,
-    Reserve,
-    megabytes,
-)
+from atroposlib.service.disk_reserve import RESERVE_BYTES, Reserve
 from atroposlib.service.file_lock import lock_file, require_same_files
 from atroposlib.service.records import (
     BUFFERED,
@@ -38,7 +33,14 @@ from atroposlib.service.records import (
     Receipt,
     Snapshot,
 )
-from atroposlib.service.store import DamagedError, RecentBodies, Store, StoreError
+from atroposlib.service.store import (
+    SLACK_BYTES,
+    DamagedError,
+    DiskSpace,
+    Store,
+    StoreError,
+    megabytes,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -200,6 +202,40 @@ class Statements:
 def _chunks(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     for start in range(0, len(values), size):
         yield values[start : start + size]
+
+
+class RecentBodies:
+    """The newest bodies, up to a number of bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._bodies: OrderedDict[int, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def follow(self, changes: Changes) -> None:
+        """Keep what was added, let go of what was removed."""
+        if changes.wipe:
+            self.clear()
+        for seq, body in [
+            *((group.seq, body) for group, body, _ in changes.added),
+            *changes.referenced,
+        ]:
+            self._bytes += len(body) - len(self._bodies.pop(seq, b""))
+            self._bodies[seq] = body
+        for seq in changes.removed:
+            self._bytes -= len(self._bodies.pop(seq, b""))
+        while self._bytes > self.most_bytes:
+            self._bytes -= len(self._bodies.popitem(last=False)[1])
+
+    def get(self, seqs: Sequence[int]) -> list[bytes] | None:
+        """All of them, or None."""
+        bodies = [self._bodies.get(seq) for seq in seqs]
+        return [body for body in bodies if body is not None] if None not in bodies else None
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._bodies.clear()
+        self._bytes = 0
 
 
 class SqliteStore(Store):

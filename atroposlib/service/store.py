@@ -1,13 +1,86 @@
-"""Where the rollout service keeps its state."""
+"""The stores of the rollout service, and the disk space that posts may take from one.
+
+Posts are refused before they take the space that the store keeps for what empties the queue.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from atroposlib.service.disk_reserve import DiskSpace
 from atroposlib.service.records import Changes, Snapshot
+
+logger = logging.getLogger(__name__)
+
+FRESH_SECONDS = 1.0
+"""A measurement of the disk is used for so long, since other programs write there too."""
+WAIT_SECONDS = 10.0
+"""A post waits for the store to make room no longer than this."""
+SLACK_BYTES = 16 << 20
+"""Free space below which no post may make the file longer."""
+FIXED_BYTES = 2 << 20
+"""Bytes of log for the pages that every post touches besides its bodies. Rebuilding the reserve
+leaves them free."""
+
+
+def megabytes(n_bytes: int) -> str:
+    """Return a size for people, such as `3.1 MB`."""
+    return f"{max(0, n_bytes) / 1e6:,.1f} MB"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpace:
+    """Space for a store, at one moment.
+
+    Attributes:
+        path: the store's file.
+        free: bytes of the disk that this user may write.
+        promised: bytes by which the file will grow when the log is folded into it.
+        reusable: bytes of pages in the file that hold nothing.
+        reserve: bytes kept for what empties the queue, if they are not used.
+        reserve_is_whole: they are allocated.
+        reserve_lacks_space: the system refused to allocate them for want of space, though `free`
+            may be more: a quota.
+        measured: when, in seconds of the monotonic clock.
+    """
+
+    path: Path
+    free: int
+    promised: int
+    reusable: int
+    reserve: int
+    reserve_is_whole: bool
+    reserve_lacks_space: bool = False
+    measured: float = field(default_factory=time.monotonic)
+
+    def needed_for(self, n_bytes: int) -> int:
+        """Free bytes without which a post of this size is refused."""
+        logged = n_bytes + n_bytes // 16 + FIXED_BYTES
+        growth = max(0, logged - self.reusable)
+        return self.promised + logged + (growth + SLACK_BYTES if growth else 0)
+
+    def refusal(self, n_bytes: int) -> str | None:
+        """Return the reason to refuse posts of so many bytes; None if there is space."""
+        needed, folder = self.needed_for(n_bytes), self.path.absolute().parent
+        kept = (
+            f"{megabytes(self.reserve)} beyond that are reserved for batches and acknowledgements"
+        )
+        if not self.reserve_is_whole:
+            needed += self.reserve
+            kept = f"its reserve of {megabytes(self.reserve)} for batches and acknowledgements is not whole"
+        if self.free >= needed and not self.reserve_lacks_space:
+            return None
+        return (
+            f"store {self.path}: {megabytes(self.free)} are free on its disk, {megabytes(needed)} are needed for new groups, "
+            f"and {kept}. New groups are refused until there is space: free some in {folder} or elsewhere on that disk"
+        )
 
 
 class StoreError(RuntimeError):
@@ -115,35 +188,82 @@ class MemoryStore(Store):
         """Nothing to do."""
 
 
-class RecentBodies:
-    """The newest bodies, up to a number of bytes."""
+class PostSpace:
+    """Space for the posts that are under way, of a store on a disk that may fill.
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
-        self._bodies: OrderedDict[int, bytes] = OrderedDict()
-        self._bytes = 0
+    Attributes:
+        refusing: the reason why the newest post was refused; None if there is space.
+    """
 
-    def follow(self, changes: Changes) -> None:
-        """Keep what was added, let go of what was removed."""
-        if changes.wipe:
-            self.clear()
-        for seq, body in [
-            *((group.seq, body) for group, body, _ in changes.added),
-            *changes.referenced,
-        ]:
-            self._bytes += len(body) - len(self._bodies.pop(seq, b""))
-            self._bodies[seq] = body
-        for seq in changes.removed:
-            self._bytes -= len(self._bodies.pop(seq, b""))
-        while self._bytes > self.most_bytes:
-            self._bytes -= len(self._bodies.popitem(last=False)[1])
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._under_way = 0
+        """Bytes of posts that are being read and stored."""
+        self._making: asyncio.Task[None] | None = None
+        self._made = -float("inf")
+        self.refusing: str | None = None
 
-    def get(self, seqs: Sequence[int]) -> list[bytes] | None:
-        """All of them, or None."""
-        bodies = [self._bodies.get(seq) for seq in seqs]
-        return [body for body in bodies if body is not None] if None not in bodies else None
+    async def require(self, n_bytes: int) -> None:
+        """Return if there is space for a post of so many bytes besides those under way.
 
-    def clear(self) -> None:
-        """Let go of all."""
-        self._bodies.clear()
-        self._bytes = 0
+        Raises:
+            StoreError: there is not; the message names the file, the free space, the reserve and
+                the remedy.
+        """
+        space = self._store.space
+        if space is None:
+            return
+        if time.monotonic() - space.measured > FRESH_SECONDS:
+            await asyncio.to_thread(self._store.measure)
+        if self._refusal(n_bytes) is not None:
+            await self._make_room()
+        refusal = self._refusal(n_bytes)
+        if refusal is not None:
+            if self.refusing is None:
+                logger.error("%s", refusal)
+            self.refusing = refusal
+            raise StoreError(refusal)
+        if self.refusing is not None:
+            logger.warning("there is space for new groups again")
+        self.refusing = None
+
+    def _refusal(self, n_bytes: int) -> str | None:
+        space = self._store.space
+        return None if space is None else space.refusal(n_bytes + self._under_way)
+
+    async def _make_room(self) -> None:
+        """Have the store give back what it can, once for all posts that wait, and not more often
+        than `FRESH_SECONDS`.
+        """
+        if self._making is None or self._making.done():
+            if time.monotonic() - self._made < FRESH_SECONDS:
+                return
+            self._made = time.monotonic()
+            self._making = asyncio.create_task(asyncio.to_thread(self._store.make_room))
+        await asyncio.wait(
+            [self._making], timeout=WAIT_SECONDS
+        )  # a stalled disk refuses this post, too
+
+    @contextmanager
+    def taken(self, n_bytes: int) -> Iterator[None]:
+        """Count a post as under way while the block runs."""
+        self._under_way += n_bytes
+        try:
+            yield
+        finally:
+            self._under_way -= n_bytes
+
+    def figures(self) -> dict[str, Any] | None:
+        """Return the space as it was last measured, for /stats and the page; None for a store that
+        needs none.
+        """
+        space = self._store.space
+        if space is None:
+            return None
+        return {
+            "path": str(space.path),
+            "free_bytes": space.free,
+            "reserve_bytes": space.reserve,
+            "reserve_is_whole": space.reserve_is_whole,
+            "refusing_posts": self.refusing,
+        }

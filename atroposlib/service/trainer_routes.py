@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from atroposlib.service.answers import Service, answer, query_int, refuse, takes
 from atroposlib.service.fleet import FleetStatus
 from atroposlib.service.records import NotRegisteredError, Registration
+from atroposlib.service.run_state import FIRST_EPOCHS, read_lives
 from atroposlib.service.schemas import (
     AckBatch,
     AskEpoch,
@@ -25,7 +26,6 @@ from atroposlib.service.schemas import (
     read,
 )
 from atroposlib.service.service import RolloutService
-from atroposlib.service.weight_epochs import FIRST_EPOCHS, read_lives
 from atroposlib.web.middleware import GZIP_FROM, accepts_gzip, compress
 
 logger = logging.getLogger(__name__)

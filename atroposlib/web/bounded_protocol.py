@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import uvicorn
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -377,3 +378,22 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def _answer(status: str, more: str = "") -> bytes:
     return f"HTTP/1.1 {status}\r\n{more}connection: close\r\ncontent-length: 0\r\n\r\n".encode()
+
+
+class StoppingServer(uvicorn.Server):
+    """Calls `when_stopping` before it waits for requests under way, so that streams and long polls
+    end themselves.
+
+    uvicorn would wait for them until its limit and then cancel them, with a traceback in the log
+    for each.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.when_stopping: list[Callable[[], None]] = []
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End long answers, then stop as uvicorn does."""
+        for call in self.when_stopping:
+            call()
+        await super().shutdown(sockets)

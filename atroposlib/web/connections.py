@@ -1,5 +1,5 @@
-"""Limits of a client's connections to the servers of its run, and of the connections that servers
-accept. Pure.
+"""Limits of connections: how many a client keeps, how many a server accepts and holds, and how slow
+an answer may be.
 
 By default httpx keeps 20 idle connections for five seconds. Beyond that its pool (httpcore 1.0,
 issue 1110 there) closes connections that look idle. A connection that the pool has just given to a
@@ -9,6 +9,10 @@ never closes what the server holds open cannot do that.
 """
 
 from __future__ import annotations
+
+import resource
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import httpx
 
@@ -24,3 +28,123 @@ LISTEN_BACKLOG = 2048
 ACCEPT_AT_ONCE = 32
 """Connections that asyncio accepts before it serves the others. Each is an open file before it can
 be refused."""
+
+
+MAX_FILES = 65_536
+"""The soft limit is raised up to the hard one, but not above this: some programs loop over all
+numbers below it."""
+MAX_CONNECTIONS = 8192
+"""Connections of one server, however many files may be open. Each takes memory before it has sent a
+request."""
+KEPT_SHARE, MIN_KEPT = 0.25, 4 * ACCEPT_AT_ONCE + 64
+"""Files that connections may not take, as a share of the limit and as a number. Stores, child
+processes, requests to other servers, and connections that are accepted but not yet counted need
+them."""
+
+
+def raise_file_limit(report: Callable[[str], object]) -> int:
+    """Raise the soft limit on open files to the hard one, and return the limit that now holds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = MAX_FILES if hard == unlimited else min(hard, MAX_FILES)
+    if soft != unlimited and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:
+            report(
+                f"the limit on open files stays at {soft}: raising it to {wanted} failed ({error})"
+            )
+            return soft
+        soft = wanted
+    return MAX_FILES if soft == unlimited else soft
+
+
+def connections_under(files: int) -> int:
+    """Return the number of connections that a server may hold with this limit on open files."""
+    return max(16, min(MAX_CONNECTIONS, files - max(int(files * KEPT_SHARE), MIN_KEPT)))
+
+
+def connections_allowed(report: Callable[[str], object]) -> int:
+    """Raise the limit on open files, and return the number of connections that a server may hold.
+
+    Args:
+        report: writes a line into the server's log.
+    """
+    files = raise_file_limit(report)
+    most = connections_under(files)
+    report(f"limit on open files (ulimit -n): {files}; connections held at a time: at most {most}")
+    return most
+
+
+MIN_RATE = 16 << 10
+"""Bytes a second. Beyond the timeout, an answer must arrive at least so fast."""
+GAPS = 10
+"""A gap between two pieces counts as at most a tenth of the timeout: this process itself may have
+been stopped or busy."""
+
+
+class _Pace:
+    """Counts bytes and seconds of one answer.
+
+    The timeout of httpx holds for each read, so a server that sends a byte now and then would keep
+    a request for ever.
+    """
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._request = response.request
+        self._timeout: float | None = response.request.extensions.get("timeout", {}).get("read")
+        self._last, self._seconds, self._bytes = time.monotonic(), 0.0, 0
+
+    def check(self, piece: bytes) -> None:
+        """Count a piece.
+
+        Raises:
+            httpx.ReadTimeout: the answer is too slow.
+        """
+        if self._timeout is None:
+            return
+        now = time.monotonic()
+        self._seconds += min(now - self._last, self._timeout / GAPS)
+        self._bytes += len(piece)
+        self._last = now
+        if self._seconds > self._timeout + self._bytes / MIN_RATE:
+            reason = f"the answer is too slow: {self._bytes} bytes in {self._seconds:.0f} s, and it has not ended"
+            raise httpx.ReadTimeout(reason, request=self._request)
+
+
+class _Stream(httpx.SyncByteStream):
+    def __init__(self, response: httpx.Response) -> None:
+        assert isinstance(response.stream, httpx.SyncByteStream)
+        self._pieces, self._pace = response.stream, _Pace(response)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in self._pieces:
+            self._pace.check(piece)
+            yield piece
+
+    def close(self) -> None:
+        self._pieces.close()
+
+
+class _AsyncStream(httpx.AsyncByteStream):
+    def __init__(self, response: httpx.Response) -> None:
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        self._pieces, self._pace = response.stream, _Pace(response)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in self._pieces:
+            self._pace.check(piece)
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._pieces.aclose()
+
+
+def end_slow_answer(response: httpx.Response) -> None:
+    """Hook of a client for responses: raise ReadTimeout from an answer that is too slow."""
+    response.stream = _Stream(response)
+
+
+async def end_slow_answer_async(response: httpx.Response) -> None:
+    """Do the same for an asynchronous client."""
+    response.stream = _AsyncStream(response)

@@ -1,7 +1,7 @@
 """The checks and limits of every request to the service and the proxy.
 
-Access, the size and the time of bodies, the time of answers, gzip in both directions, and one
-report for each answer.
+Access, the size and the time of bodies, their memory, the time of answers, gzip in both directions,
+and one report for each answer.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import gzip
 import logging
 import re
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
@@ -21,19 +23,334 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.web.access import Access
-from atroposlib.web.bodies import Bodies
 from atroposlib.web.bounded_protocol import prove_connection
-from atroposlib.web.memory_budget import (
-    ANSWERS_AT_ONCE,
-    PAGE_ANSWERS_AT_ONCE,
-    SMALL_BODY,
-    TINY_BODY,
-    Budgets,
-    NoSpaceError,
-)
 from atroposlib.web.refusal import HTTPRefusal, detail_answer
 
 logger = logging.getLogger(__name__)
+
+SMALL_BODY = 1 << 20
+"""Bytes of the largest body that never waits behind large ones."""
+TINY_BODY = 1 << 16
+"""Bytes of the largest body that never waits: the bound on connections bounds these too."""
+SMALL_BUDGET = 128 << 20
+"""Bytes of all small bodies that are worked on at a time."""
+WAIT_SECONDS = 20.0
+"""Time after which a request that waits for space is refused."""
+ANSWERS_AT_ONCE = 8
+"""Large answers of one path that are made or sent at a time."""
+PAGE_ANSWERS_AT_ONCE = 32
+"""Answers to open pages that are made or sent at a time, event streams left out."""
+
+
+class NoSpaceError(Exception):
+    """A request waited for space for too long. The message is for the client."""
+
+
+class Budget:
+    """A number of bytes, or of other units, for all requests together.
+
+    Args:
+        most: units in all. A request that asks for more gets all of them.
+        name: of the units, for messages.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self.most, self.name = most, name
+        self.taken = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, count: int, seconds: float = WAIT_SECONDS) -> int:
+        """Wait for space, and return the units that were taken, to be given back.
+
+        Raises:
+            NoSpaceError: there was no space for so many seconds.
+        """
+        count = min(count, self.most)
+        if not self._waiting and self.taken + count <= self.most:
+            self.taken += count
+            return count
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, turn))
+        try:
+            async with asyncio.timeout(seconds):
+                await turn
+        except TimeoutError:
+            self._leave(count, turn)
+            raise NoSpaceError(
+                f"{self.taken} of {self.most} {self.name} are in work and this request needs {count}; it has waited for "
+                f"{seconds:g} s: try again"
+            ) from None
+        except BaseException:
+            self._leave(count, turn)
+            raise
+        return count
+
+    def _leave(self, count: int, turn: asyncio.Future[None]) -> None:
+        """Give up waiting, also if the turn came in the same moment."""
+        if turn.done() and not turn.cancelled():
+            self.give(count)
+        else:
+            self._waiting.remove((count, turn))
+            self._wake()
+
+    def give(self, count: int) -> None:
+        """Give units back."""
+        self.taken -= count
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting and self.taken + self._waiting[0][0] <= self.most:
+            count, turn = self._waiting.popleft()
+            if not turn.done():
+                self.taken += count
+                turn.set_result(None)
+
+
+@dataclass(slots=True)
+class Share:
+    """The part of the budgets that one request has."""
+
+    _held: dict[str, tuple[Budget, int]] = field(default_factory=dict)
+
+    async def take(self, budget: Budget, count: int, seconds: float) -> None:
+        """Take units of a budget of which the request has none.
+
+        Raises:
+            NoSpaceError: there was no space for so many seconds.
+        """
+        self._held[budget.name] = (budget, await budget.take(count, seconds))
+
+    def shrink(self, budget: Budget, count: int) -> None:
+        """Give back all but `count` units of a budget, if the request has more."""
+        _, held = self._held.get(budget.name, (budget, 0))
+        if count < held:
+            budget.give(held - count)
+            self._held[budget.name] = (budget, count)
+
+    def give_all(self) -> None:
+        """Give everything back."""
+        for budget, held in self._held.values():
+            budget.give(held)
+        self._held.clear()
+
+
+class Budgets:
+    """Bounds on the bytes of bodies and on the number of large answers that a server works on.
+
+    A request waits in a queue, first in, first out, until there is space for it. After WAIT_SECONDS
+    it is refused with 503. Three budgets keep small requests and large ones apart. A request that
+    needs two takes them in this order, so that no two requests wait for each other:
+
+    1. packed: gzip bodies of more than SMALL_BODY bytes, as they arrive,
+    2. large: bodies of more than SMALL_BODY bytes after decompression,
+    3. small: all others.
+
+    Args:
+        max_body: bytes of the largest body after decompression.
+        seconds: time for which a request waits at most.
+        large: bytes of all large bodies after decompression; None for twice the largest one.
+    """
+
+    def __init__(
+        self, max_body: int, seconds: float = WAIT_SECONDS, large: int | None = None
+    ) -> None:
+        self.seconds = min(seconds, WAIT_SECONDS)
+        self.packed = Budget(max_body, "bytes of gzip bodies")
+        self.large = Budget(
+            2 * max_body if large is None else max(large, max_body), "bytes of bodies"
+        )
+        self.small = Budget(SMALL_BUDGET, "bytes of small bodies")
+        self._answers: dict[str, Budget] = {}
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[Share]:
+        """Give back, at the end of the block, everything that the request has taken in it."""
+        share = Share()
+        try:
+            yield share
+        finally:
+            share.give_all()
+
+    @asynccontextmanager
+    async def answering(self, path: str, most: int = ANSWERS_AT_ONCE) -> AsyncIterator[None]:
+        """Make and send one of at most so many large answers of a path in the block.
+
+        Raises:
+            NoSpaceError: other answers took too long.
+        """
+        budget = self._answers.setdefault(path, Budget(most, f"answers to {path}"))
+        held = await budget.take(1, self.seconds)
+        try:
+            yield
+        finally:
+            budget.give(held)
+
+
+UNPACK_IN_A_THREAD_FROM = 1 << 12
+"""Bytes above which unpacking would delay other requests: gzip unpacks to as much as a thousand
+times its size."""
+COUNTED_AT_ONCE = 1 << 20
+"""Bytes that are unpacked at a time in order to count them."""
+
+
+class Bodies:
+    """Reads and unpacks bodies within the limits of bytes and time, and within the budgets.
+
+    Args:
+        budgets: of the server.
+        seconds: time in which a body must arrive.
+        remedy: advice to a client whose body is too large.
+    """
+
+    def __init__(self, budgets: Budgets, seconds: float, remedy: str = "send less at once") -> None:
+        self.budgets, self.seconds, self.remedy = budgets, seconds, remedy
+
+    async def read(self, headers: Headers, receive: Receive, most: int, share: Share) -> bytes:
+        """Return the decompressed body of a request.
+
+        Args:
+            headers: of the request.
+            receive: the ASGI `receive` of the request.
+            most: bytes that the body may have, before and after decompression.
+            share: of the budgets; it holds the space of the body until the request is answered.
+
+        Raises:
+            HTTPRefusal: the body is too large, too slow, or not what its headers promise.
+            NoSpaceError: other bodies had the space for too long.
+        """
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("identity", "gzip", ""):
+            raise HTTPRefusal(
+                415, f"Content-Encoding {encoding[:64]!r} is not understood; send gzip or none"
+            )
+        stated = headers.get("content-length", "")
+        length = int(stated) if stated.isdigit() and len(stated) < 20 else None
+        if length is not None and length > most:
+            raise self._too_large(most)
+        packed = encoding == "gzip"
+        body = await self._arrived(receive, length, most, packed, share)
+        if packed and body:
+            body = await self._unpacked(body, most, share)
+            share.shrink(self.budgets.packed, 0)
+        return body
+
+    async def _arrived(
+        self, receive: Receive, length: int | None, most: int, packed: bool, share: Share
+    ) -> bytes:
+        """Return the body as it was sent.
+
+        Space is taken before a byte is read, so that a body waits at the client.
+        """
+        budgets = self.budgets
+        large = budgets.packed if packed else budgets.large
+        expected = min(SMALL_BODY, most) if length is None else length
+        if expected > SMALL_BODY:
+            await share.take(large, expected, budgets.seconds)
+        elif expected > TINY_BODY or packed:
+            await share.take(budgets.small, SMALL_BODY if packed else expected, budgets.seconds)
+        chunks: list[bytes] = []
+        arrived, unknown = 0, length is None and most > SMALL_BODY
+        deadline = asyncio.get_running_loop().time() + self.seconds
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                late = f"the body did not arrive within {self.seconds:g} s"
+                raise HTTPRefusal(408, late, {"Connection": "close"}) from None
+            if message["type"] == "http.disconnect":
+                raise HTTPRefusal(400, "the client went away in the middle of its body")
+            chunks.append(message.get("body", b""))
+            arrived += len(chunks[-1])
+            if arrived > most:  # before it is unpacked, too: gzip may hold nothing at any length
+                raise self._too_large(most)
+            if not message.get("more_body", False):
+                break
+            if unknown and arrived > SMALL_BODY:
+                unknown = False
+                began = asyncio.get_running_loop().time()
+                await share.take(large, most, budgets.seconds)
+                if not packed:
+                    share.shrink(budgets.small, 0)
+                deadline += asyncio.get_running_loop().time() - began
+        if length is None and arrived > SMALL_BODY and not unknown:
+            share.shrink(large, arrived)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _unpacked(self, body: bytes, most: int, share: Share) -> bytes:
+        small = min(SMALL_BODY, most)
+        try:
+            unpacked = await decompress(body, small + 1)
+            if len(unpacked) > small:
+                del unpacked
+                size = await asyncio.to_thread(unpacked_size, body, most + 1)
+                if size > most:
+                    raise self._too_large(most)
+                await share.take(self.budgets.large, size, self.budgets.seconds)
+                unpacked = await asyncio.to_thread(_inflate, body, size + 1)
+        except zlib.error:
+            raise HTTPRefusal(400, "Invalid gzip payload", plain=True) from None
+        if len(unpacked) > most:
+            raise self._too_large(most)
+        return unpacked
+
+    def _too_large(self, most: int) -> HTTPRefusal:
+        return HTTPRefusal(
+            413, f"the body is larger than {most} bytes; {self.remedy}", {"Connection": "close"}
+        )
+
+
+async def decompress(body: bytes, most: int) -> bytes:
+    """Unpack gzip, in a thread if that may take long. The result is cut off at `most` bytes.
+
+    Raises:
+        zlib.error: this is not gzip, or not all of it.
+    """
+    if len(body) < UNPACK_IN_A_THREAD_FROM:
+        return _inflate(body, most)
+    return await asyncio.to_thread(_inflate, body, most)
+
+
+def _inflate(packed: bytes, most: int) -> bytes:
+    """Unpack a body, which may be several gzip members in a row (RFC 1952), padded with zeros."""
+    out: list[bytes] = []
+    size = 0
+    rest = packed
+    while True:
+        member = zlib.decompressobj(wbits=31)
+        out.append(member.decompress(rest, most - size))
+        size += len(out[-1])
+        if size >= most:
+            break
+        if not member.eof:
+            raise zlib.error("the last member is not complete")
+        rest = member.unused_data.lstrip(b"\0")
+        if not rest:
+            break
+    return out[0] if len(out) == 1 else b"".join(out)
+
+
+def unpacked_size(packed: bytes, most: int) -> int:
+    """Count the bytes that gzip unpacks to, a piece at a time; `most` if there are as many or more.
+
+    Raises:
+        zlib.error: this is not gzip, or not all of it.
+    """
+    size = 0
+    rest = packed
+    while rest:
+        member = zlib.decompressobj(wbits=31)
+        while not member.eof:
+            piece = member.decompress(rest, COUNTED_AT_ONCE)
+            size += len(piece)
+            if size >= most:
+                return most
+            rest = member.unconsumed_tail
+            if not piece and not rest and not member.eof:
+                raise zlib.error("the last member is not complete")
+        rest = member.unused_data.lstrip(b"\0")
+    return size
+
 
 GZIP_FROM = 1000
 """Bytes above which an answer is compressed for a client that accepts it."""

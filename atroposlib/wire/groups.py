@@ -17,8 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from atroposlib.type_definitions import Message
-from atroposlib.wire.number_bounds import LARGEST_FLOAT32, LARGEST_SCORE, first_beyond
-from atroposlib.wire.scores import plain_numbers, plain_score, scores_equal
+from atroposlib.wire.numbers import (
+    LARGEST_FLOAT32,
+    LARGEST_SCORE,
+    first_beyond,
+    plain_numbers,
+    plain_score,
+    scores_equal,
+)
 
 PROMPT_MASK = -100
 PROMPT_LOGPROB = 1.0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from atroposlib.wire.number_bounds import LARGEST_SCORE, first_beyond
+from atroposlib.wire.numbers import LARGEST_SCORE, first_beyond
 from example_trainer.batch.group_error import GroupError
 
 

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from atroposlib.web.bounded_protocol import bounded_protocol
-from atroposlib.web.open_files import connections_allowed
+from atroposlib.web.connections import connections_allowed
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parameter_server.engine import Call, StillEngine
 from vllm_patching.protocol.timeline import open_timeline

@@ -30,7 +30,7 @@ from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.wandb_login import offline_mode
 from atroposlib.utils.whole_files import KeptLines
 from atroposlib.web.keys import open_settings
-from atroposlib.wire.number_bounds import LARGEST_FLOAT32
+from atroposlib.wire.numbers import LARGEST_FLOAT32
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv

@@ -19,7 +19,7 @@ from atroposlib.wire.groups import (
     with_plain_numbers,
     wrong_shape,
 )
-from atroposlib.wire.scores import scores_equal
+from atroposlib.wire.numbers import scores_equal
 
 
 def item(length: int = 4, **more: Any) -> dict[str, Any]:

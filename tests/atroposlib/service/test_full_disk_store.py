@@ -21,13 +21,19 @@ from hypothesis import strategies as st
 
 from atroposlib import service_client
 from atroposlib.service.app import make_app
-from atroposlib.service.disk_reserve import FIXED_BYTES, SLACK_BYTES, DiskSpace, Reserve
-from atroposlib.service.post_space import PostSpace
+from atroposlib.service.disk_reserve import Reserve
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Changes, Registration, ValidatedGroup
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import PAGE_SIZE, SqliteStore
-from atroposlib.service.store import MemoryStore, StoreError
+from atroposlib.service.store import (
+    FIXED_BYTES,
+    SLACK_BYTES,
+    DiskSpace,
+    MemoryStore,
+    PostSpace,
+    StoreError,
+)
 from atroposlib.service_client import RolloutServiceClient
 from tests.atroposlib.service.conftest import Service, group, marks, trainer
 from tests.full_disks import FullDisk, fill, small_disk
@@ -303,7 +309,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_drains_and_posts_go_on_when_there_is_space(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atroposlib.service.post_space.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("atroposlib.service.store.FRESH_SECONDS", 0.0)
     store = SqliteStore(disk / "a.db", RESERVE)
     accepted: list[int] = []
 

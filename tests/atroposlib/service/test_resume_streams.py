@@ -15,7 +15,7 @@ from atroposlib.envs.runner.exact_resume import ResumeWindow
 from atroposlib.service.group_schema import read_groups
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Group, Registration, ValidatedGroup
-from atroposlib.service.resume_streams import Streams
+from atroposlib.service.run_state import Streams
 from tests.atroposlib.service.exact_world import STREAM, World
 
 STEPS = 5

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from atroposlib.service import stats
+from atroposlib.service.environments import MAX_REASON
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Environment, Limits, Registration, Snapshot
-from atroposlib.service.starvation import MAX_REASON
 
 from .test_queue import draft, registration
 

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from atroposlib.service.batch_failures import ERROR_COUNTS, KILL_COUNTS, LIMIT, MAX_SET_ASIDE
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import ValidatedGroup
+from atroposlib.service.run_state import ERROR_COUNTS, KILL_COUNTS, LIMIT, MAX_SET_ASIDE
 from atroposlib.service.sqlite_store import SqliteStore
 
 from .test_queue import draft, registration, take

@@ -18,10 +18,10 @@ from starlette.testclient import TestClient
 from atroposlib.service.app import make_app
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Registration, ValidatedGroup
+from atroposlib.service.run_state import MAX_EPOCHS, WeightEpochs
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import MemoryStore
-from atroposlib.service.weight_epochs import MAX_EPOCHS, WeightEpochs
 from atroposlib.wire.weight_lineage import Life
 
 from .test_queue import registration

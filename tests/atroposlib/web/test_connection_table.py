@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from atroposlib.web.connection_table import ConnectionTable
-from atroposlib.web.open_files import MAX_CONNECTIONS, connections_under
+from atroposlib.web.connections import MAX_CONNECTIONS, connections_under
 
 MOST = 6
 

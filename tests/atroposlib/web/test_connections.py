@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from atroposlib.web.open_files import connections_under
+from atroposlib.web.connections import connections_under
 from tests.atroposlib.service.conftest import Service, group, trainer
 from tests.atroposlib.service.test_faults import until
 

@@ -19,9 +19,17 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.types import Message
 
-from atroposlib.web import bodies as reading
-from atroposlib.web.bodies import Bodies, decompress, unpacked_size
-from atroposlib.web.memory_budget import ANSWERS_AT_ONCE, SMALL_BODY, Budget, Budgets, NoSpaceError
+from atroposlib.web import middleware
+from atroposlib.web.middleware import (
+    ANSWERS_AT_ONCE,
+    SMALL_BODY,
+    Bodies,
+    Budget,
+    Budgets,
+    NoSpaceError,
+    decompress,
+    unpacked_size,
+)
 from atroposlib.web.refusal import HTTPRefusal
 from tests.atroposlib.service.conftest import Service, group
 from tests.atroposlib.service.test_faults import until
@@ -153,7 +161,7 @@ def test_gzip_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     longest = 0
-    inflate = reading._inflate
+    inflate = middleware._inflate
 
     def watched(packed: bytes, most: int) -> bytes:
         nonlocal longest
@@ -161,7 +169,7 @@ def test_gzip_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
         longest = max(longest, len(unpacked))
         return unpacked
 
-    monkeypatch.setattr(reading, "_inflate", watched)
+    monkeypatch.setattr(middleware, "_inflate", watched)
     bomb = gzip.compress(b"\0" * (MOST + 1))
 
     async def test() -> None:

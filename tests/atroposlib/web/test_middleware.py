@@ -18,8 +18,7 @@ from starlette.routing import Route
 
 from atroposlib.inference.proxy import ProxyLimits
 from atroposlib.web.access import Access
-from atroposlib.web.memory_budget import SMALL_BODY
-from atroposlib.web.middleware import RequestLimits, RequestLimitsMiddleware
+from atroposlib.web.middleware import SMALL_BODY, RequestLimits, RequestLimitsMiddleware
 from atroposlib.web.refusal import HTTPRefusal, detail_answer, openai_answer
 
 LOCAL = Access(bound_to="127.0.0.1")

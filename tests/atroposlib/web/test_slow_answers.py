@@ -11,7 +11,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from atroposlib.web.slow_answers import end_slow_answer, end_slow_answer_async
+from atroposlib.web.connections import end_slow_answer, end_slow_answer_async
 
 READ_SECONDS = 0.4
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
@@ -68,7 +68,7 @@ def test_large_answers_and_clients_that_were_stopped_are_no_slow_answers(
     There are few of them.
     """
     now = iter(range(0, 10**9, 1000))
-    monkeypatch.setattr("atroposlib.web.slow_answers.time.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr("atroposlib.web.connections.time.monotonic", lambda: float(next(now)))
 
     class Pieces(httpx.SyncByteStream):
         def __init__(self, size: int, count: int) -> None:

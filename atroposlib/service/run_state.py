@@ -1,0 +1,496 @@
+"""State of the trainer's run besides its groups. Pure: no I/O, no clock.
+
+`WeightEpochs` decides which run a rollout belongs to, `Streams` holds the positions of environments
+that resume exactly, `Evaluations` the newest results, and `BatchFailures` the batches that end
+trainers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atroposlib.service.records import (
+    Evaluation,
+    Group,
+    Lease,
+    Receipt,
+    Registration,
+    ValidatedGroup,
+)
+from atroposlib.wire.weight_lineage import Life, begin_life, line_version
+
+MAX_EPOCHS = 1024
+"""Epochs that are remembered of each kind; the oldest are forgotten first."""
+FIRST_EPOCHS = 2**52
+"""Trainers may name epochs up to this one. It is half of the largest that a rollout can carry, and
+far above the clock."""
+LARGEST_LEAP = 2**20
+"""Trainers may also name epochs that exceed the last one by this number, so epochs that the service
+gave are always valid."""
+
+
+class WeightEpochs:
+    """The epochs of one service, and which of them are the present run's.
+
+    A trainer requests an epoch before an inference server gets its weights. The answer is above all
+    epochs that this service has seen, so no two trainers have the same one, whatever their clocks
+    show. A trainer that registers without a request keeps the epoch that it names, if that is above
+    those of its run. If not, the service counts it as a higher one.
+    """
+
+    def __init__(self, last: int = 0) -> None:
+        self.last = last
+        """The highest epoch that was given to a trainer, or named by one."""
+        self.lives: list[Life] = []
+        """The trainers of the present run that name epochs, the present one last. Empty if the
+        present one names none."""
+        self.run_epoch = 0
+        """For a trainer that names no epoch: lower epochs, but for 0, are another run's."""
+        self._own: dict[int, None] = {}
+        """Epochs of the present run's trainers."""
+        self._given: dict[int, str] = {}
+        """Epochs that were given to a run, by its name."""
+        self._counted_as: dict[int, int] = {}
+        """Epochs that trainers of the present run named, and the higher ones that they count as."""
+
+    def stored(self) -> dict[str, Any]:
+        """The state to be stored, as JSON."""
+        return {
+            "last_epoch": self.last,
+            "lives": [[life.epoch, life.start] for life in self.lives],
+            "run_epoch": self.run_epoch,
+            "own_epochs": list(self._own),
+            "given_epochs": list(self._given.items()),
+            "counted_epochs": list(self._counted_as.items()),
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> WeightEpochs:
+        """Restore what `stored` returned. Stores of earlier versions lack some of it."""
+        epochs = cls(state.get("last_epoch", 0))
+        epochs.lives = [Life(*life) for life in state.get("lives", [])]
+        epochs.run_epoch = state.get("run_epoch", 0)
+        epochs._own = dict.fromkeys(state.get("own_epochs", [life.epoch for life in epochs.lives]))
+        epochs._given = {epoch: run for epoch, run in state.get("given_epochs", [])}
+        epochs._counted_as = {named: epoch for named, epoch in state.get("counted_epochs", [])}
+        return epochs
+
+    @property
+    def present(self) -> int:
+        """The present trainer's epoch; 0 if it names none."""
+        return self.lives[-1].epoch if self.lives else 0
+
+    def too_high(self, named: Iterable[int]) -> int | None:
+        """Return the first epoch that no trainer may name yet; None if there is none.
+
+        After a higher one, the service would soon have none left to give.
+        """
+        highest = max(FIRST_EPOCHS, self.last + LARGEST_LEAP)
+        return next((epoch for epoch in named if epoch > highest), None)
+
+    def give(self, proposed: int, run: str | None) -> int:
+        """Return an epoch for a trainer that starts: the one that it asks for, or a higher one that
+        no trainer has.
+
+        Args:
+            proposed: Unix milliseconds, and more than the epochs that the trainer knows of its run.
+            run: its run's name; None if the run has none.
+        """
+        self.last = max(proposed, self.last + 1)
+        if run is not None:
+            _remember(self._given, self.last, run)
+        return self.last
+
+    def register(
+        self, registration: Registration, lives: Iterable[Life], another_run: bool
+    ) -> None:
+        """A trainer registers. Its `weight_epoch` becomes the one that it counts as.
+
+        Args:
+            registration: the trainer's.
+            lives: earlier trainers of its run, and perhaps itself, as it knows them.
+            another_run: the registration before was another run's.
+        """
+        named, start = registration.weight_epoch, registration.starting_step
+        if another_run:
+            self.lives, self._own, self._counted_as = [], {}, {}
+            self.run_epoch = self.last + 1
+        if not named:
+            self.lives = []
+            return
+        known = {self.counted(life.epoch): life.start for life in lives if life.epoch != named}
+        own = next((life.start for life in lives if life.epoch == named), start)
+        present = self.counted(named)
+        if present != self.present and present <= max([*self._own, *known], default=0):
+            present = self.last + 1
+            self._counted_as.pop(named, None)
+            _remember(self._counted_as, named, present)
+        for life in self.lives:
+            known[life.epoch] = min(life.start, known.get(life.epoch, life.start))
+        earlier = [Life(epoch, known[epoch]) for epoch in sorted(known)]
+        self.lives = begin_life(earlier, present, min(start, own))
+        if another_run:
+            self.run_epoch = present
+        self.last = max(self.last, *(life.epoch for life in self.lives))
+        for life in self.lives:
+            _remember(self._own, life.epoch, None)
+        registration.weight_epoch = present
+
+    def counted(self, epoch: int) -> int:
+        """The epoch that an epoch of a rollout or of a trainer counts as."""
+        return self._counted_as.get(epoch, epoch)
+
+    def is_foreign(self, epoch: int, version: int, run: str | None) -> bool:
+        """Return True if weights are another run's.
+
+        Args:
+            epoch, version: of the weights; the epoch is one that `counted` returned.
+            run: the name of the present run.
+        """
+        if not epoch:
+            return line_version(epoch, version, self.lives) < 0
+        if not self.lives:
+            return epoch < self.run_epoch
+        own = epoch in self._own or (run is not None and self._given.get(epoch) == run)
+        return not own or line_version(epoch, version, self.lives) < 0
+
+
+def _remember(known: dict[int, Any], epoch: int, value: Any) -> None:
+    known[epoch] = value
+    while len(known) > MAX_EPOCHS:
+        del known[next(iter(known))]
+
+
+def read_lives(pairs: Sequence[Sequence[int]] | None) -> list[Life]:
+    """Lives from JSON: [epoch, starting step] of each."""
+    return [Life(epoch, start) for epoch, start in pairs or ()]
+
+
+@dataclass(slots=True)
+class Stream:
+    """The items of one environment."""
+
+    begin: int = 0
+    """The first item that is in no batch yet which was handed out."""
+    held: dict[int, int] = field(default_factory=dict)
+    """Items whose groups are here, handed out ones included -> sequence number of the group."""
+
+
+class Streams:
+    """Positions of the environments that can be resumed exactly, by the name of their stream.
+
+    Such an environment numbers its items, and names the item that each group answers. All that is
+    sampled for one batch lies in a window that begins where the last batch ended. A trainer's
+    checkpoint holds the beginning of the next window. The service holds the items of the window
+    whose groups it has. Both together are the position.
+
+    The caller of a method that changes something stores `stored()` with the groups.
+    """
+
+    def __init__(self, stored: Mapping[str, Any] | None = None) -> None:
+        stored = stored or {}
+        self.trainer: int = stored.get("trainer", 0)
+        """The uuid of its registration."""
+        self.rewinds: int = stored.get("rewinds", 0)
+        """How often what was answered had to be done again under one registration."""
+        self.by_name = {
+            name: Stream(begin, {item: seq for item, seq in held})
+            for name, (begin, held) in stored.get("streams", {}).items()
+        }
+
+    def stored(self) -> dict[str, Any]:
+        """What the next life of the service begins with."""
+        streams = {
+            name: [stream.begin, sorted(stream.held.items())]
+            for name, stream in self.by_name.items()
+        }
+        return {"trainer": self.trainer, "rewinds": self.rewinds, "streams": streams}
+
+    @property
+    def life(self) -> str:
+        """Changes whenever a window begins anew: what was begun in another life was begun in
+        ignorance of it.
+        """
+        return f"{self.trainer}.{self.rewinds}"
+
+    def open(self, name: str, positions: Mapping[str, int] | None) -> None:
+        """An environment that serves this stream has come.
+
+        Args:
+            positions: where the trainer's weights say that streams stand; one that they do not name
+                begins at 0.
+        """
+        self.by_name.setdefault(name, Stream((positions or {}).get(name, 0)))
+
+    def rewind(
+        self, trainer: int, positions: Mapping[str, int] | None, kept: Iterable[Group]
+    ) -> None:
+        """A trainer has registered.
+
+        Args:
+            trainer: the uuid of its registration.
+            positions: the first item after the last batch that its weights have learned from, by
+                stream; a stream that is not named begins at 0. None if the trainer does not say:
+                then all stay where they are.
+            kept: the groups that are still held.
+        """
+        self.trainer = trainer
+        seqs = {group.seq for group in kept}
+        for name, stream in self.by_name.items():
+            stream.held = {item: seq for item, seq in stream.held.items() if seq in seqs}
+            if positions is not None:
+                stream.begin = positions.get(name, 0)
+
+    def refusal(self, draft: ValidatedGroup) -> Receipt | None:
+        """The answer to a group that is not needed: its item is answered already, or in a batch of
+        before. None if it is.
+        """
+        if draft.stream is None or draft.item is None:
+            return None
+        stream = self.by_name.get(draft.stream)
+        if stream is None:
+            return Receipt(
+                "dropped",
+                reason=f"no environment that serves {draft.stream!r} is registered here: register again",
+            )
+        if draft.item in stream.held:
+            return Receipt("received")
+        if draft.life != self.life:
+            return Receipt(
+                "dropped",
+                reason=f"rewound: {draft.stream!r} has begun anew at item {stream.begin} meanwhile",
+            )
+        if draft.item < stream.begin:
+            reason = (
+                f"repeated: item {draft.item} of {draft.stream!r} is in an earlier batch; "
+                f"the next one begins at {stream.begin}"
+            )
+            return Receipt("dropped", reason=reason)
+        return None
+
+    def add(self, draft: ValidatedGroup, seq: int) -> bool:
+        """A group is accepted. Returns whether that changed anything."""
+        if draft.stream is None or draft.item is None:
+            return False
+        self.by_name[draft.stream].held[draft.item] = seq
+        return True
+
+    def in_order(self, groups: Iterable[Group]) -> list[Group]:
+        """The groups of a batch: in the order of their items, which does not depend on time, and
+        else of acceptance.
+        """
+        places = {
+            seq: (name, item)
+            for name, stream in self.by_name.items()
+            for item, seq in stream.held.items()
+        }
+        return sorted(groups, key=lambda group: places.get(group.seq, ("", group.seq)))
+
+    def hand_out(self, groups: Iterable[Group]) -> None:
+        """A batch is handed out: the next one begins behind it."""
+        seqs = {group.seq for group in groups}
+        for stream in self.by_name.values():
+            stream.begin = max(
+                [stream.begin, *(item + 1 for item, seq in stream.held.items() if seq in seqs)]
+            )
+
+    def after(self, groups: Iterable[Group]) -> dict[str, int]:
+        """The first item after a batch, by stream."""
+        seqs = {group.seq for group in groups}
+        last = {
+            name: [item for item, seq in stream.held.items() if seq in seqs]
+            for name, stream in self.by_name.items()
+        }
+        return {
+            name: max(items) + 1 if items else self.by_name[name].begin
+            for name, items in last.items()
+        }
+
+    def put_back(self, groups: Iterable[Group]) -> None:
+        """A batch that was handed out is taken apart: its groups wait again."""
+        seqs = {group.seq for group in groups}
+        for stream in self.by_name.values():
+            stream.begin = min(
+                [stream.begin, *(item for item, seq in stream.held.items() if seq in seqs)]
+            )
+
+    def forget(self, groups: Iterable[Group]) -> bool:
+        """Groups are gone. Where they were in no batch yet, their items are to be done again.
+        Returns whether that changed anything."""
+        seqs = {group.seq for group in groups}
+        changed = False
+        for stream in self.by_name.values():
+            gone = [item for item, seq in stream.held.items() if seq in seqs]
+            for item in gone:
+                del stream.held[item]
+            self.rewinds += any(item >= stream.begin for item in gone)
+            changed = changed or bool(gone)
+        return changed
+
+    def status(self, name: str) -> dict[str, Any] | None:
+        """Return the position for the environment's `ResumeWindow`; None for a stream that was
+        never opened.
+        """
+        stream = self.by_name.get(name)
+        if stream is None:
+            return None
+        settled = sorted(item for item in stream.held if item >= stream.begin)
+        return {"life": self.life, "begin": stream.begin, "settled": settled}
+
+
+MAX_KEPT = 1024
+"""Evaluations; the oldest are forgotten first."""
+MAX_BYTES = 8 << 20
+"""Of JSON that all of them are together, for all may be asked for at once. The newest is kept
+whatever its size."""
+
+
+class Evaluations:
+    """The newest results of evaluations, numbered in the order of their arrival, and their changes
+    until `take_changed`.
+    """
+
+    def __init__(self, next_id: int = 1) -> None:
+        self.next_id = next_id
+        self._kept: deque[Evaluation] = deque()
+        self._bytes = 0
+        self._added: list[Evaluation] = []
+        self._removed: list[int] = []
+
+    def restore(self, stored: Iterable[Evaluation], next_id: int) -> None:
+        """Take over what was stored, oldest first."""
+        for evaluation in stored:
+            self._keep(evaluation)
+        self.next_id = max([next_id, *(known.id + 1 for known in self._kept)])
+
+    def take_changed(self) -> tuple[list[Evaluation], list[int]]:
+        """(results that are new, ids of those that are gone) since the last call."""
+        changed = self._added, self._removed
+        self._added, self._removed = [], []
+        return changed
+
+    def add(
+        self,
+        time: float,
+        env_id: int | None,
+        name: str,
+        weight_version: int | None,
+        metrics: dict[str, float],
+        key: str | None = None,
+        weight_epoch: int | None = None,
+    ) -> int:
+        """Note a result.
+
+        Returns its id; that of the first one, if a result of the same key is kept.
+        """
+        for known in self._kept if key is not None else ():
+            if known.key == key:
+                return known.id
+        evaluation = Evaluation(
+            self.next_id, time, env_id, name, weight_version, metrics, key, weight_epoch
+        )
+        self.next_id += 1
+        self._added.append(evaluation)
+        self._keep(evaluation)
+        return evaluation.id
+
+    def _keep(self, evaluation: Evaluation) -> None:
+        """Keep it, and forget the oldest beyond the bounds."""
+        self._kept.append(evaluation)
+        self._bytes += evaluation.size
+        while len(self._kept) > MAX_KEPT or (self._bytes > MAX_BYTES and len(self._kept) > 1):
+            oldest = self._kept.popleft()
+            self._bytes -= oldest.size
+            self._removed.append(oldest.id)
+
+    def after(self, id: int) -> Sequence[Evaluation]:
+        """Return the results after the one with this id, oldest first."""
+        return [known for known in self._kept if known.id > id]
+
+    def clear(self) -> None:
+        """Forget all results, which are another run's. Their ids are not given again."""
+        self._removed.extend(known.id for known in self._kept)
+        self._kept.clear()
+        self._bytes = 0
+
+
+ERROR_COUNTS, KILL_COUNTS, LIMIT = 3, 1, 5
+"""An error in training on a batch counts for three kills. So a batch is set aside after two errors,
+or five kills, or an error and two kills. A person who kills a trainer by hand does so a few times
+at most, and must not lose the batch by it."""
+MAX_SET_ASIDE = 8
+"""Batches that are kept for inspection; the oldest are forgotten first."""
+
+
+@dataclass
+class BatchFailures:
+    """Batches that end the trainers that train on them: counted, and set aside before they end many.
+
+    The first batch that a trainer holds is the one that it trains on. A trainer that ends with it
+    reports so (POST /batch/report), with the error if the batch may be the cause. A killed trainer
+    reports nothing. Both are counted for the groups of the batch, so that the count lasts if the
+    batch is dissolved.
+    """
+
+    counts: dict[int, int] = field(default_factory=dict)
+    """By the sequence number of a group."""
+    reported: set[int] = field(default_factory=set)
+    """Batches with which their trainer has reported its end."""
+    batches: dict[int, tuple[Lease, str]] = field(default_factory=dict)
+    """The batches that were set aside, with the reason, by number."""
+    total: int = 0
+    """Batches that were ever set aside."""
+    new: list[int] = field(default_factory=list)
+    """Batches that were set aside since the log named some last."""
+
+    def stored(self) -> dict[str, Any]:
+        """The state to be stored, as JSON. The store keeps the leases and their groups."""
+        return {
+            "counts": list(self.counts.items()),
+            "reported": sorted(self.reported),
+            "reasons": [[batch_id, reason] for batch_id, (_, reason) in self.batches.items()],
+            "total": self.total,
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], leases: dict[int, Lease]) -> BatchFailures:
+        """Restore what `stored` returned, and take the batches that were set aside out of `leases`."""
+        counts = {seq: count for seq, count in state.get("counts", [])}
+        batches = {
+            batch_id: (leases.pop(batch_id), reason)
+            for batch_id, reason in state.get("reasons", [])
+            if batch_id in leases
+        }
+        return cls(counts, set(state.get("reported", [])), batches, state.get("total", 0))
+
+    def count(self, lease: Lease, weight: int) -> bool:
+        """Count a failure for each group of a batch.
+
+        Return True if the batch has reached the limit.
+        """
+        for group in lease.groups:
+            self.counts[group.seq] = self.counts.get(group.seq, 0) + weight
+        return max(self.counts[group.seq] for group in lease.groups) >= LIMIT
+
+    def set_aside(self, lease: Lease, reason: str) -> list[Lease]:
+        """Keep a batch that has reached the limit. Return the batches that are forgotten for it."""
+        self.forget(lease.groups)
+        self.batches[lease.batch_id] = (lease, reason)
+        self.new.append(lease.batch_id)
+        self.total += 1
+        forgotten = []
+        while len(self.batches) > MAX_SET_ASIDE:
+            forgotten.append(self.batches.pop(min(self.batches))[0])
+        return forgotten
+
+    def forget(self, groups: Iterable[Group]) -> None:
+        """Forget the counts of groups that are gone, or that were learned from."""
+        for group in groups:
+            self.counts.pop(group.seq, None)
+
+    def groups(self) -> list[Group]:
+        """The groups of all batches that were set aside."""
+        return [group for lease, _ in self.batches.values() for group in lease.groups]
