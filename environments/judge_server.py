@@ -27,8 +27,9 @@ from pydantic import Field, SecretStr
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.errors import InferenceUnavailable, RolloutFailure, UsageError
-from atroposlib.inference.client import MODEL_NOT_NAMED, describe, status_of
+from atroposlib.inference.client import MODEL_NOT_NAMED
 from atroposlib.inference.openai_client import OpenAIServer
+from atroposlib.inference.pool import describe, status_of
 from atroposlib.type_definitions import Message
 from atroposlib.utils.control_tokens import ControlTokens, harmless
 from atroposlib.utils.data_files import BadRow, train_and_test

@@ -18,8 +18,8 @@ from atroposlib.inference.client import (
     APIServerConfig,
     ReasoningConfig,
     ServerBaseline,
-    ServerIsAway,
 )
+from atroposlib.inference.pool import ServerIsAway
 from atroposlib.web.addresses import proxy_for
 from atroposlib.web.connections import LIMITS, end_slow_answer_async
 from atroposlib.web.keys import LOOPBACK, OPENAI_KEY, VLLM_KEY, bearer, host_of

@@ -20,8 +20,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
-from atroposlib.inference.client import describe
 from atroposlib.inference.managed_server import ManagedServer
+from atroposlib.inference.pool import describe
 from atroposlib.inference.proxy_sessions import Sessions, SessionState
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.tokenizers import load_tokenizer

@@ -1,5 +1,5 @@
 """All inference servers of one environment: where they are, and the calls that environments make on
-them. `router` says which of them answers."""
+them. `pool` decides which of them answers."""
 
 import asyncio
 import dataclasses
@@ -21,7 +21,7 @@ from atroposlib.inference.fleet_follower import FleetFollower, same_address
 from atroposlib.inference.generation import Generation
 from atroposlib.inference.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.inference.openai_client import OpenAIServer
-from atroposlib.inference.pool import Router
+from atroposlib.inference.pool import ServerPool, Split
 from atroposlib.inference.proxy_client import create_proxy_session
 from atroposlib.inference.server_harness import ServerHarness
 from atroposlib.inference.sglang_client import SGLangServer
@@ -128,13 +128,13 @@ class ServerManager:
         self._own_class = None if inspect.isabstract(server_class) else server_class
         self.servers = [self._made(one) for config in configs for one in each_address(config)]
         self._configured = [server.root_url for server in self.servers]
-        self.routers()
+        self.pools()
 
     def _made(self, config: APIServerConfig) -> APIServer:
         server_class: type[APIServer] = self._own_class or SERVER_CLASSES[config.server_type]
         return server_class(config, reasoning_config=self.reasoning_config)
 
-    def routers(self) -> list[Router]:
+    def pools(self) -> list[ServerPool]:
         """One for each kind of server: those of one kind answer for each other.
 
         `servers` may have been set to others since.
@@ -143,21 +143,21 @@ class ServerManager:
         if servers != self._known:
             for gone in self._known:
                 if gone not in servers:  # whoever holds it still goes on with it alone
-                    gone.router = Router([gone], gone.role, gone.address_flag)
+                    gone.pool = ServerPool([gone], gone.role, gone.address_flag)
             self._known = [known for known in self._known if known in servers]
             self._group(servers)
-        return list(dict.fromkeys(server.router for server in servers))
+        return list(dict.fromkeys(server.pool for server in servers))
 
     def _group(self, servers: list[APIServer]) -> None:
-        """Servers of one kind share the router that one of this kind had before."""
+        """Servers of one kind share the pool that one of this kind had before."""
         before, self._known = self._known, servers
         for kind in dict.fromkeys(map(kind_of, servers)):
             group = [server for server in servers if kind_of(server) == kind]
-            router = next(
-                (server.router for server in [*before, *group] if kind_of(server) == kind),
-                group[0].router,
+            pool = next(
+                (server.pool for server in [*before, *group] if kind_of(server) == kind),
+                group[0].pool,
             )
-            router.adopt(group)
+            pool.adopt(group)
 
     async def wait_until_well(self) -> None:
         """Ask the service where the servers are, if that is to be followed, and return once one of
@@ -169,8 +169,8 @@ class ServerManager:
         if self.follower is not None and (self._following is None or self._following.done()):
             await self._follow_once()
             self._following = asyncio.create_task(self._follow(), name="follows the fleet")
-        for router in self.routers():
-            await router.wait_until_well()
+        for pool in self.pools():
+            await pool.wait_until_well()
 
     async def _follow(self) -> None:
         assert self.follower is not None
@@ -187,7 +187,7 @@ class ServerManager:
         if addresses:
             self._use(addresses)
         for server in list(self._retired):
-            if not server.router.works_on(server):
+            if not server.pool.works_on(server):
                 self._retired.remove(server)
                 await server.close()
 
@@ -249,26 +249,22 @@ class ServerManager:
             await asyncio.gather(self._following, return_exceptions=True)
         if self.follower is not None:
             await self.follower.close()
-        for router in self.routers():
-            await router.close()
+        for pool in self.pools():
+            await pool.close()
         for server in [*self.servers, *self._retired, *self.beside]:
             if isinstance(server, APIServer):
                 await server.close()
 
-    def pick(self, split: str = "train") -> Any:
+    def pick(self, split: Split = "train") -> Any:
         """The server that the next request had best go to.
 
         What is asked of it goes to another one if it goes away.
         """
 
         def free(server: Any) -> int:
-            return (
-                (server.eval_sem if split == "eval" else server.sem).free
-                if isinstance(server, APIServer)
-                else 0
-            )
+            return server.slots(split).free if isinstance(server, APIServer) else 0
 
-        picked = [router.pick(split) for router in self.routers()]
+        picked = [pool.pick(split) for pool in self.pools()]
         candidates = [server for server in picked if server is not None]
         candidates += [server for server in self.servers if not isinstance(server, APIServer)]
         self._turn += 1

@@ -16,11 +16,9 @@ from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.client import (
     MODEL_NOT_NAMED,
     APIServerConfig,
-    describe,
-    status_of,
-    worth_retrying,
 )
 from atroposlib.inference.openai_client import PROBE_TIMEOUT
+from atroposlib.inference.pool import describe, status_of, worth_retrying
 from atroposlib.inference.tokenizers import (
     differing_ids,
     encode_rendered,
@@ -124,7 +122,7 @@ class TeacherServer(VLLMServer):
             EnvironmentFailure: it did not come in time, has another vocabulary, or does not score;
                 one line.
         """
-        await self.router.wait_until_well()
+        await self.pool.wait_until_well()
         try:
             await self.score(sorted(self.tokenizer.get_vocab().values())[:2])
             self._scores = True
@@ -144,7 +142,7 @@ class TeacherServer(VLLMServer):
         patience: Patience | None = None
         while True:
             try:
-                return await self._request(self._score_wrapper, {"tokens": tokens})
+                return await self.pool.request(self, "_score_wrapper", {"tokens": tokens})
             except httpx.HTTPError as error:
                 what = " ".join(describe(error).split())
                 if not worth_retrying(error):

@@ -16,8 +16,8 @@ from atroposlib.inference.openai_client import (
     OpenAIRoutes,
     resolve_openai_configs,
 )
+from atroposlib.inference.pool import Look
 from atroposlib.inference.sampling_record import sampling_of
-from atroposlib.inference.selection import Look
 from atroposlib.inference.tokenizers import encode_plain
 from atroposlib.web.keys import VLLM_KEY
 

@@ -19,8 +19,8 @@ from atroposlib.envs.config import ENV_NAMESPACE, OPENAI_NAMESPACE
 from atroposlib.envs.runner.processing import evaluate_once
 from atroposlib.envs.runner.settings import Settings, known_flags, merge, parse_flags, read_config
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
-from atroposlib.inference.client import describe
 from atroposlib.inference.fleet_follower import FleetFollower
+from atroposlib.inference.pool import describe
 from atroposlib.inference.server_manager import APIServerConfig, ServerManagerConfig
 from atroposlib.utils.jsonl import replace_file
 from atroposlib.utils.log_lines import LogLines

@@ -105,13 +105,13 @@ async def test_servers_that_stay_are_the_same_and_new_ones_are_as_the_others() -
         64,
         0.5,
     )
-    assert b.router is c.router is a.router, "what is asked of the one that left goes to the others"
-    assert len(manager.routers()) == 1
+    assert b.pool is c.pool is a.pool, "what is asked of the one that left goes to the others"
+    assert len(manager.pools()) == 1
     follower.addresses = ["http://d:1"]
     await manager._follow_once()
     (d,) = manager.servers
-    assert d.router is a.router
-    assert d.router.servers == [d]
+    assert d.pool is a.pool
+    assert d.pool.servers == [d]
     await manager.close()
 
 

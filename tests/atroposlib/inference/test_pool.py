@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atroposlib.errors import InferenceUnavailable, UsageError
-from atroposlib.inference import pool, selection
-from atroposlib.inference.client import APIServer, APIServerConfig, ServerIsAway
+from atroposlib.inference import pool
+from atroposlib.inference.client import APIServer, APIServerConfig
 from atroposlib.inference.generation import Generation, Weights
-from atroposlib.inference.selection import Look
+from atroposlib.inference.pool import Look, ServerIsAway
 from atroposlib.inference.server_manager import ServerManager
 from tests.atroposlib.inference.played_servers import ask, fleet, seen
 
@@ -31,8 +31,8 @@ def quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "LOOK_SECONDS", 0.01)
         patch.setattr(pool, "MOVE_AFTER_SECONDS", 0.05)
-        patch.setattr(selection, "FIRST_PAUSE", 0.005)
-        patch.setattr(selection, "MAX_PAUSE", 0.05)
+        patch.setattr(pool, "FIRST_PAUSE", 0.005)
+        patch.setattr(pool, "MAX_PAUSE", 0.05)
         patch.setattr("atroposlib.utils.waiting.FIRST_PAUSE", 0.01)
         patch.setattr("atroposlib.utils.waiting.MAX_PAUSE", 0.02)
         yield
@@ -121,7 +121,7 @@ def test_whatever_happens_to_the_servers_each_request_has_one_answer(
             assert task.result().output_tokens == [[number]]
             assert sum(server.answered.count(number) for server in manager.servers) == 1
         assert all(server.sem.in_use == 0 for server in manager.servers)
-        assert not manager.routers()[0]._under_way
+        assert not manager.pools()[0]._under_way
         await manager.close()
 
     asyncio.run(play())
@@ -158,11 +158,11 @@ async def test_requests_spread_and_all_kinds_of_faults_are_gone_around() -> None
 
 
 async def test_the_freshest_weights_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "SETTLING_SECONDS", 0.05)
+    monkeypatch.setattr(pool, "SETTLING_SECONDS", 0.05)
     async with fleet(3) as (manager, lights):
         lights[0].says(serving=True, weight_epoch=0, weight_version=900)
         lights[1].says(serving=True, weight_version=2)
-        known = manager.routers()[0].routing
+        known = manager.pools()[0].choice
         await seen(
             manager, lambda: None not in [known.of(server).weights for server in manager.servers]
         )
@@ -300,12 +300,12 @@ async def test_a_conversation_stays_where_it_is_and_moves_when_it_must() -> None
 async def test_servers_are_left_in_peace_when_nothing_is_asked() -> None:
     async with fleet(2) as (manager, _):
         await ask(manager, 2)
-        watcher = manager.routers()[0]._watcher
+        watcher = manager.pools()[0]._watcher
         assert watcher is not None
         async with asyncio.timeout(60):
             await watcher
         await ask(manager, 2)
-        assert manager.routers()[0]._watcher is not watcher
+        assert manager.pools()[0]._watcher is not watcher
 
 
 async def test_servers_that_somebody_sets_replace_the_others() -> None:

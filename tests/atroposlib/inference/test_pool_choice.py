@@ -10,22 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.inference.generation import Weights
-from atroposlib.inference.selection import MAX_PAUSE, SETTLING_SECONDS, Load, Look, Routing
+from atroposlib.inference.pool import MAX_PAUSE, SETTLING_SECONDS, Choice, Load, Look
 from atroposlib.inference.vllm_client import read_look
 
 IDLE = Load(0, 8)
 WELL = Look(weights=Weights(1, 1), in_flight=0)
 
 
-def routing(*looks: Look, at: float = 0.0) -> Routing[int]:
+def pool_choice(*looks: Look, at: float = 0.0) -> Choice[int]:
     """Servers 0, 1, … each seen as the look says."""
-    made: Routing[int] = Routing()
+    made: Choice[int] = Choice()
     for number, look in enumerate(looks):
         made.looked(number, at, at, look)
     return made
 
 
-def chosen(made: Routing[int], now: float, *loads: Load, **more: Any) -> int | None:
+def chosen(made: Choice[int], now: float, *loads: Load, **more: Any) -> int | None:
     return made.choose(list(enumerate(loads)), now, **more)
 
 
@@ -33,9 +33,9 @@ def chosen(made: Routing[int], now: float, *loads: Load, **more: Any) -> int | N
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> tuple[Routing[int], list[tuple[int, Load]], float]:
+def fleets(draw: st.DrawFn) -> tuple[Choice[int], list[tuple[int, Load]], float]:
     """Servers in any standing, with any load, at any time."""
-    made: Routing[int] = Routing()
+    made: Choice[int] = Choice()
     times = sorted(draw(st.lists(st.floats(0, 60), min_size=1, max_size=12)))
     count = draw(st.integers(1, 5))
     for now in times:
@@ -64,7 +64,7 @@ def fleets(draw: st.DrawFn) -> tuple[Routing[int], list[tuple[int, Load]], float
 @settings(max_examples=300, deadline=None)
 @given(fleets(), st.sets(st.integers(0, 4)), st.none() | st.integers(0, 4))
 def test_the_best_one_that_can_be_asked_is_asked(
-    fleet: tuple[Routing[int], list[tuple[int, Load]], float],
+    fleet: tuple[Choice[int], list[tuple[int, Load]], float],
     tried: set[int],
     preferred: int | None,
 ) -> None:
@@ -108,7 +108,7 @@ def test_the_best_one_that_can_be_asked_is_asked(
 
 
 def test_new_weights_draw_requests_only_once_the_others_should_have_them() -> None:
-    made = routing(WELL, WELL)
+    made = pool_choice(WELL, WELL)
     made.looked(0, 10.0, 10.0, Look(weights=Weights(1, 2), in_flight=5))
     now = 10.0 + SETTLING_SECONDS / 2
     assert chosen(made, now, IDLE, IDLE) == 1, "it may be a moment late only, and has less to do"
@@ -119,7 +119,7 @@ def test_new_weights_draw_requests_only_once_the_others_should_have_them() -> No
 
 
 def test_a_server_that_stays_behind_is_noticed_while_versions_fly_by() -> None:
-    made = routing(WELL, WELL)
+    made = pool_choice(WELL, WELL)
     for step in range(40):
         made.looked(0, step * 0.5, step * 0.5, Look(weights=Weights(1, step + 2), in_flight=9))
         made.looked(1, step * 0.5, step * 0.5, WELL)
@@ -128,12 +128,12 @@ def test_a_server_that_stays_behind_is_noticed_while_versions_fly_by() -> None:
 
 
 def test_a_later_life_of_the_trainer_is_fresher_whatever_its_version() -> None:
-    made = routing(Look(weights=Weights(5, 17)), Look(weights=Weights(6, 11)))
+    made = pool_choice(Look(weights=Weights(5, 17)), Look(weights=Weights(6, 11)))
     assert chosen(made, SETTLING_SECONDS, IDLE, IDLE) == 1
 
 
 def test_requests_of_others_count_and_ours_are_not_counted_twice() -> None:
-    made: Routing[int] = Routing()
+    made: Choice[int] = Choice()
     made.looked(0, 0.0, 0.0, Look(in_flight=6), ours=4)
     made.looked(1, 0.0, 0.0, Look(in_flight=5), ours=0)
     assert made.of(0).load(4) == 6
@@ -147,7 +147,7 @@ def test_requests_of_others_count_and_ours_are_not_counted_twice() -> None:
 
 def test_a_server_that_fails_at_once_gets_trials_and_no_more() -> None:
     """One of three answers 500 in no time, with good health, so that it always has the least to do."""
-    made = routing(WELL, WELL, WELL)
+    made = pool_choice(WELL, WELL, WELL)
     now, sent = 0.0, [0, 0, 0]
     while now < 300.0:
         made.looked(0, now, now, WELL)
@@ -168,7 +168,7 @@ def test_a_server_that_fails_at_once_gets_trials_and_no_more() -> None:
 
 
 def test_what_fails_together_counts_once_and_a_trial_is_one_request() -> None:
-    made = routing(WELL, WELL)
+    made = pool_choice(WELL, WELL)
     for _ in range(500):
         made.failed(0, 1.0, 2.0)
     assert made.of(0).failures == 1
@@ -183,7 +183,7 @@ def test_what_fails_together_counts_once_and_a_trial_is_one_request() -> None:
 
 
 def test_a_server_that_comes_back_is_asked_at_once() -> None:
-    made = routing(WELL, WELL)
+    made = pool_choice(WELL, WELL)
     for second in range(10):
         made.refused(0, float(second), float(second), "connection refused")
         made.looked(0, float(second), float(second), Look(wrong="no answer"))
@@ -193,7 +193,7 @@ def test_a_server_that_comes_back_is_asked_at_once() -> None:
 
 
 def test_one_that_refuses_with_good_health_is_not_asked_all_the_time() -> None:
-    made = routing(WELL, WELL)
+    made = pool_choice(WELL, WELL)
     asked = 0
     for tick in range(600):
         now = tick * 0.5
@@ -206,7 +206,7 @@ def test_one_that_refuses_with_good_health_is_not_asked_all_the_time() -> None:
 
 
 def test_a_look_that_was_sent_before_a_refusal_does_not_outweigh_it() -> None:
-    made = routing(WELL)
+    made = pool_choice(WELL)
     made.refused(0, 1.0, 2.0, "503")
     made.looked(0, 1.5, 2.5, WELL)
     assert made.of(0).away
@@ -215,7 +215,7 @@ def test_a_look_that_was_sent_before_a_refusal_does_not_outweigh_it() -> None:
 
 
 def test_requests_are_moved_only_when_another_server_can_take_them() -> None:
-    made = routing(Look(wrong="silent"), WELL, at=10.0)
+    made = pool_choice(Look(wrong="silent"), WELL, at=10.0)
     assert made.lost([0, 1], 24.0, 15.0) == []
     made.looked(0, 20.0, 20.0, Look(wrong="silent for longer"))
     assert made.lost([0, 1], 25.0, 15.0) == [0], "it has been away since it was first seen so"
