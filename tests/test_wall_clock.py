@@ -29,7 +29,7 @@ ALLOWED = {
     "atroposlib/envs/runner/reporting.py": SHOWN,
     "atroposlib/compat/evaluation.py": SHOWN,
     "atroposlib/inference/managed_server.py": ANSWER,
-    "atroposlib/inference/proxy_sessions.py": SHOWN,
+    "atroposlib/inference/proxy.py": SHOWN,
     "atroposlib/inference/server_harness.py": ANSWER,
     "atroposlib/inference/trl_vllm_server.py": ANSWER,
     "atroposlib/dashboard/live/servers.py": SHOWN,

@@ -29,8 +29,7 @@ from atroposlib.envs.runner.serve import Serving
 from atroposlib.envs.runner.servers import served_model_blocking, tokenizer_name, wait_for_servers
 from atroposlib.envs.runner.workers import RunningItem
 from atroposlib.errors import UsageError
-from atroposlib.inference.client import APIServer, APIServerConfig, ServerBaseline
-from atroposlib.inference.reasoning import ReasoningConfig
+from atroposlib.inference.client import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
 from atroposlib.inference.server_manager import ServerManager
 from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.service_client import RolloutServiceClient

@@ -1,19 +1,22 @@
 """The common part of all clients of inference servers: settings, concurrency and timings."""
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any, Literal
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, Literal
+from urllib.parse import urlparse
 
 import numpy as np
+from anyio import CapacityLimiter
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import Field
 
 from atroposlib.inference.generation import Generation, current_versions
 from atroposlib.inference.pool import HealthGate, Look, ServerPool, Split
-from atroposlib.inference.reasoning import VALID_REASONING_EFFORTS, ReasoningConfig
 from atroposlib.inference.sampling_record import sampling_of
-from atroposlib.inference.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
 from atroposlib.web.addresses import HttpAddresses
 from atroposlib.web.keys import given_or_variable
@@ -29,7 +32,144 @@ __all__ = [
 ]
 
 
+VALID_REASONING_EFFORTS = {"none", "minimal", "low", "medium", "high", "xhigh"}
+
+OPENAI_EFFORT = {
+    "none": "low",
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+}
+"""OpenAI's own endpoint knows three levels."""
 MODEL_NOT_NAMED = ("", "default", "none")
+
+
+@dataclass
+class ReasoningConfig:
+    """Amount of reasoning before an answer.
+
+    Attributes:
+        enabled: ask for reasoning; set by itself when one of the others is.
+        effort: one of `VALID_REASONING_EFFORTS`.
+        max_tokens: most tokens of reasoning, 1024 to 32000.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    EFFORT_TO_MAX_TOKENS: ClassVar[dict[str, int]] = {
+        "none": 1024,
+        "minimal": 3200,
+        "low": 6400,
+        "medium": 16000,
+        "high": 25600,
+        "xhigh": 30400,
+    }
+
+    enabled: bool = False
+    effort: str | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.effort is not None and self.effort not in VALID_REASONING_EFFORTS:
+            raise ValueError(
+                f"reasoning effort {self.effort!r}: choose one of {', '.join(sorted(VALID_REASONING_EFFORTS))}"
+            )
+        if self.max_tokens is not None and not 1024 <= self.max_tokens <= 32000:
+            raise ValueError(f"{self.max_tokens} reasoning tokens: give 1024 to 32000")
+        if self.effort is not None or self.max_tokens is not None:
+            self.enabled = True
+
+    def is_reasoning_kwargs_active(self) -> bool:
+        return self.enabled
+
+    def build_extra_body(
+        self, base_url: str | None = None, use_max_tokens: bool = False
+    ) -> dict[str, Any] | None:
+        """The request's extra body for the endpoint at `base_url`, or None when no reasoning is
+        asked for.
+
+        `use_max_tokens` is for endpoints that take a number of tokens only: an effort becomes one.
+        """
+        if not self.enabled:
+            return None
+        if base_url and (urlparse(base_url).hostname or "").endswith("api.openai.com"):
+            return {"reasoning_effort": OPENAI_EFFORT[self.effort or "medium"]}
+        reasoning: dict[str, Any] = {"enabled": True}
+        if self.max_tokens is not None and (use_max_tokens or self.effort is None):
+            reasoning["max_tokens"] = self.max_tokens
+        elif self.effort is not None and use_max_tokens:
+            reasoning["max_tokens"] = self.EFFORT_TO_MAX_TOKENS[self.effort]
+        elif self.effort is not None:
+            reasoning["effort"] = self.effort
+        return {"reasoning": reasoning}
+
+    @classmethod
+    def from_env_config(cls, env_config: Any) -> "ReasoningConfig":
+        return cls(
+            env_config.thinking_mode, env_config.reasoning_effort, env_config.max_reasoning_tokens
+        )
+
+
+class AsyncSemWithAdaptiveWeight:
+    """Slots: at weight `w`, at most `max(1, floor(max_val * w))` holders at once.
+
+    Holders keep their slots when the weight falls. Waiters are served first come, first served.
+    """
+
+    def __init__(self, value: int):
+        self.max_val = value
+        self.weight = 1.0
+        self._limiter = CapacityLimiter(self.limit)
+        # The limiter counts borrowers. A fresh object borrows each slot, so that one task can hold
+        # several.
+        self._slots: list[object] = []
+
+    @property
+    def limit(self) -> int:
+        return max(1, math.floor(self.max_val * self.weight))
+
+    @property
+    def in_use(self) -> int:
+        return self._limiter.borrowed_tokens
+
+    @property
+    def free(self) -> int:
+        """Slots that could be taken now."""
+        return max(0, self.limit - self.in_use)
+
+    def min_val(self) -> float:
+        """Return the slots that the weight leaves unused."""
+        return self.max_val * (1.0 - self.weight)
+
+    def update_weight(self, weight: float) -> None:
+        self.weight = min(1.0, max(0.0, weight))
+        self._limiter.total_tokens = self.limit
+
+    def locked(self) -> bool:
+        return self.in_use >= self.limit or self._limiter.statistics().tasks_waiting > 0
+
+    async def acquire(self) -> bool:
+        slot = object()
+        await self._limiter.acquire_on_behalf_of(slot)
+        self._slots.append(slot)
+        return True
+
+    def release(self) -> None:
+        self._limiter.release_on_behalf_of(self._slots.pop())
+
+    async def __aenter__(self) -> None:
+        await self.acquire()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
 
 
 class ServerBaseline(WarnsOfUnknownKeys, StrictNumbers):

@@ -331,63 +331,31 @@ class SequenceTracker:
         """
         request = request or self.prompt("")[1]
         self.abandon(request)
-        source, turn, given = request.source, request.turn, generation.prompt_tokens
-        masks, logprobs = [PROMPT_MASK] * len(given), [PROMPT_LOGPROB] * len(given)
-        earlier: list[Turn] = []
-        before: list[Span] | None = []
-        sampled_before: list[SamplingSpan] | None = []
-        if (
-            source is not None
-            and turn is not None
-            and given[: turn.tokens] == source.node.tokens[: turn.tokens]
-        ):
-            masks[: turn.tokens] = source.node.masked_tokens[: turn.tokens]
-            logprobs[: turn.tokens] = source.node.logprobs[: turn.tokens]
-            earlier = [known for known in source.turns if known.tokens <= turn.tokens]
-            before, sampled_before = turn.spans, turn.sampling
-        opened = opened_by(text)
-        about = {"opened": opened} if opened else {}
-        added = []
-        for index, (tokens, sampled) in enumerate(
-            zip(generation.output_tokens, generation.output_logprobs, strict=True)
-        ):
-            if len(tokens) != len(sampled):
-                raise ValueError(
-                    f"completion {index} has {len(tokens)} tokens but {len(sampled)} logprobs"
-                )
-            version, epoch = oldest_of(generation, index, turn)
-            row_spans = None if generation.weight_spans is None else generation.weight_spans[index]
-            if row_spans is not None and sum(span.tokens for span in row_spans) != len(tokens):
-                raise ValueError(
-                    f"completion {index} has {len(tokens)} tokens, but its weight spans cover {row_spans}"
-                )
-            spans = None if row_spans is None or before is None else joined(before, row_spans)
-            how = None if generation.sampling is None else generation.sampling[index]
-            sampling = continued(sampled_before, how, len(tokens))
-            node = SequenceNode(
-                full_text=text + self.tokenizer.decode(tokens, skip_special_tokens=True),
-                tokens=given + tokens,
-                masked_tokens=masks + tokens,
-                logprobs=logprobs + sampled,
-                weight_version=version,
-                weight_epoch=epoch,
-                weight_spans=spans,
-                sampling=sampling,
-                metadata={
-                    "finish_reason": generation.finish_reasons[index],
-                    "answer_id": answer_id,
-                    "index": index,
-                    **about,
-                },
-            )
-            place = (*(turn.place if turn else ()), request.number, index)
-            whole = text + self.tokenizer.decode(tokens, skip_special_tokens=False)
-            exchange = None if exchanges is None else exchanges[index]
+        source, beginning = request.source, beginning_of(request, generation.prompt_tokens)
+        opened, added = opened_by(text), []
+        for index, spans in enumerate(checked_spans(generation)):
+            node = completed_node(generation, index, beginning, spans)
+            output = generation.output_tokens[index]
+            node.full_text = text + self.tokenizer.decode(output, skip_special_tokens=True)
+            node.metadata = {
+                "finish_reason": generation.finish_reasons[index],
+                "answer_id": answer_id,
+                "index": index,
+                **({"opened": opened} if opened else {}),
+            }
+            whole = text + self.tokenizer.decode(output, skip_special_tokens=False)
             end = Turn(
-                len(whole), len(node.tokens), version, epoch, spans, sampling, place, exchange
+                text=len(whole),
+                tokens=len(node.tokens),
+                version=node.weight_version,
+                epoch=node.weight_epoch,
+                spans=node.weight_spans,
+                sampling=node.sampling,
+                place=(*(request.turn.place if request.turn else ()), request.number, index),
+                exchange=exchanges[index] if exchanges else None,
             )
-            added.append(Kept(node, whole, place, [*earlier, end]))
-        if source is not None and turn is source.turns[-1] and added and not self.keep_all:
+            added.append(Kept(node, whole, end.place, [*beginning.turns, end]))
+        if source and request.turn is source.turns[-1] and added and not self.keep_all:
             # Gone already when another branch took its place; both hold its tokens.
             self._sequences = [sequence for sequence in self._sequences if sequence is not source]
         for sequence in added:
@@ -420,6 +388,90 @@ class SequenceTracker:
         if source is not None and turn is not None:
             return source.node.tokens[: turn.tokens] + self._continuation(behind(text, turn.text))
         return (encode_rendered if rendered else encode_plain)(self.tokenizer, text)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A prompt, with the sampled tokens of the turns that it continues.
+
+    Attributes:
+        tokens, masks, logprobs: of the prompt; see `SequenceNode`.
+        turns: the turns that it holds token for token.
+        turn: the turn that the request continues.
+        spans, sampling: see `Turn`.
+    """
+
+    tokens: list[int]
+    masks: list[int]
+    logprobs: list[float]
+    turns: list[Turn]
+    turn: Turn | None
+    spans: list[Span] | None
+    sampling: list[SamplingSpan] | None
+
+
+def beginning_of(request: Request, tokens: list[int]) -> Beginning:
+    """Return the prompt of a request, whose `tokens` the server was sent."""
+    masks, logprobs = [PROMPT_MASK] * len(tokens), [PROMPT_LOGPROB] * len(tokens)
+    source, turn = request.source, request.turn
+    if source is None or turn is None or tokens[: turn.tokens] != source.node.tokens[: turn.tokens]:
+        return Beginning(tokens, masks, logprobs, [], turn, [], [])
+    masks[: turn.tokens] = source.node.masked_tokens[: turn.tokens]
+    logprobs[: turn.tokens] = source.node.logprobs[: turn.tokens]
+    turns = [earlier for earlier in source.turns if earlier.tokens <= turn.tokens]
+    return Beginning(tokens, masks, logprobs, turns, turn, turn.spans, turn.sampling)
+
+
+def checked_spans(generation: Generation) -> list[list[Span] | None]:
+    """Return the weight spans of each completion, None where the server reports none.
+
+    Raises:
+        ValueError: a completion's tokens and logprobs do not line up, or its spans do not cover its
+            tokens.
+    """
+    rows = []
+    for index, (tokens, logprobs) in enumerate(
+        zip(generation.output_tokens, generation.output_logprobs, strict=True)
+    ):
+        if len(tokens) != len(logprobs):
+            raise ValueError(
+                f"completion {index} has {len(tokens)} tokens but {len(logprobs)} logprobs"
+            )
+        spans = None if generation.weight_spans is None else generation.weight_spans[index]
+        if spans is not None and sum(span.tokens for span in spans) != len(tokens):
+            raise ValueError(
+                f"completion {index} has {len(tokens)} tokens, but its weight spans cover {spans}"
+            )
+        rows.append(spans)
+    return rows
+
+
+def completed_node(
+    generation: Generation, index: int, beginning: Beginning, spans: list[Span] | None
+) -> SequenceNode:
+    """Return the sequence of a prompt and one completion, without its text.
+
+    Args:
+        generation: the answer.
+        index: of the completion.
+        beginning: the prompt.
+        spans: of the completion's weights.
+    """
+    output = generation.output_tokens[index]
+    parameters = None if generation.sampling is None else generation.sampling[index]
+    version, epoch = oldest_of(generation, index, beginning.turn)
+    return SequenceNode(
+        full_text="",
+        tokens=beginning.tokens + output,
+        masked_tokens=beginning.masks + output,
+        logprobs=beginning.logprobs + generation.output_logprobs[index],
+        weight_version=version,
+        weight_epoch=epoch,
+        weight_spans=(
+            None if spans is None or beginning.spans is None else joined(beginning.spans, spans)
+        ),
+        sampling=continued(beginning.sampling, parameters, len(output)),
+    )
 
 
 def oldest_of(

@@ -24,9 +24,8 @@ from atroposlib.inference.openai_client import OpenAIServer
 from atroposlib.inference.pool import ServerPool, Split
 from atroposlib.inference.proxy_client import create_proxy_session
 from atroposlib.inference.server_harness import ServerHarness
-from atroposlib.inference.sglang_client import SGLangServer
 from atroposlib.inference.trl_vllm_server import TrlVllmServer
-from atroposlib.inference.vllm_client import VLLMServer
+from atroposlib.inference.vllm_client import SGLangServer, VLLMServer
 from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
 from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.keys import SERVICE_KEY, all_settings

@@ -1,4 +1,5 @@
-"""vLLM's server with `/generate`: token ids in, token ids, logprobs and weight versions out."""
+"""Servers with a native `/generate`, vLLM's and SGLang's: token ids in, token ids and logprobs out,
+and weight versions from vLLM."""
 
 from typing import Any
 
@@ -21,7 +22,7 @@ from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.inference.tokenizers import encode_plain
 from atroposlib.web.keys import VLLM_KEY
 
-__all__ = ["VLLMServer", "resolve_openai_configs"]
+__all__ = ["SGLangServer", "VLLMServer", "resolve_openai_configs"]
 
 # The names under which other interfaces know max_tokens.
 MAX_TOKENS_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
@@ -187,6 +188,41 @@ class VLLMServer(OpenAIRoutes):
             "prompt_topk_token_ids": [list(table) for table in tables],
             "prompt_topk_logprobs": [list(table.values()) for table in tables],
         }
+
+
+class SGLangServer(VLLMServer):
+    """An SGLang server. It does not report weight versions."""
+
+    key_variable = None
+    highest_temperature = None
+    tells_weights = False
+
+    async def _generate_wrapper(self, **kwargs: Any) -> Generation:
+        prompt_tokens = self._prompt_tokens(kwargs)
+        kwargs.pop("model", None)
+        max_tokens = next((kwargs.pop(name) for name in MAX_TOKENS_NAMES if name in kwargs), None)
+        room = await self._room_for(prompt_tokens, max_tokens)
+        sampling = kwargs | {"max_new_tokens": room}
+        answer = await self._post(
+            {"input_ids": prompt_tokens, "sampling_params": sampling, "return_logprob": True}
+        )
+        completions: list[dict[str, Any]] = answer if isinstance(answer, list) else [answer]
+        # Each entry of output_token_logprobs is (logprob, token id, text or None).
+        rows = [completion["meta_info"]["output_token_logprobs"] for completion in completions]
+        return Generation(
+            prompt_tokens=prompt_tokens,
+            output_tokens=[[int(token) for _, token, *_ in row] for row in rows],
+            output_logprobs=[[float(logprob) for logprob, *_ in row] for row in rows],
+            finish_reasons=[
+                completion["meta_info"]["finish_reason"]["type"] for completion in completions
+            ],
+            texts=[completion.get("text", "") for completion in completions],
+            # A server may have sampling parameters of its own for requests that name none.
+            sampling=sampling_of({**kwargs, "max_tokens": room}, len(rows)),
+        )
+
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+        raise NotImplementedError("SGLangServer cannot give the logprobs of a prompt")
 
 
 def read_look(told: Any) -> Look:

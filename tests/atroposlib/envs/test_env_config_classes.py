@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from atroposlib.envs.base import BaseEnv
-from atroposlib.inference.reasoning import ReasoningConfig
+from atroposlib.inference.client import ReasoningConfig
 
 
 def write(path: str, told: dict[str, Any]) -> None:

@@ -13,8 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.errors import InferenceUnavailable
-from atroposlib.inference.proxy import ProxyLimits, create_app, parse_arguments
-from atroposlib.inference.proxy_sessions import Sessions, TooManySessions, UnknownSession
+from atroposlib.inference.proxy import (
+    ProxyLimits,
+    Sessions,
+    TooManySessions,
+    UnknownSession,
+    create_app,
+    parse_arguments,
+)
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.web.access import Access
 from atroposlib.web.middleware import RequestLimitsMiddleware
