@@ -56,19 +56,12 @@ class Change:
     events: list[Event] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
-    def to_json(self, run: Run, run_id: str) -> list[tuple[str, Any]]:
+    def to_json(self, run: Run) -> list[tuple[str, Any]]:
         """Return name and data of each server-sent event, for pages that show the run."""
-        rows, last_step = run.extent()
         whole = not self.rewritten and len(self.rows) <= MAX_SENT_ROWS
         messages: list[tuple[str, Any]] = []
         if self.rewritten or self.rows:
-            head = {
-                "run": run_id,
-                "generation": run.generation,
-                "rows": rows,
-                "last_step": last_step,
-            }
-            messages.append(("rows", head | {"new": self.rows if whole else None}))
+            messages.append(("rows", run.extent() | {"new": self.rows if whole else None}))
         messages += [("evaluation", evaluation) for evaluation in self.evaluations]
         return messages + [("event", event.to_json()) for event in self.events]
 
@@ -263,10 +256,15 @@ class Run:
         with self._lock:
             return [*self._columns.names, *self._sampled.names]
 
-    def extent(self) -> tuple[int, int | None]:
-        """Return the number of rows, and the step of the last one."""
+    def extent(self) -> dict[str, Any]:
+        """Return the run's id and generation, its number of rows, and the step of the last one."""
         with self._lock:
-            return self._columns.rows, self._columns.last_step
+            return {
+                "run": self.files.id,
+                "generation": self.generation,
+                "rows": self._columns.rows,
+                "last_step": self._columns.last_step,
+            }
 
     def series(
         self, names: Sequence[str], points: int, first: int | None = None, last: int | None = None

@@ -22,6 +22,15 @@ from atroposlib.dashboard.live.servers import read_versions
 from atroposlib.dashboard.live.signs import Known, signs_of
 from atroposlib.dashboard.page import RunPage, json_answer, page_of
 from atroposlib.dashboard.rollouts.archive import ArchiveError
+from atroposlib.dashboard.rollouts.archive_reader import (
+    ORDERS,
+    NoSuchError,
+    Position,
+    QueryError,
+    RolloutSource,
+)
+from atroposlib.dashboard.rollouts.rollout_stats import told_of_each
+from atroposlib.dashboard.rollouts.transcript import described, transcript
 from atroposlib.dashboard.run_folders.catalogue import LIVE
 from atroposlib.dashboard.run_folders.columns import MAX_POINTS, MIN_POINTS, Series
 from atroposlib.dashboard.run_folders.events import number
@@ -39,6 +48,8 @@ MAX_NAMES = 200
 BEST_SECONDS = 0.5
 """Time for one answer to read the rewards of all runs. The page repeats the request until all are
 read."""
+MAX_TOKENS = 10_000
+"""Tokens of a rollout in one answer."""
 CLOCK_SECONDS = 5.0
 """Difference between the clocks of two machines that is ignored."""
 MAX_VERSIONS = 10_000
@@ -89,18 +100,11 @@ async def series(request: Request) -> Response:
     first, last = (whole_number(request, name) for name in ("first", "last"))
 
     def read(run: Run) -> dict[str, Any]:
-        rows, last_step = run.extent()
-        state = {
-            "run": run.files.id,
-            "generation": run.generation,
-            "rows": rows,
-            "last_step": last_step,
+        return {
+            **run.extent(),
+            "newest": run.newest(chosen),
+            **series_json(run.series(chosen, points, first, last)),
         }
-        return (
-            state
-            | {"newest": run.newest(chosen)}
-            | series_json(run.series(chosen, points, first, last))
-        )
 
     return await run_json(request, read)
 
@@ -161,14 +165,7 @@ async def stream(request: Request) -> Response:
     run_id = run_id_of(request) or await page.in_thread(page.runs.default)
 
     def read() -> dict[str, Any]:
-        run = page.runs.get(run_id)
-        rows, last_step = run.extent()
-        return describe(page) | {
-            "run": run.files.id,
-            "generation": run.generation,
-            "rows": rows,
-            "last_step": last_step,
-        }
+        return describe(page) | page.runs.get(run_id).extent()
 
     hello = await page.in_thread(read)
     try:
@@ -176,6 +173,41 @@ async def stream(request: Request) -> Response:
     except TooManyPagesError as error:
         raise HTTPRefusal(503, str(error)) from error
     return EventStream(page.hub, hello["run"], hello, lambda: page.auth.session_ends(headers))
+
+
+async def rollouts(request: Request) -> Response:
+    """GET /ui/api/rollouts: a page of a list, in an order, of an environment, with a text."""
+    return await rollouts_json(request, list_json)
+
+
+async def group(request: Request) -> Response:
+    """GET /ui/api/rollouts/GROUP: the numbers of its rollouts, and the groups before and after it."""
+    return await rollouts_json(request, group_json)
+
+
+async def rollout(request: Request) -> Response:
+    """GET /ui/api/rollouts/GROUP/ROLLOUT?begin=&count=: tokens of a rollout; see `transcript`."""
+    return await rollouts_json(request, rollout_json)
+
+
+async def rollouts_json(
+    request: Request, read: Callable[[Request, RolloutSource], dict[str, Any]]
+) -> Response:
+    """Return what `read` returns for the rollouts of the run in the query."""
+    page, run_id = page_of(request), run_id_of(request)
+
+    def read_archive() -> dict[str, Any]:
+        files = page.runs.files(run_id)
+        try:
+            content = read(request, page.archives.of(files))
+        except OSError as error:
+            raise ArchiveError(str(error)) from error
+        recorder = page.live.service.recorder if page.live is not None else None
+        if recorder is None or files.id != LIVE:
+            return content | {"left_out": 0}
+        return content | {"left_out": recorder.stats()["left_out"]}
+
+    return await page.answer(request, read_archive, of_rollouts=True)
 
 
 HANDLERS: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -190,6 +222,9 @@ HANDLERS: dict[str, Callable[[Request], Awaitable[Response]]] = {
     "stack": stack,
     "weights": weights,
     "stream": stream,
+    "rollouts": rollouts,
+    "rollouts/{group}": group,
+    "rollouts/{group}/{rollout}": rollout,
 }
 DATA_ROUTES = [
     Route(f"{API}{path}", handler, methods=["GET"]) for path, handler in HANDLERS.items()
@@ -356,3 +391,85 @@ def past_servers(run: Run) -> list[dict[str, Any]]:
             }
         )  # fmt: skip
     return servers
+
+
+def list_json(request: Request, source: RolloutSource) -> dict[str, Any]:
+    """Return a page of a list of rollouts."""
+    query = request.query_params
+    after = query.get("cursor")
+    listed = source.listed(
+        query.get("sort", ORDERS[0]),
+        query.get("environment") or None,
+        query.get("text", ""),
+        None if after is None else Position.parse(after),
+        number_of(query.get("limit", "50"), "limit"),
+    )
+    return {
+        "rollouts": listed.rollouts,
+        "next": listed.next and str(listed.next),
+        "searched": listed.searched,
+        "total": listed.total,
+        "environments": source.environments(),
+    }
+
+
+def group_json(request: Request, source: RolloutSource) -> dict[str, Any]:
+    """Return the rollouts of a group, each with its numbers and its sampling parameters."""
+    kept = source.group(number_in_path(request, "group"))
+    older, newer = source.beside(kept.id)
+    parameters = told_of_each(kept.content, "sampling_params")
+    return {
+        "group": kept.id,
+        "seq": kept.seq,
+        "time": kept.time,
+        "environment": kept.environment,
+        "rollouts": [
+            head | {"sampling": described(parameters[index])}
+            for index, head in enumerate(kept.heads)
+        ],
+        "older": older,
+        "newer": newer,
+    }
+
+
+def rollout_json(request: Request, source: RolloutSource) -> dict[str, Any]:
+    """Return some tokens of a rollout, with what the trainer computed for them."""
+    kept, index = source.group(number_in_path(request, "group")), number_in_path(request, "rollout")
+    if index >= len(kept.heads):
+        raise NoSuchError(
+            f"group {kept.id} has {len(kept.heads)} rollouts, and so no rollout {index}"
+        )
+    query = request.query_params
+    begin = number_of(query.get("begin", "0"), "begin")
+    count = min(number_of(query.get("count", "2000"), "count"), MAX_TOKENS)
+    trained = source.trained(kept.first + index)
+    return transcript(kept.content, index, source.text(), trained, begin, count) | {
+        "group": kept.id,
+        "rollout": index,
+        "trained_version": trained and trained.weight_version,
+    }
+
+
+def number_in_path(request: Request, name: str) -> int:
+    """Return the number of a group or a rollout in the address.
+
+    Raises:
+        NoSuchError: it is not a whole number, or larger than the archive's numbers can be.
+    """
+    try:
+        return number_of(request.path_params[name], name)
+    except QueryError as error:
+        raise NoSuchError(
+            f"{error}, or has more than 18 digits: no {name} has this number"
+        ) from None
+
+
+def number_of(text: str, name: str) -> int:
+    """Return a whole number of the query, 0 or more.
+
+    Raises:
+        QueryError: the text is another one.
+    """
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise QueryError(f"{name} {text[:40]!r} is no whole number from 0 on")
+    return int(text)

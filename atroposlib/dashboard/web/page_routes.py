@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from atroposlib.dashboard.page import STATIC, page_of
 from atroposlib.dashboard.web.auth import PREFIX, SIGN_IN, safe_next
+from atroposlib.dashboard.web.data_routes import number_in_path
 
 MAX_FORM_BYTES = 8192
 TYPES = {
@@ -42,6 +43,14 @@ def template_page(template: str) -> Callable[[Request], Awaitable[Response]]:
         return page_of(request).render(request.scope, template)
 
     return handler
+
+
+async def group(request: Request) -> Response:
+    """Show the rollouts of a group."""
+    number = number_in_path(request, "group")
+    return page_of(request).render(
+        request.scope, "rollout.html", page_name="rollouts", group=number
+    )
 
 
 async def to_page(request: Request) -> Response:
@@ -129,6 +138,8 @@ PAGE_ROUTES = [
     Route(f"{PREFIX}/", to_page, methods=["GET"]),
     Route(f"{PREFIX}/weights", template_page("weights.html"), methods=["GET"]),
     Route(f"{PREFIX}/history", template_page("history.html"), methods=["GET"]),
+    Route(f"{PREFIX}/rollouts", template_page("rollouts.html"), methods=["GET"]),
+    Route(f"{PREFIX}/rollouts/{{group}}", group, methods=["GET"]),
     Route(SIGN_IN, show_sign_in, methods=["GET"]),
     Route(SIGN_IN, sign_in, methods=["POST"]),
     Route(f"{PREFIX}/sign-out", sign_out, methods=["POST"]),

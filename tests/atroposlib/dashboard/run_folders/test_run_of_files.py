@@ -89,7 +89,8 @@ def test_a_line_for_each_run(runs: Path) -> None:
         listed["quickstart"]["reward_last"],
     ) == (2, 5, 0.2)
     assert listed["alone"]["state"] == "running", "it was written a moment ago"
-    assert catalogue.get(listed["alone (earlier run 1)"]["id"]).extent() == (2, 7)
+    earlier = catalogue.get(listed["alone (earlier run 1)"]["id"]).extent()
+    assert (earlier["rows"], earlier["last_step"]) == (2, 7)
     assert catalogue.default() in {one["id"] for one in listed.values()}
     with pytest.raises(UnknownRunError, match="'gone'"):
         catalogue.get("gone")
@@ -156,7 +157,7 @@ def test_long_runs_are_let_go_of_when_they_are_many(
     assert catalogue.get(first) is kept
     monkeypatch.setattr(catalogue_module, "MAX_CELLS", 1)
     catalogue.get(second)
-    assert catalogue.get(second).extent()[0] > 0, (
+    assert catalogue.get(second).extent()["rows"] > 0, (
         "the one that is asked for stays, whatever its length"
     )
     assert catalogue.get(first) is not kept
@@ -166,7 +167,7 @@ def test_what_is_new_is_told_once_whoever_reads_it(runs: Path) -> None:
     told: list[tuple[str, Any]] = []
 
     def tell(run: Run, change: Change) -> None:
-        told.extend(change.to_json(run, run.files.id))
+        told.extend(change.to_json(run))
 
     catalogue = RunCatalogue([runs / "quickstart"], on_change=tell)
     run = catalogue.get("")
@@ -227,9 +228,7 @@ def test_what_the_environment_says_of_a_step_is_told_whichever_file_is_ahead(run
     told: list[Any] = []
 
     def tell(run: Run, change: Change) -> None:
-        told.extend(
-            data["new"] for name, data in change.to_json(run, run.files.id) if name == "rows"
-        )
+        told.extend(data["new"] for name, data in change.to_json(run) if name == "rows")
 
     catalogue = RunCatalogue([runs / "quickstart"], on_change=tell)
     files = catalogue.get("").files
