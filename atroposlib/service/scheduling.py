@@ -30,6 +30,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from atroposlib.service.records import Environment, Group, Policy
 
@@ -174,15 +175,14 @@ def apportion(
 
 
 def choose_exact(sizes: Sequence[int], target: int) -> list[int] | None:
-    """Positions of the earliest sizes that add up to exactly `target`, ascending; None if no choice
-    does.
+    """Return the positions of the earliest sizes that add up to exactly `target`, ascending; None
+    if no choice does.
 
-    Subset sum by dynamic programming over bit sets: bit s of the set at i says that some of
-    sizes[i:] add up to s. Of equal sizes an exact choice never needs more than target // size, and
-    the earliest are always as good, so the work is bounded by the target and not by how many sizes
-    there are. The sets are made from the end and read from the front; of n only every sqrt(n)-th is
-    kept, and those between two are made a second time when they are needed, so that memory is about
-    2 * sqrt(n) * target / 8 bytes.
+    Subset sum by dynamic programming over a bit set: bit s shows that some of the sizes behind a
+    position add up to s. An exact choice never needs more than target // size of one size, and the
+    earliest are always as good, so the target bounds the work. The first pass goes from the end to
+    the front, and keeps the bits that each size adds. The second pass goes from the front, and
+    takes them away again.
 
     Args:
         sizes: group sizes in sequences, all >= 1, in order of preference.
@@ -190,50 +190,43 @@ def choose_exact(sizes: Sequence[int], target: int) -> list[int] | None:
     """
     if target < 1:
         return None
-    total = 0
-    for position, size in enumerate(
-        sizes
-    ):  # the common case, groups of one size: the first ones just fit
-        total += size
-        if total == target:
+    for position, total in enumerate(accumulate(sizes)):
+        if total == target:  # the common case, groups of one size: the first ones just fit
             return list(range(position + 1))
         if total > target:
             break
     else:
         return None
 
-    used: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     candidates = []
     for position, size in enumerate(sizes):
-        if size <= target and used[size] < target // size:
-            used[size] += 1
+        if counts[size] < target // size:
+            counts[size] += 1
             candidates.append(position)
-    everything = (1 << (target + 1)) - 1
-
-    def with_one_more(reachable: int, position: int) -> int:
-        return (reachable | (reachable << sizes[position])) & everything
-
-    step = math.isqrt(len(candidates)) + 1
-    kept: dict[int, int] = {}
-    """Sets by the index in `candidates` behind which they look."""
+    all_sums = (1 << (target + 1)) - 1
     reachable = 1
-    for index in range(len(candidates), 0, -1):
-        if index == len(candidates) or index % step == 0:
-            kept[index] = reachable
-        reachable = with_one_more(reachable, candidates[index - 1])
+    added: dict[int, tuple[int, int]] = {}
+    """By position: the bits that it adds, without the zeros below them, and how many zeros these
+    are. Most sizes add one bit or none."""
+    for position in reversed(candidates):
+        larger = (reachable | reachable << sizes[position]) & all_sums
+        if larger != reachable:
+            new = larger ^ reachable
+            zeros = (new & -new).bit_length() - 1
+            added[position] = (new >> zeros, zeros)
+            reachable = larger
     if not reachable >> target & 1:
         return None
     chosen, left = [], target
-    for start in range(0, len(candidates), step):
-        end = min(start + step, len(candidates))
-        behind = [kept.pop(end)]
-        for index in range(end - 1, start, -1):
-            behind.append(with_one_more(behind[-1], candidates[index]))
-        for index, after in zip(range(start, end), reversed(behind), strict=True):
-            size = sizes[candidates[index]]
-            if size <= left and after >> (left - size) & 1:
-                chosen.append(candidates[index])
-                left -= size
+    for position in candidates:
+        if position in added:
+            new, zeros = added[position]
+            reachable ^= new << zeros
+        size = sizes[position]
+        if size <= left and reachable >> (left - size) & 1:
+            chosen.append(position)
+            left -= size
     return chosen
 
 
