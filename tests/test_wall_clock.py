@@ -40,7 +40,7 @@ ALLOWED = {
     "atroposlib/utils/jsonl.py": "whether a file changed",
     "atroposlib/dashboard/web/data_routes.py": SHOWN,
     "atroposlib/dashboard/web/auth.py": "the end of a sign-in, which is a time of day",
-    "atroposlib/dashboard/web/stream.py": "the end of a sign-in, which is a time of day",
+    "atroposlib/dashboard/live/hub.py": "the end of a sign-in, which is a time of day",
     "example_trainer/batch/local_sampler.py": SHOWN,
     "example_trainer/grpo.py": "a weight epoch to ask for: the service and the folder make it unique",
     "example_trainer/observe/exporter.py": SHOWN,

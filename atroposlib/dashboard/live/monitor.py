@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.dashboard.live.event_detection import Drops, happenings, restarted, server_events
+from atroposlib.dashboard.events import Drops, Event, happenings, number, restarted, server_events
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.live.servers import Server, ServerWatch, read_versions
+from atroposlib.dashboard.live.signs import RunProcess, read_processes
 from atroposlib.dashboard.live.snapshots import ObservedFolder
 from atroposlib.dashboard.live.stack import TrainerHeard, mark_of, stack_of, worth_telling
 from atroposlib.dashboard.run_folders.catalogue import LIVE
-from atroposlib.dashboard.run_folders.events import Event, number
 from atroposlib.dashboard.run_folders.folder import RunFiles, environment_rows
-from atroposlib.dashboard.run_folders.processes import RunProcess, read_processes
 from atroposlib.service.fleet import FORGET_SECONDS
 from atroposlib.service.records import Registration
 from atroposlib.web.addresses import server_address

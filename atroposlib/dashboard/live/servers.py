@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import orjson
 
-from atroposlib.dashboard.run_folders.events import number, whole
+from atroposlib.dashboard.events import number, whole
 from atroposlib.utils.jsonl import last_rows
 from atroposlib.web.connections import LIMITS
 from atroposlib.web.keys import bearer

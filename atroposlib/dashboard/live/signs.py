@@ -1,4 +1,7 @@
-"""Find the processes of a run that have ended or give no sign any more. Pure.
+"""Find the processes of a run that have ended or give no sign any more.
+
+scripts/start.sh records the processes in the run's folder. `read_processes` reads these records;
+`signs_of` compares them with the stack.
 
 The page shows such a state instead of the last one that was seen. `ended` needs a reason: a
 recorded end, the end of the run, or a process that is gone. Otherwise a process that is merely slow
@@ -9,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from atroposlib.dashboard.run_folders.processes import RunProcess
+from atroposlib.dashboard.events import number, whole
+from atroposlib.dashboard.run_folders.folder import read_object
+from atroposlib.utils.process_identity import Identity, boot_id
 from atroposlib.web.keys import LOOPBACK
 
 STALE_SECONDS = 30.0
@@ -23,10 +29,72 @@ SILENCES = 2.0
 --silent-after.
 
 It is a fault after that. So is the same silence of an environment for which the trainer waits."""
+RECORDS = "processes"
+"""Folder of the records in the run's folder."""
+MAX_RECORDS = 256
 
 
 @dataclass(frozen=True)
-class Sign:
+class RunProcess:
+    """One process of a run.
+
+    Attributes:
+        part: `service`, `environment`, `trainer`, `vllm`, `vllm-2` ….
+        port: where it listens; 0 if nowhere.
+        exists: whether it runs on this machine; None if that cannot be known here, as after another
+            boot or on another machine.
+        code: exit status, 128 + n for signal n; None if it was not recorded.
+        ended: Unix time of the end; None if it was not recorded.
+    """
+
+    part: str
+    port: int = 0
+    exists: bool | None = None
+    code: int | None = None
+    ended: float | None = None
+
+    def describe_end(self) -> str:
+        """Return a few words about its end."""
+        if self.code is None:
+            return "its process is gone"
+        if self.code > 128:
+            return f"killed by signal {self.code - 128}"
+        return f"ended with status {self.code}"
+
+
+def read_processes(folder: Path) -> list[RunProcess]:
+    """Read the records of a run's folder; empty if there are none. A record that cannot be read is
+    left out.
+
+    Args:
+        folder: of the run.
+    """
+    try:
+        paths = sorted((folder / RECORDS).glob("*.json"))[:MAX_RECORDS]
+        boot = boot_id()
+    except OSError:
+        return []
+    return [record for path in paths if (record := _read(path, boot)) is not None]
+
+
+def _read(path: Path, boot: str) -> RunProcess | None:
+    record = read_object(path)
+    keeper: Any = record.get("keeper")
+    if not isinstance(keeper, dict):
+        return None
+    pid, ticks, its_boot = whole(keeper.get("pid")), whole(keeper.get("ticks")), keeper.get("boot")
+    if pid is None or ticks is None or not isinstance(its_boot, str):
+        return None
+    process = RunProcess(path.stem, whole(record.get("port")) or 0)
+    if its_boot == boot:
+        process = replace(process, exists=Identity(pid, ticks, its_boot).is_alive())
+    if process.exists:  # an exit file beside it is of an earlier process of this part
+        return process
+    end = read_object(path.with_suffix(".exit"))
+    return replace(process, code=whole(end.get("code")), ended=number(end.get("at")))
+
+
+class Sign(NamedTuple):
     """The state of a process that is not simply running.
 
     Attributes:
@@ -38,10 +106,6 @@ class Sign:
     state: Literal["ended", "silent"]
     text: str = ""
     seen: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """For the page."""
-        return {"state": self.state, "text": self.text, "seen": self.seen}
 
 
 @dataclass(frozen=True)
@@ -69,7 +133,9 @@ class Known:
 
         A clock that is behind makes nothing older.
         """
-        return 0.0 if self.written is None else max(0.0, self.now - self.written)
+        if self.written is None:
+            return 0.0
+        return max(0.0, self.now - self.written)
 
     @property
     def is_stale(self) -> bool:
@@ -94,7 +160,7 @@ def signs_of(stack: Mapping[str, Any], known: Known) -> dict[str, dict[str, Any]
     if known.written is not None and stack.get("stopped") is not None:
         known = replace(known, stopped=True)
     signs = dict(_signs(stack, known)) if stack.get("service") else {}
-    return {name: sign.to_json() for name, sign in signs.items() if sign is not None}
+    return {name: sign._asdict() for name, sign in signs.items() if sign is not None}
 
 
 def _signs(stack: Mapping[str, Any], known: Known) -> Iterator[tuple[str, Sign | None]]:
@@ -115,18 +181,16 @@ def _judged(
     A recorded end counts at once. A process that does not exist here counts as ended only if it is
     quiet as well: it may run in another container.
     """
-    if processes and all(one.has_ended for one in processes):
+    if processes and all(one.code is not None for one in processes):
         last = max(processes, key=lambda one: one.ended or 0.0)
         return Sign("ended", last.describe_end(), last.ended)
     if not quiet:
         return None
     if processes and all(one.exists is False for one in processes):
         return Sign("ended", processes[0].describe_end(), seen)
-    return (
-        Sign("ended", "no sign since the end of the run", seen)
-        if run_over
-        else Sign("silent", "", seen)
-    )
+    if run_over:
+        return Sign("ended", "no sign since the end of the run", seen)
+    return Sign("silent", seen=seen)
 
 
 def _of_service(stack: Mapping[str, Any], known: Known, run_over: bool) -> Sign | None:
@@ -147,17 +211,21 @@ def _of_trainer(stack: Mapping[str, Any], known: Known, run_over: bool) -> Sign 
     silent = float(trainer.get("seconds_silent") or 0.0) + known.age
     publishes = bool(trainer.get("publishes"))
     holds = any(lease.get("sent") for lease in stack.get("leases", ()))
-    patience = float(stack["service"].get("silent_after") or 0.0) * (1.0 if publishes else SILENCES)
+    limit = float(stack["service"].get("silent_after") or 0.0)
+    if not publishes:
+        limit *= SILENCES
     # A trainer that publishes nothing may train on its batch for as long as it takes.
-    quiet = known.is_stale or (silent > patience and (publishes or not holds))
+    quiet = known.is_stale or (silent > limit and (publishes or not holds))
     return _judged(quiet, known.now - silent, known.of_kind("trainer"), run_over)
 
 
 def _of_environment(
     stack: Mapping[str, Any], one: Mapping[str, Any], known: Known, run_over: bool
 ) -> Sign | None:
+    if one.get("connected") is False and run_over:
+        return Sign("ended", "disconnected")
     if one.get("connected") is False:
-        return Sign("ended", "disconnected") if run_over else None
+        return None
     silent = float(one.get("seconds_silent") or 0.0) + known.age
     quiet = known.is_stale or silent > float(stack["service"].get("silent_after") or 0.0)
     return _judged(quiet, known.now - silent, known.of_kind("environment"), run_over)
@@ -166,10 +234,13 @@ def _of_environment(
 def _of_server(one: Mapping[str, Any], known: Known, run_over: bool) -> Sign | None:
     address = urlsplit(str(one["url"]))
     # The record of a trainer that owns its server has the server's port.
-    here = (
-        [*known.of_kind("vllm"), *known.of_kind("trainer")] if address.hostname in LOOPBACK else []
-    )
-    processes = [process for process in here if process.port and process.port == address.port]
+    processes = [
+        process
+        for process in (*known.of_kind("vllm"), *known.of_kind("trainer"))
+        if address.hostname in LOOPBACK and process.port and process.port == address.port
+    ]
     quiet = known.is_stale or (run_over and one.get("health") == "silent")
-    seen = one.get("answered") or (known.written if known.is_stale else None)
+    seen = one.get("answered")
+    if known.is_stale:
+        seen = seen or known.written
     return _judged(quiet, seen, processes, run_over)

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from atroposlib.dashboard.live.signs import SILENCES, Known, signs_of
-from atroposlib.dashboard.run_folders.processes import RunProcess
+from atroposlib.dashboard.live.signs import SILENCES, Known, RunProcess, signs_of
 from atroposlib.service import stats
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Registration

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atroposlib.dashboard.run_folders.columns import Columns, Series
-from atroposlib.dashboard.run_folders.events import (
+from atroposlib.dashboard.events import (
     MAX_EVENTS,
     Event,
     event_of_evaluation,
@@ -23,6 +22,7 @@ from atroposlib.dashboard.run_folders.events import (
     read_event,
     whole,
 )
+from atroposlib.dashboard.run_folders.columns import Columns, Series
 from atroposlib.dashboard.run_folders.folder import RunFiles, changed, read_object
 from atroposlib.utils.jsonl import JsonLinesFollower, last_rows
 

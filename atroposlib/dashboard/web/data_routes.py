@@ -17,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from atroposlib.dashboard.live.hub import TooManyPagesError
+from atroposlib.dashboard.events import number
+from atroposlib.dashboard.live.hub import EventStream, TooManyPagesError
 from atroposlib.dashboard.live.servers import read_versions
-from atroposlib.dashboard.live.signs import Known, signs_of
+from atroposlib.dashboard.live.signs import Known, read_processes, signs_of
 from atroposlib.dashboard.page import RunPage, json_answer, page_of
 from atroposlib.dashboard.rollouts.archive import ArchiveError
 from atroposlib.dashboard.rollouts.archive_reader import (
@@ -33,12 +34,9 @@ from atroposlib.dashboard.rollouts.rollout_stats import told_of_each
 from atroposlib.dashboard.rollouts.transcript import described, transcript
 from atroposlib.dashboard.run_folders.catalogue import LIVE
 from atroposlib.dashboard.run_folders.columns import MAX_POINTS, MIN_POINTS, Series
-from atroposlib.dashboard.run_folders.events import number
 from atroposlib.dashboard.run_folders.folder import RunFiles, modified, read_object
-from atroposlib.dashboard.run_folders.processes import read_processes
 from atroposlib.dashboard.run_folders.run import Run
 from atroposlib.dashboard.web.auth import API
-from atroposlib.dashboard.web.stream import EventStream
 from atroposlib.web.refusal import HTTPRefusal
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.dashboard.live.signs import STALE_SECONDS, Known, signs_of
-from atroposlib.dashboard.run_folders.processes import RunProcess
+from atroposlib.dashboard.live.signs import STALE_SECONDS, Known, RunProcess, signs_of
 
 URL = "http://localhost:9001"
 NAMES = ("service", "trainer", "environment-0", f"server-{URL}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from atroposlib.dashboard.live.event_detection import (
+from atroposlib.dashboard.events import (
     DROPS_SECONDS,
     Drops,
     happenings,

@@ -20,8 +20,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
 
+from atroposlib.dashboard.live import hub as hub_module
 from atroposlib.dashboard.live.hub import MAX_PAGES, Hub
-from atroposlib.dashboard.web import stream
 from atroposlib.web.bounded_protocol import bounded_protocol
 from example_trainer.child_processes.readiness import wait_until
 from tests.atroposlib.dashboard.web.test_page_of_service import Events
@@ -56,8 +56,8 @@ async def served(hub: Hub) -> AsyncIterator[int]:
         def capture_signals(self) -> Iterator[None]:
             yield  # they are pytest's
 
-    async def told(_: Request) -> stream.EventStream:
-        return stream.EventStream(hub, "a", {}, lambda: float("inf"))
+    async def told(_: Request) -> hub_module.EventStream:
+        return hub_module.EventStream(hub, "a", {}, lambda: float("inf"))
 
     app = Starlette(routes=[Route("/ui/api/stream", told)])
     server = Server(
@@ -73,7 +73,7 @@ async def served(hub: Hub) -> AsyncIterator[int]:
 async def test_one_that_reads_nothing_is_let_go_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stream, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(hub_module, "SEND_SECONDS", 0.2)
     hub = Hub()
     async with served(hub) as port, asyncio.timeout(60):
         client, status = await asyncio.to_thread(stalled, port)
@@ -98,7 +98,7 @@ def rest_of(client: socket.socket) -> int:
 
 
 async def test_each_asks_anew_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "STREAM_SECONDS", 0.0)
+    monkeypatch.setattr(hub_module, "STREAM_SECONDS", 0.0)
     async with served(Hub()) as port, httpx.AsyncClient(trust_env=False) as client:
         answer = await client.get(f"http://127.0.0.1:{port}/ui/api/stream", timeout=60)
     assert answer.text.endswith('event: bye\ndata: {"reason":"renew"}\n\n')

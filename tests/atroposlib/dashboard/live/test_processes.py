@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.dashboard.run_folders.processes import RunProcess, read_processes
+from atroposlib.dashboard.live.signs import RunProcess, read_processes
 from atroposlib.utils.process_identity import Identity, boot_id, identify
 from example_trainer.launcher.records import Exit, Record, Records
 
@@ -43,7 +43,7 @@ def test_a_process_exists_until_it_is_killed(tmp_path: Path) -> None:
         process.wait(60)
         (found,) = read_processes(tmp_path)
         assert found == RunProcess("vllm-2", 9001, exists=False)
-        assert not found.has_ended, "nothing recorded its end"
+        assert found.code is None, "nothing recorded its end"
     finally:
         process.kill()
 
