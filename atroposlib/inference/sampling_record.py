@@ -1,8 +1,8 @@
-"""From which distribution tokens were sampled: what a request asked for, and how groups tell it to
+"""Parameters that tokens were sampled with, as a request sends them and as a group reports them to
 the trainer.
 
-What is neutral (`NEUTRAL`) is left out, so that parameters that hold only a temperature say that
-nothing else changed the distribution.
+Neutral values (`NEUTRAL`) are left out: if the parameters hold only a temperature, nothing else
+changed the distribution.
 """
 
 import logging
@@ -18,7 +18,7 @@ from atroposlib.wire.sampling_parameters import CONSTRAINED, NEUTRAL
 logger = logging.getLogger(__name__)
 
 Sampling = dict[str, float | int]
-"""Parameters of one request by name: `temperature`, what of `NEUTRAL` was not neutral,
+"""Parameters of one request by name: `temperature`, parameters of `NEUTRAL` that were not neutral,
 `CONSTRAINED`, and `max_tokens` where it was sent."""
 
 WHOLE = ("top_k", "min_tokens", "max_tokens")
@@ -85,9 +85,9 @@ HARMLESS = frozenset(
         ),
     }
 )
-"""Fields of requests that leave the distribution of each token as it is. What else a request has (a
-grammar, biases, allowed or forbidden words, the best of several answers) may change it:
-`CONSTRAINED` counts such fields."""
+"""Fields of requests that do not change the distribution of a token. Any other field (a grammar,
+biases, allowed or forbidden words, the best of several answers) may change it: `CONSTRAINED` counts
+such fields."""
 
 
 class SamplingSpan(NamedTuple):
@@ -102,15 +102,14 @@ class SamplingSpan(NamedTuple):
 def sampling_of(
     request: Mapping[str, Any], completions: int, temperature: float | None = None
 ) -> list[Sampling] | None:
-    """The parameters that each completion of a request was sampled with.
+    """Return the parameters that each completion of a request was sampled with.
 
     Args:
-        request: its fields by the names of `Sampling` or of `ALIASES`; None counts as not given. Of
-            the others, those that are not `HARMLESS` and hold something are counted as
-            `CONSTRAINED`, and named in the log once.
-        completions: how many there are.
-        temperature: what the server takes for a request that names none; None where that is not
-            known.
+        request: its fields by the names of `Sampling` or of `ALIASES`; None counts as absent. Other
+            fields that are not `HARMLESS` and not empty are counted as `CONSTRAINED`, and named in
+            the log once.
+        completions: their number.
+        temperature: the server's default; None where that is not known.
 
     Returns:
         None where the temperature is not known.
@@ -118,23 +117,23 @@ def sampling_of(
     parameters = {
         ALIASES.get(name, name): value for name, value in request.items() if value is not None
     }
-    warmth = parameters.get("temperature", temperature)
-    if warmth is None:
+    temperature = parameters.get("temperature", temperature)
+    if temperature is None:
         return None
-    sampling: Sampling = {"temperature": float(warmth)}
+    sampling: Sampling = {"temperature": float(temperature)}
     for name in (*NEUTRAL, "max_tokens"):
         if name in parameters and float(parameters[name]) not in NEUTRAL.get(name, ()):
-            sampling[name] = int(parameters[name]) if name in WHOLE else float(parameters[name])
+            sampling[name] = (int if name in WHOLE else float)(parameters[name])
     own = {"temperature", "max_tokens", *NEUTRAL}
-    # Empty as {} and False: asked for, and nothing is.
-    strange = sorted(
+    # {} and False are values without an effect.
+    unusual = sorted(
         name
         for name, value in parameters.items()
         if name not in HARMLESS | own and has_something(value)
     )
-    if strange:
-        say_that_it_may_be_constrained(tuple(strange))
-        sampling[CONSTRAINED] = len(strange)
+    if unusual:
+        say_that_it_may_be_constrained(tuple(unusual))
+        sampling[CONSTRAINED] = len(unusual)
     return [sampling] * completions
 
 
@@ -145,7 +144,7 @@ def has_something(value: Any) -> bool:
 
 @cache
 def say_that_it_may_be_constrained(names: tuple[str, ...]) -> None:
-    """Once for each of them."""
+    """Warn once for each set of names."""
     logger.warning(
         "requests for tokens to train on have %s, which is not known to leave the distribution as it is: their groups say "
         "%s, and the trainer leaves them out without --allow-truncated-sampling. This is said once",
@@ -155,14 +154,14 @@ def say_that_it_may_be_constrained(names: tuple[str, ...]) -> None:
 
 
 def same_distribution(one: Sampling, other: Sampling) -> bool:
-    """Return whether the two say the same but for `max_tokens`, which only ends an answer."""
+    """Return whether two are equal but for `max_tokens`, which only ends an answer."""
     return {**one, "max_tokens": 0} == {**other, "max_tokens": 0}
 
 
 def continued(
     before: Iterable[SamplingSpan] | None, parameters: Sampling | None, tokens: int
 ) -> list[SamplingSpan] | None:
-    """The spans of a sequence after another turn; None where a turn's parameters are not known.
+    """Return the spans of a sequence after another turn; None if a turn's are not known.
 
     Turns of the same distribution are one span, with the `max_tokens` of the last of them.
     """
@@ -175,53 +174,48 @@ def continued(
 
 
 def on_the_wire(spans: Sequence[SamplingSpan]) -> Sampling | list[Sampling]:
-    """A sequence's entry of a group's `sampling_params`: one object where all of its tokens were
-    sampled alike, else one for each span, with the span's `tokens`."""
+    """Return a sequence's entry of a group's `sampling_params`.
+
+    It is one object where all tokens have the same parameters, else one for each span, with the
+    span's `tokens`.
+    """
     if len(spans) == 1:
         return dict(spans[0].parameters)
     return [{**span.parameters, "tokens": span.tokens} for span in spans]
 
 
 class Place(NamedTuple):
-    """How far a sequence goes, and which tokens it has up to there, without the tokens themselves."""
+    """A position in a sequence and a digest of the tokens before it, in place of the tokens."""
 
     tokens: int
     digest: bytes
 
 
-class Prefix:
-    """The places along one sequence of token ids, read once from its beginning to its end."""
+def places_of(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, Place]:
+    """Return the places of a sequence at these lengths, by length; none beyond its end.
 
-    def __init__(self) -> None:
-        self._tokens, self._hash = 0, blake2b(digest_size=16)
-
-    def goes_on(self, tokens: Sequence[int]) -> Place:
-        """The place after these tokens too.
-
-        Raises:
-            TypeError, OverflowError: they are no token ids.
-        """
-        self._hash.update(array("q", tokens).tobytes())
-        self._tokens += len(tokens)
-        return Place(self._tokens, self._hash.digest())
-
-    def branch(self) -> "Prefix":
-        """One that goes on from here by itself."""
-        other = Prefix()
-        other._tokens, other._hash = self._tokens, self._hash.copy()
-        return other
+    Raises:
+        TypeError, OverflowError: an entry is not a token id.
+    """
+    digest, begin, places = blake2b(digest_size=16), 0, {}
+    for end in sorted(length for length in lengths if length <= len(tokens)):
+        digest.update(array("q", [*tokens[begin:end]]).tobytes())
+        places[end] = Place(end, digest.digest())
+        begin = end
+    return places
 
 
 class Sampled(NamedTuple):
-    """A sequence that was sampled, as far as one request knows it. A rollout makes many requests,
-    each with the whole conversation before it, so that tokens are not kept.
+    """A sequence that one request sampled.
+
+    A rollout makes many requests, each with the whole conversation before it, so the tokens are not
+    kept.
 
     Attributes:
-        prompt: where what was given ended. Some of it may have been sampled by an earlier request.
-        whole: where the sequence ended.
-        sampling: with which parameters the sampled tokens between the two were; None where that is
-            not known.
-        finish_reason: why its sampling ended; None where that is not known.
+        prompt: end of the prompt. An earlier request may have sampled a part of it.
+        whole: end of the sequence.
+        sampling: parameters of the sampled tokens between the two; None where they are not known.
+        finish_reason: why the sampling ended; None where that is not known.
     """
 
     prompt: Place
@@ -231,12 +225,15 @@ class Sampled(NamedTuple):
 
 
 class SampledRecord:
-    """What the requests of one rollout sampled. An environment that builds its groups by hand need
-    not carry along how: its sequences are known again by their tokens."""
+    """The sequences that the requests of one rollout sampled.
+
+    An environment that builds its groups by hand need not carry the sampling parameters along: the
+    record finds them by the tokens of a sequence.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Place, list[Sampled]] = {}
-        """By `whole`. Equal ones are one."""
+        self._by_end: dict[Place, list[Sampled]] = {}
+        """By `whole`, without duplicates."""
 
     def note(
         self,
@@ -246,24 +243,27 @@ class SampledRecord:
         reasons: Sequence[str | None],
     ) -> None:
         """Record one request's completions of a prompt."""
-        prefix = Prefix()
-        begin = prefix.goes_on(prompt)
-        for output, how, reason in zip(outputs, sampling, reasons, strict=True):
-            sampled = Sampled(begin, prefix.branch().goes_on(output), how, reason)
-            known = self._known.setdefault(sampled.whole, [])
-            if sampled not in known:
-                known.append(sampled)
+        begin = len(prompt)
+        for output, spans, reason in zip(outputs, sampling, reasons, strict=True):
+            end = begin + len(output)
+            places = places_of([*prompt, *output], (begin, end))
+            sampled = Sampled(places[begin], places[end], spans, reason)
+            same_end = self._by_end.setdefault(sampled.whole, [])
+            if sampled not in same_end:
+                same_end.append(sampled)
 
     @property
     def sequences(self) -> list[Sampled]:
         """All that differ, in the order in which they were noted first."""
-        return [sampled for known in self._known.values() for sampled in known]
+        return [sampled for same_end in self._by_end.values() for sampled in same_end]
 
     def fields_of(
         self, tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
     ) -> dict[str, list[Any]]:
-        """`sampling_params` and `finish_reasons` of a group, None for a sequence of which it is not
-        known; each only where it is known of one.
+        """Return `sampling_params` and `finish_reasons` of a group.
+
+        A field has None for each sequence for which the record has no value, and is left out if
+        that is so for all of them.
 
         Args:
             tokens, masks: of the group, [n][length].
@@ -272,51 +272,27 @@ class SampledRecord:
         lengths = {
             place.tokens for sampled in sequences for place in (sampled.prompt, sampled.whole)
         }
-        told = [
-            self._told(sequences, places_of(row, lengths), mask)
-            for row, mask in zip(tokens, masks, strict=True)
-        ]
-        fields: dict[str, list[Any]] = {
-            "sampling_params": [how for how, _ in told],
-            "finish_reasons": [reason for _, reason in told],
-        }
+        parameters, reasons = [], []
+        for row, mask in zip(tokens, masks, strict=True):
+            try:
+                places = places_of(row, lengths)
+            except (TypeError, OverflowError):  # the check of the group's shape reports it
+                places = {}
+            prompts = [
+                sampled
+                for sampled in sequences
+                if places.get(sampled.prompt.tokens) == sampled.prompt
+            ]
+            whole = places.get(len(mask))
+            equal = [sampled for sampled in prompts if sampled.whole == whole]
+            parameters.append(parameters_of(prompts, equal, mask))
+            reasons.append(only([sampled.finish_reason for sampled in equal]))
+        fields: dict[str, list[Any]] = {"sampling_params": parameters, "finish_reasons": reasons}
         return {
             name: values
             for name, values in fields.items()
             if any(value is not None for value in values)
         }
-
-    @staticmethod
-    def _told(
-        sequences: Iterable[Sampled], places: Mapping[int, Place], mask: Sequence[int]
-    ) -> tuple[Sampling | list[Sampling] | None, str | None]:
-        """How a sequence with these places was sampled, and why its sampling ended; None for what
-        is not known.
-
-        Of one that is not token for token what a request gave back, or is trained on what earlier
-        requests sampled: what the requests say whose prompt it begins with, if they say the same.
-        Requests of another conversation, as of a judge, say nothing of it.
-        """
-        near = [
-            sampled for sampled in sequences if places.get(sampled.prompt.tokens) == sampled.prompt
-        ]
-        met = [
-            sampled
-            for sampled in near
-            if sampled.whole.tokens == len(mask) and places.get(len(mask)) == sampled.whole
-        ]
-        reason = only([sampled.finish_reason for sampled in met])
-        whole = [
-            sampled
-            for sampled in met
-            if all(token == PROMPT_MASK for token in mask[: sampled.prompt.tokens])
-        ]
-        spans = only([sampled.sampling for sampled in whole])
-        if spans:
-            return on_the_wire(spans), reason
-        return common_of(
-            [sampled for sampled in near if sampled.prompt.tokens or sampled in met]
-        ), reason
 
     @property
     def differ(self) -> bool:
@@ -327,23 +303,36 @@ class SampledRecord:
         return not all(same_distribution(parameters[0], other) for other in parameters)
 
 
-def places_of(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, Place]:
-    """A sequence's places at these lengths, by length; none beyond its end, and none of what are no
-    token ids.
+def parameters_of(
+    prompts: Sequence[Sampled], equal: Sequence[Sampled], mask: Sequence[int]
+) -> Sampling | list[Sampling] | None:
+    """Return the parameters that a sequence was sampled with; None where they are not known.
+
+    Requests whose whole sequence it is have them, if it trains on nothing that an earlier request
+    sampled. Otherwise all requests whose prompt it begins with have them, if their parameters are
+    the same. A request of another conversation, such as a judge's, has another prompt.
+
+    Args:
+        prompts: sampled sequences whose prompt is a beginning of the sequence.
+        equal: those of `prompts` that are equal to the sequence.
+        mask: of the sequence.
     """
-    prefix, begin, places = Prefix(), 0, {}
-    try:
-        for end in sorted(length for length in lengths if length <= len(tokens)):
-            places[end] = prefix.goes_on([*tokens[begin:end]])
-            begin = end
-    except (TypeError, OverflowError):  # the checks of the group's shape say what is wrong with it
-        return {}
-    return places
+    spans = only(
+        [
+            sampled.sampling
+            for sampled in equal
+            if all(token == PROMPT_MASK for token in mask[: sampled.prompt.tokens])
+        ]
+    )
+    if spans:
+        return on_the_wire(spans)
+    return common_of([sampled for sampled in prompts if sampled.prompt.tokens or sampled in equal])
 
 
 def common_of(sequences: Sequence[Sampled]) -> Sampling | None:
-    """The parameters of all of them, where they differ in `max_tokens` at most; None where one is
-    not known.
+    """Return the parameters of all sequences, without `max_tokens` where they differ in it.
+
+    None if they differ in anything else, or if one is not known.
     """
     if not sequences or any(sampled.sampling is None for sampled in sequences):
         return None
@@ -359,5 +348,7 @@ def common_of(sequences: Sequence[Sampled]) -> Sampling | None:
 
 
 def only(values: Sequence[Any]) -> Any:
-    """The value that all of them are; None where they differ, or where there is none."""
-    return values[0] if values and all(value == values[0] for value in values) else None
+    """Return the value that all entries have; None if they differ, or if there are none."""
+    if values and all(value == values[0] for value in values):
+        return values[0]
+    return None
