@@ -166,7 +166,7 @@ class JudgeServer(OpenAIServer):
                 num_max_requests_at_once=config.judge_max_requests,
             )
         )
-        self.gate.outage_timeout = config.judge_timeout
+        self.pool.outage_timeout = config.judge_timeout
 
 
 class JudgeEnv(SingleTurnEnv):

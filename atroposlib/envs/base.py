@@ -86,7 +86,7 @@ class BaseEnv(ABC):
         )
         for server in self.server.servers:
             if isinstance(server, APIServer):
-                server.gate.outage_timeout = config.service_timeout
+                server.pool.outage_timeout = config.service_timeout
 
         # Where the trainer is
         self.curr_step = 0

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import Field
 
 from atroposlib.inference.generation import Generation, current_versions
-from atroposlib.inference.pool import HealthGate, Look, ServerPool, Split
+from atroposlib.inference.pool import Look, ServerPool, Split
 from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
 from atroposlib.web.addresses import HttpAddresses
@@ -223,8 +223,8 @@ class APIServer(ABC):
 
     `chat_completion`, `completion`, `tokens_and_logprobs_completion` and `generate` take the
     request's fields as keyword arguments, and `split="eval"` to run within the evaluation's share
-    of the concurrency. What a server that is away cannot answer is asked of the others behind the
-    same pool; when all are away, they are waited for. Other failures are tried three times.
+    of the concurrency. If the server is away, another one of its pool answers. If all are away, the
+    request waits. After other failures it is sent up to three times.
     """
 
     role = "inference server"
@@ -232,8 +232,7 @@ class APIServer(ABC):
     highest_temperature: float | None = None
     """The limit of the server, if it has one. Requests above it are refused here."""
     looked_at_always = False
-    """It is asked how it is all the time while there are others beside it; else only when it was
-    away."""
+    """The pool polls it all the time if it has other servers; otherwise only while it is away."""
     pool: ServerPool
     """Servers that answer for each other; one of its own until a manager has several."""
 
@@ -294,11 +293,6 @@ class APIServer(ABC):
             self.attempts_list.append(attempts)
 
     @property
-    def gate(self) -> HealthGate:
-        """Where requests wait when no server can be asked."""
-        return self.pool.gate
-
-    @property
     def server_healthy(self) -> bool:
         return self.pool.healthy(self)
 
@@ -327,7 +321,7 @@ class APIServer(ABC):
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         """Wait until the server is well."""
-        await self.gate.wait_until_well("being checked")
+        await self.pool.wait_until_well("being checked")
 
     async def update_weight(self, weight: float) -> None:
         """Use this share of the concurrency: several environments divide one server between them."""

@@ -1,4 +1,4 @@
-"""What one request for tokens gave back, and a record of what a rollout was sampled under and how."""
+"""The answer to a request for tokens, and a record of the weights and parameters of a rollout."""
 
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
@@ -9,13 +9,14 @@ from atroposlib.inference.sampling_record import SampledRecord, Sampling, Sampli
 
 
 class Weights(NamedTuple):
-    """The weights that a token was sampled under; tuples compare in the order in which weights were
-    served.
+    """The weights that a token was sampled under.
+
+    Tuples compare in the order in which weights were served.
 
     Attributes:
-        epoch: the life of the trainer that made them: unix time of its start in milliseconds; 0 for
-            those of the checkpoint that the server loaded, and where a server does not say.
-        version: optimizer steps. Within one life it only grows; a trainer that resumes goes back to
+        epoch: unix time of the start of the trainer that made them, in milliseconds; 0 for the
+            weights of the checkpoint that the server loaded, and if the server reports none.
+        version: optimizer steps. Within an epoch it only grows. A trainer that resumes goes back to
             its checkpoint's.
     """
 
@@ -42,11 +43,11 @@ class Generation:
         finish_reasons: "stop" or "length" per completion.
         texts: per completion, as the server decoded it; None where it gave none.
         weight_versions: per completion, the version of the oldest weights that any of its tokens
-            was sampled under; None where the server does not say.
-        weight_epochs: per completion, the epoch of those weights; None where the server does not
-            say.
+            was sampled under; None where the server does not report it.
+        weight_epochs: per completion, the epoch of these weights; None where the server does not
+            report it.
         weight_spans: per completion, the weights of all its tokens in their order; None where the
-            server does not say.
+            server does not report them.
         sampling: per completion, the parameters that it was sampled with; None where they are not
             known.
     """
@@ -65,7 +66,7 @@ class Generation:
 def weights_of(
     versions: Sequence[int] | None, epochs: Sequence[int | None] | None
 ) -> list[Weights] | None:
-    """Pair versions with their epochs. None without versions; an epoch that nobody told is 0.
+    """Pair versions with their epochs. None without versions; a missing epoch becomes 0.
 
     Raises:
         ValueError: there is not one epoch for each version.
@@ -80,8 +81,11 @@ def weights_of(
 def spans_of(
     versions: Sequence[Sequence[Sequence[int]]] | None, epochs: Sequence[Sequence[int]] | None
 ) -> list[list[Span]] | None:
-    """The spans of each completion, from what `/generate` answers: [[version, tokens], …] and
-    [epoch, …] for each.
+    """Return the spans of each completion, from the fields of `/generate`.
+
+    Args:
+        versions: [[version, tokens], …] of each completion.
+        epochs: [epoch, …] of each completion.
 
     Raises:
         ValueError: there is not one epoch for each span.
@@ -101,9 +105,7 @@ def spans_of(
 
 
 def joined(*parts: Iterable[Span]) -> list[Span]:
-    """Spans that follow each other as one list: without empty ones, and those of the same weights
-    side by side as one.
-    """
+    """Concatenate spans. Empty ones are dropped, and neighbours of the same weights become one."""
     spans: list[Span] = []
     for span in (span for part in parts for span in part if span.tokens):
         if spans and spans[-1].weights == span.weights:
@@ -115,34 +117,34 @@ def joined(*parts: Iterable[Span]) -> list[Span]:
 def weight_fields(
     weights: Iterable[Weights], spans: Iterable[Sequence[Span] | None] = ()
 ) -> dict[str, list[Any]]:
-    """The fields of a group that tell the weights of each sequence.
+    """Return the fields of a group with the weights of each sequence.
 
     Args:
         weights: the oldest of each sequence.
-        spans: of each sequence, over its sampled tokens. Where they are not known for all of them,
-            the group says none.
+        spans: of each sequence, over its sampled tokens. They are left out unless every sequence
+            has them.
 
     Returns:
-        no epochs where no server told any.
+        no epochs if no server reported one.
     """
     weights = list(weights)
     fields: dict[str, list[Any]] = {"weight_versions": [version for _, version in weights]}
     with_epochs = any(epoch for epoch, _ in weights)
     if with_epochs:
         fields["weight_epochs"] = [epoch for epoch, _ in weights]
-    known = [row for row in spans if row is not None]
-    if weights and len(known) == len(weights):
+    rows = [row for row in spans if row is not None]
+    if weights and len(rows) == len(weights):
         fields["weight_version_spans"] = [
-            [[span.weights.version, span.tokens] for span in row] for row in known
+            [[span.weights.version, span.tokens] for span in row] for row in rows
         ]
-        if with_epochs or any(span.weights.epoch for row in known for span in row):
-            fields["weight_epoch_spans"] = [[span.weights.epoch for span in row] for row in known]
+        if with_epochs or any(span.weights.epoch for row in rows for span in row):
+            fields["weight_epoch_spans"] = [[span.weights.epoch for span in row] for row in rows]
     return fields
 
 
 @dataclass
 class VersionRecord:
-    """The weights that the requests of one rollout met, and what they sampled.
+    """The weights that the requests of one rollout met, and the sequences that they sampled.
 
     An environment that builds its groups by hand need not carry versions along: the oldest weights
     met during the rollout are a true bound for every sequence in it.
@@ -168,17 +170,17 @@ class VersionRecord:
     def note(
         self, versions: Sequence[int] | None, epochs: Sequence[int | None] | None = None
     ) -> None:
-        """What a request met: a version for each completion, and their epochs where the server
-        tells them.
+        """Record the weights of an answer: a version for each completion, and an epoch where the
+        server reports it.
         """
         for weights in weights_of(versions, epochs) or ():
             self.oldest_weights = min(self.oldest_weights or weights, weights)
             self.newest_weights = max(self.newest_weights or weights, weights)
 
     def note_generation(self, generation: Generation, training: bool = True) -> None:
-        """The answer to a request.
+        """Record the answer to a request.
 
-        `training`: it may be trained on, which what was asked for an evaluation is not.
+        `training`: the answer may be trained on. Answers of an evaluation may not.
         """
         self.note(generation.weight_versions, generation.weight_epochs)
         if self.sampled is None or not training:
@@ -187,7 +189,7 @@ class VersionRecord:
         spans: list[list[SamplingSpan] | None] = [None] * len(outputs)
         if generation.sampling is not None:
             parameters = zip(generation.sampling, outputs, strict=True)
-            spans = [[SamplingSpan(how, len(output))] for how, output in parameters]
+            spans = [[SamplingSpan(sampling, len(output))] for sampling, output in parameters]
         self.sampled.note(generation.prompt_tokens, outputs, spans, generation.finish_reasons)
 
 

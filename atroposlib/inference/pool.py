@@ -1,10 +1,9 @@
-"""The servers of one kind that answer for each other: which of them a request goes to, what is known
-of their health, and retries.
+"""Pools of inference servers that answer for each other: choice of a server, health and retries.
 
-`Choice` decides, without I/O and without a clock. What it knows of a server comes from two sources. A
-*look* asks the server: does it serve, which weights has it, how many requests are in flight there. A
-*request* meets the server: it was answered, was refused because the server is away, or failed although
-the server is there. A look may find a server well that fails every request, so both count:
+`Choice` decides, without I/O and without a clock. It has two sources. A *look* polls a server: does it
+serve, which weights has it, how many requests are in flight there. A *request* meets the server: it was
+answered, was refused because the server is away, or failed although the server is there. A look may
+find a server well that fails every request, so both count:
 
 * a server that is away, by either source, gets nothing until a later look finds it well;
 * one that fails gets nothing for a pause that doubles with every failure in a row, and then one
@@ -20,7 +19,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Hashable, Sequence
+from collections.abc import AsyncGenerator, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -49,21 +48,21 @@ weights."""
 CUT_OFF = ("abort", "error")
 """Finish reasons of samples that the server broke off, from vLLM and SGLang with status 200."""
 SETTLING_SECONDS = 2.0
-"""Servers take over new weights at nearly the same time, and are looked at a little later one than
-the other: only who is still behind after so long counts as behind. Otherwise the first one to be
-seen with new weights would be sent everything."""
+"""Servers load new weights at almost the same time but are polled one after another. A server counts
+as behind only if it still has old weights after this many seconds. Otherwise the first server that
+reports new weights would get all requests."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
 """Seconds for which a server gets nothing after its first failure, and at most."""
 
 LOOK_SECONDS = 1.0
-"""How often a server is asked how it is, while requests are under way."""
+"""Seconds between two looks at a server while requests are under way."""
 MOVE_AFTER_SECONDS = 15.0
-"""A server that is silent, or does not serve, for so long loses the requests that it has, if
-another can answer them."""
+"""A server that is silent or does not serve for this many seconds loses its requests, if another
+server can answer them."""
 QUIET_SECONDS = 30.0
-"""A server that stands alone is looked at once its requests have had no answer for so long."""
+"""The pool looks at a single server once its requests have had no answer for this many seconds."""
 LOOKS_AFTER_WORK = 5
-"""Rounds of looks after the last request; then the servers are left in peace."""
+"""Rounds of looks after the last request; then they stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,11 @@ class Look:
     """A server's answer to a health probe."""
 
     wrong: str = ""
-    """Why it cannot be asked for anything; empty if it can."""
+    """Reason for which it accepts no requests; empty if it does."""
     weights: Weights | None = None
     """Weights that it serves; None if it does not report them."""
     in_flight: int | None = None
-    """Requests that it works on, whoever sent them; None if it does not say."""
+    """Requests that it works on, from all senders; None if it does not report them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +82,9 @@ class Load:
     """This process's requests at one server."""
 
     ours: int
-    """Requests."""
+    """Requests under way."""
     most: int
-    """As many may be at once."""
+    """Limit of requests at once."""
 
 
 @dataclass(slots=True)
@@ -93,30 +92,32 @@ class Standing:
     """State of one server."""
 
     away: str = ""
-    """Why it cannot be asked; empty if it can."""
+    """Reason for which it accepts no requests; empty if it does."""
     away_since: float = 0.0
-    """When it began to be away, without having been well in between."""
+    """Begin of the present outage."""
     refused_at: float = 0.0
-    """When a request was refused last: only a look that began later knows more."""
+    """Time of the last refused request: only a look that began later can end the outage."""
     weights: Weights | None = None
     in_flight: int | None = None
     ours_then: int = 0
     """This process's share of the requests in flight."""
     failures: int = 0
-    """In a row. What fails at the same time counts once."""
+    """In a row. Requests that fail at the same time count once."""
     failed_at: float = 0.0
     avoid_until: float = 0.0
 
     def load(self, ours: int) -> int:
-        """Requests in flight there now, as far as can be known."""
-        return ours if self.in_flight is None else max(ours, self.in_flight + ours - self.ours_then)
+        """Estimate the requests in flight there now."""
+        if self.in_flight is None:
+            return ours
+        return max(ours, self.in_flight + ours - self.ours_then)
 
     @property
     def pause(self) -> float:
         """Seconds for which it gets nothing after its last failure."""
-        return (
-            min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 16)) if self.failures else 0.0
-        )
+        if not self.failures:
+            return 0.0
+        return min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 16))
 
 
 @dataclass
@@ -125,92 +126,90 @@ class Choice(Generic[Key]):
 
     standings: dict[Key, Standing] = field(default_factory=dict)
     _newest: deque[tuple[float, Weights]] = field(default_factory=deque)
-    """The newest weights seen anywhere, each with when they were first seen."""
+    """(time, weights) of each look that reported newer weights than all before."""
 
     def of(self, key: Key) -> Standing:
-        """A server's standing; one that was not heard of is taken to be well."""
-        known = self.standings.get(key)
-        if known is None:
-            known = self.standings[key] = Standing()
-        return known
+        """Return a server's standing. An unknown server counts as well."""
+        standing = self.standings.get(key)
+        if standing is None:
+            standing = self.standings[key] = Standing()
+        return standing
 
     def keep_only(self, keys: Collection[Key]) -> None:
         """Forget all other servers."""
         self.standings = {key: standing for key, standing in self.standings.items() if key in keys}
 
-    # ---- what is seen ----
+    # ---- events ----
 
     def looked(self, key: Key, began: float, now: float, look: Look, ours: int = 0) -> None:
-        """A look is over.
+        """Note the result of a look.
 
         Args:
             key: the server.
             began: when it was sent.
             now: when it was answered, or given up.
-            look: what came of it.
+            look: the result.
             ours: requests that this process has there now.
         """
-        known = self.of(key)
+        standing = self.of(key)
         if look.wrong:
-            self._away(known, now, look.wrong)
-            known.failures, known.avoid_until = (
-                0,
-                0.0,
-            )  # it is known why; when it is back, it is asked at once
+            self._away(standing, now, look.wrong)
+            # The reason is known: once the server is back, it gets requests at once.
+            standing.failures, standing.avoid_until = 0, 0.0
             return
-        known.in_flight, known.ours_then = look.in_flight, ours
+        standing.in_flight, standing.ours_then = look.in_flight, ours
         if look.weights is not None:
-            known.weights = look.weights
+            standing.weights = look.weights
             if not self._newest or look.weights > self._newest[-1][1]:
                 self._newest.append((now, look.weights))
-        if began >= known.refused_at:
-            known.away = ""
+        if began >= standing.refused_at:
+            standing.away = ""
 
     def refused(self, key: Key, began: float, now: float, why: str) -> None:
-        """A request, sent at `began`, found the server away."""
-        known = self.of(key)
-        known.refused_at = now
-        self._away(known, now, why)
+        """Note that a request, sent at `began`, found the server away."""
+        standing = self.of(key)
+        standing.refused_at = now
+        self._away(standing, now, why)
         self.failed(key, began, now)
 
     def failed(self, key: Key, began: float, now: float) -> None:
-        """A request, sent at `began`, failed by the server's fault."""
-        known = self.of(key)
-        if began < known.failed_at:
-            return  # it was under way already when another one failed: that is the same fault
-        known.failures += 1
-        known.failed_at, known.avoid_until = now, now + known.pause
+        """Note that a request, sent at `began`, failed by the server's fault."""
+        standing = self.of(key)
+        if began < standing.failed_at:
+            return  # The request was under way when another one failed: the same fault.
+        standing.failures += 1
+        standing.failed_at, standing.avoid_until = now, now + standing.pause
 
     def answered(self, key: Key, began: float) -> None:
-        """A request, sent at `began`, was answered."""
-        known = self.of(key)
-        if began >= known.failed_at:
-            known.failures, known.avoid_until = 0, 0.0
+        """Note that a request, sent at `began`, was answered."""
+        standing = self.of(key)
+        if began >= standing.failed_at:
+            standing.failures, standing.avoid_until = 0, 0.0
 
     @staticmethod
-    def _away(known: Standing, now: float, why: str) -> None:
-        if not known.away:
-            known.away_since = now
-        known.away = why
+    def _away(standing: Standing, now: float, why: str) -> None:
+        if not standing.away:
+            standing.away_since = now
+        standing.away = why
 
-    # ---- what follows ----
+    # ---- decisions ----
 
     def available(self, keys: Sequence[Key]) -> list[Key]:
         """Return the servers that accept requests."""
         return [key for key in keys if not self.of(key).away]
 
-    def lost(self, keys: Sequence[Key], now: float, patience: float) -> list[Key]:
-        """Those whose requests had better be asked elsewhere: away for `patience` seconds while
-        others can be asked.
+    def lost(self, keys: Sequence[Key], now: float, seconds: float) -> list[Key]:
+        """Return the servers that should lose their requests: away for `seconds` or longer, while
+        another server accepts requests.
         """
         if not self.available(keys):
             return []
         return [
-            key for key in keys if self.of(key).away and now - self.of(key).away_since >= patience
+            key for key in keys if self.of(key).away and now - self.of(key).away_since >= seconds
         ]
 
     def settled_weights(self, now: float) -> Weights | None:
-        """The weights that every server should have by now; None if none says which it has."""
+        """Return the weights that every server should have by now; None if no server reports its own."""
         while len(self._newest) > 1 and self._newest[1][0] <= now - SETTLING_SECONDS:
             self._newest.popleft()
         if not self._newest or self._newest[0][0] > now - SETTLING_SECONDS:
@@ -224,30 +223,28 @@ class Choice(Generic[Key]):
         preferred: Key | None = None,
         tried: Collection[Key] = (),
     ) -> Key | None:
-        """The server that the next request goes to; None if all are away.
+        """Return the server that the next request goes to; None if all are away.
 
         Args:
-            loads: the servers that may be asked, each with what is under way there. Among equals
-                the first one is taken.
+            loads: the candidates with their loads. The first of equal ones is taken.
             now: the time.
-            preferred: taken whatever its load, if no other is better in any other way: it may still
-                have what a conversation said before.
-            tried: servers at which this request has failed already: asked again only if there is no
-                other.
+            preferred: taken whatever its load, if no other is better in any other way. It may hold
+                the beginning of the conversation in its cache.
+            tried: servers at which this request failed; taken only if there is no other.
         """
         settled = self.settled_weights(now)
 
         def merit(key: Key) -> tuple[bool, bool, float, tuple[int, int]]:
-            known = self.of(key)
-            avoided = now < known.avoid_until
+            standing = self.of(key)
+            avoided = now < standing.avoid_until
             behind = (0, 0)
-            if settled is not None and known.weights is not None and known.weights < settled:
-                # The freshest of those that are behind; any of them is behind those that are not.
+            if settled is not None and standing.weights is not None and standing.weights < settled:
+                # Servers with settled weights come first, then the freshest of the others.
                 behind = (
-                    1 + settled.epoch - known.weights.epoch,
-                    settled.version - known.weights.version,
+                    1 + settled.epoch - standing.weights.epoch,
+                    settled.version - standing.weights.version,
                 )
-            return key in tried, avoided, known.avoid_until if avoided else 0.0, behind
+            return key in tried, avoided, standing.avoid_until if avoided else 0.0, behind
 
         def burden(key: Key, load: Load) -> tuple[bool, int]:
             return load.ours >= load.most, self.of(key).load(load.ours)
@@ -262,81 +259,13 @@ class Choice(Generic[Key]):
         return min(good, key=lambda entry: burden(*entry))[0]
 
     def sent(self, key: Key, now: float) -> None:
-        """A request goes there.
+        """Note that a request goes to a server.
 
-        After failures it is the trial: what follows waits for what comes of it.
+        After failures it is a trial: the server gets no other request until its pause is over.
         """
-        known = self.of(key)
-        if known.failures:
-            known.avoid_until = now + known.pause
-
-
-class HealthGate:
-    """Opens while a server is well.
-
-    Args:
-        what: says what is waited for.
-        probe: returns None when a server is well, else what is wrong.
-        address_flag: how its address is passed.
-    """
-
-    def __init__(
-        self, what: Callable[[], str], probe: Callable[[], Awaitable[str | None]], address_flag: str
-    ):
-        self.what, self.probe, self.address_flag = what, probe, address_flag
-        self.outage_timeout = DEFAULT_OUTAGE_TIMEOUT
-        self.failure: InferenceUnavailable | None = None
-        self._recovery: asyncio.Task[None] | None = None
-        self._away_before = 0.0
-        self._away_since: float | None = None
-
-    @property
-    def seconds_away(self) -> float:
-        """For how long nothing could be asked since the start, all outages together."""
-        return self._away_before + (
-            0.0 if self._away_since is None else time.monotonic() - self._away_since
-        )
-
-    @property
-    def open(self) -> bool:
-        return self._recovery is None and self.failure is None
-
-    async def wait_until_well(self, why: str) -> None:
-        """Return once a server is well.
-
-        Raises:
-            InferenceUnavailable: it did not within `outage_timeout` seconds; also for every later
-                caller.
-        """
-        if self.failure is not None:
-            raise self.failure
-        if self._recovery is None:
-            self._recovery = asyncio.create_task(self._recover(why))
-        # A caller that is cancelled must not cancel the recovery that others wait for.
-        await asyncio.shield(self._recovery)
-
-    async def _recover(self, why: str) -> None:
-        patience = Patience(
-            self.what(),
-            self.outage_timeout,
-            InferenceUnavailable,
-            logger,
-            f"start it, or pass its address as {self.address_flag}",
-        )
-        self._away_since = time.monotonic()
-        try:
-            while True:
-                await patience.wait(why)
-                wrong = await self.probe()
-                if wrong is None:
-                    patience.done()
-                    return
-                why = wrong
-        except InferenceUnavailable as failure:
-            self.failure = failure
-            raise
-        finally:
-            self._recovery, self._away_before, self._away_since = None, self.seconds_away, None
+        standing = self.of(key)
+        if standing.failures:
+            standing.avoid_until = now + standing.pause
 
 
 class ServerIsAway(Exception):
@@ -352,10 +281,10 @@ class CutOff(Exception):
 
 
 def require_whole(answer: object) -> None:
-    """
+    """Refuse an answer with incomplete completions.
+
     Raises:
-        CutOff: a completion in the answer to a request was broken off, so it is no sample of the
-            model.
+        CutOff: the server broke a completion off, so that it is not a sample of the model.
     """
     if isinstance(answer, Generation):
         reasons = answer.finish_reasons
@@ -368,9 +297,7 @@ def require_whole(answer: object) -> None:
 
 
 def is_away(error: Exception) -> bool:
-    """Return whether the failure says that the server is not there, rather than that the request
-    was wrong.
-    """
+    """Return whether a request failed because the server is away, not because of its content."""
     if isinstance(error, ServerIsAway | httpx.TransportError) and not isinstance(
         error, httpx.TimeoutException
     ):
@@ -385,8 +312,8 @@ def is_away(error: Exception) -> bool:
 
 
 def worth_retrying(error: Exception) -> bool:
-    """Return whether the same request may succeed a second time: not when the server refused it as
-    wrong.
+    """Return whether the same request may succeed a second time, because the server did not refuse
+    its content.
     """
     status = status_of(error)
     return status is None or status == 429 or status >= 500
@@ -407,7 +334,8 @@ def describe(error: Exception) -> str:
 
 
 def require_temperature(temperature: Any, highest: float | None, server: str) -> None:
-    """
+    """Refuse a temperature that a server does not support.
+
     Raises:
         UsageError: the server would refuse every request at this temperature.
     """
@@ -441,15 +369,22 @@ class ServerPool:
 
     Args:
         servers: at least one; `adopt` changes them.
-        role: what each is, for messages.
-        address_flag: how their addresses are passed.
+        role: name of the kind, for messages.
+        address_flag: flag that passes their addresses.
     """
 
     def __init__(self, servers: Sequence[APIServer], role: str, address_flag: str):
         self.servers: list[APIServer] = []
         self.choice: Choice[APIServer] = Choice()
-        self.role = role
-        self.gate = HealthGate(self._what, self._look_at_all, address_flag)
+        self.role, self.address_flag = role, address_flag
+        self.outage_timeout = DEFAULT_OUTAGE_TIMEOUT
+        """Seconds for which requests wait while all servers are away."""
+        self.failure: InferenceUnavailable | None = None
+        """Set once all were away for longer; the pool then fails every request that finds all
+        away."""
+        self._recovery: asyncio.Task[None] | None = None
+        self._away_before = 0.0
+        self._away_since: float | None = None
         self._turn = 0
         self._under_way: dict[APIServer, set[asyncio.Timeout]] = {}
         self._looking: dict[APIServer, asyncio.Task[None]] = {}
@@ -459,20 +394,22 @@ class ServerPool:
         self.adopt(servers)
 
     def adopt(self, servers: Sequence[APIServer]) -> None:
-        """From now on these answer for each other. Requests that are under way elsewhere go on
-        where they are, and what is made on a server that is no longer among them goes to those that
-        are."""
+        """Replace the servers of the pool.
+
+        Requests under way at a former server stay there. Later requests made on it go to the new
+        ones.
+        """
         for server in servers:
             server.pool = self
         self.servers = list(servers)
         self.choice.keep_only(self._all())
 
     def _all(self) -> set[APIServer]:
-        """The servers, and those that have requests still."""
+        """Return the servers, and former ones that still have requests."""
         return {*self.servers, *self._under_way}
 
     def works_on(self, server: APIServer) -> bool:
-        """Return whether requests are under way there."""
+        """Return whether requests are under way at a server."""
         return server in self._under_way
 
     def _what(self) -> str:
@@ -481,17 +418,16 @@ class ServerPool:
         return f"{self.role}s, {len(self.servers)} of which none can be asked"
 
     def healthy(self, server: APIServer) -> bool:
-        """Return whether a request would be sent to it."""
-        return self.gate.open and not self.choice.of(server).away
+        """Return whether the server gets requests."""
+        return self._is_open() and not self.choice.of(server).away
 
     # ---- choosing ----
 
     def pick(
         self, split: Split, preferred: APIServer | None = None, tried: Collection[APIServer] = ()
     ) -> APIServer | None:
-        """The server for the next request; None if all are away."""
-        # Start at another server each time, so that requests sent together spread over equally good
-        # ones.
+        """Return the server for the next request; None if all are away."""
+        # Start at another server each time, so that requests sent together spread over equal ones.
         self._turn += preferred is None
         start = self._turn % len(self.servers)
         loads = []
@@ -503,24 +439,23 @@ class ServerPool:
     async def server_for(
         self, asked: APIServer, split: Split, tried: Collection[APIServer]
     ) -> APIServer:
-        """The server that a request, made on `asked`, goes to now; waits while all are away.
+        """Return the server that a request, made on `asked`, goes to now. Wait while all are away.
 
         Raises:
             InferenceUnavailable: all were away for too long.
         """
         self._keep_watch()
         while (server := self.pick(split, preferred=asked, tried=tried)) is None:
-            await self.gate.wait_until_well(self._reasons())
+            await self.wait_until_well(self._reasons())
         self.choice.sent(server, time.monotonic())
         return server
 
     @contextlib.asynccontextmanager
     async def carrying(self, server: APIServer) -> AsyncGenerator[None, None]:
-        """While a request is under way there.
+        """Note that a request is under way at a server during the block.
 
         Raises:
-            MovedElsewhere: the server was away for so long that the request had better be asked
-                elsewhere.
+            MovedElsewhere: the server was away for so long that another one should answer.
         """
         if not self._under_way:
             self._last_answer = time.monotonic()
@@ -598,7 +533,7 @@ class ServerPool:
             # A server may pass its health check and still refuse this request: that ends, too.
             attempts.away_since = attempts.away_since or time.monotonic()
             waited = time.monotonic() - attempts.away_since
-            if waited > self.gate.outage_timeout:
+            if waited > self.outage_timeout:
                 raise InferenceUnavailable(
                     f"{self.role} at {server.root_url}: {describe(error)} for {waited:.0f} s, giving up"
                 ) from error
@@ -621,25 +556,25 @@ class ServerPool:
             await asyncio.sleep(0.5 * attempts.failures)
         return True
 
-    # ---- what is experienced ----
+    # ---- requests ----
 
     def refused(self, server: APIServer, began: float, why: str) -> None:
-        """A request found it away."""
+        """Note that a request found the server away."""
         self._last_answer = time.monotonic()
-        known = self.choice.of(server)
-        if not known.away and len(self.servers) > 1:
+        standing = self.choice.of(server)
+        if not standing.away and len(self.servers) > 1:
             logger.info(
                 "%s at %s is away (%s): requests go to the others", self.role, server.root_url, why
             )
         self.choice.refused(server, began, time.monotonic(), why)
 
     def failed(self, server: APIServer, began: float) -> None:
-        """A request failed by its fault."""
+        """Note that a request failed by the server's fault."""
         self._last_answer = time.monotonic()
         self.choice.failed(server, began, time.monotonic())
 
     def answered(self, server: APIServer, began: float) -> None:
-        """A request was answered."""
+        """Note that a request was answered."""
         self._last_answer = time.monotonic()
         self.choice.answered(server, began)
 
@@ -658,7 +593,7 @@ class ServerPool:
     def _is_looked_at(self, server: APIServer) -> bool:
         """Return whether to look at a server now.
 
-        One that stands alone is left alone while it answers requests.
+        A single server is not polled while it answers requests.
         """
         if self.choice.of(server).away:
             return True
@@ -673,15 +608,15 @@ class ServerPool:
                     if self._is_looked_at(server):
                         self._look_at(server)
                 self._move_what_is_lost()
-            except (
-                Exception
-            ):  # looks must go on; what they tell is a help, requests find out by themselves
+            except Exception:  # Looks must go on; without them, requests still meet the servers.
                 logger.exception("looking at the inference servers failed; it is tried again")
-            idle = 0 if self._under_way or not self.gate.open else idle + 1
+            idle += 1
+            if self._under_way or not self._is_open():
+                idle = 0
             await asyncio.sleep(LOOK_SECONDS)
 
     def _look_at(self, server: APIServer) -> asyncio.Task[None]:
-        """Ask one server how it is, unless it is being asked already."""
+        """Poll one server, unless a poll is under way."""
         task = self._looking.get(server)
         if task is None or task.done():
             task = self._looking[server] = asyncio.create_task(
@@ -690,22 +625,22 @@ class ServerPool:
         return task
 
     async def _look(self, server: APIServer) -> None:
-        began, known = time.monotonic(), self.choice.of(server)
+        began, standing = time.monotonic(), self.choice.of(server)
         try:
             look = await server.look()
-        except Exception as error:  # noqa: BLE001  # whatever it says that nobody can read: it is not well
+        except Exception as error:  # noqa: BLE001  # An answer that cannot be read is not a healthy one.
             look = Look(wrong=f"{type(error).__name__}: {error}")
-        was_away = known.away
+        was_away = standing.away
         self.choice.looked(
             server, began, time.monotonic(), look, server.sem.in_use + server.eval_sem.in_use
         )
-        if server in self.servers and bool(was_away) != bool(known.away):
-            self._log_change(server, known.away)
+        if server in self.servers and bool(was_away) != bool(standing.away):
+            self._log_change(server, standing.away)
 
     def _log_change(self, server: APIServer, away: str) -> None:
         """Log that a server is away, or back if `away` is empty.
 
-        A gate logs the same for one that has no requests.
+        For a single server without requests, the wait for it is logged instead.
         """
         waiting = len(self._under_way.get(server, ()))
         if len(self.servers) == 1 and not waiting:
@@ -735,10 +670,12 @@ class ServerPool:
                 for moved in under_way:
                     moved.reschedule(asyncio.get_running_loop().time())
 
-    async def _look_at_all(self) -> str | None:
-        """The gate's probe: None when some server can be asked, else what is wrong with each."""
+    async def probe(self) -> str | None:
+        """Look at all servers. Return None if one accepts requests, else the reason of each."""
         await asyncio.gather(*(self._look_at(server) for server in self.servers))
-        return None if self.choice.available(self.servers) else self._reasons()
+        if self.choice.available(self.servers):
+            return None
+        return self._reasons()
 
     def _reasons(self) -> str:
         if len(self.servers) == 1:
@@ -747,17 +684,60 @@ class ServerPool:
             f"{server.root_url} ({self.choice.of(server).away})" for server in self.servers
         )
 
-    async def wait_until_well(self) -> None:
-        """Return once some server is well.
+    # ---- waiting ----
+
+    @property
+    def seconds_away(self) -> float:
+        """Seconds for which all servers were away since the start, all outages together."""
+        if self._away_since is None:
+            return self._away_before
+        return self._away_before + time.monotonic() - self._away_since
+
+    def _is_open(self) -> bool:
+        return self._recovery is None and self.failure is None
+
+    async def wait_until_well(self, why: str = "") -> None:
+        """Return once a server accepts requests. All callers wait together, with one line in the log.
+
+        Args:
+            why: the reason for which no server does; empty to look at them first.
 
         Raises:
-            InferenceUnavailable: none was in time.
+            InferenceUnavailable: none did within `outage_timeout` seconds; also for every later
+                caller.
         """
-        if (wrong := await self._look_at_all()) is not None:
-            await self.gate.wait_until_well(wrong)
+        why = why or await self.probe() or ""
+        if not why:
+            return
+        if self.failure is not None:
+            raise self.failure
+        if self._recovery is None:
+            self._recovery = asyncio.create_task(self._recover(why))
+        # A caller that is cancelled must not cancel the recovery that others wait for.
+        await asyncio.shield(self._recovery)
+
+    async def _recover(self, why: str) -> None:
+        wait = Patience(
+            self._what(),
+            self.outage_timeout,
+            InferenceUnavailable,
+            logger,
+            f"start it, or pass its address as {self.address_flag}",
+        )
+        self._away_since = time.monotonic()
+        try:
+            while why:
+                await wait.wait(why)
+                why = await self.probe() or ""
+            wait.done()
+        except InferenceUnavailable as failure:
+            self.failure = failure
+            raise
+        finally:
+            self._recovery, self._away_before, self._away_since = None, self.seconds_away, None
 
     async def close(self) -> None:
-        """Look no longer."""
+        """End all looks."""
         tasks = [
             task
             for task in (self._watcher, *self._looking.values())

@@ -110,11 +110,11 @@ class Sessions:
                 f"{len(self._open)} sessions are open, as many as may be: end some with DELETE /<session>, wait (they expire "
                 f"{self.seconds:g} s after their last request), or raise --max-sessions"
             )
-        made = SessionState(
+        session = SessionState(
             str(uuid.uuid4()), managed_server, model_name, base_url, used=self.clock()
         )
-        self._open[made.uuid] = made
-        return made
+        self._open[session.uuid] = session
+        return session
 
     @contextmanager
     def used(self, session_uuid: str) -> Iterator[SessionState]:

@@ -89,10 +89,8 @@ class ProxyManagedServer:
         response.raise_for_status()
         self.nodes = [SequenceNode(**node) for node in response.json()["nodes"]]
         if record := current_versions.get():
-            known = [node.weights for node in self.nodes if node.weights is not None]
-            record.note(
-                [weights.version for weights in known], [weights.epoch for weights in known]
-            )
+            met = [node.weights for node in self.nodes if node.weights is not None]
+            record.note([weights.version for weights in met], [weights.epoch for weights in met])
             if record.sampled is not None:
                 for node in self.nodes:
                     record.sampled.note(

@@ -1,10 +1,8 @@
-"""Keeps every sequence of a conversation token for token: what was sampled, under which logprob,
-and what was given.
+"""The sequences of a conversation, token for token, with the logprob of each sampled token.
 
 Pure bookkeeping, no I/O. A later turn continues the tokens of an earlier one in two cases: its
 messages begin with the earlier request's messages and answer, or its prompt begins with the earlier
-sequence's text. Then only what was added in between is tokenised, so what the model sampled is
-never tokenised again.
+sequence's text. Then only the text in between is tokenised: tokens that the model sampled are kept.
 """
 
 from bisect import insort
@@ -63,8 +61,8 @@ class SequenceNode(BaseModel):
 
 
 def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
-    """The fields of a group that tell how its sequences were sampled: their weights, sampling
-    parameters and finish reasons.
+    """Return the fields of a group with the weights, sampling parameters and finish reasons of its
+    sequences.
 
     Args:
         nodes: one for each sequence of the group, in its order.
@@ -93,7 +91,7 @@ def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
 
 
 def node_of(nodes: Iterable[SequenceNode], answer_id: str, index: int) -> SequenceNode:
-    """The node that ends with a choice of an answer.
+    """Return the node that ends with a choice of an answer.
 
     Raises:
         KeyError: there is none.
@@ -116,8 +114,8 @@ class Turn:
     Attributes:
         text: characters of the sequence's text; see `Kept`.
         tokens: tokens.
-        version, epoch: of the oldest weights of the sequence up to there; None where nobody told.
-        spans: of the weights of its sampled tokens up to there; None where nobody told.
+        version, epoch: of the oldest weights of the sequence up to there; None if not known.
+        spans: of the weights of its sampled tokens up to there; None if not known.
         sampling: of the parameters that they were sampled with; None where they are not known.
         place: of the sequence that ended there; see `Kept`.
         exchange: the request and the answer; None where the prompt was plain text.
@@ -304,7 +302,7 @@ class SequenceTracker:
         return prompt.tokens, self.begin(prompt)
 
     def abandon(self, request: Request) -> None:
-        """The prompt was not answered."""
+        """Note that the prompt was not answered."""
         if request.source is not None:
             request.source.claims -= 1
 
@@ -477,11 +475,14 @@ def completed_node(
 def oldest_of(
     generation: Generation, index: int, before: Turn | None
 ) -> tuple[int | None, int | None]:
-    """(version, epoch) of the oldest weights of a completion and of the turns before it; None for
-    what nobody told.
+    """Return (version, epoch) of the oldest weights of a completion and of the turns before it.
+
+    None stands for an unknown version or epoch.
     """
-    versions, epochs = generation.weight_versions, generation.weight_epochs
-    met = [(versions[index], epochs[index] if epochs else None)] if versions else []
+    pairs: list[tuple[int, int | None]] = []
+    if versions := generation.weight_versions:
+        epochs: Sequence[int | None] = generation.weight_epochs or [None] * len(versions)
+        pairs.append((versions[index], epochs[index]))
     if before is not None and before.version is not None:
-        met.append((before.version, before.epoch))
-    return min(met, key=lambda pair: Weights(pair[1] or 0, pair[0]), default=(None, None))
+        pairs.append((before.version, before.epoch))
+    return min(pairs, key=lambda pair: Weights(pair[1] or 0, pair[0]), default=(None, None))

@@ -97,7 +97,7 @@ class TeacherServer(VLLMServer):
                 server_type="vllm",
             )
         )
-        self.gate.outage_timeout = self._timeout = timeout
+        self.pool.outage_timeout = self._timeout = timeout
         self._comparing = asyncio.Lock()
         self._same_vocabulary = False
         self._looked = -math.inf

@@ -24,13 +24,13 @@ from atroposlib.web.keys import VLLM_KEY
 
 __all__ = ["SGLangServer", "VLLMServer", "resolve_openai_configs"]
 
-# The names under which other interfaces know max_tokens.
+# Names of max_tokens in other interfaces.
 MAX_TOKENS_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 
 LOOK_TIMEOUT = 5.0
-"""Seconds within which a server says how it is."""
+"""Longest time in seconds for an answer to GET /weights."""
 MIN_TEMPERATURE = 0.01
-"""vLLM raises a temperature between 0 and this one to it, and says so in its log only."""
+"""vLLM raises a temperature between 0 and this one to it, which only its log shows."""
 
 
 class VLLMServer(OpenAIRoutes):
@@ -46,11 +46,10 @@ class VLLMServer(OpenAIRoutes):
     _options: list[str] | None = None
     looked_at_always = True
     tells_weights = True
-    """It is asked GET /weights; no longer once it has said that it knows no such route."""
+    """The client polls GET /weights. Cleared once the server has answered that it lacks the route."""
 
     async def look(self) -> Look:
-        """GET /weights says whether it would answer, with which weights, and how busy it is; where
-        there is no such route, GET /health whether it is there."""
+        """Poll GET /weights, or GET /health on servers without that route."""
         if not (self.tells_weights and self.config.health_check):
             return await super().look()
         try:
@@ -92,27 +91,26 @@ class VLLMServer(OpenAIRoutes):
         generation.sampling = sampling_of(kwargs, len(generation.output_tokens), temperature=1.0)
         return generation
 
-    async def _shortest_answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Fields of a request that ask for ids and logprobs and nothing else, as far as the server
-        knows them.
-        """
+    async def _shortest_answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return fields of a request for ids and logprobs only, as far as the server has them."""
         options = {"return_text": False}
-        if not asked.get("logprobs"):
+        if not request.get("logprobs"):
             options["token_logprobs"] = True
         return {
             name: value for name, value in options.items() if name in await self._generate_options()
         } or {"logprobs": 0}
 
     async def _generate_options(self) -> list[str]:
-        """What GET /sampling says that /generate understands; nothing on servers that know no such
+        """Return the options of /generate that GET /sampling lists; none on servers without that
         route. Asked once.
         """
         if self._options is None:
             response = await self.http.get("/sampling", timeout=PROBE_TIMEOUT)
             if response.status_code >= 500:
                 response.raise_for_status()
-            options = response.json() if response.status_code == 200 else None
-            self._options = options.get("generate_options", []) if isinstance(options, dict) else []
+            self._options = []
+            if response.status_code == 200 and isinstance(options := response.json(), dict):
+                self._options = options.get("generate_options", [])
         return self._options
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -151,21 +149,21 @@ class VLLMServer(OpenAIRoutes):
             )
         return encode_plain(self.tokenizer, text)
 
-    async def _room_for(self, prompt_tokens: list[int], wanted: int | None) -> int:
-        """`max_tokens` that the model's context and the trainer's longest sequence leave after the
+    async def _room_for(self, prompt_tokens: list[int], max_tokens: int | None) -> int:
+        """Return the `max_tokens` that the model's context and the trainer's longest sequence leave after the
         prompt.
         """
         limits = [
             limit for limit in (await self._context_length(), self.max_sequence_length) if limit
         ]
         if not limits:
-            return wanted or 1024
+            return max_tokens or 1024
         room = min(limits) - len(prompt_tokens)
         if room < 1:
             raise NoRoom(
                 f"a prompt of {len(prompt_tokens)} tokens leaves no room within {min(limits)} tokens"
             )
-        return min(wanted or room, room)
+        return min(max_tokens or room, room)
 
     async def _context_length(self) -> int | None:
         return (await self.served_model()).get("max_model_len")
@@ -225,22 +223,25 @@ class SGLangServer(VLLMServer):
         raise NotImplementedError("SGLangServer cannot give the logprobs of a prompt")
 
 
-def read_look(told: Any) -> Look:
-    """What GET /weights says. Fields that are not there, or are no numbers, are not known.
+def read_look(answer: Any) -> Look:
+    """Read the answer of GET /weights. Missing fields and fields that are not numbers become None.
 
     Raises:
-        ValueError: it is no object.
+        ValueError: the answer is not an object.
     """
-    if not isinstance(told, dict):
-        raise ValueError(f"/weights answered {told!r:.80}")
+    if not isinstance(answer, dict):
+        raise ValueError(f"/weights answered {answer!r:.80}")
     version, epoch, in_flight = (
-        value if isinstance(value := told.get(name), int) and not isinstance(value, bool) else None
+        value
+        if isinstance(value := answer.get(name), int) and not isinstance(value, bool)
+        else None
         for name in ("weight_version", "weight_epoch", "in_flight")
     )
+    wrong = ""
+    if not answer.get("serving", True):
+        wrong = str(answer.get("trouble") or "it does not serve")[:300]
     return Look(
-        wrong=""
-        if told.get("serving", True)
-        else str(told.get("trouble") or "it does not serve")[:300],
+        wrong=wrong,
         weights=None if version is None else Weights(epoch or 0, version),
         in_flight=in_flight,
     )

@@ -199,12 +199,12 @@ class Rollouts:
         ask.
         """
         manager = self.env.server
-        gates = {
-            server.gate
+        pools = {
+            server.pool
             for server in [*manager.servers, *manager.beside]
             if isinstance(server, APIServer)
         }
-        return sum(gate.seconds_away for gate in gates)
+        return sum(pool.seconds_away for pool in pools)
 
 
 def note_sampling(group: Any, record: VersionRecord) -> None:

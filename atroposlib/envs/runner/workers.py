@@ -184,8 +184,8 @@ class Workers:
         if self.fatal is not None:
             raise self.fatal
         for server in self.env.server.servers:
-            if isinstance(server, APIServer) and server.gate.failure is not None:
-                raise server.gate.failure
+            if isinstance(server, APIServer) and server.pool.failure is not None:
+                raise server.pool.failure
         limit = self.env.config.max_consecutive_failures
         if 0 < limit <= self.failures_in_a_row:
             raise EnvironmentFailure(

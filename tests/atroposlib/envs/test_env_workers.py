@@ -237,24 +237,24 @@ async def test_an_outage_does_not_count_as_an_items_time(
     env = ScriptedEnv([response(1.0), response(-1.0)], worker_timeout=1.0)
     if away == "a judge":
         env.server.beside.append(OpenAIServer(APIServerConfig(base_url="http://judge.example")))
-    gate = [*env.server.servers, *env.server.beside][-1].gate
+    pool = [*env.server.servers, *env.server.beside][-1].pool
     answers: list[str | None] = ["it starts"] * 4 + [None]
 
     async def probe() -> str | None:
         return answers.pop(0)
 
-    gate.probe = probe
+    pool.probe = probe
     waited: list[float] = []
 
     async def collect(item: Any) -> tuple[Any, list[Any]]:
         if not waited:
             waited.append(0.0)
-            await gate.wait_until_well("cannot be reached")  # pauses of 0.2 s and more
+            await pool.wait_until_well("cannot be reached")  # pauses of 0.2 s and more
         return dict(PAIR), []
 
     monkeypatch.setattr(env, "collect_trajectories", collect)
     assert (await env._rollouts.roll_out_in_time("item"))["scores"] == [1.0, -1.0]
-    assert gate.seconds_away > 1.0, "longer than an item may take"
+    assert pool.seconds_away > 1.0, "longer than an item may take"
     assert env.drops.total == 0
 
 

@@ -265,7 +265,7 @@ async def test_all_away_is_one_line_that_names_them_and_has_an_end(
         async with asyncio.timeout(60):
             await waiting
         await lights[0].stop()
-        manager.servers[0].gate.outage_timeout = 0.1
+        manager.servers[0].pool.outage_timeout = 0.1
         with pytest.raises(InferenceUnavailable, match="quarantined: late"):
             await ask(manager, 1)
 
