@@ -173,8 +173,8 @@ async def one_item(
     """Trace one item of an environment from its worker to the accepted post."""
     env, trip = kind(config, servers), Trip()
     await env.setup()
-    await env._serving.get_info()
-    await env._serving.register()
+    await env._runner.serving.get_info()
+    await env._runner.serving.register()
     await env.get_status()
     env.max_num_workers = 1
     with trip.traced():

@@ -239,7 +239,7 @@ class JudgeEnv(SingleTurnEnv):
             RolloutFailure: the judge gave no number, or refuses this request; the item is given up.
             EnvironmentFailure: it was away for too long, or refuses the key, or has no such model.
         """
-        special = ControlTokens(self._tokenizer).special
+        special = ControlTokens(self.loaded_tokenizer).special
         messages = judge_messages(
             problem.text, problem.rubric or self.config.rubric, answer, special
         )

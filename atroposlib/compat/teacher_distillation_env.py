@@ -89,6 +89,7 @@ class TeacherDistillationEnv(BaseEnv, ABC):
             self.teacher_server = ServerManager(
                 [configs] if isinstance(configs, APIServerConfig) else configs
             )
+            self._runner.connections.more_servers.append(self.teacher_server)
 
     async def _compared(self) -> None:
         """Once: wait until the teacher answers, and see that its tokens are ours.

@@ -13,29 +13,20 @@ if __name__ == "__main__":
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum  # noqa: F401
 from atroposlib.envs.runner import command_line
-from atroposlib.envs.runner.delivery import Delivery
-from atroposlib.envs.runner.processing import process
-from atroposlib.envs.runner.reporting import Reports
-from atroposlib.envs.runner.rollout import Rollouts
-from atroposlib.envs.runner.serve import Serving
-from atroposlib.envs.runner.servers import served_model_blocking, tokenizer_name, wait_for_servers
-from atroposlib.envs.runner.workers import RunningItem
+from atroposlib.envs.runner.runner import Runner
+from atroposlib.envs.runner.state import RunningItem, View
 from atroposlib.errors import UsageError
 from atroposlib.inference.client import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
 from atroposlib.inference.server_manager import ServerManager
-from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.service_client import RolloutServiceClient
 from atroposlib.type_definitions import Item
-from atroposlib.utils.jsonl import JsonLinesWriter, unused_path
-from atroposlib.web.keys import SERVICE_KEY, given_or_variable
+from atroposlib.utils.jsonl import JsonLinesWriter
 from atroposlib.wire.groups import DropCounter, ScoredDataGroup, ScoredDataItem  # noqa: F401
 
 # What is not used here is imported for environments, which find it here in the public SDK.
@@ -49,10 +40,8 @@ class BaseEnv(ABC):
     A subclass defines `setup`, `get_next_item`, `evaluate`, and `collect_trajectory` (one response)
     or `collect_trajectories` (a whole group). Everything else has a default that may be overridden.
 
-    What is done by default is in four parts, a file of `runner` each: `_rollouts` (from an item to
-    its groups), `_delivery` (from groups to the service), `_serving` (the life beside a trainer)
-    and `_reports` (metrics and evaluations). They call the methods here, so an override holds
-    everywhere. State that an environment may read or set is an attribute here.
+    The defaults are in the parts of `runner.Runner`. They call the methods here, so an override
+    holds everywhere.
 
     Args:
         config: the environment's settings.
@@ -68,6 +57,49 @@ class BaseEnv(ABC):
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     server_cls: ClassVar[type[APIServer]] = APIServer  # type: ignore[type-abstract]  # stands for "by server_type"
 
+    # The run's state, which a subclass may read or set
+    config = View[Any]("state")
+    server = View[ServerManager]("connections")
+    service = View[RolloutServiceClient]("connections")
+    loaded_tokenizer = View[Any]("connections")  # None until `tokenizer` is used
+    curr_step = View[int]("state")
+    status_dict = View[dict[str, Any]]("state")
+    env_id = View[int | None]("state")
+    wandb_prepend = View[str | None]("state")
+    wandb_project = View[str | None]("state")
+    wandb_group = View[str | None]("state")
+    max_token_len = View[int]("state")
+    checkpoint_dir = View[str]("state")
+    checkpoint_interval = View[int]("state")
+    workers = View[set[asyncio.Task[Any]]]("state")
+    eval_workers = View[set[asyncio.Task[Any]]]("state")
+    eval_runner = View[asyncio.Task[Any] | None]("state")
+    running_items = View[dict[str, RunningItem]]("state")
+    backlog = View[list[Item]]("state")
+    last_completed_item = View[Item]("state")
+    max_num_workers = View[int]("state")
+    drops = View[DropCounter]("state")
+    items_sent_this_step = View[int]("state")
+    completion_lengths = View[list[int]]("state")
+    rollouts_for_wandb = View[list[list[tuple[str, float]]]]("state")
+    task_duration = View[list[float]]("state")
+    succeeded_task_duration = View[list[float]]("state")
+    failed_task_duration = View[list[float]]("state")
+    task_successful = View[list[int]]("state")
+    mainloop_timings = View[list[float]]("state")
+    workers_added_list = View[list[int]]("state")
+    jsonl_writer = View[JsonLinesWriter | None]("state")
+    process_mode = View[bool]("state")
+    n_groups_to_process = View[int]("state")
+    group_size_to_process = View[int]("state")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Drop a subclass's own defaults of the run's state, which `__init__` replaces anyway."""
+        super().__init_subclass__(**kwargs)
+        for name, value in list(vars(cls).items()):
+            if isinstance(getattr(BaseEnv, name, None), View) and not isinstance(value, property):
+                delattr(cls, name)
+
     def __init__(
         self,
         config: BaseEnvConfig,
@@ -75,68 +107,11 @@ class BaseEnv(ABC):
         slurm: bool = False,
         testing: bool = False,
     ):
-        # Typed as Any because a subclass's config has settings that this class does not know.
-        self.config: Any = config
-        self.server = ServerManager(
-            server_configs,
-            self.server_cls,
-            slurm,
-            testing,
-            reasoning_config=ReasoningConfig.from_env_config(config),
+        reasoning = ReasoningConfig.from_env_config(config)
+        server = ServerManager(
+            server_configs, self.server_cls, slurm, testing, reasoning_config=reasoning
         )
-        for server in self.server.servers:
-            if isinstance(server, APIServer):
-                server.pool.outage_timeout = config.service_timeout
-
-        # Where the trainer is
-        self.curr_step = 0
-        self.status_dict: dict[str, Any] = {}
-        self.env_id: int | None = None
-        self.wandb_prepend: str | None = None
-        self.wandb_project: str | None = None
-        self.wandb_group: str | None = None
-        self.max_token_len = -1
-        self.checkpoint_dir = ""
-        self.checkpoint_interval = -1
-
-        # Items in work, and items to be done before new ones are asked for
-        self.workers: set[asyncio.Task[Any]] = set()
-        self.eval_workers: set[asyncio.Task[Any]] = set()
-        self.eval_runner: asyncio.Task[Any] | None = None
-        self.running_items: dict[str, RunningItem] = {}
-        self.backlog: list[Item] = []
-        self.last_completed_item: Item = None
-        at_once = config.max_num_workers_per_node * len(self.server.servers)
-        self.max_num_workers = config.max_num_workers if config.max_num_workers > 0 else at_once
-
-        # What is counted and logged
-        self.drops = DropCounter()
-        self.items_sent_this_step = 0
-        self.completion_lengths: list[int] = []
-        self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
-        self.task_duration: list[float] = []
-        self.succeeded_task_duration: list[float] = []
-        self.failed_task_duration: list[float] = []
-        self.task_successful: list[int] = []
-        self.mainloop_timings: list[float] = []
-        self.workers_added_list: list[int] = []
-
-        # `process` only
-        self.process_mode, self.n_groups_to_process, self.group_size_to_process = (
-            False,
-            0,
-            config.group_size,
-        )
-
-        self._tokenizer: Any = None
-        self._rollouts, self._delivery = Rollouts(self), Delivery(self)
-        self._serving, self._reports = Serving(self), Reports(self)
-        self.jsonl_writer: JsonLinesWriter | None = None
-        if config.data_path_to_save_groups is not None:
-            config.data_path_to_save_groups = str(
-                unused_path(Path(config.data_path_to_save_groups))
-            )
-            self.jsonl_writer = JsonLinesWriter(config.data_path_to_save_groups)
+        self._runner = Runner(self, config, server)
 
     # ---- what an environment implements
     # -------------------------------------------------------------------------------
@@ -197,7 +172,7 @@ class BaseEnv(ABC):
         Raises:
             RolloutFailure: a response failed every time, or was given up by the environment (None).
         """
-        return await self._rollouts.collect_one_by_one(item)
+        return await self._runner.rollouts.collect_one_by_one(item)
 
     def sampling_seed(self, request: int = 0) -> int | None:
         """The `seed` of a request for the item in work; None, which leaves it to the server,
@@ -210,7 +185,7 @@ class BaseEnv(ABC):
         Raises:
             RuntimeError: no item is in work here, as in an evaluation.
         """
-        return self._rollouts.seed(request)
+        return self._runner.rollouts.seed(request)
 
     async def retried(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Run it, and again up to `rollout_retries` times when it raises.
@@ -218,7 +193,7 @@ class BaseEnv(ABC):
         Raises:
             RolloutFailure: it raised every time; each traceback is in the log.
         """
-        return await self._rollouts.retried(what, call)
+        return await self._runner.rollouts.retried(what, call)
 
     async def item_at(self, number: int) -> Item:
         """The item of that number, counted from 0, or None when there is none for now. With
@@ -227,7 +202,7 @@ class BaseEnv(ABC):
         By default they are what `get_next_item` gives after `setup`, which runs again for a number
         that lies behind. An environment that can jump to an item overrides this.
         """
-        return await self._serving.workers.item_by_counting(number)
+        return await self._runner.workers.item_by_counting(number)
 
     async def postprocess_histories(
         self, trajectories: ScoredDataGroup | list[ScoredDataGroup | None] | None
@@ -256,13 +231,13 @@ class BaseEnv(ABC):
             RolloutFailure: the teacher refused all that there was.
             EnvironmentFailure: the teacher or the service was away for too long.
         """
-        return await self._delivery.deliver(
+        return await self._runner.delivery.deliver(
             scored_data, item, do_send_to_api, abort_on_any_max_length_exceeded
         )
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
         """Post one group or a list of groups; waits and retries while the service is away or full."""
-        await self._delivery.post(scored_data)
+        await self._runner.delivery.post(scored_data)
 
     async def cleanup(self) -> None:  # noqa: B027 (optional)
         """Runs after every item."""
@@ -270,35 +245,29 @@ class BaseEnv(ABC):
     # ---- serving: runner/serve.py, runner/workers.py
     # ------------------------------------------------------------
 
-    @cached_property
-    def service(self) -> RolloutServiceClient:
-        """The connection to the rollout service, made on first use."""
-        config = self.config
-        key = given_or_variable(config.rollout_server_api_key, SERVICE_KEY)
-        return RolloutServiceClient(config.rollout_server_url, config.service_timeout, key)
-
     async def env_manager(self) -> None:
         """Serve until the trainer is done.
 
         Raises:
             EnvironmentFailure: something that only a person can mend; the message says what.
         """
-        await self._serving.serve()
+        await self._runner.serving.serve()
 
     async def wait_for_servers(self) -> None:
         """Return once the inference servers answer, and the teacher if there is one.
 
         Override it where there are none.
         """
-        await wait_for_servers(self)
+        await self._runner.connections.wait_for_inference()
+        await self._runner.connections.wait_for_teacher()
 
     async def setup_wandb(self) -> None:
         """Start a W&B run in the trainer's project and group."""
-        await self._serving.setup_wandb()
+        await self._runner.serving.setup_wandb()
 
     async def register_env(self) -> None:
         """Register, waiting for the trainer as long as `service_timeout` allows."""
-        await self._serving.register()
+        await self._runner.serving.register()
 
     async def get_server_info(self) -> None:
         """Take over the trainer's batch size and longest sequence.
@@ -306,39 +275,39 @@ class BaseEnv(ABC):
         Raises:
             EnvironmentFailure: a group does not fit into a batch.
         """
-        await self._serving.get_info()
+        await self._runner.serving.get_info()
 
     async def get_status(self) -> None:
         """Ask for the queue's state; a service that was started anew knows us no more, so register
         again.
         """
-        await self._serving.get_status()
+        await self._runner.serving.get_status()
 
     async def env_step_checks(self) -> None:
         """When the trainer has moved on: evaluate, keep state and log, as far as each is due."""
-        await self._serving.after_a_step()
+        await self._runner.serving.after_a_step()
 
     def load_checkpoint(self) -> None:
         """Set the attributes that `save_checkpoint` kept at the current step, if there is a file."""
-        self._serving.load_state()
+        self._runner.serving.load_state()
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Keep `data` (attribute -> value) for `load_checkpoint`.
 
         A subclass calls this with what it wants kept.
         """
-        self._serving.keep_state(step, data)
+        self._runner.serving.keep_state(step, data)
 
     @property
     def derived_batch_size(self) -> int:
         """Sequences per batch that this environment may fill: what is not reserved, and its own
         reserve.
         """
-        return self._serving.workers.batch_share()
+        return self._runner.workers.batch_share()
 
     async def add_train_workers(self) -> None:
         """Start workers up to the number allowed: the backlog first, then new items."""
-        await self._serving.workers.add()
+        await self._runner.workers.add()
 
     async def handle_env(self, item_uuid: str) -> Any:
         """One item from start to end. Returns its groups, or None when there are none.
@@ -347,7 +316,7 @@ class BaseEnv(ABC):
             EnvironmentFailure: something that only a person can mend; what is wrong with one item
                 ends that item only.
         """
-        return await self._serving.workers.work(item_uuid)
+        return await self._runner.workers.work(item_uuid)
 
     async def process_manager(self) -> None:
         """Make `n_groups_to_process` groups, `max_num_workers` at a time, and write them to
@@ -356,7 +325,7 @@ class BaseEnv(ABC):
         Raises:
             EnvironmentFailure: too many items in a row failed.
         """
-        await process(self)
+        await self._runner.process()
 
     # ---- what is told: runner/reporting.py
     # --------------------------------------------------------------------------
@@ -367,19 +336,21 @@ class BaseEnv(ABC):
         A subclass overrides this, adds its own metrics, and calls
         `await super().wandb_log(metrics)`.
         """
-        await self._reports.log(dict(wandb_metrics or {}) | self._delivery.teaching.metrics())
+        await self._runner.reports.log(
+            dict(wandb_metrics or {}) | self._runner.delivery.teaching.metrics()
+        )
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
         """Durations in seconds, added to the metrics; the collected values are then forgotten."""
-        return self._reports.add_durations(metrics_dict)
+        return self._runner.reports.add_durations(metrics_dict)
 
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None:
         """Keep some rollouts of a group for the table in W&B."""
-        self._reports.keep_rollouts(scored_data)
+        self._runner.reports.keep_rollouts(scored_data)
 
     async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
         """Add the kept rollouts as a table."""
-        return self._reports.add_table(wandb_metrics)
+        return self._runner.reports.add_table(wandb_metrics)
 
     async def evaluate_log(
         self,
@@ -404,7 +375,7 @@ class BaseEnv(ABC):
             samples: one dict per problem.
         """
         about = task_name, model_name, start_time, end_time, generation_parameters
-        await self._reports.evaluation(metrics, *about, samples, verbose)
+        await self._runner.reports.evaluation(metrics, *about, samples, verbose)
 
     # ---- tokenizer
     # ----------------------------------------------------------------------------------------------------
@@ -414,16 +385,11 @@ class BaseEnv(ABC):
         """The tokenizer of `--env.tokenizer_name`, or of the model that the inference server
         serves.
         """
-        if self._tokenizer is None:
-            self.tokenizer = load_tokenizer(tokenizer_name(self) or served_model_blocking(self))
-        return self._tokenizer
+        return self._runner.connections.tokenizer()
 
     @tokenizer.setter
     def tokenizer(self, value: Any) -> None:
-        self._tokenizer = value
-        for server in self.server.servers:
-            if getattr(server, "tokenizer", self) is None:
-                server.tokenizer = value
+        self._runner.connections.use_tokenizer(value)
 
     # ---- the command line: runner/command_line.py
     # -------------------------------------------------------------------

@@ -30,7 +30,7 @@ LONG = "x" * 20_000
 def env_state(folder: Path, text: str) -> None:
     env = ScriptedEnv([])
     env.checkpoint_dir = str(folder)
-    env._serving.keep_state(3, {"text": text})
+    env._runner.serving.keep_state(3, {"text": text})
 
 
 def page_of_groups(folder: Path, text: str) -> None:
@@ -126,7 +126,7 @@ def test_an_evaluation_that_cannot_be_kept_is_posted_all_the_same(
     async def post(name: str, metrics: object) -> None:
         posted.append((name, metrics))
 
-    env._reports._post_evaluation = post  # type: ignore[method-assign, assignment]
+    env._runner.reports._post_evaluation = post  # type: ignore[method-assign, assignment]
     env.env_id = 0
     asyncio.run(env.evaluate_log({"right": 1.0}))
     before = output.read_bytes()

@@ -214,7 +214,7 @@ def evaluated(server: Scripted, times: int = 1, **settings: Any) -> Evaluated:
 
     async def run() -> None:
         for _ in range(times):
-            env._serving.start_evaluation()
+            env._runner.serving.start_evaluation()
             assert env.eval_runner is not None
             await env.eval_runner
             await asyncio.sleep(0)

@@ -16,7 +16,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, create_model
 
 from atroposlib.envs.config import ENV_NAMESPACE, OPENAI_NAMESPACE
-from atroposlib.envs.runner.processing import evaluate_once
 from atroposlib.envs.runner.settings import Settings, known_flags, merge, parse_flags, read_config
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.fleet_follower import FleetFollower
@@ -161,7 +160,7 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
     elif command == "evaluate":
         if settings.env.data_dir_to_save_evals is not None:
             write_evaluate_config(Path(settings.env.data_dir_to_save_evals), settings)
-        await evaluate_once(env)
+        await env._runner.evaluate()
     else:
         try:
             await env.env_manager()
@@ -188,7 +187,9 @@ def write_evaluate_config(folder: Path, settings: Settings) -> None:
 def say_where_groups_are(groups_path: str | None, env: "BaseEnv") -> None:
     """Say how a person reads the groups that were written, if there are any."""
     if groups_path and Path(groups_path).is_file() and Path(groups_path).stat().st_size:
-        tokenizer = getattr(env._tokenizer, "name_or_path", "")  # it is not to be loaded for this
+        tokenizer = getattr(
+            env.loaded_tokenizer, "name_or_path", ""
+        )  # it is not to be loaded for this
         named = f" --tokenizer {tokenizer}" if tokenizer else ""
         logger.info(
             "wrote the groups to %s; read them with: view-run %s%s", groups_path, groups_path, named

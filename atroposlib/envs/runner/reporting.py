@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from datetime import datetime
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from atroposlib.envs.runner.connections import Connections
+from atroposlib.envs.runner.state import Author, RunState, label_of
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.inference.client import MODEL_NOT_NAMED
 from atroposlib.inference.generation import VersionRecord, current_versions
@@ -32,9 +34,6 @@ from atroposlib.utils.whole_files import KeptLines
 from atroposlib.web.keys import open_settings
 from atroposlib.wire.numbers import LARGEST_FLOAT32
 
-if TYPE_CHECKING:
-    from atroposlib.envs.base import BaseEnv
-
 logger = logging.getLogger(__name__)
 
 MAX_NAME_LENGTH, MAX_METRICS = 256, 256
@@ -43,10 +42,10 @@ NO_SUCH_ROUTE = (404, 405)
 
 
 class Reports:
-    """Metrics and evaluation records. The numbers come from attributes of the environment."""
+    """Metrics and evaluation records. The numbers come from the run's state."""
 
-    def __init__(self, env: "BaseEnv"):
-        self.env = env
+    def __init__(self, state: RunState, connections: Connections, author: Author):
+        self.state, self.connections, self.author = state, connections, author
         self.evaluations_taken = True
         """Until the rollout service says that it does not."""
         self._wandb: Any = None
@@ -55,7 +54,7 @@ class Reports:
     @property
     def label(self) -> str:
         """Return the environment's name."""
-        return self.env.config.wandb_name or self.env.name or type(self.env).__name__
+        return label_of(self.author, self.state.config)
 
     def start_wandb(self, project: str | None, group: str | None) -> None:
         """Start a W&B run, if `use_wandb` is set.
@@ -63,7 +62,7 @@ class Reports:
         Raises:
             UsageError: wandb is not installed.
         """
-        if not self.env.config.use_wandb:
+        if not self.state.config.use_wandb:
             return
         try:
             self._wandb = importlib.import_module("wandb")
@@ -80,50 +79,50 @@ class Reports:
             project=project,
             group=group,
             name=f"{self.label}-{datetime.now():%Y-%m-%d}-{suffix}",
-            config=open_settings(self.env.config),
+            config=open_settings(self.state.config),
             **mode,
         )
 
     async def log(self, metrics: dict[str, Any]) -> None:
         """See `BaseEnv.wandb_log`."""
-        if self.env.completion_lengths:
-            lengths = np.asarray(self.env.completion_lengths)
+        if self.state.completion_lengths:
+            lengths = np.asarray(self.state.completion_lengths)
             metrics["train/completion_lengths"] = float(lengths.mean())
             metrics["train/completion_lengths_std"] = float(lengths.std())
             metrics["train/completion_lengths_max"] = float(lengths.max())
             metrics["train/completion_lengths_min"] = float(lengths.min())
             metrics["train/completion_lengths_p95"] = float(
-                (lengths > 0.95 * self.env.max_token_len).mean()
+                (lengths > 0.95 * self.state.max_token_len).mean()
             )
-        self.env.completion_lengths = []
-        metrics.update(self.env.drops.metrics())
-        metrics = self.env.perf_stats(metrics)
+        self.state.completion_lengths = []
+        metrics.update(self.state.drops.metrics())
+        metrics = self.author.perf_stats(metrics)
         server_metrics: dict[str, Any] = {}
-        for index, server in enumerate(self.env.server.servers):
+        for index, server in enumerate(self.connections.server.servers):
             server_metrics = await server.wandb_metrics(server_metrics, f"server_{index}")
         self._log_line(metrics)
-        if self.env.config.metrics_path:
+        if self.state.config.metrics_path:
             self._write_metrics(
-                {"time": time.time(), "step": self.env.curr_step} | metrics | server_metrics
+                {"time": time.time(), "step": self.state.curr_step} | metrics | server_metrics
             )
         if self._wandb is not None:
-            metrics = await self.env.create_rollout_table(metrics)
-            if self.env.wandb_prepend is not None:
+            metrics = await self.author.create_rollout_table(metrics)
+            if self.state.wandb_prepend is not None:
                 metrics = {
-                    f"{self.env.wandb_prepend}_{key}": value for key, value in metrics.items()
+                    f"{self.state.wandb_prepend}_{key}": value for key, value in metrics.items()
                 }
             # Servers are shared by environments, so their metrics carry no environment's name.
-            self._wandb.log(metrics | server_metrics, step=self.env.curr_step)
-        self.env.rollouts_for_wandb = []
+            self._wandb.log(metrics | server_metrics, step=self.state.curr_step)
+        self.state.rollouts_for_wandb = []
 
     def _write_metrics(self, row: dict[str, Any]) -> None:
         """Append to `metrics_path`, without what only W&B can show, such as tables and images."""
         if self._metrics_writer is None:
-            self._metrics_writer = open_kept_lines(Path(self.env.config.metrics_path or ""))
+            self._metrics_writer = open_kept_lines(Path(self.state.config.metrics_path or ""))
         wrong = unencodable_fields(row)
         for name, why in wrong.items():
             logger.warning(
-                "metric %r is left out of %s: %s", name, self.env.config.metrics_path, why
+                "metric %r is left out of %s: %s", name, self.state.config.metrics_path, why
             )
         self._metrics_writer.write(
             encode_repaired({name: value for name, value in row.items() if name not in wrong})
@@ -140,31 +139,30 @@ class Reports:
             and not key.startswith(("train_perf/", "train/dropped_", "train/completion_lengths_"))
         }
         shown = " ".join(f"{key}={value:.4g}" for key, value in own.items())
-        queue = self.env.status_dict.get("queue_size", "?")
+        queue = self.state.status_dict.get("queue_size", "?")
         logger.info(
             "step %s | workers %d | queue %s | %s | dropped %s",
-            self.env.curr_step,
-            len(self.env.workers),
+            self.state.curr_step,
+            len(self.state.workers),
             queue,
             shown,
-            self.env.drops,
+            self.state.drops,
         )
 
     def add_durations(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """See `BaseEnv.perf_stats`."""
         series: dict[str, list[Any]] = {
-            "task_duration": self.env.task_duration,
-            "succeeded_task_duration": self.env.succeeded_task_duration,
-            "failed_task_duration": self.env.failed_task_duration,
-            "mainloop_timings": self.env.mainloop_timings,
-            "workers_added_per_attempt": self.env.workers_added_list,
+            "task_duration": self.state.task_duration,
+            "succeeded_task_duration": self.state.succeeded_task_duration,
+            "failed_task_duration": self.state.failed_task_duration,
+            "mainloop_timings": self.state.mainloop_timings,
+            "workers_added_per_attempt": self.state.workers_added_list,
         }
-        delivery = self.env._delivery
-        if delivery.groups_sent:
-            metrics["train/items_sent_to_api"] = delivery.groups_sent
-            delivery.groups_sent = 0
-        if self.env.failed_task_duration:
-            metrics["train/items_rejected"] = len(self.env.failed_task_duration)
+        if self.state.groups_sent:
+            metrics["train/items_sent_to_api"] = self.state.groups_sent
+            self.state.groups_sent = 0
+        if self.state.failed_task_duration:
+            metrics["train/items_rejected"] = len(self.state.failed_task_duration)
         for name, values in series.items():
             if values:
                 get_std_min_max_avg(f"train_perf/{name}", values, metrics)
@@ -175,21 +173,21 @@ class Reports:
         """Keep some rollouts of a group for the table in W&B."""
         if self._wandb is None:
             return
-        keep = self.env.config.num_rollouts_per_group_for_logging
+        keep = self.state.config.num_rollouts_per_group_for_logging
         count = len(scored_data["tokens"]) if keep < 0 else min(keep, len(scored_data["tokens"]))
-        self.env.rollouts_for_wandb.append(
+        self.state.rollouts_for_wandb.append(
             [
-                (self.env.tokenizer.decode(scored_data["tokens"][i]), scored_data["scores"][i])
+                (self.author.tokenizer.decode(scored_data["tokens"][i]), scored_data["scores"][i])
                 for i in range(count)
             ]
         )
-        del self.env.rollouts_for_wandb[: -self.env.config.num_rollouts_to_keep or None]
+        del self.state.rollouts_for_wandb[: -self.state.config.num_rollouts_to_keep or None]
 
     def add_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
         """Add the kept rollouts as a table."""
-        if self.env.rollouts_for_wandb and self._wandb is not None:
+        if self.state.rollouts_for_wandb and self._wandb is not None:
             table = self._wandb.Table(columns=["text", "score"])
-            for group in self.env.rollouts_for_wandb:
+            for group in self.state.rollouts_for_wandb:
                 for row in group:
                     table.add_data(*row)
             wandb_metrics["train/rollouts"] = table
@@ -201,7 +199,7 @@ class Reports:
         A task of its own runs it, for the record stays set.
         """
         current_versions.set(VersionRecord(sampled=None))
-        return await self.env.evaluate()
+        return await self.author.evaluate()
 
     async def evaluation(
         self,
@@ -219,7 +217,7 @@ class Reports:
         start_time, end_time = start_time or now, end_time or now
         given_name, task_name = (
             task_name,
-            task_name or f"{self.env.name or type(self.env).__name__}_eval",
+            task_name or f"{self.author.name or type(self.author).__name__}_eval",
         )
         model_name = model_name or self._model_name()
         if verbose:
@@ -228,17 +226,17 @@ class Reports:
             "config_general": {
                 "model_name": model_name,
                 "total_evaluation_time_seconds": str(end_time - start_time),
-                "generation_parameters": {"max_new_tokens": self.env.config.max_token_length}
+                "generation_parameters": {"max_new_tokens": self.state.config.max_token_length}
                 | (generation_parameters or {}),
             },
             "results": {f"atropos|{task_name}|0": metrics, "all": metrics},
         }
         try:
             self._keep_evaluation(
-                record, {"environment": self.env.name, "model": model_name} | metrics, samples
+                record, {"environment": self.author.name, "model": model_name} | metrics, samples
             )
         except EnvironmentFailure as failure:
-            if self.env.env_id is None:  # the files are all that is wanted
+            if self.state.env_id is None:  # the files are all that is wanted
                 raise
             logger.error("an evaluation is posted but not kept: %s", failure)
         await self._post_evaluation(given_name or self.label, metrics)
@@ -251,25 +249,25 @@ class Reports:
         Raises:
             EnvironmentFailure: one of them cannot be written; the earlier one is kept.
         """
-        if self.env.config.data_dir_to_save_evals is not None:
-            folder = Path(self.env.config.data_dir_to_save_evals)
+        if self.state.config.data_dir_to_save_evals is not None:
+            folder = Path(self.state.config.data_dir_to_save_evals)
             write_json(folder / "metrics.json", record)
             write_json_lines(folder / "samples.jsonl", samples)
-        if self.env.config.eval_output is not None:
-            output = Path(self.env.config.eval_output)
-            write_json(output, {"step": self.env.curr_step} | metrics)
+        if self.state.config.eval_output is not None:
+            output = Path(self.state.config.eval_output)
+            write_json(output, {"step": self.state.curr_step} | metrics)
             write_json_lines(samples_path(output), samples)
 
     async def _post_evaluation(self, name: str, metrics: Mapping[str, Any]) -> None:
         """Tell the rollout service what was measured, if the environment is registered there. That
         it cannot be told is logged, and ends nothing."""
         numbers = numbers_of(metrics)
-        if self.env.env_id is None or not numbers or not self.evaluations_taken:
+        if self.state.env_id is None or not numbers or not self.evaluations_taken:
             return
         record = current_versions.get()
         oldest = None if record is None else record.oldest_weights
         body = {
-            "env_id": self.env.env_id,
+            "env_id": self.state.env_id,
             "name": name.encode("utf-8", errors="backslashreplace").decode()[:MAX_NAME_LENGTH],
             "weight_version": None if oldest is None else oldest.version,
             "weight_epoch": None if oldest is None else oldest.epoch,
@@ -277,7 +275,7 @@ class Reports:
             "idempotency_key": uuid.uuid4().hex,
         }
         try:
-            await self.env.service.post("/evaluations", body)
+            await self.connections.service.post("/evaluations", body)
         except RejectedByService as rejection:
             if rejection.status in NO_SUCH_ROUTE:
                 self.evaluations_taken = False
@@ -294,14 +292,14 @@ class Reports:
             )
 
     def _model_name(self) -> str | None:
-        config = getattr(self.env.server.servers[0], "config", None)
-        served = getattr(self.env.server.servers[0], "_served", None) or {}
+        config = getattr(self.connections.server.servers[0], "config", None)
+        served = getattr(self.connections.server.servers[0], "_served", None) or {}
         named = getattr(config, "model_name", None)
         return served.get("id") if named in MODEL_NOT_NAMED else named
 
     def close(self) -> None:
         """End the W&B run, and close the files."""
-        for writer in (self.env.jsonl_writer, self._metrics_writer):
+        for writer in (self.state.jsonl_writer, self._metrics_writer):
             if writer is not None:
                 writer.close()
         if self._wandb is not None:

@@ -7,18 +7,17 @@ import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from atroposlib.envs.runner.connections import Connections
 from atroposlib.envs.runner.exact_resume import current_item
+from atroposlib.envs.runner.state import Author, RunState
 from atroposlib.errors import EnvironmentFailure, NoRoom, RolloutFailure
 from atroposlib.inference.client import APIServer
 from atroposlib.inference.generation import VersionRecord, current_versions, weight_fields
 from atroposlib.type_definitions import Item
 from atroposlib.utils.waiting import gather_or_cancel
 from atroposlib.wire.groups import group_from_items
-
-if TYPE_CHECKING:
-    from atroposlib.envs.base import BaseEnv
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,8 @@ class Rollouts:
     An error on the way is retried, counted and reported; it never becomes a score.
     """
 
-    def __init__(self, env: "BaseEnv"):
-        self.env = env
+    def __init__(self, state: RunState, connections: Connections, author: Author):
+        self.state, self.connections, self.author = state, connections, author
         self.begun = 0
         """Items that were begun."""
 
@@ -47,14 +46,14 @@ class Rollouts:
         """`group_size` responses to an item, each by the environment's `collect_trajectory`."""
         results = await gather_or_cancel(
             [
-                self.retried("collect_trajectory", lambda: self.env.collect_trajectory(item))
-                for _ in range(self.env.config.group_size)
+                self.retried("collect_trajectory", lambda: self.author.collect_trajectory(item))
+                for _ in range(self.state.config.group_size)
             ]
         )
         backlog = [entry for _, items in results for entry in items or []]
         trajectories = [trajectory for trajectory, _ in results]
         if any(trajectory is None for trajectory in trajectories):
-            self.env.drops.add("trajectory_is_none")
+            self.state.drops.add("trajectory_is_none")
             return None, backlog
         if wrong := [type(t).__name__ for t in trajectories if not isinstance(t, dict)]:
             raise TypeError(f"collect_trajectory must return a ScoredDataItem, not {wrong[0]}")
@@ -62,26 +61,26 @@ class Rollouts:
 
     def seed(self, request: int = 0) -> int | None:
         """See `BaseEnv.sampling_seed`."""
-        if not (self.env.config.seed_rollouts or self.env.config.exact_resume):
+        if not (self.state.config.seed_rollouts or self.state.config.exact_resume):
             return None
         number = _item_number.get(None)
         if number is None:
             raise RuntimeError(
                 "sampling_seed() is of the item in work: call it in collect_trajectories or what that calls"
             )
-        what = f"{self.env.config.seed} {number} {request}"
+        what = f"{self.state.config.seed} {number} {request}"
         return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "big")
 
     async def retried(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """See `BaseEnv.retried`."""
-        attempts = self.env.config.rollout_retries + 1
+        attempts = self.state.config.rollout_retries + 1
         for attempt in range(1, attempts + 1):
             try:
                 return await call()
             except (EnvironmentFailure, RolloutFailure, NotImplementedError):
                 raise
             except Exception as error:
-                self.env.drops.add("errors_retried" if attempt < attempts else "errors")
+                self.state.drops.add("errors_retried" if attempt < attempts else "errors")
                 logger.exception("%s failed, attempt %d of %d", what, attempt, attempts)
                 if attempt == attempts:
                     raise RolloutFailure(f"{what}: {type(error).__name__}: {error}") from error
@@ -100,18 +99,18 @@ class Rollouts:
         self.begun += 1
         try:
             groups, backlog = await self.retried(
-                "collect_trajectories", lambda: self.env.collect_trajectories(item)
+                "collect_trajectories", lambda: self.author.collect_trajectories(item)
             )
             if backlog and position is not None:
                 raise EnvironmentFailure(
-                    f"{type(self.env).__name__} gives items for the backlog, which have no place in the order of its items: "
+                    f"{type(self.author).__name__} gives items for the backlog, which have no place in the order of its items: "
                     "run it without --env.exact_resume"
                 )
-            self.env.backlog.extend(backlog or [])
+            self.state.backlog.extend(backlog or [])
             if not groups:
                 return None
             groups = await self.retried(
-                "postprocess_histories", lambda: self.env.postprocess_histories(groups)
+                "postprocess_histories", lambda: self.author.postprocess_histories(groups)
             )
         finally:
             current_versions.reset(token)
@@ -150,15 +149,15 @@ class Rollouts:
                     if send
                     else {"do_send_to_api": False, "abort_on_any_max_length_exceeded": False}
                 )
-                kept = await self.env.handle_send_to_api(groups, item, **how)
+                kept = await self.author.handle_send_to_api(groups, item, **how)
             finally:
-                await self.env.cleanup()
+                await self.author.cleanup()
         except (EnvironmentFailure, RolloutFailure) as failure:
             if isinstance(failure, NoRoom):
-                self.env.drops.add("no_room")
+                self.state.drops.add("no_room")
             raise
         except Exception as error:
-            self.env.drops.add("errors")
+            self.state.drops.add("errors")
             logger.exception("an item's groups could not be handed on: %.200r", item)
             raise RolloutFailure(f"{type(error).__name__}: {error}") from error
         if kept is None:  # an override that does not say takes all
@@ -172,7 +171,7 @@ class Rollouts:
         Raises:
             RolloutFailure: it was cut off, or failed by itself.
         """
-        seconds = self.env.config.worker_timeout
+        seconds = self.state.config.worker_timeout
         if seconds <= 0:
             return await self.roll_out(item)
         work = asyncio.ensure_future(self.roll_out(item))
@@ -191,14 +190,14 @@ class Rollouts:
             time.monotonic() - started,
             item,
         )
-        self.env.drops.add("timeout")
+        self.state.drops.add("timeout")
         raise RolloutFailure(f"it took longer than {seconds:g} s (--env.worker_timeout)")
 
     def _seconds_away(self) -> float:
         """For how long no inference server could be asked, or one of another role that rollouts
         ask.
         """
-        manager = self.env.server
+        manager = self.connections.server
         pools = {
             server.pool
             for server in [*manager.servers, *manager.beside]

@@ -49,7 +49,7 @@ def run(env: ScriptedEnv) -> Any:
     """One item's way to the service. What became of it."""
 
     async def whole() -> Any:
-        groups = await env._rollouts.roll_out("item")
+        groups = await env._runner.rollouts.roll_out("item")
         if groups is not None:
             await env.handle_send_to_api(groups, "item")
         return groups

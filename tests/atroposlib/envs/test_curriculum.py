@@ -148,7 +148,7 @@ async def rounds(environment: Graded, count: int) -> list[int]:
     items = []
     for _ in range(count):
         items.append(await environment.next_item())
-        await environment._rollouts.roll_out(items[-1])
+        await environment._runner.rollouts.roll_out(items[-1])
     return items
 
 
@@ -205,16 +205,16 @@ async def test_workers_begin_what_it_takes(tmp_path: Path) -> None:
     for item in (0, 2):
         for _ in range(20):
             environment.curriculum.note(environment.item_key(item), 4 * (item == 0), 4)
-    begun = [(await environment._serving.workers._next_of_stream())[1] for _ in range(20)]
+    begun = [(await environment._runner.workers._next_of_stream())[1] for _ in range(20)]
     assert begun.count(1) > 10
     assert environment.asked > 40, "others were passed over"
     other = ScriptedEnv([], curriculum=True)
     with pytest.raises(UsageError, match="ScriptedEnv does not say which answers are right"):
-        await other._serving.workers._next_of_stream()
+        await other._runner.workers._next_of_stream()
 
 
 def test_an_environment_ends_where_nothing_exact_can_come_of_it() -> None:
-    workers = Graded(exact_resume=True)._serving.workers
+    workers = Graded(exact_resume=True)._runner.workers
     stream = {"life": "1.0", "begin": 0, "settled": [], "version": 0}
     workers.heed_position({"max_staleness": 0, "stream": stream})
     with pytest.raises(
@@ -230,9 +230,9 @@ def test_a_group_whose_scores_are_equal_is_made_again_with_other_seeds(
     item: int, made: int
 ) -> None:
     environment = Graded(resample_equal_scores=2, seed_rollouts=True)
-    asyncio.run(environment._rollouts.roll_out(item))
+    asyncio.run(environment._runner.rollouts.roll_out(item))
     assert len(set(environment.seeds)) == len(environment.seeds) == made
     assert environment.drops.by_reason["equal_scores_resampled"] == made - 1
     without = Graded(seed_rollouts=True)
-    asyncio.run(without._rollouts.roll_out(item))
+    asyncio.run(without._runner.rollouts.roll_out(item))
     assert without.seeds == environment.seeds[:1]

@@ -83,7 +83,7 @@ def test_wandb_gets_each_environments_metrics_under_its_name(
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     env = ScriptedEnv([response(1.0), response(-1.0)], use_wandb=True, wandb_name="mine")
     env.tokenizer = tokenizer
-    env._reports.start_wandb("project", "group")
+    env._runner.reports.start_wandb("project", "group")
     env.wandb_prepend, env.curr_step = "mine_0", 12
     run(env)
     asyncio.run(env.wandb_log({"train/percent_correct": 0.5}))
@@ -100,7 +100,7 @@ def test_wandb_that_is_not_installed_is_one_clear_line(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "wandb", None)
     env = ScriptedEnv([], use_wandb=True)
     with pytest.raises(UsageError, match="pip install wandb"):
-        env._reports.start_wandb("project", "group")
+        env._runner.reports.start_wandb("project", "group")
 
 
 def test_checkpoints_keep_the_environments_own_state(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from pydantic import Field, SecretStr
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.runner.command_line import main
-from atroposlib.envs.runner.servers import served_model_blocking
 from atroposlib.envs.runner.settings import merge, parse_flags, read_config
 from atroposlib.errors import UsageError
 from atroposlib.inference.proxy_client import create_proxy_session
@@ -88,7 +87,7 @@ def test_wandb_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Recording)
     env = ScriptedEnv([])
     env.config = JudgedConfig(rollout_server_api_key=KEY, use_wandb=True)
-    env._reports.start_wandb("project", "group")
+    env._runner.reports.start_wandb("project", "group")
     assert seen["config"]["note"] == "shown"
     assert KEY not in json.dumps(seen["config"])
     assert "judge_api_key" not in seen["config"]
@@ -257,7 +256,7 @@ async def test_no_client_goes_to_a_server_of_ours_by_a_proxy(address: str) -> No
     await session.cleanup()
     env = ScriptedEnv([], service_timeout=60.0)
     env.server = ServerManager([APIServerConfig(server_type="vllm", base_url=f"{address}/v1")])
-    assert await asyncio.to_thread(served_model_blocking, env) == "m"
+    assert await asyncio.to_thread(env._runner.connections.served_model) == "m"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.runner.processing import make_groups
 from atroposlib.envs.runner.serve import crossed
 from atroposlib.errors import RolloutFailure
 from atroposlib.inference.generation import current_versions
@@ -173,7 +172,7 @@ def test_process_stops_when_items_run_out() -> None:
 
     env = Runs([], ensure_scores_are_not_same=False)
     env.n_groups_to_process = 5
-    asyncio.run(make_groups(env))
+    asyncio.run(env._runner.make_groups())
     assert env.curr_step == 2
 
 
@@ -202,7 +201,7 @@ def test_process_counts_the_drops_of_each_item_alone() -> None:
         env = Runs([], max_num_workers=3)
         env.items = [0, 1, 2]
         env.n_groups_to_process = 3
-        await make_groups(env)
+        await env._runner.make_groups()
         return env
 
     neighbours = asyncio.Event()
@@ -225,7 +224,7 @@ def seeds_of(items: int, **settings: Any) -> list[list[int | None]]:
 
     async def whole() -> None:
         env = SeededEnv([], **settings)
-        await asyncio.gather(*(env._rollouts.roll_out(item) for item in range(items)))
+        await asyncio.gather(*(env._runner.rollouts.roll_out(item) for item in range(items)))
 
     asyncio.run(whole())
     return found

@@ -21,7 +21,7 @@ from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 
 def run(env: ScriptedEnv) -> None:
     async def whole() -> None:
-        await env.handle_send_to_api(await env._rollouts.roll_out("item"), "item")
+        await env.handle_send_to_api(await env._runner.rollouts.roll_out("item"), "item")
 
     asyncio.run(whole())
 

@@ -268,7 +268,7 @@ async def test_no_room_for_a_first_answer_gives_no_group(make: Make) -> None:
     with pytest.raises(
         RolloutFailure, match=r"leave no room for an answer within --env.max_conversation_tokens 5"
     ):
-        await environment._rollouts.work_on("1+2", send=False)
+        await environment._runner.rollouts.work_on("1+2", send=False)
     assert str(environment.drops) == "no_room=1"
 
 
@@ -394,7 +394,7 @@ async def test_one_conversation_is_tried_again_from_its_beginning(
 async def test_each_request_has_a_seed_of_its_own(make: Make, shared_inference: str) -> None:
     environment = make("<1+2>", "<1+2>", "3", "3", seed_rollouts=True)
     before = control(shared_inference)
-    await environment._rollouts.roll_out("1+2")
+    await environment._runner.rollouts.roll_out("1+2")
     asked = requests_after(shared_inference, before)
     assert [request.get("n", 1) for request in asked] == [2, 1, 1]
     assert len({request["seed"] for request in asked}) == 3
@@ -415,7 +415,7 @@ async def test_metrics_of_rollouts(make: Make) -> None:
     environment = make("<1+2>", "4", "3")
     await environment.collect_trajectories("1+2")
     told: dict[str, Any] = {}
-    environment._reports._log_line = told.update  # type: ignore[method-assign]
+    environment._runner.reports._log_line = told.update  # type: ignore[method-assign]
     await environment.wandb_log()
     expected = {
         "percent_correct": 0.5,

@@ -8,6 +8,8 @@ import asyncio
 import inspect
 from typing import Any
 
+import pytest
+
 from atroposlib.inference.server_manager import ServerManager
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 
@@ -122,7 +124,35 @@ async def test_an_override_that_changes_what_is_passed_on_is_heeded() -> None:
             return group | {"messages": ["mine"] * 2}, backlog
 
     env = Halved([response(1.0), response(-1.0)])
-    groups, kept = await env._rollouts.work_on("item")
+    groups, kept = await env._runner.rollouts.work_on("item")
     assert kept == 1
     assert env.posted[0]["scores"] == groups["scores"] == [0.5, -0.5]
     assert env.posted[0]["messages"] == ["mine"] * 2
+
+
+def test_the_runs_state_that_an_author_sets_is_the_runners() -> None:
+    """In a class, before and after `super().__init__`, as environments of others do."""
+
+    class Author(ScriptedEnv):
+        curr_step = 3
+        completion_lengths = (1,)
+
+        def __init__(self) -> None:
+            self.rollouts_for_wandb = [[("early", 1.0)]]
+            assert self.rollouts_for_wandb == [[("early", 1.0)]]
+            super().__init__([])
+            self.max_token_len = 7
+
+    env, other = Author(), Author()
+    state = env._runner.state
+    assert (env.curr_step, env.completion_lengths, env.rollouts_for_wandb) == (0, [], [])
+    assert (state.max_token_len, other.max_token_len) == (7, 7)
+    state.curr_step = 5
+    env.completion_lengths.append(2)
+    assert (env.curr_step, state.completion_lengths) == (5, [2])
+    assert (other.curr_step, other.completion_lengths) == (0, [])
+
+
+def test_state_that_is_read_too_early_says_what_to_call() -> None:
+    with pytest.raises(AttributeError, match=r"call super\(\).__init__\(\) first"):
+        _ = object.__new__(ScriptedEnv).drops

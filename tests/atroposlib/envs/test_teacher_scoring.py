@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs.runner.servers import close_servers
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.inference import teacher_client
 from atroposlib.inference.tokenizers import differing_ids, first_difference
@@ -51,14 +50,15 @@ def run(env: ScriptedEnv, items: int = 1) -> None:
 
     async def work() -> None:
         try:
-            await env._delivery.teaching.wait_for_teacher()
+            await env._runner.connections.wait_for_teacher()
             for done in await asyncio.gather(
-                *(env._rollouts.work_on("item") for _ in range(items)), return_exceptions=True
+                *(env._runner.rollouts.work_on("item") for _ in range(items)),
+                return_exceptions=True,
             ):
                 if isinstance(done, BaseException):
                     raise done
         finally:
-            await close_servers(env)
+            await env._runner.connections.close()
 
     asyncio.run(asyncio.wait_for(work(), SECONDS))
 
@@ -98,7 +98,7 @@ def test_every_trained_token_gets_the_teachers_logprob(
         asked
     ] * 3  # one to begin with
     taught = [value for row in group["distill_logprobs"] for entry in row for value in entry]
-    teaching = env._delivery.teaching
+    teaching = env._runner.delivery.teaching
     assert teaching.kl_sum / teaching.kl_tokens == pytest.approx(
         sum(-1.0 - value for value in taught) / 5
     )
@@ -132,16 +132,16 @@ def test_groups_wait_for_a_teacher_that_died_and_none_is_lost(
     )
 
     async def work() -> None:
-        await env._delivery.teaching.wait_for_teacher()
+        await env._runner.connections.wait_for_teacher()
         await asyncio.to_thread(teacher.stop)
-        working = [asyncio.create_task(env._rollouts.work_on("item")) for _ in range(4)]
+        working = [asyncio.create_task(env._runner.rollouts.work_on("item")) for _ in range(4)]
         while "waiting for teacher at" not in caplog.text:
             await asyncio.sleep(0.01)
         assert env.posted == []
         teacher.most_at_once = 0
         await asyncio.to_thread(teacher.start)
         await asyncio.gather(*working)
-        await close_servers(env)
+        await env._runner.connections.close()
 
     asyncio.run(asyncio.wait_for(work(), SECONDS))
     assert len(env.posted) == 4
@@ -176,12 +176,12 @@ def test_a_teacher_that_never_comes_back_ends_it_with_one_line_and_the_group_is_
     env = environment(ours, tokenizer, teacher_timeout=0.3)
 
     async def work() -> None:
-        await env._delivery.teaching.wait_for_teacher()
+        await env._runner.connections.wait_for_teacher()
         await asyncio.to_thread(ours.stop)
         try:
-            await env._rollouts.work_on("item")
+            await env._runner.rollouts.work_on("item")
         finally:
-            await close_servers(env)
+            await env._runner.connections.close()
 
     with pytest.raises(
         InferenceUnavailable, match=rf"teacher at {ours.url}: .* giving up; .*--env\.teacher_url"
@@ -261,11 +261,11 @@ def test_a_token_that_the_teacher_has_no_logprob_of_costs_its_group_alone(
     teacher.wrong_token = 8
 
     async def work() -> None:
-        await env._delivery.teaching.wait_for_teacher()
+        await env._runner.connections.wait_for_teacher()
         with pytest.raises(RolloutFailure, match=r"of a sequence of 8 tokens, 0\.5 is no logprob"):
-            await env._rollouts.work_on("item")
-        await env._rollouts.work_on("item")
-        await close_servers(env)
+            await env._runner.rollouts.work_on("item")
+        await env._runner.rollouts.work_on("item")
+        await env._runner.connections.close()
 
     asyncio.run(asyncio.wait_for(work(), SECONDS))
     assert str(env.drops) == "teacher_refused=1"
@@ -279,21 +279,21 @@ def test_a_teacher_that_is_exchanged_while_nobody_asks_is_compared_again(
     env = environment(teacher, tokenizer, [response(float(n % 2)) for n in range(6)])
 
     async def work() -> None:
-        await env._delivery.teaching.wait_for_teacher()
+        await env._runner.connections.wait_for_teacher()
         teacher.paths.clear()
-        await env._rollouts.work_on("item")
+        await env._runner.rollouts.work_on("item")
         assert "/v1/models" not in teacher.paths, "it was looked at a moment ago"
         monkeypatch.setattr(teacher_client, "LOOK_AGAIN_SECONDS", 0.0)
-        await env._rollouts.work_on("item")
+        await env._runner.rollouts.work_on("item")
         assert "/v1/models" in teacher.paths
         assert compared not in teacher.paths, "it is the same"
         teacher.root = "/models/second"
         teacher.vocabulary, teacher.shift = {"other": 0}, 1
         try:
             with pytest.raises(UsageError, match="has another vocabulary"):
-                await env._rollouts.work_on("item")
+                await env._runner.rollouts.work_on("item")
         finally:
-            await close_servers(env)
+            await env._runner.connections.close()
 
     asyncio.run(asyncio.wait_for(work(), SECONDS))
     assert len(env.posted) == 2

@@ -1,0 +1,169 @@
+"""The state of a run that the runner's parts share, and the methods of an environment that they call."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
+
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.runner.exact_resume import ItemPosition
+from atroposlib.type_definitions import Item
+from atroposlib.utils.jsonl import JsonLinesWriter
+from atroposlib.wire.groups import DropCounter
+
+T = TypeVar("T")
+
+
+@dataclass
+class RunningItem:
+    """An item in work.
+
+    Attributes:
+        item: the result of `get_next_item`.
+        worker: the task that works on it.
+        position: its position in the order of items, with `exact_resume`.
+        collected: True once all its responses are sampled, so that it needs no inference server any
+            more.
+    """
+
+    item: Item
+    worker: asyncio.Task[Any]
+    position: ItemPosition | None
+    collected: bool = False
+
+    def mark_collected(self) -> None:
+        """Record that all responses are sampled."""
+        self.collected = True
+
+
+class RunState:
+    """Configuration, progress, items in work and counters of one environment's run."""
+
+    def __init__(self, config: BaseEnvConfig, servers: int) -> None:
+        # Typed as Any because a subclass's config has settings that this class does not know.
+        self.config: Any = config
+
+        # The trainer's progress, and this environment's registration
+        self.curr_step = 0
+        self.status_dict: dict[str, Any] = {}
+        self.env_id: int | None = None
+        self.wandb_prepend: str | None = None
+        self.wandb_project: str | None = None
+        self.wandb_group: str | None = None
+        self.max_token_len = -1
+        self.checkpoint_dir = ""
+        self.checkpoint_interval = -1
+
+        # Items in work, and items to be done before `get_next_item` is called
+        self.workers: set[asyncio.Task[Any]] = set()
+        self.eval_workers: set[asyncio.Task[Any]] = set()
+        self.eval_runner: asyncio.Task[Any] | None = None
+        self.running_items: dict[str, RunningItem] = {}
+        self.backlog: list[Item] = []
+        self.last_completed_item: Item = None
+        at_once = config.max_num_workers_per_node * servers
+        self.max_num_workers = config.max_num_workers if config.max_num_workers > 0 else at_once
+
+        # Counters, and values for the next metrics
+        self.drops = DropCounter()
+        self.groups_sent = 0
+        self.items_sent_this_step = 0
+        self.completion_lengths: list[int] = []
+        self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
+        self.task_duration: list[float] = []
+        self.succeeded_task_duration: list[float] = []
+        self.failed_task_duration: list[float] = []
+        self.task_successful: list[int] = []
+        self.mainloop_timings: list[float] = []
+        self.workers_added_list: list[int] = []
+        self.jsonl_writer: JsonLinesWriter | None = None
+
+        # `process` only
+        self.process_mode = False
+        self.n_groups_to_process = 0
+        self.group_size_to_process = config.group_size
+
+
+class View(Generic[T]):
+    """An attribute of an environment that shows an attribute of a part of its runner.
+
+    Before `BaseEnv.__init__` it is an ordinary attribute, which `__init__` then hides.
+
+    Args:
+        part: the runner's part, such as `state`.
+    """
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | T:
+        if instance is None:
+            return self
+        if (runner := instance.__dict__.get("_runner")) is not None:
+            return getattr(getattr(runner, self.part), self.name)
+        if self.name not in instance.__dict__:
+            raise AttributeError(
+                f"{owner.__name__}.{self.name} is set by BaseEnv.__init__: call super().__init__() first"
+            )
+        return instance.__dict__[self.name]
+
+    def __set__(self, instance: object, value: T) -> None:
+        if (runner := instance.__dict__.get("_runner")) is not None:
+            setattr(getattr(runner, self.part), self.name, value)
+        else:
+            instance.__dict__[self.name] = value
+
+
+class Author(Protocol):
+    """The methods of an environment that the runner calls. An override holds wherever they are
+    called.
+    """
+
+    name: str | None
+    sends_chats: ClassVar[bool]
+
+    @property
+    def tokenizer(self) -> Any: ...
+    async def setup(self) -> None: ...
+    async def get_next_item(self) -> Item: ...
+    async def next_item(self) -> Item: ...
+    async def item_at(self, number: int) -> Item: ...
+    async def evaluate(self) -> Any: ...
+    async def collect_trajectory(self, item: Item) -> tuple[Any, list[Item]]: ...
+    async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]: ...
+    async def postprocess_histories(self, trajectories: Any) -> Any: ...
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Item = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> int: ...
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None: ...
+    async def add_rollouts_for_wandb(self, scored_data: Any, item: Any = None) -> None: ...
+    async def cleanup(self) -> None: ...
+    async def wait_for_servers(self) -> None: ...
+    async def setup_wandb(self) -> None: ...
+    async def register_env(self) -> None: ...
+    async def get_server_info(self) -> None: ...
+    async def get_status(self) -> None: ...
+    async def env_step_checks(self) -> None: ...
+    async def add_train_workers(self) -> None: ...
+    async def handle_env(self, item_uuid: str) -> Any: ...
+    def load_checkpoint(self) -> None: ...
+    def save_checkpoint(self, step: int) -> None: ...
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None: ...
+    def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]: ...
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]: ...
+
+
+def label_of(author: Author, config: BaseEnvConfig) -> str:
+    """Return the environment's name for the service and W&B."""
+    return config.wandb_name or author.name or type(author).__name__
