@@ -135,7 +135,7 @@ def test_a_refusal_is_named(
 @pytest.fixture
 def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that fails is not tried again after a while."""
-    monkeypatch.setattr("atroposlib.inference.client.MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("atroposlib.inference.pool.MAX_ATTEMPTS", 1)
 
 
 @pytest.mark.usefixtures("asked_once")
