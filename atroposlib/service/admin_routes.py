@@ -104,7 +104,7 @@ async def publish(request: Request, service: Service) -> Response:
 async def join(request: Request, service: Service) -> Response:
     """A server is wanted: the trainer brings it in as soon as it answers."""
     url = read(ServerAddress, await request.body()).url
-    await service.run(lambda queue: queue.fleet.join(url, service.keyed))
+    await service.run(lambda queue: queue.join_fleet(url, service.keyed))
     logger.info("%s is wanted in the fleet", url)
     return answer({"status": "success", **service.queue.fleet.answered(service.keyed)})
 
@@ -113,6 +113,6 @@ async def join(request: Request, service: Service) -> Response:
 async def leave(request: Request, service: Service) -> Response:
     """A server shall leave: the trainer and the environments let go of it."""
     url = read(ServerAddress, await request.body()).url
-    await service.run(lambda queue: queue.fleet.leave(url, service.fleet_status.urls()))
+    await service.run(lambda queue: queue.leave_fleet(url, service.fleet_status.urls()))
     logger.info("%s is to leave the fleet", url)
     return answer({"status": "success", **service.queue.fleet.answered(service.keyed)})

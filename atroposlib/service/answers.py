@@ -16,40 +16,12 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from atroposlib.service.group_reader import GroupReader
-from atroposlib.service.group_schema import ScoredData
-from atroposlib.service.schemas import (
-    AckBatch,
-    BatchReport,
-    EndRun,
-    EnvIdentifier,
-    EnvStatus,
-    InvalidRequestError,
-    LeaseReferences,
-    PostedEvaluation,
-    PublishedFleet,
-    ReferencesDone,
-    RegisterEnv,
-    RegisterTrainer,
-    ServerAddress,
-)
+from atroposlib.service.schemas import InvalidRequestError
 from atroposlib.service.service import RolloutService
 
 PREFIX = "#/components/schemas/"
-MODELS: list[type[BaseModel]] = [
-    RegisterTrainer,
-    RegisterEnv,
-    EnvIdentifier,
-    EnvStatus,
-    AckBatch,
-    BatchReport,
-    EndRun,
-    PostedEvaluation,
-    PublishedFleet,
-    ServerAddress,
-    LeaseReferences,
-    ReferencesDone,
-    ScoredData,
-]
+MODELS: dict[str, type[BaseModel]] = {}
+"""Bodies that routes take, by name. `takes` adds them."""
 REFUSALS = {
     400: "The body is no valid gzip",
     401: "No bearer token, or a wrong one",
@@ -116,7 +88,8 @@ def query_int(request: Request, name: str) -> int | None:
 
 
 def takes(model: type[BaseModel], many: bool = False, required: bool = True) -> dict[str, Any]:
-    """Arguments of a route's decorator that describe its body."""
+    """Return the arguments of a route's decorator that describe its body."""
+    MODELS[model.__name__] = model
     schema: dict[str, Any] = {"$ref": PREFIX + model.__name__}
     if many:
         schema = {"type": "array", "items": schema}
@@ -137,7 +110,8 @@ def describe(app: FastAPI) -> None:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             _, models = models_json_schema(
-                [(model, "validation") for model in MODELS], ref_template=PREFIX + "{model}"
+                [(model, "validation") for model in MODELS.values()],
+                ref_template=PREFIX + "{model}",
             )
             schema.setdefault("components", {}).setdefault("schemas", {}).update(models["$defs"])
             refused = {"application/json": {"schema": {"type": "object", "required": ["detail"]}}}

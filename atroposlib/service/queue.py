@@ -162,7 +162,7 @@ class RolloutQueue:
         changes.environments = self.registry.take_changed()
         changes.environments_removed = self.registry.take_forgotten()
         changes.evaluations, changes.evaluations_removed = self.evaluations.take_changed()
-        if self.fleet.take_changed() or self._state_changed:
+        if self._state_changed:
             self._state_changed = False
             changes.state = {
                 **{name: getattr(self, name) for name in STORED},
@@ -174,7 +174,7 @@ class RolloutQueue:
                 "next_env_id": self.registry.next_id(),
                 "next_seq": self.next_seq,
                 "next_evaluation": self.evaluations.next_id,
-                "fleet": self.fleet.stored(),
+                "fleet": asdict(self.fleet),
                 "streams": self.streams.stored(),
                 "drops": [
                     [reason, bucket, count]
@@ -568,6 +568,14 @@ class RolloutQueue:
             self.limits.max_groups,
         )
         return min(space, shares.get(env_id, 0))
+
+    def join_fleet(self, url: str, keyed: bool) -> None:
+        """Request that the trainer bring in an inference server; see `FleetRequests.join`."""
+        self._state_changed |= self.fleet.join(url, keyed)
+
+    def leave_fleet(self, url: str, published: Collection[str] | None) -> None:
+        """Request that the trainer let a server go; see `FleetRequests.leave`."""
+        self._state_changed |= self.fleet.leave(url, published)
 
     def evaluated(self, now: float, **result: Any) -> int:
         """Keep an environment's evaluation; see `Evaluations.add`. Return the evaluation's id."""

@@ -10,19 +10,17 @@ import orjson
 NOBODY = -1
 """The line of groups that name no environment, or one that never registered here."""
 QUEUED, BUFFERED, REFERENCE = 0, -1, -2
-"""Where a group is: in its line, in its environment's buffer, or waiting for reference logprobs. A
-number above 0 is the id of the batch that it was handed out with."""
+"""Place of a group: its line, its environment's buffer, or the queue for reference logprobs. A number
+above 0 is the id of its batch."""
 MISSING, GIVEN, COMPUTED = 0, 1, 2
-"""A group's ref_logprobs: it has none, or none that count; what it came with is all that there will
-be; a reference worker has put them in."""
-
+"""State of a group's ref_logprobs: missing; final as posted; computed by a reference worker."""
 
 MAX_POSITIONS = 4096
 """Streams whose positions a trainer may name."""
 MAX_SERVERS = 4096
-"""In each list of a fleet: its addresses are asked for all at once."""
+"""Servers in each list of a fleet, since one answer carries the whole list."""
 Policy = Literal["fifo", "recent", "uniform"]
-"""In which order the groups of a line are used; see `scheduling.Replay`."""
+"""Order in which the groups of a line are used; see `scheduling.Replay`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +35,10 @@ class Limits:
     max_bytes: int = 4 << 30
     """Bytes of JSON held."""
     silent_after: float = 60.0
-    """Seconds without a word from an environment after which it no longer counts: no batch waits
-    for its reserved share, and weights and wanted groups are shared among the others."""
+    """Seconds without a call after which an environment no longer counts. No batch waits for its
+    reserved share, and the other environments share its weight and its groups to sample."""
     max_keys: int = 65_536
-    """Idempotency keys remembered; the oldest are forgotten first."""
+    """Idempotency keys that the queue remembers. It forgets the oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class ValidatedGroup:
     env_id: int | None = None
     weights: tuple[tuple[int | None, int], ...] = ()
     """The weights that its sequences were sampled under, as (epoch, version), each once. The epoch
-    is None if only the version is known; nothing at all if the environment does not say."""
+    is None if the environment states the version alone. Empty if it states neither."""
     key: str | None = None
     """Idempotency key."""
     tokens: int = 0
@@ -67,9 +65,9 @@ class ValidatedGroup:
     """The stream of items that it belongs to, if its environment can be resumed exactly; see
     `run_state.Streams`."""
     item: int | None = None
-    """Which of them it answers."""
+    """The number of its item in the stream."""
     life: str | None = None
-    """Of the stream when that item was begun."""
+    """`Streams.life` when the environment began the item."""
 
 
 @dataclass(slots=True)
@@ -87,8 +85,7 @@ class Group:
     """The weights that its sequences were sampled under, as (epoch, version), each once. At least
     one."""
     stated: bool = False
-    """The weights are the environment's word; else they are the trainer's when the group
-    arrived."""
+    """The environment stated the weights. If not, they are the trainer's when the group arrived."""
     version: int = 0
     """Version of its oldest weights, as the present trainer counts versions. The queue keeps it up
     to date."""
@@ -114,7 +111,7 @@ class Receipt:
 
 @dataclass(slots=True)
 class Registration:
-    """What the trainer said when it registered."""
+    """The trainer's own description, from its registration."""
 
     uuid: int
     wandb_group: str
@@ -130,37 +127,40 @@ class Registration:
     ack_batches: bool = False
     model: str | None = None
     weight_epoch: int = 0
-    """Names this trainer process; 0 if it does not say. See `run_state.WeightEpochs`."""
+    """Names this trainer process; 0 if it names none. See `run_state.WeightEpochs`."""
     run: str | None = None
-    """Names the run, over all its resumes; None if the trainer does not say."""
+    """Names the run, over all its resumes; None if the trainer names none."""
     positions: dict[str, int] | None = None
-    """The first item after the last batch that its weights have learned from, by stream; None if it
-    does not say."""
+    """The first item after the last batch that its weights have learned from, by stream; None if
+    the trainer states none."""
     ref_logprobs_from_workers: bool = False
     """Groups without ref_logprobs wait for a reference worker before they are handed out."""
     reference: dict[str, Any] | None = None
-    """How they are to be computed: handed on to the workers as it is, but for its `model`, which
-    theirs is compared with."""
+    """Instructions for the workers, which get them unchanged. A worker's model must equal its
+    `model`."""
     replay: dict[str, Any] | None = None
     """The fields of a `Replay`; None for its defaults."""
     log_dir: str | None = None
-    """Folder of the trainer's figures, on its machine; None if it does not say."""
+    """Folder of the trainer's figures, on its machine; None if the trainer states none."""
     inference_servers: list[str] | None = None
-    """Addresses of the servers that it was started with; None if it does not say."""
+    """Addresses of the servers that it was started with; None if the trainer states none."""
 
     @property
     def reference_model(self) -> str | None:
-        """Whose logprobs the reference workers compute."""
-        named = (self.reference or {}).get("model")
-        return named if isinstance(named, str) else self.model
+        """The model whose logprobs the reference workers compute."""
+        model = (self.reference or {}).get("model")
+        return model if isinstance(model, str) else self.model
 
     def is_another_run(self, other: Registration) -> bool:
-        """Whether the two name different runs. Where one of them names none: different models, or
-        the same model in different folders."""
+        """Return True if the two are of different runs.
+
+        If one of them names no run, these are different models, or one model in different folders.
+        """
         if self.run is not None and other.run is not None:
             return self.run != other.run
-        named = self.model is not None and other.model is not None
-        return named and (self.model, self.checkpoint_dir) != (other.model, other.checkpoint_dir)
+        if self.model is None or other.model is None:
+            return False
+        return (self.model, self.checkpoint_dir) != (other.model, other.checkpoint_dir)
 
 
 @dataclass(slots=True)
@@ -178,8 +178,7 @@ class Environment:
     clock: float = 0.0
     """Fair-queueing clock: sequences handed out divided by weight."""
     owed: float = 0.0
-    """Sequences of its reserved share that earlier batches could not hold because groups are
-    whole."""
+    """Sequences of its reserved share that earlier batches lacked, since they hold whole groups."""
     accepted: int = 0
     """Groups accepted from it."""
     stream: str | None = None
@@ -193,7 +192,7 @@ class Lease:
     batch_id: int
     groups: list[Group]
     sent: bool = False
-    """The whole answer went out to the trainer."""
+    """The trainer has the whole answer."""
     returned: bool = False
     """A later registration ended this lease; the batch waits to be handed out again."""
     sending: int = 0
@@ -205,21 +204,21 @@ class Evaluation:
     """One evaluation's result."""
 
     id: int
-    """Order of arrival, from 1. An id is never given twice, not after a reset either."""
+    """Order of arrival, from 1. No id is used twice, not after a reset either."""
     time: float
-    """When it arrived, in Unix seconds."""
+    """Time of arrival, in Unix seconds."""
     env_id: int | None
     """The environment's; None if it is not registered."""
     name: str
     """The environment's, or the evaluation's."""
     weight_version: int | None
-    """Of the oldest weights that it was measured with; None if that is not known."""
+    """Version of the oldest weights in the evaluation; None if the client states none."""
     metrics: dict[str, float]
     key: str | None = None
     """Chosen by the client; the same key again is the same evaluation."""
     weight_epoch: int | None = None
-    """Of those weights: which life of the trainer made them. One that resumes counts versions again
-    from its checkpoint's."""
+    """Epoch of these weights, which names the trainer process that made them. A resumed trainer
+    counts versions again from its checkpoint's."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as GET /evaluations answers it."""
@@ -234,24 +233,20 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Changes:
-    """What one call changed, to be stored in one transaction.
-
-    Applied in the order of the fields.
-    """
+    """Changes of one call, for one transaction of the store. They apply in the order of the fields."""
 
     wipe: bool = False
     added: list[tuple[Group, bytes, int]] = field(default_factory=list)
     """(group, body, place): the place is QUEUED, BUFFERED or REFERENCE."""
     referenced: list[tuple[int, bytes]] = field(default_factory=list)
-    """(sequence number, body): groups that have got their ref_logprobs, with the body that now
-    holds them."""
+    """(sequence number, body): groups that now have ref_logprobs, and the body that holds them."""
     reference: list[tuple[int, int]] = field(default_factory=list)
     """(sequence number, MISSING, GIVEN or COMPUTED)"""
     uses: list[tuple[int, int]] = field(default_factory=list)
-    """(sequence number, how often it was learned from)"""
+    """(sequence number, batches with it that the trainer has learned from)"""
     moved: list[tuple[int, int]] = field(default_factory=list)
-    """(sequence number, place): groups that moved there, from another of these places or from a
-    lease, in that order."""
+    """(sequence number, new place): groups that moved from another place or from a lease, in this
+    order."""
     leases: list[tuple[int, bool, bool, list[int]]] = field(default_factory=list)
     """(batch id, sent, returned, sequence numbers): leases that are new or changed."""
     removed: list[int] = field(default_factory=list)
@@ -259,11 +254,11 @@ class Changes:
     leases_removed: list[int] = field(default_factory=list)
     environments: list[dict[str, Any]] = field(default_factory=list)
     environments_removed: list[int] = field(default_factory=list)
-    """Environments that are forgotten: none of them is among the changed ones."""
+    """Environments that the queue forgot. None of them is in `environments`."""
     keys_added: list[tuple[str, Receipt]] = field(default_factory=list)
     keys_removed: list[str] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
-    """Those that are new."""
+    """New results."""
     evaluations_removed: list[int] = field(default_factory=list)
     state: dict[str, Any] | None = None
 
@@ -273,7 +268,7 @@ class Changes:
 
 @dataclass(slots=True)
 class Snapshot:
-    """Everything a store holds, but for the bodies."""
+    """Everything that a store holds, except the bodies."""
 
     state: dict[str, Any] = field(default_factory=dict)
     environments: list[dict[str, Any]] = field(default_factory=list)
@@ -290,14 +285,12 @@ class Snapshot:
 
 
 def record(environment: Environment) -> dict[str, Any]:
-    """A copy of an environment's record that can be stored."""
+    """Return a copy of an environment's record for the store."""
     return asdict(environment)
 
 
 def length_bucket(tokens: int) -> int:
-    """The smallest power of two that is at least `tokens`: the bucket under which dropped lengths
-    are counted.
-    """
+    """Return the smallest power of two that is at least `tokens`: the bucket of a dropped length."""
     return 1 << max(0, tokens - 1).bit_length()
 
 
@@ -310,7 +303,7 @@ class QueueFullError(QueueError):
 
 
 class RegistryFullError(QueueError):
-    """As many environments are registered, or streams are open, as may be."""
+    """The number of registered environments or of open streams is at its bound."""
 
 
 class BatchTooSmallError(QueueError):
@@ -322,7 +315,7 @@ class BatchTooSmallError(QueueError):
             "lower the environment's group_size or raise the trainer's batch_size"
         )
         self.index = index
-        """Position in the list that was posted."""
+        """Position in the posted list."""
         self.size = size
 
 
@@ -354,4 +347,4 @@ class UnknownBatchError(QueueError):
 
 
 class SupersededError(QueueError):
-    """Another trainer registered after the one that asks."""
+    """Another trainer has registered after the one that calls."""

@@ -1,7 +1,7 @@
-"""What the rollout service is asked, as pydantic models, and how what does not validate is refused:
-by its place and its value.
+"""Bodies of requests as pydantic models, and the refusal of a body that does not validate: it names the
+field and the value.
 
-Posted groups, which are long, are read in `groups`.
+`group_schema` reads posted groups, which are long.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from atroposlib.wire.numbers import LARGEST_FLOAT32, refuse_boolean
 from atroposlib.wire.weight_lineage import MOST_LIVES
 
 MAX_REASON = 300
-"""Characters of the reason why a batch is set aside."""
+"""Characters of the reason for setting a batch aside."""
 MAX_SERVER_REASON = 4096
-"""Characters: a table is not refused because one of its servers has much to say."""
+"""Characters that are kept of a server's reason. A longer reason does not refuse the table."""
 LARGEST_BATCH = 1 << 20
-"""Sequences. The work of packing a batch grows with its size, so it has a bound."""
+"""Sequences. The work of packing a batch grows with its size."""
 MAX_LEASED_TOKENS = 1 << 22
-"""At a reference worker at a time, by one request: its answer is read at once."""
+"""Tokens that one request of a reference worker may lease, since the worker reads the answer as a
+whole."""
 MAX_UNIX_SECONDS = 253402300799.0
-"""The end of the year 9999, the last that a date can have."""
+"""The end of the year 9999, the last year of a date."""
 
 SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
 """An integer that every JSON reader keeps exactly."""
 Version = Annotated[int, Field(ge=0, le=2**53 - 1)]
 EpochAndStep = Annotated[list[Version], Field(min_length=2, max_length=2)]
 Reason = Annotated[str, AfterValidator(lambda reason: " ".join(reason.split())[:MAX_REASON])]
-"""For a line of the log; its beginning is kept."""
+"""One line for the log, cut off at MAX_REASON."""
 RunName = Annotated[str, Field(min_length=1, max_length=256)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
 Name = Annotated[str, Field(max_length=4096)]
@@ -71,7 +72,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class InvalidRequestError(ValueError):
-    """The body does not validate. Holds what a 422 answer lists."""
+    """The body does not validate. `errors` is the list of the 422 answer."""
 
     def __init__(self, errors: list[dict[str, Any]]) -> None:
         super().__init__("; ".join(error["msg"] for error in errors))
@@ -79,16 +80,14 @@ class InvalidRequestError(ValueError):
 
 
 def invalid(where: list[str | int], value: Any, message: str) -> InvalidRequestError:
-    """One error at one place of the body: its path, the value found there, and what is wrong with
-    it.
-    """
+    """Return an error with one entry: the path of a field, its value, and the reason."""
     return InvalidRequestError(
         [{"type": "value_error", "loc": ["body", *where], "msg": message, "input": value}]
     )
 
 
 def path(where: list[str | int] | tuple[str | int, ...]) -> str:
-    """tokens[0][3]"""
+    """Return the path for people, such as `tokens[0][3]`."""
     return (
         "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
         or "the body"
@@ -96,31 +95,34 @@ def path(where: list[str | int] | tuple[str | int, ...]) -> str:
 
 
 def short(value: Any) -> Any:
-    """An input value as it can be shown: short, and without NaN, which JSON does not have."""
-    if isinstance(value, list | dict):
-        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    """Return a value for an error: short, and without NaN, which JSON does not have."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object of {len(value)}"
     if (
         isinstance(value, int) and abs(value) >= 10**40
     ):  # Python refuses to print integers of 4,300 digits
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, int | float) and not abs(value) < 2**53:
         return str(value)[:64]
-    return value if not isinstance(value, str) or len(value) <= 200 else value[:200] + "…"
+    if isinstance(value, str) and len(value) > 200:
+        return value[:200] + "…"
+    return value
 
 
 def refused(error: ValidationError) -> InvalidRequestError:
-    """What a 422 answer lists of pydantic's findings: the first twenty."""
+    """Return the first twenty of pydantic's errors, for a 422 answer."""
     errors = []
     for item in error.errors(include_url=False, include_context=False)[:20]:
         where = list(item["loc"])
-        bare = item["type"] in ("missing", "json_invalid")  # their input is the whole body
-        value = None if bare else short(item["input"])
-        rule = item["msg"]
-        if (
-            item["type"] == "float_type" and type(item["input"]) is int
-        ):  # an integer that no float can hold
-            rule = f"Input should be less than or equal to {LARGEST_FLOAT32:g} in magnitude"
-        message = rule if bare else f"{path(where)} is {value!r}: {rule}"
+        message, value = item["msg"], None
+        if item["type"] not in ("missing", "json_invalid"):  # their input is the whole body
+            value = short(item["input"])
+            if item["type"] == "float_type" and type(item["input"]) is int:
+                # No float can hold the integer.
+                message = f"Input should be less than or equal to {LARGEST_FLOAT32:g} in magnitude"
+            message = f"{path(where)} is {value!r}: {message}"
         errors.append(
             {"type": item["type"], "loc": ["body", *where], "msg": message, "input": value}
         )
@@ -131,7 +133,7 @@ def read(model: type[ModelT], body: bytes) -> ModelT:
     """Read a small request.
 
     Raises:
-        InvalidRequestError: the body is no JSON, or does not validate.
+        InvalidRequestError: the body is not JSON, or does not validate.
     """
     try:
         return model.model_validate_json(body)
@@ -140,7 +142,7 @@ def read(model: type[ModelT], body: bytes) -> ModelT:
 
 
 class Request(BaseModel):
-    """Unknown keys are ignored, as every client of this wire may rely on."""
+    """A body. Unknown keys are ignored, and clients may rely on that."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -152,15 +154,15 @@ class Request(BaseModel):
         return value
 
 
-class WantedReplay(Request):
-    """In which order groups are used, and how often."""
+class ReplayOptions(Request):
+    """Order in which groups are used, and number of uses."""
 
     policy: Policy = "fifo"
-    """fifo: oldest first. recent: newest weights first. uniform: at random among all that wait."""
+    """fifo: oldest first. recent: newest weights first. uniform: at random among all waiting groups."""
     max_reuse: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Batches that a group may be learned from in."""
+    """Batches with a group that the trainer may learn from."""
     seed: Version = 0
-    """Of uniform's choices."""
+    """Seed of the policy uniform."""
 
 
 class RegisterTrainer(Request):
@@ -179,45 +181,41 @@ class RegisterTrainer(Request):
     """Weight versions by which a group may be older than the trainer when it is handed out; null
     for any age."""
     ack_batches: bool = False
-    """The trainer sends POST /batch/ack from the first batch on; without it, the first ack
-    tells."""
+    """The trainer sends POST /batch/ack from the first batch on. If false, the service learns of
+    acknowledgements from the first one."""
     model: Name | None = None
-    """The model that is trained. With checkpoint_dir it tells one run from another; null where
-    nothing does."""
+    """The trained model. It and checkpoint_dir name the run if `run` does not; null if neither
+    does."""
     weight_epoch: Version = 0
-    """Names this trainer process: what POST /weight-epoch answered; 0 if it does not say."""
+    """The answer of POST /weight-epoch, which names this trainer process; 0 without one."""
     run: RunName | None = None
-    """Names the run, over all its resumes: another name is another run. Null where model and
-    checkpoint_dir tell runs apart."""
+    """Names the run, over all its resumes. Null if model and checkpoint_dir name it."""
     lives: Annotated[list[EpochAndStep], Field(max_length=MOST_LIVES)] | None = None
     """[weight epoch, starting step] of each trainer of the run, this one last, as its checkpoints
     name them."""
     positions: Annotated[dict[Name, Version], Field(max_length=MAX_POSITIONS)] | None = None
-    """Those of the last batch that the weights have learned from, {} before the first; null if they
-    are not known."""
+    """The first item of each stream after the last batch that the weights have learned from. {}
+    before the first batch; null if the trainer does not keep them."""
     ref_logprobs_from_workers: bool = False
-    """Groups that come without ref_logprobs get them from reference workers (POST /reference/lease)
-    before they are handed out. Needs `model`: by it workers are told from those of another one."""
+    """Groups without ref_logprobs get them from reference workers (POST /reference/lease) before they
+    are handed out. Requires `model`; workers that loaded a different model are refused."""
     reference: (
         Annotated[dict[ShortName, SafeInt | Number | bool | Name | None], Field(max_length=64)]
         | None
     ) = None
-    """How they are to be computed, for the workers to compare with. If it names a `model`, theirs
-    is compared with that one."""
+    """Instructions for the workers. If it names a `model`, the workers must have that model."""
 
     log_dir: Name | None = None
-    """Folder of the trainer's figures, for the page of a service on the same machine; null if it
-    does not say."""
+    """Folder of the trainer's figures, for the page of a service on the same machine."""
     inference_servers: Annotated[list[Name], Field(max_length=MAX_SERVERS)] | None = None
-    """Addresses of the servers that sample for it, for the page to ask how they are; null if it
-    does not say."""
-    replay: WantedReplay | None = None
-    """Null for fifo and each group once. Anything else needs max_staleness, by which old groups are
-    dropped; groups that are used again are one version older at least."""
+    """Addresses of the servers that sample for it. The page shows their states."""
+    replay: ReplayOptions | None = None
+    """Null for fifo and each group once. Other options require max_staleness, which drops old groups.
+    A group in its second use is at least one version older."""
 
     @model_validator(mode="after")
     def _replayed_groups_age(self) -> Self:
-        replay = self.replay or WantedReplay()
+        replay = self.replay or ReplayOptions()
         if replay.policy != "fifo" and self.max_staleness is None:
             raise ValueError(
                 f"replay {replay.policy!r} needs max_staleness: nothing else drops the groups that it passes over"
@@ -238,15 +236,15 @@ class RegisterTrainer(Request):
         return self
 
 
-class AskEpoch(Request):
+class EpochRequest(Request):
     """POST /weight-epoch."""
 
     asked: Version = 0
-    """Unix milliseconds, and more than the epochs that the trainer knows of its run. The answer is
-    at least as high."""
+    """Unix milliseconds, above all epochs in the trainer's checkpoints. The answer is at least as
+    high."""
     run: RunName | None = None
-    """As in POST /register: what is sampled with the epoch before the trainer registers counts as
-    this run's."""
+    """As in POST /register. Groups sampled with the epoch before the trainer registers count as this
+    run's."""
 
 
 def _or_default(weight: float) -> float:
@@ -262,14 +260,13 @@ class RegisterEnv(Request):
     desired_name: Annotated[str, Field(max_length=256)]
     weight: Annotated[FiniteFloat, AfterValidator(_or_default), Field(le=1e9)]
     """Share of the trainer's data relative to the other environments' weights. -1, which stock
-    environments send when they have none, is the default, 1."""
+    environments send by default, means 1."""
     group_size: Size
     min_batch_allocation: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     """Fraction of every batch that is kept for this environment."""
     stream: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Names the stream of items that it serves, if it can be resumed exactly: it numbers them, and
-    GET /status-env tells it where the stream stands. It takes the place of an environment that
-    served the same stream before."""
+    """Names the environment's stream of items, if it can be resumed exactly. It numbers the items, and
+    GET /status-env returns the position. It replaces an earlier environment of the same stream."""
 
 
 class EnvIdentifier(Request):
@@ -282,44 +279,42 @@ class EnvStatus(EnvIdentifier):
     """GET /status-env."""
 
     moves: SafeInt | None = None
-    """What it said the last time, from whoever wants to be answered when the trainer has done
-    something since."""
+    """`moves` of the last answer. The service answers once the trainer has acted since."""
     wait: Annotated[FiniteFloat, Field(ge=0, le=30)] = 0.0
-    """Seconds until it is answered nevertheless."""
+    """Seconds after which the service answers in any case."""
     process: Annotated[str, Field(max_length=256)] = ""
-    """Names the environment's process for people, and for a supervisor: for instance its id and
-    host."""
+    """Names the environment's process for people and for a supervisor, such as its id and host."""
 
 
 class AckBatch(Request):
     """POST /batch/ack."""
 
     batch_id: SafeInt | None = None
-    """The id that came with the batch; null for all batches that the trainer holds."""
+    """The batch's id; null for all batches that the trainer holds."""
     weight_version: Version | None = None
-    """Optimizer steps behind the trainer's weights now; null counts each batch as one step."""
+    """Optimizer steps of the trainer's weights now; null counts each batch as one step."""
     uuid: SafeInt | None = None
-    """What /register answered; a trainer that was superseded is told so."""
+    """The answer of /register. A superseded trainer gets 409."""
     skipped: Name | None = None
-    """Why the trainer could not learn from the batch; null if it did."""
+    """Reason why the trainer could not learn from the batch; null if it did."""
     keep: bool = False
-    """What was learned is not saved yet: keep the batch for the trainer that registers next, until
-    it is acknowledged again."""
+    """The trainer has not saved its weights yet. Keep the batch for the trainer that registers next,
+    until it is acknowledged again."""
     report: Any = None
-    """What the trainer computed for tokens of the batch, kept for whoever reads rollouts; see
-    `ui.rollouts.report`. One that cannot be read is no reason to refuse the acknowledgement."""
+    """The trainer's figures for tokens of the batch, for people who read rollouts; see
+    `dashboard.rollouts`. A malformed report does not refuse the acknowledgement."""
 
 
 class BatchReport(Request):
-    """POST /batch/report: of a batch that ends the trainer's run, and so is not acknowledged."""
+    """POST /batch/report, for a batch that ends the trainer's run and so is not acknowledged."""
 
     batch_id: SafeInt
     uuid: SafeInt | None = None
-    """What /register answered; a trainer that was superseded is told so."""
+    """The answer of /register. A superseded trainer gets 409."""
     report: Any = None
     """As in an acknowledgement."""
     error: Reason | None = None
-    """The error that training on the batch raised; null if something else ends the run. See
+    """The error of training on the batch; null if something else ends the run. See
     `run_state.BatchFailures`."""
 
 
@@ -327,24 +322,24 @@ class EndRun(Request):
     """POST /run/end."""
 
     uuid: SafeInt
-    """What /register answered."""
+    """The answer of /register."""
 
 
 class PostedEvaluation(Request):
     """POST /evaluations."""
 
     env_id: SafeInt | None = None
-    """What /register-env answered; null if the environment is not registered."""
+    """The answer of /register-env; null if the environment is not registered."""
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    """Of the environment, or of the evaluation."""
+    """The environment's, or the evaluation's."""
     weight_version: Version | None = None
-    """Of the oldest weights that it was measured with; null if that is not known."""
+    """Version of the oldest weights in the evaluation; null if it is unknown."""
     weight_epoch: Version | None = None
-    """Of those weights; null if that is not known, 0 for those that no trainer made, or where the
-    server does not say."""
+    """Epoch of these weights; null if it is unknown, 0 for weights of no trainer or if the server
+    states none."""
     metrics: Annotated[dict[MetricName, Number], Field(min_length=1, max_length=256)]
     idempotency_key: Key | None = None
-    """Chosen by the client; the same key again is answered again but not counted again."""
+    """Chosen by the client. A repeated key gets the same answer, and the result counts once."""
 
 
 class ServerAddress(Request):
@@ -354,17 +349,17 @@ class ServerAddress(Request):
 
 
 class PublishedServer(Request):
-    """One inference server, as the trainer sees it."""
+    """One inference server in the trainer's table."""
 
     url: ServerUrl
     standing: Literal["joining", "good", "quarantined", "away"]
     weight_version: SafeInt | None = None
-    """Of the weights that it serves; null if that is not known."""
+    """Version of the weights that it serves; null if it is unknown."""
     weight_epoch: SafeInt | None = None
     since: Time | None = None
-    """When it came to stand so, in Unix seconds."""
+    """Time of its last change of standing, in Unix seconds."""
     reason: Annotated[str, AfterValidator(lambda reason: reason[:MAX_SERVER_REASON])] = ""
-    """Why it is not good; its beginning is kept."""
+    """Reason for a standing other than good, cut off at MAX_SERVER_REASON."""
 
 
 def _each_once(servers: list[PublishedServer]) -> list[PublishedServer]:
@@ -383,10 +378,9 @@ class PublishedFleet(Request):
         list[PublishedServer], Field(max_length=MAX_SERVERS), AfterValidator(_each_once)
     ]
     uuid: SafeInt | None = None
-    """What /register answered; a trainer that was superseded is told so, and its table is not
-    taken."""
+    """The answer of /register. A superseded trainer gets 409, and its table is not kept."""
     by: Annotated[str, Field(max_length=256)] = ""
-    """Which of several publishers says it, such as a parameter server; empty for the trainer."""
+    """The publisher, such as a parameter server; empty for the trainer."""
 
 
 class LeaseReferences(Request):
@@ -395,23 +389,23 @@ class LeaseReferences(Request):
     worker: WorkerName
     """The worker's own name."""
     model: Name
-    """Whose logprobs it computes: as the trainer named it when it registered."""
+    """The model whose logprobs it computes, under the name in the trainer's registration."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_LEASED_TOKENS)]
-    """Of all sequences of all groups. A group that has more comes alone."""
+    """Tokens of all sequences of all groups. A group that has more comes alone."""
     seconds: Annotated[FiniteFloat, Field(gt=0, le=86400)]
-    """After which the groups go to another worker."""
+    """Seconds after which the groups go to another worker."""
 
 
 class AnsweredReference(Request):
-    """The reference logprobs of one group, or why there are none."""
+    """The reference logprobs of one group, or the reason for none."""
 
     id: Version
-    """As it came with the group."""
+    """The group's id from the lease."""
     ref_logprobs: NumberRows | None = None
-    """[n][length]: aligned with the group's tokens; where the mask is -100, as in
-    inference_logprobs, 1.0."""
+    """[n][length], aligned with the group's tokens. Where the mask is -100 it is 1.0, as in
+    inference_logprobs."""
     unusable: Name | None = None
-    """Why there can be none for this group: it goes on to the trainer without."""
+    """Reason why the group can have none. It goes to the trainer without."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:

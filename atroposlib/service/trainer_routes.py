@@ -18,9 +18,9 @@ from atroposlib.service.records import NotRegisteredError, Registration
 from atroposlib.service.run_state import FIRST_EPOCHS, read_lives
 from atroposlib.service.schemas import (
     AckBatch,
-    AskEpoch,
     BatchReport,
     EndRun,
+    EpochRequest,
     RegisterTrainer,
     invalid,
     read,
@@ -78,12 +78,12 @@ def _log_registration(body: RegisterTrainer, weight_epoch: int, dropped: int) ->
         )
 
 
-@router.post("/weight-epoch", **takes(AskEpoch))
+@router.post("/weight-epoch", **takes(EpochRequest))
 async def weight_epoch(request: Request, service: Service) -> Response:
     """An epoch for the weights of a trainer that starts: no other trainer of this service has it,
     or a higher one.
     """
-    body = read(AskEpoch, await request.body())
+    body = read(EpochRequest, await request.body())
     _check_epochs(service, "asked", [body.asked])
     return answer(
         {"weight_epoch": await service.run(lambda queue: queue.give_epoch(body.asked, body.run))}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +95,17 @@ def test_any_text_is_an_address_or_a_clear_refusal(text: str) -> None:
 def test_an_address_is_wanted_or_left_by_the_last_word_said(words: list[tuple[bool, int]]) -> None:
     wishes, last = FleetRequests(), {}
     for joins, number in words:
-        before = wishes.stored()
+        before = asdict(wishes)
         if joins:
-            wishes.join(str(number))
+            changed = wishes.join(str(number))
         else:
-            wishes.leave(str(number), None)
+            changed = wishes.leave(str(number), None)
         last[str(number)] = joins
-        assert wishes.take_changed() == (wishes.stored() != before)
+        assert changed == (asdict(wishes) != before)
     assert set(wishes.wanted) == {url for url, joins in last.items() if joins}
     assert set(wishes.left) == {url for url, joins in last.items() if not joins}
     assert len(wishes.wanted + wishes.left) == len(last)
-    assert FleetRequests(**wishes.stored()) == wishes
+    assert FleetRequests(**asdict(wishes)) == wishes
 
 
 def test_the_lists_are_bounded_and_strangers_cannot_leave() -> None:

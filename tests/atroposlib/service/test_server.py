@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import time
 from typing import Any
 
@@ -487,4 +488,7 @@ def test_metrics_and_openapi(service: Service) -> None:
     assert 'rollout_groups_posted_total{status="received"}' in text
     assert 'rollout_requests_total{method="POST",route="/scored_data",status="200"}' in text
     schema = service.get("/openapi.json")
-    assert "tokens" in schema["components"]["schemas"]["ScoredData"]["properties"]
+    described = schema["components"]["schemas"]
+    for reference in re.findall(r"#/components/schemas/(\w+)", json.dumps(schema)):
+        assert reference in described
+    assert "tokens" in described["ScoredData"]["properties"]

@@ -113,7 +113,7 @@ def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
     assert [known.id for known in queue.evaluations.after(MAX_KEPT)] == numbers[-2:]
     check()
     assert queue.evaluations.after(0)[0].id == 3, "the oldest are forgotten first"
-    queue.fleet.join("http://one:1")
+    queue.join_fleet("http://one:1", keyed=False)
     check()
     queue.register(registration())
     check()
