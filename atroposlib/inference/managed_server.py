@@ -193,7 +193,7 @@ class ManagedServer:
                 kwargs.pop("messages"), kwargs.pop("tools", None)
             )
         if "input_ids" not in kwargs:
-            kwargs["input_ids"] = self.tracker.encode(kwargs.pop("prompt"), rendered=False)
+            kwargs["input_ids"] = self.tracker.whole(kwargs.pop("prompt"), rendered=False).tokens
         return await self.server.get_logprobs(**kwargs)
 
     def node_of(self, answer: ChatCompletion | Completion, index: int = 0) -> SequenceNode:

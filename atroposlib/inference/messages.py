@@ -29,9 +29,7 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _checked(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping) and not hasattr(message, "model_dump"):
-        raise UsageError(f"{where} is {kind(message)}: give an object with role and content")
-    fields = dict(message) if isinstance(message, Mapping) else as_dict(message)
+    fields = _fields(message, where, "an object with role and content")
     if not isinstance(fields.get("role"), str) or not fields["role"]:
         raise UsageError(f'{where}.role is {kind(fields.get("role"))}: give a role such as "user"')
     fields["content"] = content_text(fields.get("content"), f"{where}.content")
@@ -41,6 +39,17 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
     if fields.get("tool_calls") is not None:
         fields["tool_calls"] = _calls(fields["tool_calls"], f"{where}.tool_calls")
     return fields
+
+
+def _fields(value: Any, where: str, remedy: str) -> dict[str, Any]:
+    """Return the fields of a dict or of one of OpenAI's models.
+
+    Raises:
+        UsageError: the value is neither; the error names the field and the remedy.
+    """
+    if not isinstance(value, Mapping) and not hasattr(value, "model_dump"):
+        raise UsageError(f"{where} is {kind(value)}: give {remedy}")
+    return as_dict(value)
 
 
 def content_text(content: Any, where: str) -> str:
@@ -63,10 +72,7 @@ def content_text(content: Any, where: str) -> str:
 def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    if not isinstance(part, Mapping) and hasattr(part, "model_dump"):
-        part = as_dict(part)
-    if not isinstance(part, Mapping):
-        raise UsageError(f'{where} is {kind(part)}: give {{"type": "text", "text": …}}')
+    part = _fields(part, where, '{"type": "text", "text": …}')
     name = part.get("type", "text")
     if name in IMAGES or any(image in part for image in IMAGES):
         raise UsageError(f"{where} is an image: prompts are text here; remove it")
@@ -86,17 +92,14 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         raise UsageError(f"{where} is {kind(calls)}: give a list of calls")
     checked = []
     for index, call in enumerate(calls):
-        if not isinstance(call, Mapping) and not hasattr(call, "model_dump"):
-            raise UsageError(
-                f"{where}[{index}] is {kind(call)}: give an object with function.name and function.arguments"
-            )
-        fields = dict(call) if isinstance(call, Mapping) else as_dict(call)
-        function = fields.get("function")
-        if not isinstance(function, Mapping) and not hasattr(function, "model_dump"):
-            raise UsageError(
-                f"{where}[{index}].function is {kind(function)}: give an object with name and arguments"
-            )
-        function = dict(function) if isinstance(function, Mapping) else as_dict(function)
+        fields = _fields(
+            call, f"{where}[{index}]", "an object with function.name and function.arguments"
+        )
+        function = _fields(
+            fields.get("function"),
+            f"{where}[{index}].function",
+            "an object with name and arguments",
+        )
         if not isinstance(function.get("name"), str):
             raise UsageError(
                 f"{where}[{index}].function.name is {kind(function.get('name'))}: give the name of a tool"

@@ -517,7 +517,8 @@ class ServerPool:
                     raise
             else:
                 server.note_timing(split, time.monotonic() - began, attempts.failures + 1)
-                self.answered(server, began)
+                self.choice.answered(server, began)
+                self._last_answer = time.monotonic()
                 return answer
 
     async def _tries_again(
@@ -529,19 +530,21 @@ class ServerPool:
         Raises:
             InferenceUnavailable: servers were away for too long.
         """
-        if server.config.health_check and is_away(error):
+        away = server.config.health_check and is_away(error)
+        if not away and not worth_retrying(error):
+            return False
+        self._last_answer = now = time.monotonic()
+        if away:
             # A server may pass its health check and still refuse this request: that ends, too.
-            attempts.away_since = attempts.away_since or time.monotonic()
-            waited = time.monotonic() - attempts.away_since
+            attempts.away_since = attempts.away_since or now
+            waited = now - attempts.away_since
             if waited > self.outage_timeout:
                 raise InferenceUnavailable(
                     f"{self.role} at {server.root_url}: {describe(error)} for {waited:.0f} s, giving up"
                 ) from error
-            self.refused(server, began, f"cannot be reached ({describe(error)})")
+            self._refused(server, began, f"cannot be reached ({describe(error)})")
             return True
-        if not worth_retrying(error):
-            return False
-        self.failed(server, began)
+        self.choice.failed(server, began, now)
         attempts.failures += 1
         if attempts.failures >= MAX_ATTEMPTS:
             return False
@@ -556,27 +559,14 @@ class ServerPool:
             await asyncio.sleep(0.5 * attempts.failures)
         return True
 
-    # ---- requests ----
-
-    def refused(self, server: APIServer, began: float, why: str) -> None:
+    def _refused(self, server: APIServer, began: float, why: str) -> None:
         """Note that a request found the server away."""
-        self._last_answer = time.monotonic()
         standing = self.choice.of(server)
         if not standing.away and len(self.servers) > 1:
             logger.info(
                 "%s at %s is away (%s): requests go to the others", self.role, server.root_url, why
             )
         self.choice.refused(server, began, time.monotonic(), why)
-
-    def failed(self, server: APIServer, began: float) -> None:
-        """Note that a request failed by the server's fault."""
-        self._last_answer = time.monotonic()
-        self.choice.failed(server, began, time.monotonic())
-
-    def answered(self, server: APIServer, began: float) -> None:
-        """Note that a request was answered."""
-        self._last_answer = time.monotonic()
-        self.choice.answered(server, began)
 
     # ---- looking ----
 

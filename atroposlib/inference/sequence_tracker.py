@@ -53,11 +53,9 @@ class SequenceNode(BaseModel):
     @property
     def weights(self) -> Weights | None:
         """The oldest weights that a token was sampled under, if known."""
-        return (
-            None
-            if self.weight_version is None
-            else Weights(self.weight_epoch or 0, self.weight_version)
-        )
+        if self.weight_version is None:
+            return None
+        return Weights(self.weight_epoch or 0, self.weight_version)
 
 
 def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
@@ -72,11 +70,9 @@ def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
         which it is not known.
     """
     weights = [node.weights for node in nodes if node.weights is not None]
-    fields = (
-        weight_fields(weights, [node.weight_spans for node in nodes])
-        if len(weights) == len(nodes)
-        else {}
-    )
+    fields: dict[str, list[Any]] = {}
+    if len(weights) == len(nodes):
+        fields = weight_fields(weights, [node.weight_spans for node in nodes])
     sampling = [on_the_wire(node.sampling) if node.sampling else None for node in nodes]
     reasons = [(node.metadata or {}).get("finish_reason") for node in nodes]
     group_fields: dict[str, list[Any]] = {"sampling_params": sampling, "finish_reasons": reasons}
@@ -171,11 +167,9 @@ class Prompt:
     @property
     def continued(self) -> int:
         """Number of sampled turns that the prompt holds token for token."""
-        return (
-            0
-            if self.source is None or self.turn is None
-            else self.source.turns.index(self.turn) + 1
-        )
+        if self.source is None or self.turn is None:
+            return 0
+        return self.source.turns.index(self.turn) + 1
 
 
 @dataclass(frozen=True)
@@ -227,7 +221,11 @@ class SequenceTracker:
         """
         shown = plain(text)
         source, turn = self._find(shown)
-        return Prompt(shown, self._encode(text, rendered, source, turn), source, turn)
+        if source is None or turn is None:
+            encode = encode_rendered if rendered else encode_plain
+            return Prompt(shown, encode(self.tokenizer, text))
+        following = self._continuation(behind(text, turn.text))
+        return Prompt(shown, source.node.tokens[: turn.tokens] + following, source, turn)
 
     def after(self, source: Kept, turn: Turn, tail: str) -> Prompt:
         """Return the prompt that continues a turn.
@@ -252,14 +250,11 @@ class SequenceTracker:
         """Return the text of the token with which the model ended a turn; empty if the answer was
         cut off.
         """
-        last = source.node.masked_tokens[
-            turn.tokens - 1
-        ]  # no end if the answer has no tokens at all
-        return (
-            str(self.tokenizer.decode([last], skip_special_tokens=False))
-            if last in self._continuation.atomic
-            else ""
-        )
+        # An answer without tokens has no end: the token is masked then.
+        last = source.node.masked_tokens[turn.tokens - 1]
+        if last not in self._continuation.atomic:
+            return ""
+        return str(self.tokenizer.decode([last], skip_special_tokens=False))
 
     def find(self, likeness: Callable[[Exchange], int]) -> tuple[Kept, Turn] | None:
         """Return the longest turn that a chat continues.
@@ -281,11 +276,7 @@ class SequenceTracker:
             if turn.exchange is not None and (like := likeness(turn.exchange))
         ]
         best = max(ranked, key=lambda entry: entry[:4], default=None)
-        return None if best is None else best[4:]
-
-    def encode(self, text: str, rendered: bool = True) -> list[int]:
-        """Return the token ids of a prompt; see `whole`."""
-        return self.whole(text, rendered).tokens
+        return best and best[4:]
 
     def begin(self, prompt: Prompt) -> Request:
         """Note that a prompt is sent now. `add` or `abandon` ends the request."""
@@ -293,13 +284,6 @@ class SequenceTracker:
             prompt.source.claims += 1
         self._begun += 1
         return Request(self._begun, prompt.source, prompt.turn)
-
-    def prompt(self, text: str, rendered: bool = True) -> tuple[list[int], Request]:
-        """Return the token ids of a prompt that is sent now, and its request; see `whole` and
-        `begin`.
-        """
-        prompt = self.whole(text, rendered)
-        return prompt.tokens, self.begin(prompt)
 
     def abandon(self, request: Request) -> None:
         """Note that the prompt was not answered."""
@@ -309,7 +293,7 @@ class SequenceTracker:
     def add(
         self,
         text: str,
-        request: Request | None,
+        request: Request,
         generation: Generation,
         answer_id: str = "",
         exchanges: Sequence[Exchange] | None = None,
@@ -318,7 +302,7 @@ class SequenceTracker:
 
         Args:
             text: the prompt's, with the marks of `ControlTokens.guard` if a chat template made it.
-            request: what `prompt` gave with it; None for a prompt that continues nothing.
+            request: see `begin`.
             generation: the answer.
             answer_id: comes back in the nodes' metadata.
             exchanges: one for each completion, where the prompt is a chat.
@@ -327,7 +311,6 @@ class SequenceTracker:
             ValueError: a completion's tokens and logprobs do not line up, or its spans do not cover
                 its tokens.
         """
-        request = request or self.prompt("")[1]
         self.abandon(request)
         source, beginning = request.source, beginning_of(request, generation.prompt_tokens)
         opened, added = opened_by(text), []
@@ -379,13 +362,6 @@ class SequenceTracker:
             for turn in sequence.turns:
                 if 0 < turn.text <= len(text) and text.startswith(sequence.text[: turn.text]):
                     yield sequence, turn
-
-    def _encode(
-        self, text: str, rendered: bool, source: Kept | None, turn: Turn | None
-    ) -> list[int]:
-        if source is not None and turn is not None:
-            return source.node.tokens[: turn.tokens] + self._continuation(behind(text, turn.text))
-        return (encode_rendered if rendered else encode_plain)(self.tokenizer, text)
 
 
 @dataclass(frozen=True)

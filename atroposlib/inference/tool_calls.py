@@ -169,12 +169,12 @@ class _Scan:
         self.stopped: list[ParsedCall] = []
         self._failures = self._failures_inside = 0
         self._last = -1
-        self._mark = format.opens.search(text) if format.opens is not None else None
+        self._mark = format.opens and format.opens.search(text)
 
     def __call__(self, begin: int, end: int, inside: bool) -> list[tuple[int, int]]:
         if inside:
             return self._skipped(begin, end)
-        cursor, known = begin, len(self.calls)
+        cursor, before = begin, len(self.calls)
         if self.format.bare is not None and begin != self._last:
             mark = self.format.bare.match(self.text, begin)
             if mark is not None and mark.end() <= end:
@@ -183,8 +183,9 @@ class _Scan:
         while not self.stopped and (mark := self._next(cursor)) is not None and mark.start() < end:
             quoted = is_quoted(self.text, *mark.span())
             cursor = mark.end() if quoted else self._read(mark)
-        self._last = max(begin, self.calls[-1].end) if len(self.calls) > known else begin
-        return [(call.start, call.end) for call in self.calls[known:]]
+        places = [(call.start, call.end) for call in self.calls[before:]]
+        self._last = max([begin, *(end for _, end in places[-1:])])
+        return places
 
     def _skipped(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Return the places of the calls in a part of reasoning."""
@@ -197,7 +198,8 @@ class _Scan:
             if not is_quoted(self.text, *mark.span()):
                 try:
                     calls, cursor = self.format.at(self.text, mark, self.tools)
-                    spans += [(mark.start(), cursor)] if calls else []
+                    if calls:
+                        spans.append((mark.start(), cursor))
                 except Unreadable:
                     self._failures_inside += 1
         return spans
@@ -308,7 +310,8 @@ def as_arguments(value: Any) -> dict[str, Any]:
             read, end = decode(value, start)
         except Unreadable as error:
             raise Unreadable(f"arguments must be an object: {error}") from None
-        value = read if not value[end:].strip() else value
+        if not value[end:].strip():
+            value = read
     if value is None or value == "":
         return {}
     if not isinstance(value, Mapping):
@@ -330,8 +333,10 @@ def as_call(value: Any, start: int, end: int) -> ParsedCall:
     ):
         return ParsedCall(start, end, "", None, "a call has no name")
     written = value.get("arguments")
+    if written is None:
+        written = value.get("parameters")
     try:
-        arguments = as_arguments(value.get("parameters") if written is None else written)
+        arguments = as_arguments(written)
     except Unreadable as error:
         return ParsedCall(start, end, "", None, str(error))
     return ParsedCall(start, end, value["name"].strip(), arguments)
@@ -347,7 +352,9 @@ def by_name(arguments: Any) -> Mapping[str, Any]:
 
     Text that is not JSON becomes one argument of the name `arguments`.
     """
-    return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
+    if isinstance(arguments, Mapping):
+        return arguments
+    return {"arguments": arguments}
 
 
 class JsonBetween(CallFormat):
@@ -859,7 +866,7 @@ class ToolCallTranslator:
             return ()
         if calls := message.get("tool_calls"):
             answer = self._answer_of([as_dict(call) for call in calls])
-            return answer.problems if answer is not None else ()
+            return () if answer is None else answer.problems
         return self._unreadable.get((message.get("content") or "").strip(), ())
 
     def with_problems(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -890,13 +897,17 @@ class ToolCallTranslator:
         """
         calls = [as_dict(call) for call in tool_calls]
         answer = self._answer_of(calls)
-        return answer.raw if answer is not None else self._written(calls)
+        if answer is None:
+            return self._written(calls)
+        return answer.raw
 
     def _answer_of(self, calls: list[dict[str, Any]]) -> Answer | None:
         """Return the answer that consisted of exactly these calls."""
         ids = tuple(call.get("id") or "" for call in calls)
-        answer = self.answers.get(ids[0]) if ids else None
-        return answer if answer is not None and answer.ids == ids else None
+        answer = self.answers.get(next(iter(ids), ""))
+        if answer is None or answer.ids != ids:
+            return None
+        return answer
 
     def _written(self, calls: list[dict[str, Any]]) -> str:
         functions = [as_dict(call["function"]) for call in calls]
@@ -962,11 +973,9 @@ def decoded(arguments: Any) -> Any:
 
 def as_dict(message: Any) -> dict[str, Any]:
     """Return a message, given as a dict or as one of OpenAI's models, as a dict."""
-    return (
-        dict(message)
-        if isinstance(message, dict)
-        else message.model_dump(exclude_none=True, warnings=False)
-    )
+    if isinstance(message, Mapping):
+        return dict(message)
+    return message.model_dump(exclude_none=True, warnings=False)
 
 
 Problem = Literal[

@@ -17,7 +17,12 @@ from atroposlib.inference.generation import (
     weight_fields,
 )
 from atroposlib.inference.sampling_record import sampling_of
-from atroposlib.inference.sequence_tracker import SequenceNode, SequenceTracker, sequence_fields
+from atroposlib.inference.sequence_tracker import (
+    Request,
+    SequenceNode,
+    SequenceTracker,
+    sequence_fields,
+)
 
 
 def trained(node: Any) -> str:
@@ -67,10 +72,16 @@ def sampled(
     )
 
 
+def sent(tracker: SequenceTracker, text: str, rendered: bool = True) -> tuple[list[int], Request]:
+    """Return the token ids of a prompt that is sent now, and its request."""
+    prompt = tracker.whole(text, rendered)
+    return prompt.tokens, tracker.begin(prompt)
+
+
 def turn(
     tracker: SequenceTracker, text: str, *texts: str, version: int = 0, epoch: int | None = None
 ) -> list[Any]:
-    ids, request = tracker.prompt(text)
+    ids, request = sent(tracker, text)
     return tracker.add(text, request, sampled(ids, *texts, version=version, epoch=epoch))
 
 
@@ -79,7 +90,7 @@ class UnderWay:
 
     def __init__(self, tracker: SequenceTracker, text: str):
         self.tracker, self.text = tracker, text
-        self.ids, self.request = tracker.prompt(text)
+        self.ids, self.request = sent(tracker, text)
 
     def answer(self, *texts: str) -> list[Any]:
         return self.tracker.add(self.text, self.request, sampled(self.ids, *texts))
@@ -169,7 +180,7 @@ def test_logprobs_that_do_not_line_up_are_refused() -> None:
     generation = sampled([1], "ab")
     generation.output_logprobs[0].pop()
     with pytest.raises(ValueError, match="2 tokens but 1 logprobs"):
-        tracker.add("x", None, generation)
+        tracker.add("x", sent(tracker, "x")[1], generation)
 
 
 @given(
@@ -274,7 +285,7 @@ def test_every_sampled_token_of_a_conversation_keeps_its_weights(
         spans = [Span(Weights(epoch, version), count) for epoch, version, count in told]
         completion = "x" * sum(span.tokens for span in spans)
         text += f"<{number}>"
-        ids, request = tracker.prompt(text)
+        ids, request = sent(tracker, text)
         generation = sampled(ids, completion)
         generation.weight_spans = None if one_untold and number == 0 else [spans]
         (node,) = tracker.add(text, request, generation)
@@ -307,7 +318,7 @@ def test_every_sampled_token_of_a_conversation_keeps_the_parameters_that_it_was_
     text = ""
     for number, (asked, answer) in enumerate(turns):
         text += f"<{number}>"
-        ids, request = tracker.prompt(text)
+        ids, request = sent(tracker, text)
         generation = sampled(ids, answer)
         generation.sampling = None if one_untold and number == 0 else sampling_of(asked, 1)
         (node,) = tracker.add(text, request, generation)
@@ -344,7 +355,7 @@ def test_a_branch_keeps_the_weights_of_its_own_past() -> None:
         ("<q>abc<r>", "de", 2),
         ("<q>abc<other>", "f", 3),
     ):
-        ids, request = tracker.prompt(text)
+        ids, request = sent(tracker, text)
         generation = sampled(ids, completion, version=version)
         generation.weight_spans = [[Span(Weights(0, version), len(completion))]]
         tracker.add(text, request, generation)
@@ -357,7 +368,7 @@ def test_a_branch_keeps_the_weights_of_its_own_past() -> None:
 
 def test_spans_that_do_not_cover_the_completion_are_refused() -> None:
     tracker = SequenceTracker(TOKENIZER)
-    ids, request = tracker.prompt("<q>")
+    ids, request = sent(tracker, "<q>")
     generation = sampled(ids, "abc")
     generation.weight_spans = [[Span(Weights(0, 1), 2)]]
     with pytest.raises(ValueError, match="3 tokens, but its weight spans cover"):
@@ -400,11 +411,11 @@ def test_plain_text_begins_with_one_start_token_and_rendered_text_as_it_was_rend
     text: str, rendered: bool, starts: int
 ) -> None:
     tracker = SequenceTracker(StartingTokenizer())
-    ids, request = tracker.prompt(text, rendered)
+    ids, request = sent(tracker, text, rendered)
     assert ids.count(7) == starts
-    assert tracker.encode(text, rendered) == ids
+    assert tracker.whole(text, rendered).tokens == ids
     (node,) = tracker.add(text, request, sampled(ids, "abc"))
-    following = tracker.encode(f"{node.full_text}, more", rendered)
+    following = tracker.whole(f"{node.full_text}, more", rendered).tokens
     assert following[: len(node.tokens)] == node.tokens, (
         "a continuation goes on from the very tokens"
     )
