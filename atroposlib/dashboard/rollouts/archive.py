@@ -1,11 +1,10 @@
-"""The file that keeps rollouts for people to read: one SQLite database of a bounded size, the
-oldest groups going first.
+"""The file that keeps rollouts for people to read: an SQLite database of a bounded size, from which
+the oldest groups are removed first.
 
-It is no part of the run: who writes it may be killed at any time, and what it wrote a moment before
-may be missing then. A rollout has a row of numbers by which it is found, its text for the search,
-and what the trainer told of its tokens; its group has the body as it was posted. A list in any
-order is a walk along one index for each environment, so a page of it takes the same time whatever
-the number of rollouts.
+The run does not need it: its writer may be killed at any time, and loses the last moment then. A
+rollout has a row of numbers, its text for the search, and the trainer's report of its tokens. Its
+group has the body as it was posted. A list in any order walks along one index for each environment,
+so a page of it takes the same time for any number of rollouts.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from atroposlib.dashboard.rollouts.rollout_stats import (
 from atroposlib.dashboard.rollouts.text import TextOfTokens, preview, searched_text
 
 ARCHIVE = "rollouts.db"
-"""The archive's name in the folder of what the service observed; that of the second run there is
-`rollouts.2.db`, and so on."""
+"""Name of the archive in the folder of observed state; the second run has `rollouts.2.db`, and so
+on."""
 _NAMED = re.compile(r"rollouts(?:\.(\d+))?\.db")
 FORMAT = 1
 APPLICATION_ID = 0x4C6F526F
@@ -41,7 +40,7 @@ APPLICATION_ID = 0x4C6F526F
 MAX_BYTES = 1 << 30
 MAX_ROLLOUTS = 1_000_000
 MAX_ENVIRONMENTS, OTHERS = 500, "others"
-"""Names of environments that are told apart, and what all further ones are called."""
+"""Number of environments with a name of their own, and the name of all further ones."""
 _ROW_BYTES = 300
 """Approximate bytes of a rollout's numbers in the table and its indexes."""
 
@@ -96,31 +95,38 @@ class PostedGroup:
 
 
 def newest_archive(folder: Path) -> Path | None:
-    """The archive of the last run whose rollouts are kept in a folder; None if there is none."""
+    """Return the archive of the last run whose rollouts are in a folder; None if there is none."""
     archives = {
-        int(named[1] or 1): path
+        number: path
         for path in folder.glob("rollouts*.db")
-        if (named := _NAMED.fullmatch(path.name))
+        if (number := _number(path)) is not None
     }
-    return archives[max(archives)] if archives else None
+    return archives.get(max(archives, default=0))
+
+
+def _number(path: Path) -> int | None:
+    """Return the number of an archive's run; None for another file."""
+    match = _NAMED.fullmatch(path.name)
+    return match and int(match[1] or 1)
 
 
 def archive_of_next_run(path: Path) -> Path:
-    """Where the rollouts of the run are kept that comes after the one of an archive. The one before
-    that is removed: a folder has the bytes of two archives at most."""
-    named = _NAMED.fullmatch(path.name)
-    number = int(named[1] or 1) if named else 1
+    """Return the path of the next run's archive, and remove the archive of the run before `path`.
+
+    A folder holds at most two archives.
+    """
+    number = _number(path) or 1
+    before = path.with_name(ARCHIVE if number == 2 else f"rollouts.{number - 1}.db")
     for end in ("", "-wal", "-shm"):
-        before = path.with_name(ARCHIVE if number == 2 else f"rollouts.{number - 1}.db")
         Path(f"{before}{end}").unlink(missing_ok=True)
     return path.with_name(f"rollouts.{number + 1}.db")
 
 
 def connect(path: Path, read_only: bool = False) -> sqlite3.Connection:
-    """A connection to an archive; to be used by one thread at a time.
+    """Connect to an archive. One thread at a time may use the connection.
 
     Raises:
-        ArchiveError: the file is none, or cannot be opened.
+        ArchiveError: the file is not an archive, or cannot be opened.
     """
     try:
         mode = "?mode=ro" if read_only else ""
@@ -156,17 +162,17 @@ def _unusable(path: Path, error: sqlite3.Error) -> ArchiveError:
 
 
 def is_full(error: sqlite3.Error) -> bool:
-    """Return True for what a full disk or a used-up quota looks like."""
+    """Return True for the errors of a full disk or a used-up quota."""
     code = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 class Archive:
-    """Writes an archive. Of one thread.
+    """Writes an archive, in one thread.
 
     Args:
-        path: the file, made where there is none.
-        most_bytes, most_rollouts: what it holds at most, in about.
+        path: the file, which is made if there is none.
+        most_bytes, most_rollouts: approximate limits of its size.
 
     Raises:
         ArchiveError: see connect.
@@ -218,12 +224,12 @@ class Archive:
         self._connection.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
-        """End it: let go of what is too much, and keep the rest."""
+        """End the transaction. The oldest groups beyond the limits are removed first."""
         self._make_room()
         self._connection.execute("COMMIT")
 
     def roll_back(self) -> None:
-        """Forget what was done since `begin`."""
+        """Undo everything since `begin`."""
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
         self._look()
@@ -233,14 +239,14 @@ class Archive:
         self.keep_fact("tokenizer", zlib.compress(content, 6))
 
     def keep_fact(self, name: str, value: bytes) -> None:
-        """Keep something that is true of the whole archive."""
+        """Keep a fact about the whole archive."""
         self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
     def add(self, posted: PostedGroup) -> int:
-        """Keep a group. Returns its id.
+        """Keep a group, and return its id.
 
         Raises:
-            ValueError, TypeError, LookupError: it is no group, and nothing of it is kept.
+            ValueError, TypeError, LookupError: the body is not a group. Nothing of it is kept.
         """
         group = orjson.loads(posted.body)
         if not isinstance(group, dict):
@@ -292,27 +298,27 @@ class Archive:
         return int(known)
 
     def group_of(self, seq: int) -> int | None:
-        """The id of the newest group to which the service gave this number; None if it is not kept."""
+        """Return the id of the newest group with this number of the service; None if it is not kept."""
         row = self._connection.execute(
             "SELECT id FROM groups WHERE seq = ? ORDER BY id DESC LIMIT 1", (seq,)
         ).fetchone()
-        return None if row is None else int(row[0])
+        return row and int(row[0])
 
-    def add_trained(self, group: int, told: Iterable[tuple[int, TrainedTokens]]) -> None:
-        """Keep what the trainer computed for rollouts of a group, by their place in it.
+    def add_trained(self, group: int, reports: Iterable[tuple[int, TrainedTokens]]) -> None:
+        """Keep the trainer's numbers for rollouts of a group, by their place in it.
 
-        What was kept before is replaced.
+        They replace earlier ones.
         """
         first, size, body = self._connection.execute(
             "SELECT first, size, body FROM groups WHERE id = ?", (group,)
         ).fetchone()
         content = orjson.loads(zlib.decompress(body))
         masks = told_of_each(content, "masks")
-        for place, trained in told:
+        for place, trained in reports:
             if place >= size:
                 continue
             logprobs, places = logprobs_of(content, place), sampled_places(masks[place])
-            apart = drift(logprobs[places], trained) if len(logprobs) else None
+            difference = drift(logprobs[places], trained) if len(logprobs) else None
             columns = [
                 row.astype("<f4").tobytes()
                 for row in (trained.logprobs, trained.entropies, trained.advantages)
@@ -324,7 +330,7 @@ class Archive:
             )
             self._connection.execute(
                 "UPDATE rollouts SET drift = ?, trained_version = ? WHERE id = ?",
-                (apart, trained.weight_version, first + place),
+                (difference, trained.weight_version, first + place),
             )
             grown = sum(map(len, columns)) - before
             self._connection.execute(
@@ -333,27 +339,30 @@ class Archive:
             self._bytes += grown
 
     def _trained_bytes(self, rollout: int) -> int:
-        row = self._connection.execute(
-            "SELECT length(logprobs) + length(entropies) + length(advantages) FROM trained WHERE id = ?",
+        (size,) = self._connection.execute(
+            "SELECT coalesce(sum(length(logprobs) + length(entropies) + length(advantages)), 0) "
+            "FROM trained WHERE id = ?",
             (rollout,),
         ).fetchone()
-        return 0 if row is None else int(row[0])
+        return int(size)
 
-    def add_parity(self, told: dict[str, Any], groups: Sequence[int]) -> None:
-        """Keep what a step's comparison bit for bit came to.
+    def add_parity(self, parity: dict[str, Any], groups: Sequence[int]) -> None:
+        """Keep the result of a step's comparison of tokens.
 
         Args:
+            parity: as `parity_of` returns it.
             groups: numbers of the batch's groups, in the trainer's order.
         """
         run = self._connection.execute
-        first = told["first"]
-        if first is not None and first.get("weight_version") == told["weight_version"]:
+        first = parity["first"]
+        if first is not None and first.get("weight_version") == parity["weight_version"]:
             number = first.get("group")
-            at = groups[number] if isinstance(number, int) and 0 <= number < len(groups) else None
-            first = first | {"archived": None if at is None else self.group_of(at)}
+            first = first | {"archived": None}
+            if isinstance(number, int) and 0 <= number < len(groups):
+                first["archived"] = self.group_of(groups[number])
             if run("SELECT 1 FROM facts WHERE name = 'first_mismatch'").fetchone() is None:
                 self.keep_fact("first_mismatch", orjson.dumps(first))
-        totals = {"compared": told["compared_in_all"], "mismatched": told["mismatched_in_all"]}
+        totals = {"compared": parity["compared_in_all"], "mismatched": parity["mismatched_in_all"]}
         self.keep_fact("parity", orjson.dumps(totals))
 
     def _make_room(self) -> None:

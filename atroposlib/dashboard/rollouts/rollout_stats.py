@@ -1,8 +1,7 @@
-"""What is known of one rollout, from its group as it was posted and from what the trainer told of
-it. Pure.
+"""The numbers of one rollout, from its group as it was posted and from the trainer's report. Pure.
 
-A group is what an environment posted, so whatever was accepted must do: fields that are not what
-they should be count as not there.
+An environment posted the group, and the service accepts fields of its own in it. A field of another
+type than expected counts as missing.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ _BEFORE_A_PLACEHOLDER = 0.5
 """Logprobs of prompts are sent as 1.0. One that was sampled is at most 0, but for rounding."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Measured:
-    """Numbers of one rollout, by which it is found.
+    """Numbers by which people find a rollout.
 
     Attributes:
-        score: the reward; None where that is no number.
-        tokens, sampled: how many it has, and how many of them the model sampled.
-        mean_logprob: of the sampled ones under the sampler, in nats; None where nobody sent
+        score: the reward; None if it is not a finite number.
+        tokens, sampled: number of tokens, and number of tokens that the model sampled.
+        mean_logprob: mean of the sampler's logprobs of the sampled tokens, in nats; None without
             logprobs.
-        oldest, newest: weight versions that sampled it; None where nobody said.
-        finish_reason: why its sampling ended; empty where nobody said.
+        oldest, newest: weight versions that sampled it; None if the group does not have them.
+        finish_reason: reason for the end of its sampling; empty if the group does not have it.
     """
 
     score: float | None
     tokens: int
     sampled: int
-    mean_logprob: float | None
-    oldest: int | None
-    newest: int | None
-    finish_reason: str
+    mean_logprob: float | None = None
+    oldest: int | None = None
+    newest: int | None = None
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """What the trainer computed for the first of a rollout's trained tokens.
+    """The trainer's numbers for the first of a rollout's trained tokens.
 
     Attributes:
         weight_version: of the weights that it was computed with.
@@ -64,19 +63,17 @@ class TrainedTokens:
     advantages: Floats
 
 
-def sequences_of(group: Mapping[str, Any]) -> int:
-    """Return the number of rollouts in a group."""
-    scores = group.get("scores")
-    return len(scores) if isinstance(scores, list) else 0
-
-
 def told_of_each(group: Mapping[str, Any], name: str) -> list[Any]:
-    """An entry for each rollout, None where nothing is said.
+    """Return a field's entry for each rollout.
 
-    What is no list of as many is the environment's own.
+    The entries are None if the field is not a list with one entry per rollout.
     """
-    rows, count = group.get(name), sequences_of(group)
-    return rows if isinstance(rows, list) and len(rows) == count else [None] * count
+    scores, rows = group.get("scores"), group.get(name)
+    if not isinstance(scores, list):
+        return []
+    if isinstance(rows, list) and len(rows) == len(scores):
+        return rows
+    return [None] * len(scores)
 
 
 def places_of(group: Mapping[str, Any]) -> list[npt.NDArray[np.int64]]:
@@ -85,34 +82,33 @@ def places_of(group: Mapping[str, Any]) -> list[npt.NDArray[np.int64]]:
 
 
 def measured(group: Mapping[str, Any], places: Sequence[npt.NDArray[np.int64]]) -> list[Measured]:
-    """The numbers of each rollout of a group.
+    """Return the numbers of each rollout of a group.
 
     Args:
+        group: as it was posted.
         places: as `places_of` gives them.
     """
-    found = []
+    rows = []
     tokens, reasons = told_of_each(group, "tokens"), told_of_each(group, "finish_reasons")
     for index, score in enumerate(group.get("scores") or []):
         sampled = places[index]
+        numbers = Measured(None, len(tokens[index] or []), len(sampled))
+        if isinstance(score, int | float) and math.isfinite(score):
+            numbers.score = float(score)
         logprobs = logprobs_of(group, index)
-        known = logprobs[sampled] if len(logprobs) else logprobs
-        known = known[np.isfinite(known)]
+        if len(logprobs):
+            logprobs = logprobs[sampled]
+            logprobs = logprobs[np.isfinite(logprobs)]
+        if len(logprobs):
+            numbers.mean_logprob = float(logprobs.mean(dtype=np.float64))
         versions = versions_of(group, index, len(sampled))
-        known_versions = versions[versions != UNKNOWN_VERSION]
-        found.append(
-            Measured(
-                score=float(score)
-                if isinstance(score, int | float) and math.isfinite(score)
-                else None,
-                tokens=len(tokens[index] or []),
-                sampled=len(sampled),
-                mean_logprob=float(known.mean(dtype=np.float64)) if len(known) else None,
-                oldest=int(known_versions.min()) if len(known_versions) else None,
-                newest=int(known_versions.max()) if len(known_versions) else None,
-                finish_reason=reasons[index] if isinstance(reasons[index], str) else "",
-            )
-        )
-    return found
+        versions = versions[versions != UNKNOWN_VERSION]
+        if len(versions):
+            numbers.oldest, numbers.newest = int(versions.min()), int(versions.max())
+        if isinstance(reasons[index], str):
+            numbers.finish_reason = reasons[index]
+        rows.append(numbers)
+    return rows
 
 
 def sampled_places(mask: Any) -> npt.NDArray[np.int64]:
@@ -132,8 +128,8 @@ def logprobs_of(group: Mapping[str, Any], index: int) -> Floats:
 
 
 def versions_of(group: Mapping[str, Any], index: int, sampled: int) -> npt.NDArray[np.int64]:
-    """[sampled] int64: the weight version that each sampled token is of, UNKNOWN_VERSION where
-    nobody said.
+    """[sampled] int64: the weight version of each sampled token, UNKNOWN_VERSION if the group does
+    not have it.
     """
     spans = told_of_each(group, "weight_version_spans")[index]
     if isinstance(spans, list) and spans and sum(count for _, count in spans) == sampled:
@@ -141,39 +137,39 @@ def versions_of(group: Mapping[str, Any], index: int, sampled: int) -> npt.NDArr
             np.int64
         )
     version = told_of_each(group, "weight_versions")[index]
-    return np.full(
-        sampled, version if isinstance(version, int) else UNKNOWN_VERSION, dtype=np.int64
-    )
+    if not isinstance(version, int):
+        version = UNKNOWN_VERSION
+    return np.full(sampled, version, dtype=np.int64)
 
 
 def drift(sampler: Floats, trained: TrainedTokens) -> float | None:
-    """How far sampler and trainer differ on a rollout: the mean of |logprob of the trainer - of the
-    sampler|, in nats a token.
+    """Return the mean of |trainer's logprob - sampler's logprob| over a rollout, in nats per token.
 
     Args:
         sampler: [sampled] float32, NaN where it is not known.
+        trained: the trainer's report.
 
     Returns:
-        None where nothing can be compared.
+        None if nothing can be compared.
     """
     ours = trained.logprobs
-    behind = (
-        len(sampler) - trained.trained
-    )  # the first token of a sequence may be sampled, but never trained
+    # The first token of a sequence may be sampled, but it is never trained.
+    behind = len(sampler) - trained.trained
     if behind not in (0, 1):
         return None
     theirs = sampler[behind : behind + len(ours)]
     difference = np.abs(ours.astype(np.float64) - theirs)
-    known = difference[np.isfinite(difference)]
-    return float(known.mean()) if len(known) else None
+    difference = difference[np.isfinite(difference)]
+    if not len(difference):
+        return None
+    return float(difference.mean())
 
 
 def read_report(report: Any) -> list[tuple[int, int, TrainedTokens]]:
-    """What a trainer reported: group of the batch, sequence of the group, and what was computed for
-    it.
+    """Return a report's entries: group of the batch, sequence of the group, and its numbers.
 
     Raises:
-        ValueError: it is no report; says what is wrong.
+        ValueError: the report cannot be read. The message gives the reason.
     """
     if not isinstance(report, Mapping):
         raise ValueError(f"a report is an object, not {type(report).__name__}")
@@ -185,12 +181,10 @@ def read_report(report: Any) -> list[tuple[int, int, TrainedTokens]]:
         try:
             group, sequence, trained = int(row["group"]), int(row["sequence"]), int(row["trained"])
             logprobs, entropies = _floats(row["logprobs"]), _floats(row["entropies"])
-            value = row["advantages"]
-            advantages = (
-                np.full(len(logprobs), value, dtype=np.float32)
-                if isinstance(value, int | float)
-                else _floats(value)
-            )
+            if isinstance(row["advantages"], int | float):
+                advantages = np.full(len(logprobs), row["advantages"], dtype=np.float32)
+            else:
+                advantages = _floats(row["advantages"])
         except (KeyError, TypeError, binascii.Error) as error:
             raise ValueError(
                 f"a sequence of a report cannot be read: {type(error).__name__}: {error}"
@@ -217,9 +211,11 @@ def _floats(text: str) -> Floats:
 
 
 def parity_of(report: Any) -> dict[str, Any] | None:
-    """What a report says of the comparison bit for bit: weight_version, compared, mismatched,
-    compared_in_all, mismatched_in_all and `first`; None where it says nothing, or nothing that can
-    be read."""
+    """Return a report's token comparison; None if the report has none, or it cannot be read.
+
+    Returns:
+        weight_version, compared, mismatched, compared_in_all, mismatched_in_all and `first`.
+    """
     parity = report.get("parity") if isinstance(report, Mapping) else None
     if not isinstance(parity, Mapping):
         return None

@@ -1,8 +1,7 @@
-"""Text of tokens, without what an inference client's tokenizer brings along: the service has no
-room for it.
+"""Text of tokens, by a tokenizer that needs less memory than an inference client's.
 
-A tokenizer is read from its `tokenizer.json` alone; a model that has none, or none here, shows
-messages and token ids.
+The tokenizer is read from its `tokenizer.json` alone. Without that file, the page shows messages and
+token ids.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ logger = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_PROMPT, MAX_BEGINNING, MAX_END = 4096, 8192, 4096
-"""Characters of a rollout that the search looks at: the end of its prompt, the beginning and the
-end of what was sampled."""
+"""Characters of a rollout that the search reads: the end of its prompt, and the beginning and the
+end of its sampled text."""
 PREVIEW_CHARACTERS = 200
 REPLACEMENT = "\ufffd"
 MAX_TOKENS_OF_PIECE = 16
-"""A character takes four at most; more are bytes that are no text."""
+"""A character takes at most four tokens; a longer piece is bytes that are not text."""
 MAX_KNOWN = 100_000
-"""Pieces whose text is remembered; 200 bytes each."""
+"""Pieces whose text is kept; 200 bytes each."""
 LARGEST_ID = 2**32
 WORD_BEGINS = "\u2581"
 """Mark that some vocabularies write for a space before a word."""
 _SEARCHED_TOKENS = 4096
-"""Of each of the three, to be decoded; a token may be less than a character."""
+"""Tokens of each of the three that are decoded; a token may be less than a character."""
 
 
 class _Tokenizer:
-    """One that was read, for as long as somebody decodes with it."""
+    """A tokenizer in memory, for as long as a `TextOfTokens` refers to it."""
 
     def __init__(self, content: bytes) -> None:
         from tokenizers import Tokenizer
@@ -51,8 +50,10 @@ class _Tokenizer:
 
 
 def _without_merges(content: bytes) -> bytes:
-    """A tokenizer of byte pairs without its merges, which only making tokens of text needs: it is
-    read in half of the time, and half as large in memory."""
+    """Return a tokenizer of byte pairs without its merges, which decoding does not need.
+
+    Without them it is read in half of the time, and half as large in memory.
+    """
     try:
         tokenizer = orjson.loads(content)
         model = tokenizer["model"]
@@ -69,8 +70,9 @@ _reading = threading.Lock()
 
 
 def _read(content: bytes) -> _Tokenizer:
-    """The tokenizer, read once however many archives have it: one of 150,000 tokens takes a second
-    and many MiB.
+    """Return the tokenizer, which all archives share.
+
+    To read one of 150,000 tokens takes a second and many MiB.
     """
     digest = hashlib.sha256(content).digest()
     with _reading:
@@ -99,7 +101,7 @@ class TextOfTokens:
 
     @classmethod
     def of_file(cls, content: bytes) -> TextOfTokens:
-        """By what a tokenizer.json holds. Raises whatever the library raises where that is none."""
+        """Decode by the content of a tokenizer.json. The library raises errors of many types."""
         read = _read(content)
         return cls(
             lambda tokens: str(read.tokenizer.decode(tokens, skip_special_tokens=False)),
@@ -112,7 +114,7 @@ class TextOfTokens:
         return self._decode is not None
 
     def whole(self, tokens: Sequence[int]) -> str:
-        """The text of a run of tokens, special ones included."""
+        """Return the text of a run of tokens, special ones included."""
         if self._decode is None:
             return " ".join(map(str, tokens))
         try:
@@ -124,23 +126,19 @@ class TextOfTokens:
         if self._decode is None:
             return f"{tokens[0]} "
         text = self.whole(tokens)
-        # Some decoders take the space off the first token of a text, which a piece in the middle is
-        # not.
-        alone = tokens[0] if self._name is not None and len(tokens) == 1 else None
-        name = (
-            self._name(alone)
-            if self._name is not None and type(alone) is int and 0 <= alone < LARGEST_ID
-            else None
-        )
-        return (
-            f" {text}"
-            if name and name.startswith(WORD_BEGINS) and not text.startswith(" ")
-            else text
-        )
+        alone = tokens[0]
+        if self._name is None or len(tokens) > 1 or type(alone) is not int:
+            return text
+        # Some decoders remove the space in front of a text's first token, but this piece may stand
+        # in the middle.
+        name = 0 <= alone < LARGEST_ID and self._name(alone)
+        if name and name.startswith(WORD_BEGINS) and not text.startswith(" "):
+            return f" {text}"
+        return text
 
     def pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
-        """The text of each token, with 1; of tokens that are a character only together, their text
-        with their number.
+        """Return the text of each token, with 1. If only several tokens together are a character,
+        return their text with their number.
         """
         parts, begin = [], 0
         for end in range(1, len(tokens) + 1):
@@ -158,10 +156,9 @@ class TextOfTokens:
 
 
 def tokenizer_content(name: str) -> bytes | None:
-    """The tokenizer.json of a local folder, or of a model that was downloaded before; None where
-    there is none to be had.
+    """Return the tokenizer.json of a local folder, or of a model in the download cache.
 
-    Nothing is downloaded: whoever sampled has the model.
+    Nothing is downloaded: the machine that samples has the model. None if there is no such file.
     """
     path = Path(name) / TOKENIZER
     if not path.is_file():
@@ -187,27 +184,23 @@ def tokenizer_content(name: str) -> bytes | None:
 def searched_text(
     group: Mapping[str, Any], index: int, text: TextOfTokens, places: npt.NDArray[np.int64]
 ) -> str:
-    """What is sampled of a rollout, then the end of what it was given: what the search looks at;
-    empty where there is no text.
+    """Return the text that the search reads: a rollout's sampled part, then the end of its prompt.
 
-    Of tokens if they can be read, else of messages.
+    It is the text of the tokens if they can be decoded, else of the messages.
 
     Args:
-        places: [sampled] of the rollout; see `measured.sampled_places`.
+        group: of the rollout.
+        index: of the rollout in the group.
+        text: decodes tokens.
+        places: [sampled] of the rollout; see `sampled_places`.
     """
     tokens = told_of_each(group, "tokens")[index]
     if text.known and isinstance(tokens, list):
-        prompt = tokens[: int(places[0]) if len(places) else len(tokens)]
-        answer = text.whole([tokens[place] for place in places[: 2 * _SEARCHED_TOKENS].tolist()])[
-            :MAX_BEGINNING
-        ]
+        prompt = tokens[: int(places[0])] if len(places) else tokens
+        first, last = places[: 2 * _SEARCHED_TOKENS].tolist(), places[-_SEARCHED_TOKENS:].tolist()
+        answer = text.whole([tokens[place] for place in first])[:MAX_BEGINNING]
         if len(places) > 2 * _SEARCHED_TOKENS:
-            answer += (
-                "\n"
-                + text.whole([tokens[place] for place in places[-_SEARCHED_TOKENS:].tolist()])[
-                    -MAX_END:
-                ]
-            )
+            answer += "\n" + text.whole([tokens[place] for place in last])[-MAX_END:]
         return f"{answer}\n\n{text.whole(prompt[-_SEARCHED_TOKENS:])[-MAX_PROMPT:]}"
     messages = messages_of(told_of_each(group, "messages")[index])
     answers = [content for role, content in messages if role == "assistant"] or [
@@ -217,35 +210,37 @@ def searched_text(
     answer = "\n".join(answers)
     if len(answer) > MAX_BEGINNING + MAX_END:
         answer = f"{answer[:MAX_BEGINNING]}\n{answer[-MAX_END:]}"
-    return storable(f"{answer}\n\n{chr(10).join(others)[-MAX_PROMPT:]}" if messages else "")
+    if not messages:
+        return ""
+    return storable(f"{answer}\n\n{chr(10).join(others)[-MAX_PROMPT:]}")
 
 
 def messages_of(entry: Any) -> list[tuple[str, str]]:
-    """Role and text of each message of a rollout, which environments send as text, or as a list of
-    texts or of messages.
+    """Return role and text of each message of a rollout.
+
+    Environments send the messages as text, or as a list of texts or of messages.
     """
+    if not entry:
+        return []
     messages = []
-    for message in entry if isinstance(entry, list) else [entry] if entry else []:
-        if isinstance(message, Mapping):
-            content = message.get("content")
-            text = (
-                content
-                if isinstance(content, str)
-                else ""
-                if content is None
-                else orjson.dumps(content).decode()
-            )
-            messages.append((str(message.get("role", "")), text))
-        else:
+    for message in entry if isinstance(entry, list) else [entry]:
+        if not isinstance(message, Mapping):
             messages.append(("", str(message)))
+            continue
+        content = message.get("content")
+        if content is None:
+            content = ""
+        elif not isinstance(content, str):
+            content = orjson.dumps(content).decode()
+        messages.append((str(message.get("role", "")), content))
     return messages
 
 
 def storable(text: str) -> str:
-    """Text without what UTF-8 does not have: halves of surrogate pairs."""
+    """Replace halves of surrogate pairs, which UTF-8 does not have."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def preview(text: str) -> str:
-    """The first characters of a rollout's text, on one line."""
+    """Return the first characters of a rollout's text, on one line."""
     return " ".join(text[: 2 * PREVIEW_CHARACTERS].split())[:PREVIEW_CHARACTERS]

@@ -1,15 +1,14 @@
-"""One rollout as it is read: runs of given and of sampled tokens by turns, each token's text and
-numbers, who speaks. Pure.
+"""One rollout as people read it: runs of prompt tokens and of sampled tokens in turn, with each
+token's text and numbers, and the speaker. Pure.
 
-A rollout may be of any length, so it is told by pieces: whoever reads asks for so many tokens from
-a place on.
+A rollout may be of any length, so a reader asks for a number of tokens from a position on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +25,12 @@ from atroposlib.dashboard.rollouts.rollout_stats import (
 from atroposlib.dashboard.rollouts.text import MAX_TOKENS_OF_PIECE, TextOfTokens, messages_of
 from atroposlib.wire.groups import PROMPT_MASK
 
+T = TypeVar("T", list[Any], dict[str, Any])
 MAX_CALL = 200
-"""Characters of a tool call that are shown above its turn, whose tokens show all of it."""
+"""Characters of a tool call above its turn, whose tokens show all of it."""
 MAX_TAG = 1000
 CHARACTERS_OF_PIECE = 200
-"""Of a message that has no tokens; it counts as one."""
+"""Characters of a message without tokens that count as one token."""
 
 
 def transcript(
@@ -41,7 +41,7 @@ def transcript(
     begin: int = 0,
     count: int = 2000,
 ) -> dict[str, Any]:
-    """A rollout's tokens from `begin` on, `count` of them or a few more, so that no character is
+    """Return `count` tokens of a rollout from `begin` on, or a few more, so that no character is
     torn.
 
     Returns:
@@ -60,12 +60,11 @@ def transcript(
     if not isinstance(tokens, list):
         return _of_messages(told_of_each(group, "messages")[index], begin, count)
     mask = told_of_each(group, "masks")[index]
-    mask = (
-        mask if isinstance(mask, list) and len(mask) == len(tokens) else [PROMPT_MASK] * len(tokens)
-    )
+    if not isinstance(mask, list) or len(mask) != len(tokens):
+        mask = [PROMPT_MASK] * len(tokens)
     begin = max(0, min(begin, len(tokens)))
     stop_of_page = min(len(tokens), begin + max(1, count))
-    runs, tags = [], told_of_runs(told_of_each(group, "messages")[index], mask)
+    runs, tags = [], tags_of_runs(told_of_each(group, "messages")[index], mask)
     end = begin
     for number, (start, stop) in enumerate(runs_of(mask)):
         if stop <= begin or start >= stop_of_page:
@@ -108,12 +107,9 @@ def _whole_pieces(
 
 def runs_of(mask: Sequence[int]) -> list[tuple[int, int]]:
     """Begin and end of each run of tokens that were all given, or all sampled."""
-    runs, begin = [], 0
-    for _, run in groupby(mask, key=lambda token: token == PROMPT_MASK):
-        end = begin + sum(1 for _ in run)
-        runs.append((begin, end))
-        begin = end
-    return runs
+    places = range(len(mask))
+    runs = [list(run) for _, run in groupby(places, key=lambda at: mask[at] == PROMPT_MASK)]
+    return [(run[0], run[-1] + 1) for run in runs]
 
 
 def boundaries(places: npt.NDArray[np.int64], versions: npt.NDArray[np.int64]) -> list[list[int]]:
@@ -132,10 +128,10 @@ def _columns(
     end: int,
 ) -> dict[str, Any]:
     part, length = slice(begin, end), len(tokens)
-    none = np.full(length, np.nan, dtype=np.float32)
+    logprob = trainer = entropy = np.full(length, np.nan, dtype=np.float32)
     sampler = logprobs_of(group, index)
-    logprob = of_each_token(length, places, sampler[places]) if len(sampler) else none
-    trainer = entropy = none
+    if len(sampler):
+        logprob = of_each_token(length, places, sampler[places])
     advantage = _own_advantages(group, index, places, length)
     if trained is not None and len(learned := places[places > 0]) == trained.trained:
         trainer = of_each_token(length, learned, trained.logprobs)
@@ -145,7 +141,8 @@ def _columns(
     for place, version in zip(
         places.tolist(), versions_of(group, index, len(places)).tolist(), strict=True
     ):
-        versions[place] = version if version >= 0 else None
+        if version >= 0:
+            versions[place] = version
     columns = {"logprob": logprob, "trainer": trainer, "entropy": entropy, "advantage": advantage}
     return {"token": tokens[part], "version": versions[part]} | {
         name: np.ascontiguousarray(column[part]) for name, column in columns.items()
@@ -155,26 +152,22 @@ def _columns(
 def _own_advantages(
     group: Mapping[str, Any], index: int, places: npt.NDArray[np.int64], length: int
 ) -> Floats:
-    """[tokens] what the environment sent, NaN where nothing: for each token, or one number for all."""
+    """[tokens] the environment's advantages, NaN without one. It may send one number for all."""
     row = told_of_each(group, "advantages")[index]
-    row = row if isinstance(row, list) else [] if row is None else [row]
-    values = np.asarray([row[0]] * length if len(row) == 1 else row, dtype=np.float32)
-    return (
-        of_each_token(length, places, values[places])
-        if len(values) == length
-        else np.full(length, np.nan, np.float32)
-    )
+    values = np.atleast_1d(np.asarray(row, dtype=np.float32))
+    if len(values) == 1:
+        values = np.repeat(values, length)
+    if len(values) == length:
+        return of_each_token(length, places, values[places])
+    return np.full(length, np.nan, np.float32)
 
 
 def _of_messages(entry: Any, begin: int, count: int) -> dict[str, Any]:
-    """A rollout without tokens: its messages, a few characters of one counting as a token."""
+    """Return a rollout without tokens: a few characters of its messages count as a token."""
     runs, start = [], 0
     messages = messages_of(entry)
-    last = max(
-        (number for number, (role, _) in enumerate(messages) if role in ("assistant", "")),
-        default=-1,
-    )
-    messages_of_run = entry if isinstance(entry, list) else [entry]
+    answers = [number for number, (role, _) in enumerate(messages) if role in ("assistant", "")]
+    last = max(answers, default=-1)
     for number, (role, content) in enumerate(messages):
         pieces = [
             content[at : at + CHARACTERS_OF_PIECE]
@@ -182,9 +175,9 @@ def _of_messages(entry: Any, begin: int, count: int) -> dict[str, Any]:
         ] or [""]
         first, stop = max(start, begin), min(start + len(pieces), begin + count)
         if first < stop:
-            message = messages_of_run[number]
+            message = entry[number] if isinstance(entry, list) else entry
             tags = tags_of(message) if isinstance(message, Mapping) and start >= begin else []
-            is_given = role not in ("assistant", "") or (role == "" and number != last)
+            is_given = role != "assistant" and (role != "" or number != last)
             shown = [(piece, 1) for piece in pieces[first - start : stop - start]]
             runs.append(
                 {"given": is_given, "begin": first, "end": stop, "tags": tags, "pieces": shown}
@@ -201,69 +194,59 @@ def _of_messages(entry: Any, begin: int, count: int) -> dict[str, Any]:
     }
 
 
-def told_of_runs(messages: Any, mask: Sequence[int]) -> list[list[dict[str, str]]]:
-    """Tags of the runs of given and of sampled tokens: who speaks, which tools are called, and what
-    went wrong.
+def tags_of_runs(messages: Any, mask: Sequence[int]) -> list[list[dict[str, str]]]:
+    """Return the tags of each run of prompt or of sampled tokens: speakers, tool calls, problems.
 
-    The last answers among the messages are those that were sampled.
+    The last answers among the messages are the sampled ones.
 
     Returns:
-        nothing where the messages are not those of the tokens.
+        An empty list if the messages do not belong to the tokens.
     """
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        return []
     kinds = [is_prompt for is_prompt, _ in groupby(mask, key=lambda token: token == PROMPT_MASK)]
     runs = kinds.count(False)
-    known = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-    answers = (
-        [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        if known
-        else []
-    )
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not runs or len(answers) < runs or not kinds[0]:
         return []
-    told: list[list[dict[str, str]]] = []
+    tags: list[list[dict[str, str]]] = []
     begin = 0
     for place in answers[-runs:]:
-        told += [
+        tags += [
             [tag for message in messages[begin:place] for tag in tags_of(message)],
             tags_of(messages[place]),
         ]
         begin = place + 1
-    return told
+    return tags
 
 
 def tags_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the tags above a message: `kind` is said, tool, call, problem or reward."""
     role, name = str(message.get("role")), message.get("name")
-    tags = [
-        {
-            "kind": "tool" if role == "tool" else "said",
-            "text": _cut(f"{role} {name}" if name else role, MAX_CALL),
-        }
-    ]
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        named = function if isinstance(function, Mapping) else {}
-        tags.append(
-            {
-                "kind": "call",
-                "text": _cut(
-                    f"calls {named.get('name') or '?'} {named.get('arguments')}", MAX_CALL
-                ),
-            }
-        )
+    speaker = f"{role} {name}" if name else role
+    tags = [{"kind": "tool" if role == "tool" else "said", "text": _cut(speaker, MAX_CALL)}]
+    for call in _as(list, message.get("tool_calls")):
+        function = _as(dict, _as(dict, call).get("function"))
+        text = f"calls {function.get('name') or '?'} {function.get('arguments')}"
+        tags.append({"kind": "call", "text": _cut(text, MAX_CALL)})
     if message.get("problem"):
         tags.append({"kind": "problem", "text": _cut(str(message["problem"]), MAX_TAG)})
     if message.get("reward"):
-        tags.append(
-            {"kind": "reward", "text": _cut(f"reward {of_any_kind(message['reward'])}", MAX_CALL)}
-        )
+        text = f"reward {of_any_kind(message['reward'])}"
+        tags.append({"kind": "reward", "text": _cut(text, MAX_CALL)})
     return tags
 
 
+def _as(kind: type[T], value: Any) -> T:
+    """Return a value of this type; an empty one in place of another type."""
+    return value if isinstance(value, kind) else kind()
+
+
 def described(parameters: Any) -> str:
-    """Sampling parameters as a line: `temperature 0.7, top_p 0.9`, and those of differing turns one
-    after the other; empty where they are not known."""
+    """Return sampling parameters as a line, such as `temperature 0.7, top_p 0.9`.
+
+    Different parameters of several turns follow each other. The line is empty if none are known.
+    """
     if isinstance(parameters, list):
         return "; then ".join(described(part) for part in parameters)
     if not isinstance(parameters, Mapping):
@@ -274,7 +257,7 @@ def described(parameters: Any) -> str:
 
 
 def of_any_kind(value: Any) -> str:
-    """A number as it is read; a client may send others things."""
+    """Return a number in its short form; a client may send something else."""
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 

@@ -14,7 +14,7 @@ from atroposlib.dashboard.rollouts.text import MAX_TOKENS_OF_PIECE, TextOfTokens
 from atroposlib.dashboard.rollouts.transcript import (
     CHARACTERS_OF_PIECE,
     described,
-    told_of_runs,
+    tags_of_runs,
     transcript,
 )
 
@@ -182,7 +182,7 @@ JSON = st.recursive(
 @settings(max_examples=40)
 @given(messages=JSON, mask=st.lists(st.sampled_from([-100, 7]), max_size=6))
 def test_messages_of_any_kind_label_runs_or_nothing(messages: Any, mask: list[int]) -> None:
-    told = told_of_runs(messages, mask)
+    told = tags_of_runs(messages, mask)
     assert len(told) <= sum(
         1 for place, token in enumerate(mask) if place == 0 or token != mask[place - 1]
     )
