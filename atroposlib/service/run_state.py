@@ -23,13 +23,13 @@ from atroposlib.service.records import (
 from atroposlib.wire.weight_lineage import Life, begin_life, line_version
 
 MAX_EPOCHS = 1024
-"""Epochs that are remembered of each kind; the oldest are forgotten first."""
+"""Epochs that the service remembers of each kind. It forgets the oldest first."""
 FIRST_EPOCHS = 2**52
 """Trainers may name epochs up to this one. It is half of the largest that a rollout can carry, and
 far above the clock."""
 LARGEST_LEAP = 2**20
-"""Trainers may also name epochs that exceed the last one by this number, so epochs that the service
-gave are always valid."""
+"""Trainers may also name epochs that exceed the last one by this number, so epochs from the
+service are always valid."""
 
 
 class WeightEpochs:
@@ -43,27 +43,27 @@ class WeightEpochs:
 
     def __init__(self, last: int = 0) -> None:
         self.last = last
-        """The highest epoch that was given to a trainer, or named by one."""
+        """The highest epoch of any trainer."""
         self.lives: list[Life] = []
         """The trainers of the present run that name epochs, the present one last. Empty if the
         present one names none."""
         self.run_epoch = 0
-        """For a trainer that names no epoch: lower epochs, but for 0, are another run's."""
+        """For a trainer that names no epoch: lower epochs, except 0, are another run's."""
         self._own: dict[int, None] = {}
         """Epochs of the present run's trainers."""
-        self._given: dict[int, str] = {}
-        """Epochs that were given to a run, by its name."""
+        self._run_of_epoch: dict[int, str] = {}
+        """The name of the run for which the service issued an epoch."""
         self._counted_as: dict[int, int] = {}
-        """Epochs that trainers of the present run named, and the higher ones that they count as."""
+        """Epochs that trainers of the present run named, and the higher epochs that replace them."""
 
     def stored(self) -> dict[str, Any]:
-        """The state to be stored, as JSON."""
+        """Return the state to be stored, as JSON."""
         return {
             "last_epoch": self.last,
             "lives": [[life.epoch, life.start] for life in self.lives],
             "run_epoch": self.run_epoch,
             "own_epochs": list(self._own),
-            "given_epochs": list(self._given.items()),
+            "given_epochs": list(self._run_of_epoch.items()),
             "counted_epochs": list(self._counted_as.items()),
         }
 
@@ -74,45 +74,45 @@ class WeightEpochs:
         epochs.lives = [Life(*life) for life in state.get("lives", [])]
         epochs.run_epoch = state.get("run_epoch", 0)
         epochs._own = dict.fromkeys(state.get("own_epochs", [life.epoch for life in epochs.lives]))
-        epochs._given = {epoch: run for epoch, run in state.get("given_epochs", [])}
+        epochs._run_of_epoch = {epoch: run for epoch, run in state.get("given_epochs", [])}
         epochs._counted_as = {named: epoch for named, epoch in state.get("counted_epochs", [])}
         return epochs
 
     @property
     def present(self) -> int:
-        """The present trainer's epoch; 0 if it names none."""
+        """Epoch of the present trainer; 0 if it names none."""
         return self.lives[-1].epoch if self.lives else 0
 
     def too_high(self, named: Iterable[int]) -> int | None:
-        """Return the first epoch that no trainer may name yet; None if there is none.
+        """Return the first epoch that is too high for a trainer to name; None if all are allowed.
 
-        After a higher one, the service would soon have none left to give.
+        After a higher epoch the service could soon issue none.
         """
         highest = max(FIRST_EPOCHS, self.last + LARGEST_LEAP)
         return next((epoch for epoch in named if epoch > highest), None)
 
     def give(self, proposed: int, run: str | None) -> int:
-        """Return an epoch for a trainer that starts: the one that it asks for, or a higher one that
-        no trainer has.
+        """Return an epoch for a trainer that starts: the proposed one, or a higher one that no
+        trainer has.
 
         Args:
-            proposed: Unix milliseconds, and more than the epochs that the trainer knows of its run.
+            proposed: Unix milliseconds, above the epochs in the trainer's checkpoints.
             run: its run's name; None if the run has none.
         """
         self.last = max(proposed, self.last + 1)
         if run is not None:
-            _remember(self._given, self.last, run)
+            _remember(self._run_of_epoch, self.last, run)
         return self.last
 
     def register(
         self, registration: Registration, lives: Iterable[Life], another_run: bool
     ) -> None:
-        """A trainer registers. Its `weight_epoch` becomes the one that it counts as.
+        """Register a trainer, and set the registration's `weight_epoch` to the epoch that counts.
 
         Args:
             registration: the trainer's.
-            lives: earlier trainers of its run, and perhaps itself, as it knows them.
-            another_run: the registration before was another run's.
+            lives: the trainers in its checkpoints, which may include itself.
+            another_run: the last registration was another run's.
         """
         named, start = registration.weight_epoch, registration.starting_step
         if another_run:
@@ -121,16 +121,16 @@ class WeightEpochs:
         if not named:
             self.lives = []
             return
-        known = {self.counted(life.epoch): life.start for life in lives if life.epoch != named}
+        starts = {self.counted(life.epoch): life.start for life in lives if life.epoch != named}
         own = next((life.start for life in lives if life.epoch == named), start)
         present = self.counted(named)
-        if present != self.present and present <= max([*self._own, *known], default=0):
+        if present != self.present and present <= max([*self._own, *starts], default=0):
             present = self.last + 1
             self._counted_as.pop(named, None)
             _remember(self._counted_as, named, present)
         for life in self.lives:
-            known[life.epoch] = min(life.start, known.get(life.epoch, life.start))
-        earlier = [Life(epoch, known[epoch]) for epoch in sorted(known)]
+            starts[life.epoch] = min(life.start, starts.get(life.epoch, life.start))
+        earlier = [Life(epoch, starts[epoch]) for epoch in sorted(starts)]
         self.lives = begin_life(earlier, present, min(start, own))
         if another_run:
             self.run_epoch = present
@@ -140,43 +140,43 @@ class WeightEpochs:
         registration.weight_epoch = present
 
     def counted(self, epoch: int) -> int:
-        """The epoch that an epoch of a rollout or of a trainer counts as."""
+        """Return the epoch that replaces an epoch of a rollout or of a trainer."""
         return self._counted_as.get(epoch, epoch)
 
     def is_foreign(self, epoch: int, version: int, run: str | None) -> bool:
         """Return True if weights are another run's.
 
         Args:
-            epoch, version: of the weights; the epoch is one that `counted` returned.
+            epoch, version: of the weights; the epoch comes from `counted`.
             run: the name of the present run.
         """
         if not epoch:
             return line_version(epoch, version, self.lives) < 0
         if not self.lives:
             return epoch < self.run_epoch
-        own = epoch in self._own or (run is not None and self._given.get(epoch) == run)
+        own = epoch in self._own or (run is not None and self._run_of_epoch.get(epoch) == run)
         return not own or line_version(epoch, version, self.lives) < 0
 
 
-def _remember(known: dict[int, Any], epoch: int, value: Any) -> None:
-    known[epoch] = value
-    while len(known) > MAX_EPOCHS:
-        del known[next(iter(known))]
+def _remember(table: dict[int, Any], epoch: int, value: Any) -> None:
+    table[epoch] = value
+    while len(table) > MAX_EPOCHS:
+        del table[next(iter(table))]
 
 
 def read_lives(pairs: Sequence[Sequence[int]] | None) -> list[Life]:
-    """Lives from JSON: [epoch, starting step] of each."""
+    """Read trainers from JSON: [epoch, starting step] of each."""
     return [Life(epoch, start) for epoch, start in pairs or ()]
 
 
 @dataclass(slots=True)
 class Stream:
-    """The items of one environment."""
+    """Items of one environment."""
 
     begin: int = 0
-    """The first item that is in no batch yet which was handed out."""
+    """The first item behind all batches that were handed out."""
     held: dict[int, int] = field(default_factory=dict)
-    """Items whose groups are here, handed out ones included -> sequence number of the group."""
+    """Item -> sequence number of its group, for all groups that the service holds or has handed out."""
 
 
 class Streams:
@@ -195,14 +195,14 @@ class Streams:
         self.trainer: int = stored.get("trainer", 0)
         """The uuid of its registration."""
         self.rewinds: int = stored.get("rewinds", 0)
-        """How often what was answered had to be done again under one registration."""
+        """Number of times that answered items were lost under one registration."""
         self.by_name = {
             name: Stream(begin, {item: seq for item, seq in held})
             for name, (begin, held) in stored.get("streams", {}).items()
         }
 
     def stored(self) -> dict[str, Any]:
-        """What the next life of the service begins with."""
+        """Return the state to be stored, as JSON."""
         streams = {
             name: [stream.begin, sorted(stream.held.items())]
             for name, stream in self.by_name.items()
@@ -211,31 +211,28 @@ class Streams:
 
     @property
     def life(self) -> str:
-        """Changes whenever a window begins anew: what was begun in another life was begun in
-        ignorance of it.
-        """
+        """Changes whenever the item window is reset. Items started under an old value are dropped."""
         return f"{self.trainer}.{self.rewinds}"
 
     def open(self, name: str, positions: Mapping[str, int] | None) -> None:
-        """An environment that serves this stream has come.
+        """Open the stream of an environment that has registered.
 
         Args:
-            positions: where the trainer's weights say that streams stand; one that they do not name
-                begins at 0.
+            name: of the stream.
+            positions: first item of each stream, from the trainer's weights. Others begin at 0.
         """
         self.by_name.setdefault(name, Stream((positions or {}).get(name, 0)))
 
     def rewind(
         self, trainer: int, positions: Mapping[str, int] | None, kept: Iterable[Group]
     ) -> None:
-        """A trainer has registered.
+        """Reset the windows for a trainer that has registered.
 
         Args:
             trainer: the uuid of its registration.
             positions: the first item after the last batch that its weights have learned from, by
-                stream; a stream that is not named begins at 0. None if the trainer does not say:
-                then all stay where they are.
-            kept: the groups that are still held.
+                stream. A stream without an entry begins at 0. None leaves all as they are.
+            kept: the groups that the service still holds.
         """
         self.trainer = trainer
         seqs = {group.seq for group in kept}
@@ -244,43 +241,43 @@ class Streams:
             if positions is not None:
                 stream.begin = positions.get(name, 0)
 
-    def refusal(self, draft: ValidatedGroup) -> Receipt | None:
-        """The answer to a group that is not needed: its item is answered already, or in a batch of
-        before. None if it is.
+    def refusal(self, group: ValidatedGroup) -> Receipt | None:
+        """Return the answer to a group that is not needed, since its item is answered or in an
+        earlier batch. None if the group is needed.
         """
-        if draft.stream is None or draft.item is None:
+        if group.stream is None or group.item is None:
             return None
-        stream = self.by_name.get(draft.stream)
+        stream = self.by_name.get(group.stream)
         if stream is None:
             return Receipt(
                 "dropped",
-                reason=f"no environment that serves {draft.stream!r} is registered here: register again",
+                reason=f"no environment that serves {group.stream!r} is registered here: register again",
             )
-        if draft.item in stream.held:
+        if group.item in stream.held:
             return Receipt("received")
-        if draft.life != self.life:
+        if group.life != self.life:
             return Receipt(
                 "dropped",
-                reason=f"rewound: {draft.stream!r} has begun anew at item {stream.begin} meanwhile",
+                reason=f"rewound: {group.stream!r} has begun anew at item {stream.begin} meanwhile",
             )
-        if draft.item < stream.begin:
+        if group.item < stream.begin:
             reason = (
-                f"repeated: item {draft.item} of {draft.stream!r} is in an earlier batch; "
+                f"repeated: item {group.item} of {group.stream!r} is in an earlier batch; "
                 f"the next one begins at {stream.begin}"
             )
             return Receipt("dropped", reason=reason)
         return None
 
-    def add(self, draft: ValidatedGroup, seq: int) -> bool:
-        """A group is accepted. Returns whether that changed anything."""
-        if draft.stream is None or draft.item is None:
+    def add(self, group: ValidatedGroup, seq: int) -> bool:
+        """Add an accepted group. Return True if it belongs to a stream."""
+        if group.stream is None or group.item is None:
             return False
-        self.by_name[draft.stream].held[draft.item] = seq
+        self.by_name[group.stream].held[group.item] = seq
         return True
 
     def in_order(self, groups: Iterable[Group]) -> list[Group]:
-        """The groups of a batch: in the order of their items, which does not depend on time, and
-        else of acceptance.
+        """Return the groups of a batch in the order of their items, which does not depend on time.
+        Groups without an item come first, in the order of acceptance.
         """
         places = {
             seq: (name, item)
@@ -290,7 +287,7 @@ class Streams:
         return sorted(groups, key=lambda group: places.get(group.seq, ("", group.seq)))
 
     def hand_out(self, groups: Iterable[Group]) -> None:
-        """A batch is handed out: the next one begins behind it."""
+        """Move the windows behind a batch that is handed out."""
         seqs = {group.seq for group in groups}
         for stream in self.by_name.values():
             stream.begin = max(
@@ -298,19 +295,18 @@ class Streams:
             )
 
     def after(self, groups: Iterable[Group]) -> dict[str, int]:
-        """The first item after a batch, by stream."""
+        """Return the first item after a batch, by stream."""
         seqs = {group.seq for group in groups}
-        last = {
-            name: [item for item, seq in stream.held.items() if seq in seqs]
-            for name, stream in self.by_name.items()
-        }
         return {
-            name: max(items) + 1 if items else self.by_name[name].begin
-            for name, items in last.items()
+            name: max(
+                (item + 1 for item, seq in stream.held.items() if seq in seqs),
+                default=stream.begin,
+            )
+            for name, stream in self.by_name.items()
         }
 
     def put_back(self, groups: Iterable[Group]) -> None:
-        """A batch that was handed out is taken apart: its groups wait again."""
+        """Move the windows back for a dissolved batch, whose groups wait again."""
         seqs = {group.seq for group in groups}
         for stream in self.by_name.values():
             stream.begin = min(
@@ -318,8 +314,10 @@ class Streams:
             )
 
     def forget(self, groups: Iterable[Group]) -> bool:
-        """Groups are gone. Where they were in no batch yet, their items are to be done again.
-        Returns whether that changed anything."""
+        """Forget groups that are gone. Items of the present window must be done again.
+
+        Return True if any group belonged to a stream.
+        """
         seqs = {group.seq for group in groups}
         changed = False
         for stream in self.by_name.values():
@@ -342,10 +340,10 @@ class Streams:
 
 
 MAX_KEPT = 1024
-"""Evaluations; the oldest are forgotten first."""
+"""Evaluations. The oldest are forgotten first."""
 MAX_BYTES = 8 << 20
-"""Of JSON that all of them are together, for all may be asked for at once. The newest is kept
-whatever its size."""
+"""Bytes of JSON of all evaluations, since one answer may carry all. The newest is kept whatever its
+size."""
 
 
 class Evaluations:
@@ -361,13 +359,13 @@ class Evaluations:
         self._removed: list[int] = []
 
     def restore(self, stored: Iterable[Evaluation], next_id: int) -> None:
-        """Take over what was stored, oldest first."""
+        """Restore the stored results, oldest first."""
         for evaluation in stored:
             self._keep(evaluation)
-        self.next_id = max([next_id, *(known.id + 1 for known in self._kept)])
+        self.next_id = max([next_id, *(evaluation.id + 1 for evaluation in self._kept)])
 
     def take_changed(self) -> tuple[list[Evaluation], list[int]]:
-        """(results that are new, ids of those that are gone) since the last call."""
+        """Return the new results, and the ids of removed ones, since the last call."""
         changed = self._added, self._removed
         self._added, self._removed = [], []
         return changed
@@ -382,13 +380,13 @@ class Evaluations:
         key: str | None = None,
         weight_epoch: int | None = None,
     ) -> int:
-        """Note a result.
+        """Add a result, and return its id.
 
-        Returns its id; that of the first one, if a result of the same key is kept.
+        A result with the same key as an earlier one is not added; its id is the earlier one's.
         """
-        for known in self._kept if key is not None else ():
-            if known.key == key:
-                return known.id
+        for earlier in self._kept:
+            if key is not None and earlier.key == key:
+                return earlier.id
         evaluation = Evaluation(
             self.next_id, time, env_id, name, weight_version, metrics, key, weight_epoch
         )
@@ -398,7 +396,7 @@ class Evaluations:
         return evaluation.id
 
     def _keep(self, evaluation: Evaluation) -> None:
-        """Keep it, and forget the oldest beyond the bounds."""
+        """Keep a result, and forget the oldest ones beyond the bounds."""
         self._kept.append(evaluation)
         self._bytes += evaluation.size
         while len(self._kept) > MAX_KEPT or (self._bytes > MAX_BYTES and len(self._kept) > 1):
@@ -408,11 +406,11 @@ class Evaluations:
 
     def after(self, id: int) -> Sequence[Evaluation]:
         """Return the results after the one with this id, oldest first."""
-        return [known for known in self._kept if known.id > id]
+        return [evaluation for evaluation in self._kept if evaluation.id > id]
 
     def clear(self) -> None:
-        """Forget all results, which are another run's. Their ids are not given again."""
-        self._removed.extend(known.id for known in self._kept)
+        """Forget all results, which are another run's. Their ids are not used again."""
+        self._removed.extend(evaluation.id for evaluation in self._kept)
         self._kept.clear()
         self._bytes = 0
 
@@ -422,7 +420,7 @@ ERROR_COUNTS, KILL_COUNTS, LIMIT = 3, 1, 5
 or five kills, or an error and two kills. A person who kills a trainer by hand does so a few times
 at most, and must not lose the batch by it."""
 MAX_SET_ASIDE = 8
-"""Batches that are kept for inspection; the oldest are forgotten first."""
+"""Batches that are kept for inspection. The oldest are forgotten first."""
 
 
 @dataclass
@@ -438,16 +436,16 @@ class BatchFailures:
     counts: dict[int, int] = field(default_factory=dict)
     """By the sequence number of a group."""
     reported: set[int] = field(default_factory=set)
-    """Batches with which their trainer has reported its end."""
+    """Batches whose trainers have reported their end."""
     batches: dict[int, tuple[Lease, str]] = field(default_factory=dict)
     """The batches that were set aside, with the reason, by number."""
     total: int = 0
     """Batches that were ever set aside."""
     new: list[int] = field(default_factory=list)
-    """Batches that were set aside since the log named some last."""
+    """Batches that were set aside since the last line of the log about them."""
 
     def stored(self) -> dict[str, Any]:
-        """The state to be stored, as JSON. The store keeps the leases and their groups."""
+        """Return the state to be stored, as JSON. The store keeps the leases and their groups."""
         return {
             "counts": list(self.counts.items()),
             "reported": sorted(self.reported),
@@ -487,10 +485,10 @@ class BatchFailures:
         return forgotten
 
     def forget(self, groups: Iterable[Group]) -> None:
-        """Forget the counts of groups that are gone, or that were learned from."""
+        """Forget the counts of groups that are gone, or from which the trainer has learned."""
         for group in groups:
             self.counts.pop(group.seq, None)
 
     def groups(self) -> list[Group]:
-        """The groups of all batches that were set aside."""
+        """Return the groups of all batches that were set aside."""
         return [group for lease, _ in self.batches.values() for group in lease.groups]
