@@ -96,9 +96,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "gzip bodies of more than 1 MiB as they arrive": "SMALL_BODY in atroposlib/web/middleware.py",
         "of more than 1 MiB after decompression | 2 × `--max-body-bytes` (512 MiB)": "Budgets, atroposlib/web/middleware.py",
     },
-    "docs/restarts.md": {
-        "model on one H100 a restart took 98 s": "the trainer's log in bench/results/guide_legacy.json",
-    },
     "docs/sandbox.md": {
         "512 MiB of addresses for each process, and 512 MiB for all together": "a default of atroposlib/sandbox/contract.py",
         "temporary folder: 16 MiB (`disk`)": "a default of atroposlib/sandbox/contract.py",
