@@ -214,49 +214,69 @@ class MultiTurnEnv(GradedEnv):
             first: ChatCompletion | None = None
             if all(talk.messages == opening for talk in begun):
                 first = await self._ask(managed, begun[0], asked | with_seed(seed(0)), count)
+            first_nodes = [managed.node_of(first, index) for index in range(count if first else 0)]
             waiting = dict(enumerate(begun))
 
             async def play(member: int) -> tuple[Conversation, SequenceNode]:
                 talk = waiting.pop(member, None) or await self._begin(item, asked)
-                answer, index = (
-                    (first, member) if first is not None and talk.messages == opening else (None, 0)
-                )
                 node: SequenceNode | None = None
-                while talk.ended is None:
-                    if answer is None:
-                        number = 1 + member * self.config.max_turns + len(talk.turns)
-                        try:
-                            answer = await self._ask(managed, talk, asked | with_seed(seed(number)))
-                        except NoRoom:
-                            if node is None:
-                                raise
-                            talk.ended = "max_tokens"
-                            break
-                    node = firsts[member] if answer is first else managed.node_of(answer)
-                    await self._take(talk, answer.choices[index], node)
-                    answer, index = None, 0
-                assert node is not None
-                return talk, node
+                if first is not None and talk.ended is None and talk.messages == opening:
+                    node = first_nodes[member]
+                    await self._take(talk, first.choices[member], node)
+                begin = 1 + member * self.config.max_turns
+                return talk, await self._play_on(managed, talk, node, seed, begin, asked)
 
-            firsts = (
-                [] if first is None else [managed.node_of(first, index) for index in range(count)]
-            )
             calls = [lambda member=member: play(member) for member in range(count)]
             played = await gather_or_cancel(
                 [self.retried("a conversation", call) for call in calls]
             )
         for talk, node in played:
-            if (
-                talk.ended is not None and talk.ended in LIMITS
-            ):  # for the trainer, what any limit cut off is what the limit of an answer cut off
-                self.say_once(
-                    talk.ended,
-                    f"a limit ended a conversation after {len(talk.turns)} answers ({talk.ended}). It is graded as it stands, "
-                    f"and the trainer's --truncated-answers says what becomes of it. To have fewer (train/ended_{talk.ended} "
-                    f"is their share): {LIMITS[talk.ended]}",
-                )
-                node.metadata = {**(node.metadata or {}), "finish_reason": "length"}
+            self._note_limit(talk, node)
         return played
+
+    async def _play_on(
+        self,
+        managed: Any,
+        talk: Conversation,
+        node: SequenceNode | None,
+        seed: Callable[[int], int | None],
+        begin: int,
+        asked: Mapping[str, Any],
+    ) -> SequenceNode:
+        """Ask for answers until the conversation has ended.
+
+        Args:
+            node: the tokens of the last answer, or None before the first.
+            begin: the number of the request for the conversation's first answer.
+
+        Returns:
+            The tokens of the last answer and of its prompt.
+        """
+        while talk.ended is None:
+            fields = {**asked, **with_seed(seed(begin + len(talk.turns)))}
+            try:
+                answer = await self._ask(managed, talk, fields)
+            except NoRoom:
+                if node is None:
+                    raise
+                talk.ended = "max_tokens"
+                break
+            node = managed.node_of(answer)
+            await self._take(talk, answer.choices[0], node)
+        assert node is not None
+        return node
+
+    def _note_limit(self, talk: Conversation, node: SequenceNode) -> None:
+        """Mark a conversation that a limit ended as truncated, as the trainer marks an answer."""
+        if talk.ended is None or talk.ended not in LIMITS:
+            return
+        self.say_once(
+            talk.ended,
+            f"a limit ended a conversation after {len(talk.turns)} answers ({talk.ended}). It is graded as it stands, "
+            f"and the trainer's --truncated-answers says what becomes of it. To have fewer (train/ended_{talk.ended} "
+            f"is their share): {LIMITS[talk.ended]}",
+        )
+        node.metadata = {**(node.metadata or {}), "finish_reason": "length"}
 
     async def _begin(self, item: Item, asked: dict[str, Any]) -> Conversation:
         """`reset`, and the tools where the model learns of them.

@@ -210,6 +210,38 @@ def as_table(given: Any, where: str) -> dict[str, Any]:
     return given
 
 
+def yaml_tables(
+    yaml_content: Mapping[str, Any], env_cls: type[BaseEnvConfig], more: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a YAML file's content, its environment settings, and its settings of the server manager.
+
+    Args:
+        more: namespaces of servers beside `openai`.
+
+    Raises:
+        UsageError: an unknown key.
+    """
+    manager_fields = ServerManagerConfig.model_fields
+    top = {
+        ENV_NAMESPACE,
+        OPENAI_NAMESPACE,
+        SERVER_MANAGER_NAMESPACE,
+        *manager_fields,
+        *OF_OTHER_PROGRAMS,
+        *more,
+    }
+    content = check_keys(dict(yaml_content), top, "the YAML file")
+    env = known_keys(
+        content.get(ENV_NAMESPACE), env_cls.model_fields, f"`{ENV_NAMESPACE}` of the YAML file"
+    )
+    manager = check_keys(
+        content.get(SERVER_MANAGER_NAMESPACE),
+        manager_fields,
+        f"`{SERVER_MANAGER_NAMESPACE}` of the YAML file",
+    )
+    return content, env, manager | {key: content[key] for key in manager_fields if key in content}
+
+
 def merge(
     default_env: BaseEnvConfig,
     default_servers: Servers,
@@ -231,27 +263,8 @@ def merge(
     Raises:
         UsageError: an unknown key or a value that does not validate.
     """
-    manager_fields = ServerManagerConfig.model_fields
     more = more or {}
-    top = {
-        ENV_NAMESPACE,
-        OPENAI_NAMESPACE,
-        SERVER_MANAGER_NAMESPACE,
-        *manager_fields,
-        *OF_OTHER_PROGRAMS,
-        *more,
-    }
-    content = check_keys(dict(yaml_content), top, "the YAML file")
-    yaml_env = known_keys(
-        content.get(ENV_NAMESPACE),
-        type(default_env).model_fields,
-        f"`{ENV_NAMESPACE}` of the YAML file",
-    )
-    yaml_manager = check_keys(
-        content.get(SERVER_MANAGER_NAMESPACE),
-        manager_fields,
-        f"`{SERVER_MANAGER_NAMESPACE}` of the YAML file",
-    ) | {key: content[key] for key in manager_fields if key in content}
+    content, yaml_env, yaml_manager = yaml_tables(yaml_content, type(default_env), more)
     env = validated(
         type(default_env),
         all_settings(default_env) | dict(overrides or {}) | yaml_env | given.env,
