@@ -1,7 +1,4 @@
-"""Find a number by comparing.
-
-A whole environment with several turns and a tool, explained in docs/multi-turn.md.
-"""
+"""Find a number by comparing: several turns and a tool, explained in docs/multi-turn.md."""
 
 import random
 
