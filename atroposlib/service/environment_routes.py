@@ -182,9 +182,9 @@ async def post(
     try:
         await service.post_space.require(len(body))
         with service.post_space.taken(len(body)):
-            drafts = await reader.read(body, many)
+            groups = await reader.read(body, many)
             try:
-                return await service.post(drafts)
+                return await service.post(groups)
             except BatchTooSmallError as error:
                 raise invalid(
                     [error.index, "tokens"] if many else ["tokens"], error.size, f"tokens: {error}"

@@ -7,9 +7,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from atroposlib.service.records import NOBODY, Environment, Limits, UnknownEnvironmentError, record
+from atroposlib.service.records import NOBODY, Environment, Limits, UnknownEnvironmentError
 from atroposlib.service.scheduling import MIN_WEIGHT
 
 MAX_NAMES = 1024
@@ -34,18 +35,19 @@ class Registry:
         self.name_counts: Counter[str] = Counter()
         self.clock = 0.0
         """Fair-queueing time: the clock of the environment that was served last."""
-        self._next_id = 0
+        self.next_id = 0
+        """The id of the environment that registers next."""
         self._dirty: set[int] = set()
         self._forgotten: list[int] = []
 
     def take_changed(self) -> list[dict[str, Any]]:
-        """Records that changed since the last call."""
-        records = [record(self.by_id[env_id]) for env_id in sorted(self._dirty)]
+        """Return the records that changed since the last call."""
+        records = [asdict(self.by_id[env_id]) for env_id in sorted(self._dirty)]
         self._dirty.clear()
         return records
 
     def take_forgotten(self) -> list[int]:
-        """Environments that were forgotten since the last call."""
+        """Return the environments that were forgotten since the last call."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
@@ -65,7 +67,7 @@ class Registry:
                 self.last_seen[environment.env_id] = self.came[environment.env_id] = now
         self.name_counts.update(name_counts)
         self.clock = clock
-        self._next_id = max(next_id, max(self.by_id) + 1)
+        self.next_id = max(next_id, max(self.by_id) + 1)
 
     def add(
         self,
@@ -78,7 +80,7 @@ class Registry:
     ) -> Environment:
         """Register a new environment, named after what it wished for and how many did so before it."""
         environment = Environment(
-            env_id=self.next_id(),
+            env_id=self.next_id,
             wandb_name=f"{desired_name}_{self.name_counts[desired_name]}",
             desired_name=desired_name,
             weight=weight,
@@ -87,7 +89,7 @@ class Registry:
             min_batch_allocation=allocation,
             clock=self.clock,
         )
-        self._next_id = environment.env_id + 1
+        self.next_id += 1
         self.name_counts[desired_name] = (
             self.name_counts.pop(desired_name, 0) + 1
         )  # the newest is last
@@ -134,11 +136,8 @@ class Registry:
         return [
             self.by_id[other]
             for other, seen in self.last_seen.items()
-            if seen > came and self._is_other(other, env_id)
+            if seen > came and other != env_id and self.by_id[other].connected
         ]
-
-    def _is_other(self, other: int, env_id: int) -> bool:
-        return other != env_id and self.by_id[other].connected
 
     def line_of(self, env_id: int | None) -> int:
         """The line in which groups of this environment wait."""
@@ -197,10 +196,6 @@ class Registry:
         """
         return now - self.posted.get(environment.env_id, self.came[environment.env_id])
 
-    def next_id(self) -> int:
-        """The id of the environment that registers next."""
-        return self._next_id
-
     def active(self, now: float) -> list[Environment]:
         """Connected environments that have spoken within the limit `silent_after`."""
         return [
@@ -253,10 +248,6 @@ class Registry:
             ),
             "env_weight": max(0.01, self.by_id[env_id].weight / weights if weights else 1.0),
         }
-
-    def accepted(self, line: int) -> None:
-        """Count a group accepted into a line."""
-        self.by_id[line].accepted += 1
 
 
 MAX_NAMED = 3

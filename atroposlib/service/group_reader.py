@@ -93,8 +93,8 @@ class GroupReader:
             head = orjson.loads(_take(sock, *LENGTH.unpack(_take(sock, LENGTH.size))))
             if "errors" in head:
                 raise InvalidRequestError(head["errors"])
-            drafts = [
-                _draft(fields, _take(sock, fields.pop("n_bytes"))) for fields in head["groups"]
+            groups = [
+                _group(fields, _take(sock, fields.pop("n_bytes"))) for fields in head["groups"]
             ]
         except (OSError, EOFError) as error:
             self._stop()
@@ -104,7 +104,7 @@ class GroupReader:
             ) from None
         if len(body) > KEEP_UP_TO:
             self._stop()
-        return drafts
+        return groups
 
     def _await_answer(self, sock: socket.socket, length: int) -> None:
         """Wait until the child begins to answer.
@@ -172,7 +172,7 @@ def resident_bytes(pid: int) -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _draft(fields: dict[str, Any], body: bytes) -> ValidatedGroup:
+def _group(fields: dict[str, Any], body: bytes) -> ValidatedGroup:
     weights = tuple((epoch, version) for epoch, version in fields.pop("weights"))
     return ValidatedGroup(body=body, weights=weights, **fields)
 
@@ -204,19 +204,19 @@ def serve(sock: socket.socket) -> None:
             return
         bodies: list[bytes] = []
         try:
-            drafts = read_groups(body, many)
+            groups = read_groups(body, many)
         except InvalidRequestError as error:
             head = orjson.dumps({"errors": error.errors}, default=str)
         else:
-            bodies = [draft.body for draft in drafts]
+            bodies = [group.body for group in groups]
             names = [
                 field.name for field in dataclasses.fields(ValidatedGroup) if field.name != "body"
             ]
-            groups = [
-                {**{name: getattr(draft, name) for name in names}, "n_bytes": len(draft.body)}
-                for draft in drafts
+            heads = [
+                {**{name: getattr(group, name) for name in names}, "n_bytes": len(group.body)}
+                for group in groups
             ]
-            head = orjson.dumps({"groups": groups})
+            head = orjson.dumps({"groups": heads})
         sock.sendall(LENGTH.pack(len(head)) + head)
         for part in bodies:
             sock.sendall(part)

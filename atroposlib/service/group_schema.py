@@ -1,5 +1,5 @@
-"""A posted group: its model, what must hold in it beyond the types of its fields, and how it
-becomes a draft.
+"""A posted group: its model, the checks beyond the types of its fields, and how it becomes a
+validated group.
 
 A group is a body of many thousand numbers, so it is read once, by pydantic's own JSON parser, and
 the bytes that came in are the bytes that go out: `read_groups` never builds them anew unless a
@@ -194,11 +194,11 @@ def read_groups(body: bytes, many: bool) -> list[ValidatedGroup]:
                 None,
                 f"the body cannot be read by trainers: {reason}; look for a key that is given twice",
             )
-        return [_draft(parsed, body)]
+        return [_validated(parsed, body)]
     for index, group in enumerate(parsed):
         _clear_empty(group)
         check_group(group, [index])
-    return [_draft(group, _dump(group)) for group in parsed]
+    return [_validated(group, _dump(group)) for group in parsed]
 
 
 def _clear_empty(group: ScoredData) -> bool:
@@ -222,7 +222,7 @@ def _dump(group: ScoredData) -> bytes:
     return group.model_dump_json(exclude_unset=True, exclude=absent).encode()
 
 
-def _draft(group: ScoredData, body: bytes) -> ValidatedGroup:
+def _validated(group: ScoredData, body: bytes) -> ValidatedGroup:
     missing = [
         name for name in RETURNED if name not in group.model_fields_set and name != "ref_logprobs"
     ]

@@ -74,11 +74,11 @@ class Metrics:
         self.requests.labels(method if method in METHODS else "other", route, str(status)).inc()
         self.request_seconds.labels(route).observe(seconds)
 
-    def posted(self, draft: ValidatedGroup, receipt: Receipt) -> None:
+    def posted(self, group: ValidatedGroup, receipt: Receipt) -> None:
         """Count one posted group."""
         self.groups.labels(receipt.status).inc()
-        self.sequences.inc(draft.size)
-        self.bytes.inc(len(draft.body))
+        self.sequences.inc(group.size)
+        self.bytes.inc(len(group.body))
 
     def handed_out(self, lease: Lease) -> None:
         """Count one batch."""

@@ -171,7 +171,7 @@ class RolloutQueue:
                 "failures": self.failures.stored(),
                 "clock": self.registry.clock,
                 "name_counts": dict(self.registry.name_counts),
-                "next_env_id": self.registry.next_id(),
+                "next_env_id": self.registry.next_id,
                 "next_seq": self.next_seq,
                 "next_evaluation": self.evaluations.next_id,
                 "fleet": asdict(self.fleet),
@@ -371,7 +371,7 @@ class RolloutQueue:
         """
         self.require_trainer(uuid)
         self.ended = self._state_changed = True
-        self.first_env_of_run = self.registry.next_id()
+        self.first_env_of_run = self.registry.next_id
         self.waiting = None
 
     # ---- environments ----
@@ -706,7 +706,7 @@ class RolloutQueue:
         self.next_seq += 1
         self.held_groups += 1
         self.held_bytes += group.n_bytes
-        self.registry.accepted(line)
+        self.registry.by_id[line].accepted += 1
         self._state_changed |= self.posted_sizes.add(line, group.size)
         place = self._place_of(group)
         self.changes.added.append((group, posted.body, place))
@@ -812,16 +812,13 @@ class RolloutQueue:
 
     def _release(self, env_id: int, positions: Sequence[int]) -> None:
         """Move groups from a buffer into the line."""
-        chosen = set(positions)
-        for position, group in enumerate(self.buffers.get(env_id, [])):
-            if position in chosen:
+        buffer = self.buffers.get(env_id, [])
+        chosen = {buffer[position].seq for position in positions}
+        self.buffers[env_id] = [group for group in buffer if group.seq not in chosen]
+        for group in buffer:
+            if group.seq in chosen:
                 self._enter(group, QUEUED)
                 self.changes.moved.append((group.seq, QUEUED))
-        self.buffers[env_id] = [
-            group
-            for position, group in enumerate(self.buffers.get(env_id, []))
-            if position not in chosen
-        ]
 
     # ---- reference logprobs ----
 
@@ -1325,21 +1322,17 @@ class RolloutQueue:
 
     def trainer_version(self) -> int:
         """Return the weight version at which the trainer trains on the next batch."""
-        return (
-            self.current_step
-            if self.acked_version is None
-            else self.acked_version + len(self._out())
-        )
+        if self.acked_version is None:
+            return self.current_step
+        return self.acked_version + len(self._out())
 
     def sampling_version(self) -> int:
         """Return the inference server's weight version, which excludes the batches that the trainer
         still holds.
         """
-        return (
-            self.current_step - len(self._out())
-            if self.acked_version is None
-            else self.acked_version
-        )
+        if self.acked_version is None:
+            return self.current_step - len(self._out())
+        return self.acked_version
 
     def oldest_allowed(self) -> int | None:
         """Return the lowest weight version that may still be handed out; None without a bound."""

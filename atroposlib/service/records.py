@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal
 
 import orjson
@@ -282,11 +282,6 @@ class Snapshot:
     """Oldest first."""
     evaluations: list[Evaluation] = field(default_factory=list)
     """Oldest first."""
-
-
-def record(environment: Environment) -> dict[str, Any]:
-    """Return a copy of an environment's record for the store."""
-    return asdict(environment)
 
 
 def length_bucket(tokens: int) -> int:

@@ -216,12 +216,10 @@ class RolloutService:
         """The sequence numbers of a batch's groups, in the order in which the trainer got them;
         none if it is not out.
         """
-        lease = None if batch_id is None else self.queue.leases.get(batch_id)
-        return (
-            []
-            if lease is None
-            else [group.seq for group in self.queue.streams.in_order(lease.groups)]
-        )
+        if batch_id is None or batch_id not in self.queue.leases:
+            return []
+        groups = self.queue.leases[batch_id].groups
+        return [group.seq for group in self.queue.streams.in_order(groups)]
 
     def reported(self, seqs: Sequence[int], report: Any) -> None:
         """The trainer has told what it computed for a batch."""

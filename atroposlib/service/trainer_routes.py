@@ -167,12 +167,9 @@ async def end(request: Request, service: Service) -> Response:
 async def info(service: Service) -> Response:
     """What an environment must know of the trainer."""
     trainer = service.queue.registration
-    return answer(
-        {
-            "batch_size": trainer.batch_size if trainer else -1,
-            "max_token_len": trainer.max_token_len if trainer else -1,
-        }
-    )
+    if trainer is None:
+        return answer({"batch_size": -1, "max_token_len": -1})
+    return answer({"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len})
 
 
 @router.get("/wandb_info")
@@ -181,13 +178,10 @@ async def wandb_info(service: Service) -> Response:
 
     Null after the end of a run: an environment that asks then waits for the next trainer.
     """
-    trainer = None if service.queue.ended else service.queue.registration
-    return answer(
-        {
-            "group": trainer.wandb_group if trainer else None,
-            "project": trainer.wandb_project if trainer else None,
-        }
-    )
+    trainer = service.queue.registration
+    if trainer is None or service.queue.ended:
+        return answer({"group": None, "project": None})
+    return answer({"group": trainer.wandb_group, "project": trainer.wandb_project})
 
 
 @router.get("/reset_data")
