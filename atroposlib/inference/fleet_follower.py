@@ -1,6 +1,4 @@
-"""Where the inference servers are, as the rollout service tells it: the trainer publishes them
-there.
-"""
+"""Addresses of the inference servers from the rollout service, to which the trainer publishes them."""
 
 from __future__ import annotations
 
@@ -20,30 +18,28 @@ ASK_TIMEOUT = 10.0
 
 
 class FleetFollower:
-    """Asks one rollout service.
+    """A client of GET /fleet of one rollout service.
 
     Args:
         url: the service's address.
-        api_key: bearer token, if the service wants one.
-        every: seconds between two questions.
+        api_key: bearer token, if the service requires one.
+        every: seconds between two requests.
     """
 
     def __init__(self, url: str, api_key: str | None = None, every: float = ASK_SECONDS):
         self.url, self.every, self._has_key = url.rstrip("/"), every, bool(api_key)
         self.keyed = False
-        """The last answer came from a service that needs this client's key, as it did from those
-        that wrote the addresses."""
+        """The last answer came from a service that requires the key, so that only holders of the key
+        wrote the addresses."""
         self._http = httpx.AsyncClient(
             base_url=self.url, headers=bearer(api_key), timeout=ASK_TIMEOUT, trust_env=False
         )
         self._wrong = ""
 
     async def ask(self) -> list[str] | None:
-        """The addresses of the servers that have the trainer's weights, or will again; None if
-        nobody says.
+        """Return the addresses of the servers that have the trainer's weights, or will again.
 
-        A service that does not answer, or whose trainer has not said anything yet, takes no server
-        away.
+        None if the service does not answer or its trainer has not published any: all servers stay.
         """
         try:
             response = await self._http.get("/fleet")
@@ -80,14 +76,14 @@ class FleetFollower:
 
 
 def servers_of(fleet: Any) -> list[str] | None:
-    """The addresses to follow, from what GET /fleet answered; None if the trainer has published
-    nothing.
+    """Return the addresses to follow from an answer of GET /fleet; None if the trainer has published
+    none.
 
-    A server that joins is left out until it is good: it still serves weights of its own. One that
-    is away or in quarantine stays, and is found to be so by asking it.
+    A joining server is left out, because it still serves other weights. A server that is away or in
+    quarantine stays: the pool polls it.
 
     Raises:
-        ValueError: it is no such answer.
+        ValueError: the answer has another form.
     """
     try:
         if fleet["published"] is None:

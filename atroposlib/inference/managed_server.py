@@ -1,4 +1,4 @@
-"""A server that remembers: chat and text completions, with the tokens, masks and logprobs of every
+"""Chat and text completions of one server, with the tokens, masks and logprobs of every
 sequence kept.
 
 async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
@@ -89,10 +89,8 @@ class ManagedServer:
         if prompt.continued < sum(key in self._opened for key in chat.keys):
             say_that_history_changed()
         sampling = {key: value for key, value in kwargs.items() if key not in CHAT_ONLY}
-        opened, known = (
-            opened_by(prompt.text),
-            self._opened,
-        )  # a reset in the meantime makes a new one
+        # `reset` during the request makes a new table, which does not get this answer.
+        opened, opened_before = opened_by(prompt.text), self._opened
         choices: list[Choice] = []
         exchanges: list[Exchange] = []
 
@@ -116,7 +114,7 @@ class ManagedServer:
             return exchanges
 
         answer_id = await self._answer(prompt, sampling, read)
-        known.update((key, opened) for made in exchanges for key in made.keys)
+        opened_before.update((key, opened) for turn in exchanges for key in turn.keys)
         return ChatCompletion.model_construct(
             id=answer_id,
             choices=choices,
@@ -226,9 +224,8 @@ class ManagedServer:
                 fits[id(exchange.chat)] = self.template.same_beginning(exchange.chat, chat)
             return like if like and fits[id(exchange.chat)] else 0
 
-        found = self.tracker.find(likeness)
-        if found is not None:
-            source, turn = found
+        if longest := self.tracker.find(likeness):
+            source, turn = longest
             assert turn.exchange is not None
             tail = self.template.after(
                 chat, len(turn.exchange.chat.keys), self.tracker.end_of(source, turn)
@@ -252,9 +249,8 @@ class ManagedServer:
         """Send a prompt, have the answer read, and note its sequences under a new id, which is
         returned.
         """
-        tracker = (
-            self.tracker
-        )  # a reset in the meantime makes a new one, which does not get this answer
+        # `reset` during the request makes a new tracker, which does not get this answer.
+        tracker = self.tracker
         request = tracker.begin(prompt)
         try:
             if hasattr(self.server, "generate"):
@@ -278,14 +274,11 @@ class ManagedServer:
 
 
 def tokenizer_of(server: Any) -> Any:
-    """The server's tokenizer; where it has none yet, that of its settings, which it then keeps.
-
-    None if they name none.
-    """
-    known = getattr(server, "tokenizer", None)
+    """Return the server's tokenizer, or load the one that its settings name. None if they name none."""
+    tokenizer = getattr(server, "tokenizer", None)
     config = getattr(server, "config", None)
-    if known is not None or config is None:
-        return known
+    if tokenizer is not None or config is None:
+        return tokenizer
     names = (getattr(config, "tokenizer_name", None), getattr(config, "model_name", None))
     named = next(
         (name for name in names if isinstance(name, str) and name not in MODEL_NOT_NAMED), None
@@ -341,7 +334,7 @@ class DummyManagedServer:
         return node_of(self.nodes, answer.id, index)
 
     def _note(self, text: str, choice: Choice | CompletionChoice, answer_id: str) -> None:
-        whose = {
+        metadata = {
             "finish_reason": choice.finish_reason,
             "answer_id": answer_id,
             "index": choice.index,
@@ -352,7 +345,7 @@ class DummyManagedServer:
                 tokens=list(self.DUMMY_TOKENS),
                 masked_tokens=list(self.DUMMY_MASKED_TOKENS),
                 logprobs=list(self.DUMMY_LOGPROBS),
-                metadata=whose | {"dummy_tokens": True},
+                metadata=metadata | {"dummy_tokens": True},
             )
         )
 
@@ -372,7 +365,7 @@ class DummyManagedServer:
 
 
 class _Create:
-    """An object whose `create` is the given coroutine function."""
+    """An object with a coroutine function `create`."""
 
     def __init__(self, create: Any):
         self.create = create

@@ -1,5 +1,5 @@
-"""All inference servers of one environment: where they are, and the calls that environments make on
-them. `pool` decides which of them answers."""
+"""All inference servers of one environment: their addresses, and the calls that environments make on
+them. The pool of a server decides which one answers."""
 
 import asyncio
 import dataclasses
@@ -96,8 +96,8 @@ class ServerManager:
         self.tool_parser = tool_parser
         self.servers: list[Any]
         self.beside: list[APIServer] = []
-        """Servers of another role that rollouts ask, too, such as a judge. They are closed with
-        these, and while one is away, the time of a rollout does not run."""
+        """Servers of another role that rollouts use, such as a judge. They are closed with these, and
+        the time of a rollout does not run while one is away."""
         self._turn = 0
         self._known: list[APIServer] = []
         self._retired: list[APIServer] = []
@@ -105,8 +105,8 @@ class ServerManager:
         self._configured: list[str] = []
         self._strangers: set[str] = set()
         self.follower: FleetFollower | None = None
-        """Set before the first request: the servers are then those that the rollout service tells
-        of, once it does."""
+        """Set before the first request: the servers are then the ones that the rollout service
+        lists, once it lists any."""
         if testing:
             self.servers = [ServerHarness()]
             return
@@ -125,30 +125,27 @@ class ServerManager:
             )
             configs = [at_url(template, url) for url in urls]
         self._own_class = None if inspect.isabstract(server_class) else server_class
-        self.servers = [self._made(one) for config in configs for one in each_address(config)]
+        self.servers = [self._client(one) for config in configs for one in each_address(config)]
         self._configured = [server.root_url for server in self.servers]
         self.pools()
 
-    def _made(self, config: APIServerConfig) -> APIServer:
+    def _client(self, config: APIServerConfig) -> APIServer:
         server_class: type[APIServer] = self._own_class or SERVER_CLASSES[config.server_type]
         return server_class(config, reasoning_config=self.reasoning_config)
 
     def pools(self) -> list[ServerPool]:
-        """One for each kind of server: those of one kind answer for each other.
-
-        `servers` may have been set to others since.
-        """
+        """Return one pool for each kind of server, also after a change of `servers`."""
         servers = [server for server in self.servers if isinstance(server, APIServer)]
         if servers != self._known:
             for gone in self._known:
-                if gone not in servers:  # whoever holds it still goes on with it alone
+                if gone not in servers:  # An environment that still holds it uses it alone.
                     gone.pool = ServerPool([gone], gone.role, gone.address_flag)
-            self._known = [known for known in self._known if known in servers]
+            self._known = [server for server in self._known if server in servers]
             self._group(servers)
         return list(dict.fromkeys(server.pool for server in servers))
 
     def _group(self, servers: list[APIServer]) -> None:
-        """Servers of one kind share the pool that one of this kind had before."""
+        """Put servers of one kind into the pool that the first of them had before."""
         before, self._known = self._known, servers
         for kind in dict.fromkeys(map(kind_of, servers)):
             group = [server for server in servers if kind_of(server) == kind]
@@ -159,8 +156,8 @@ class ServerManager:
             pool.adopt(group)
 
     async def wait_until_well(self) -> None:
-        """Ask the service where the servers are, if that is to be followed, and return once one of
-        each kind is well.
+        """Return once a server of each kind is well, after the service was asked for the servers if
+        its fleet is followed.
 
         Raises:
             InferenceUnavailable: none was in time.
@@ -177,7 +174,7 @@ class ServerManager:
             await asyncio.sleep(self.follower.every)
             try:
                 await self._follow_once()
-            except Exception:  # the servers that are known go on meanwhile
+            except Exception:  # The present servers stay in use.
                 logger.exception("following the fleet failed; it is tried again")
 
     async def _follow_once(self) -> None:
@@ -191,10 +188,7 @@ class ServerManager:
                 await server.close()
 
     def _use(self, addresses: list[str]) -> None:
-        """From now on, the servers are at these addresses.
-
-        Those that stay are the same objects as before.
-        """
+        """Replace the servers by the ones at these addresses. Servers that stay keep their object."""
         old = [server for server in self.servers if isinstance(server, APIServer)]
         if not old:
             return  # answers come from a table
@@ -203,9 +197,9 @@ class ServerManager:
             return
         new = []
         for address in addresses:
-            server = next((known for known in old if same_address(known.root_url, address)), None)
+            server = next((one for one in old if same_address(one.root_url, address)), None)
             if server is None:
-                server = self._made(at_url(old[0].config, f"{address}/v1"))
+                server = self._client(at_url(old[0].config, f"{address}/v1"))
                 server.like(old[0])
             new.append(server)
         if new == old:
@@ -255,9 +249,9 @@ class ServerManager:
                 await server.close()
 
     def pick(self, split: Split = "train") -> Any:
-        """The server that the next request had best go to.
+        """Return the best server for the next request.
 
-        What is asked of it goes to another one if it goes away.
+        If that server becomes unavailable, another one answers its requests.
         """
 
         def free(server: Any) -> int:
@@ -312,15 +306,14 @@ class ServerManager:
         ]
 
         async def ask(size: int) -> Any:
-            return await call(
-                self.pick(split), kwargs | {"n": size}
-            )  # picked when the one before has begun
+            # The server is picked when the part before is under way.
+            return await call(self.pick(split), kwargs | {"n": size})
 
         return join(await asyncio.gather(*map(ask, sizes)))
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncGenerator[Any, None]:
-        """One server for several requests that belong together."""
+        """Yield one server for several requests that belong together."""
         yield self.pick()
 
     @asynccontextmanager
@@ -330,7 +323,7 @@ class ServerManager:
         base_url: str | None = None,
         preserve_think_blocks: bool = False,
     ) -> AsyncGenerator[Any, None]:
-        """A server that keeps the tokens, masks and logprobs of what it generates; see
+        """Yield a server that keeps the tokens, masks and logprobs of its sequences; see
         `ManagedServer`.
 
         An endpoint without token ids gives a `DummyManagedServer` when
@@ -383,8 +376,8 @@ def at_url(template: ServerBaseline, url: str) -> APIServerConfig:
 
 
 def each_address(config: APIServerConfig) -> list[APIServerConfig]:
-    """One configuration for each address in `base_url`, which may hold several with commas between
-    them.
+    """Return one configuration for each address in `base_url`, which may hold several with commas
+    between them.
 
     Raises:
         UsageError: an address is there twice. The configuration has refused empty ones.
@@ -401,12 +394,12 @@ def each_address(config: APIServerConfig) -> list[APIServerConfig]:
 
 
 def kind_of(server: APIServer) -> tuple[type[APIServer], str]:
-    """Servers of which this is the same answer for each other."""
+    """Return the key of servers that answer for each other."""
     return type(server), server.config.model_name
 
 
 def slurm_urls() -> list[str]:
-    """Servers on the nodes of this Slurm job that do not train: one per `INFER_TP` of eight GPUs,
+    """Return the servers on the nodes of this Slurm job that do not train: one per `INFER_TP` of eight GPUs,
     from port 9000.
     """
     nodelist = os.environ.get("SLURM_JOB_NODELIST")

@@ -32,21 +32,20 @@ from atroposlib.web.keys import TEACHER_KEY
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_SECONDS = 300.0
-"""Seconds without an answer after which a request is sent anew: the server may hang, and its next
-start may not."""
+"""Seconds without an answer after which a request is sent again: the server may hang until its next
+start."""
 VOCABULARY_SECONDS = 60.0
 LOOK_AGAIN_SECONDS = 5.0
-"""How old what is known of the served model may be when a sequence is scored. A server takes longer
-to be started anew, so that one that was exchanged while nobody asked is noticed before it scores
-anything."""
+"""Longest age of the answer of /v1/models when a sequence is scored. A restart takes longer, so the
+client notices an exchanged server before that server scores anything."""
 IDENTITY = ("id", "root", "max_model_len")
-"""What /v1/models says of a model, but for `created`, which vLLM makes up for each answer."""
+"""Fields of a model in /v1/models, without `created`, which vLLM makes up for each answer."""
 ROUNDING = 1e-3
-"""How far above 0 a logprob may lie by rounding, in nats."""
+"""Largest logprob in nats that counts as rounded from 0."""
 
 
 class TeacherUnavailable(EnvironmentFailure):
-    """The teacher did not answer within the time allowed, or answers what is no scoring."""
+    """The teacher did not answer within the time allowed, or its answer is not a scoring."""
 
 
 class TeacherRefused(RolloutFailure):
@@ -54,7 +53,7 @@ class TeacherRefused(RolloutFailure):
 
 
 class NoLogprob(ValueError):
-    """A number among the teacher's that is no logprob."""
+    """A number in the teacher's answer is not a logprob."""
 
 
 class TeacherServer(VLLMServer):
