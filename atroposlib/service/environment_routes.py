@@ -101,7 +101,7 @@ async def disconnect_env(request: Request, service: Service) -> Response:
 
 @router.get("/status-env", **takes(EnvStatus, required=False))
 async def status_env(request: Request, service: Service) -> Response:
-    """How an environment should pace itself. The id comes in a JSON body, or as ?env_id=.
+    """The state by which an environment paces itself. The id comes in a JSON body, or as ?env_id=.
 
     One that has nothing to do hands back the `moves` of its last answer, and how long it may
     `wait`: it is answered when the trainer has registered, taken or acknowledged a batch, or ended

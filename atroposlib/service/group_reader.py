@@ -45,7 +45,7 @@ MEMORY_BESIDES = 256 << 20
 LOOK_EVERY_SECONDS = 0.05
 """Time between two looks at the child's memory."""
 HEAD = struct.Struct("!?Q")
-"""Of a question: whether it is a list, and its bytes."""
+"""Head of a request to the child: True for a list of groups, and the bytes of the body."""
 LENGTH = struct.Struct("!Q")
 
 

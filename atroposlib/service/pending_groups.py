@@ -52,7 +52,7 @@ class PendingGroups:
         self.sequences: Counter[int] = Counter()
         """Sequences that wait in each line."""
         self.sizes: Counter[int] = Counter()
-        """How many groups of each size wait."""
+        """Number of waiting groups of each size."""
         self.fresh: Counter[int] = Counter()
         """Sequences of groups that were never learned from, by line."""
         self.used_groups = 0

@@ -58,7 +58,7 @@ class ValidatedGroup:
     key: str | None = None
     """Idempotency key."""
     tokens: int = 0
-    """Of all its sequences."""
+    """Tokens of all its sequences."""
     referenced: bool = True
     """It holds ref_logprobs. If not, its body ends with a null in their place."""
     stream: str | None = None
@@ -90,7 +90,7 @@ class Group:
     """Version of its oldest weights, as the present trainer counts versions. The queue keeps it up
     to date."""
     tokens: int = 0
-    """Of all its sequences."""
+    """Tokens of all its sequences."""
     reference: int = GIVEN
     """MISSING, GIVEN or COMPUTED."""
     uses: int = 0

@@ -28,10 +28,10 @@ from atroposlib.service.store import DamagedError
 logger = logging.getLogger(__name__)
 
 CHECK_BITS = 20
-"""Of a group's number: enough that an answer meant for another group is taken once in a million
+"""Bits of a checksum in a group's id: enough that an answer meant for another group is taken once in a million
 times, and that numbers stay below 2**53 for eight billion groups."""
 SHOWN = ("tokens", "masks", "sampling_params")
-"""What a worker needs of a group."""
+"""Fields of a group that a worker needs."""
 GONE = "it no longer waits for a reference: it was dropped, another run has begun, or it was answered long ago"
 
 
@@ -57,7 +57,7 @@ async def done(request: Request, service: Service) -> Response:
 
 @router.get("/reference")
 async def reference(service: Service) -> Response:
-    """What waits for reference logprobs, and which workers there are."""
+    """Groups that wait for reference logprobs, and the workers."""
     return answer(await service.run(lambda queue: _status(queue, service.clock())))
 
 
@@ -129,7 +129,7 @@ async def lend(service: RolloutService, lease: LeaseReferences) -> dict[str, Any
 
 
 def _shown(bodies: Mapping[int, bytes], model: str) -> list[dict[str, Any]]:
-    """What a worker needs of groups."""
+    """Return the fields of groups that a worker needs."""
     shown = []
     for seq, body in bodies.items():
         group = orjson.loads(body)

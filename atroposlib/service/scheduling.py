@@ -243,13 +243,13 @@ def choose_multiple(sizes: Sequence[int], unit: int, limit: int) -> list[int] | 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a trainer wants of the groups that wait."""
+    """Order and number of uses of the waiting groups, as the trainer sets them."""
 
     policy: Policy = "fifo"
     max_reuse: int = 1
     """Batches that a group may be learned from in."""
     seed: int = 0
-    """Of the policy uniform."""
+    """Seed of the policy uniform."""
 
     @property
     def is_plain(self) -> bool:

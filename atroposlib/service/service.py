@@ -63,7 +63,7 @@ class Recorder(Protocol):
         """
 
     def another_run(self) -> None:
-        """What comes from now on is of another run."""
+        """Another run begins: later groups and reports are its own."""
 
     def stats(self) -> Mapping[str, int]:
         """Groups that were `recorded`, and `left_out`, since the service began."""
@@ -346,8 +346,8 @@ class RolloutService:
         return b'{"batch":[' + b",".join(bodies) + b"]," + head[1:]
 
     def stats(self) -> dict[str, Any]:
-        """What waits, what is leased, what was dropped and why, and who is behind; for people and
-        scripts.
+        """Return the figures of GET /stats: waiting, leased and dropped groups, and the state of each
+        environment.
         """
         queue, now = self.queue, self.clock()
         trainer = queue.registration

@@ -9,7 +9,7 @@ from atroposlib.service.records import NOBODY
 
 
 def backlog(queue: RolloutQueue, most_looked_at: int | None = None) -> dict[str, Any]:
-    """What waits, and what may.
+    """Return the waiting groups, and the bounds of the queue.
 
     Args:
         most_looked_at: groups; in a longer queue the oldest version is not looked for, and is None.

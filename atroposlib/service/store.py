@@ -105,8 +105,8 @@ class Store(ABC):
     """
 
     durable: bool = False
-    """What was committed survives the death of the process and of the machine. A store that is not
-    commits at once."""
+    """True if committed data survives the death of the process and of the machine. A store without
+    this promise commits at once."""
     space: DiskSpace | None = None
     """The space of its disk when that was last measured; None for a store that needs none."""
 

@@ -165,7 +165,7 @@ async def end(request: Request, service: Service) -> Response:
 
 @router.get("/info")
 async def info(service: Service) -> Response:
-    """What an environment must know of the trainer."""
+    """Sizes of the trainer that an environment needs."""
     trainer = service.queue.registration
     if trainer is None:
         return answer({"batch_size": -1, "max_token_len": -1})

@@ -182,7 +182,7 @@ def group_from_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a field is given and holds nothing, as `[]` or an empty array."""
+    """Return True if a field is present and holds nothing, as `[]` or an empty array."""
     return value is not None and hasattr(value, "__len__") and len(value) == 0
 
 
@@ -271,7 +271,7 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
 
 
 def teaches_nothing(group: Mapping[str, Any]) -> bool:
-    """Whether group-relative advantages are zero: all scores are equal, and the group has no other
+    """Return True if group-relative advantages are zero: all scores are equal, and the group has no other
     advantages of its own.
     """
     equal = scores_equal(map(plain_score, group["scores"]))

@@ -105,7 +105,7 @@ or of 1 if that is larger. Sums of float32 rewards differ by a few 1e-7 although
 
 
 def scores_equal(scores: Iterable[float]) -> bool:
-    """Whether the scores of a group differ by no more than rounding. A group of none or one is
+    """Return True if the scores of a group differ by no more than rounding. A group of none or one is
     equal.
 
     >>> scores_equal([1.0, 1.0000001]), scores_equal([1.0, 1.001]), scores_equal([0.1 + 0.2 - 0.3, 0.0])

@@ -1,4 +1,4 @@
-"""How old weights are when versions go back: the lives of the trainers that made them. Pure
+"""The age of weights when versions go back: the lives of the trainers that made them. Pure
 functions.
 
 A weight version is a number of optimizer steps, so a trainer that dies at 17 and resumes from a
