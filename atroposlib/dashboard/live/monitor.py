@@ -1,5 +1,7 @@
-"""Looks at the service and its servers every second while a page is open, and more rarely while
-none is: tells the pages, and writes down what shall be seen later."""
+"""The live run: poll the service and its servers, send news to the pages, and keep a record.
+
+It polls every second while a page is open, and more rarely otherwise.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,6 @@ from atroposlib.dashboard.live.stack import TrainerHeard, mark_of, stack_of, wor
 from atroposlib.dashboard.run_folders.catalogue import LIVE
 from atroposlib.dashboard.run_folders.folder import RunFiles, environment_rows
 from atroposlib.service.fleet import FORGET_SECONDS
-from atroposlib.service.records import Registration
 from atroposlib.web.addresses import server_address
 
 if TYPE_CHECKING:
@@ -31,18 +32,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCHED_SECONDS, ALONE_SECONDS = 1.0, 3.0
-"""Between two looks, while a page is open and while none is."""
+"""Seconds between two rounds, while a page is open and while none is."""
+RUN_FIELDS = (
+    "model", "num_steps", "checkpoint_dir", "log_dir", "batch_size", "weight_epoch", "starting_step",
+)  # fmt: skip
+"""Fields of a trainer's registration that run.json keeps."""
 KEEP_SECONDS = 10.0
-"""Between two writings of stack.json."""
+"""Seconds between two writings of stack.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the service is, for people: address and folder.
+    """The service's address and folder, for people.
 
     Attributes:
         name, port: of the service.
-        run_folder: of the run; None if the service was not told.
+        run_folder: of the run; None if no option names it.
     """
 
     name: str = "rollout service"
@@ -51,11 +56,11 @@ class Place:
 
 
 class LiveSource:
-    """The run of the service that this process is.
+    """The run of this process's service.
 
     Args:
-        service: it.
-        observed: where what happens is written down.
+        service: of this process.
+        observed: folder of the record.
         hub: of the pages that are open.
         place: see Place.
         watch: polls the vLLM servers; None for one without a key.
@@ -86,8 +91,8 @@ class LiveSource:
         self._before = self._of_earlier_process()
 
     def _of_earlier_process(self) -> dict[str, Any]:
-        """The stack as an earlier process of this service wrote it down last, if the run goes on in
-        this one; else empty.
+        """Return the last stack that an earlier process of this service wrote, if the run goes on
+        in this process; else empty.
         """
         trainer = self.service.queue.registration
         stack = self.observed.stack if trainer is not None else {}
@@ -96,11 +101,13 @@ class LiveSource:
             # Otherwise, the page would never miss a trainer that died while the service was down.
             self.service.heard_trainer(trainer_part.get("publishes") is True)
         rows = stack.get("servers")
-        found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-        self.watch.remembered = {
-            row["url"]: row for row in found if isinstance(row.get("url"), str)
-        }
-        self.watch.versions = read_versions(self.observed.path / "servers.jsonl") if found else {}
+        if isinstance(rows, list) and rows:
+            self.watch.remembered = {
+                row["url"]: row
+                for row in rows
+                if isinstance(row, dict) and isinstance(row.get("url"), str)
+            }
+            self.watch.versions = read_versions(self.observed.path / "servers.jsonl")
         self._servers = {
             url: Server.remembered(url, row).row(None) for url, row in self.watch.remembered.items()
         }
@@ -109,12 +116,13 @@ class LiveSource:
     # ---- what routes ask ----
 
     def files(self) -> RunFiles:
-        """The files of the run, as far as they are known."""
+        """Return the files of the run, as far as they are known."""
         folder = self._figures()
-        registration = self.service.queue.registration
-        model = (registration.model or "").rstrip("/").rpartition("/")[2] if registration else ""
         root = self.place.run_folder or folder
-        name = self.place.run_folder.absolute().name if self.place.run_folder is not None else model
+        model = getattr(self.service.queue.registration, "model", None) or ""
+        name = model.rstrip("/").rpartition("/")[2]
+        if self.place.run_folder is not None:
+            name = root.absolute().name
         figures = (folder / "metrics.jsonl", folder / "evaluations.jsonl")
         return RunFiles(
             LIVE,
@@ -126,25 +134,20 @@ class LiveSource:
         )
 
     def _figures(self) -> Path:
-        """The trainer's folder: as it says itself, or as one finds it in the run's."""
-        registration = self.service.queue.registration
-        registered_dir = registration.log_dir if registration is not None else None
+        """Return the trainer's folder: from its registration, else from the run's folder."""
+        registered_dir = getattr(self.service.queue.registration, "log_dir", None)
         if registered_dir and Path(registered_dir).is_absolute() and Path(registered_dir).is_dir():
             return Path(registered_dir)
-        if self.place.run_folder is not None:
-            beside = self.place.run_folder / "trainer"
-            return beside if beside.is_dir() else self.place.run_folder
-        return self.observed.path
-
-    def publish(self, event: str, data: Any) -> None:
-        """Tell the pages that show this run. On the event loop."""
-        self.hub.tell(LIVE, event, data)
+        if self.place.run_folder is None:
+            return self.observed.path
+        trainer = self.place.run_folder / "trainer"
+        return trainer if trainer.is_dir() else self.place.run_folder
 
     # ---- the rounds ----
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """In the block the stack is looked at."""
+        """Watch the stack while the block runs."""
         rounds = asyncio.create_task(self._rounds())
         try:
             yield
@@ -155,7 +158,7 @@ class LiveSource:
             await self.watch.close()
             loop = asyncio.get_running_loop()
             stopped = self.stack | {"stopped": time.time()} if self.stack else {}
-            await loop.run_in_executor(self._thread, self._note, [], [], stopped, self._told())
+            await loop.run_in_executor(self._thread, self._note, [], [], stopped, self._run_json())
             self._thread.shutdown()
 
     async def _rounds(self) -> None:
@@ -165,8 +168,8 @@ class LiveSource:
                 try:
                     if looking is None or looking.done():
                         looking = asyncio.create_task(self.watch.look(self._urls()))
-                    # A server that does not answer holds nothing else up; the next round has what
-                    # it says.
+                    # A server that does not answer delays nothing else: a later round has its
+                    # answer.
                     await asyncio.wait([looking], timeout=WATCHED_SECONDS / 2)
                     if looking.done():
                         looking.result()
@@ -180,7 +183,7 @@ class LiveSource:
                 await asyncio.wait([looking])
 
     async def round(self) -> None:
-        """Look once, at what is known of the servers by now."""
+        """Publish and record one state of the stack, with the newest answers of the servers."""
         before, loop = self.stack or None, asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._read_files)
         self.stack = self._look()
@@ -193,28 +196,23 @@ class LiveSource:
         if before is None:
             events += restarted(self._before, self.stack)
         if before is None or worth_telling(before) != worth_telling(self.stack):
-            self.publish("stack", self.stack)
+            self.hub.tell(LIVE, "stack", self.stack)
         versions = self._new_versions()
         if versions:
-            self.publish(
-                "weights",
-                {
-                    "servers": [
-                        server.weights(history=False) for server in self.watch.servers.values()
-                    ]
-                },
-            )
+            rows = [server.weights(history=False) for server in self.watch.servers.values()]
+            self.hub.tell(LIVE, "weights", {"servers": rows})
         keep: dict[str, Any] = {}
         if events or time.monotonic() - self._kept >= KEEP_SECONDS:
             self._kept, keep = time.monotonic(), self.stack
-        await loop.run_in_executor(self._thread, self._note, events, versions, keep, self._told())
+        await loop.run_in_executor(
+            self._thread, self._note, events, versions, keep, self._run_json()
+        )
 
     def _urls(self) -> list[str]:
-        registration = self.service.queue.registration
-        named = registration.inference_servers if registration is not None else None
+        named = getattr(self.service.queue.registration, "inference_servers", None) or []
         return [
             *(self.service.fleet_status.urls() or []),
-            *(url for one in named or [] if (url := _address(one))),
+            *(url for one in named if (url := _address(one))),
         ]
 
     def _look(self) -> dict[str, Any]:
@@ -222,13 +220,10 @@ class LiveSource:
         if queue.acked_version != self._acked[0]:
             self._acked = (queue.acked_version, now)
         since = None if self._acked[1] is None else round(now - self._acked[1], 1)
-        table = service.fleet_status
+        table, published = service.fleet_status, {}
         age = table.age(service.clock())
-        published = (
-            {row["url"]: row for row in table.servers}
-            if age is not None and age < FORGET_SECONDS
-            else {}
-        )
+        if age is not None and age < FORGET_SECONDS:
+            published = {row["url"]: row for row in table.servers}
         rows = [server.row(published.get(url)) for url, server in self.watch.servers.items()]
         heard = TrainerHeard(
             since, service.clock() - service.trainer_heard, service.trainer_publishes
@@ -246,22 +241,18 @@ class LiveSource:
         )
 
     def _read_files(self) -> None:
-        """Read what the run's folder says of processes and of the end of the run.
-
-        In the thread that writes.
-        """
+        """Read the records of processes and the end of the run, in the thread that writes."""
         self._processes = read_processes(self.files().folder)
         self._ended = number(self.observed.run.get("ended"))
 
     def _server_events(self, version: int) -> list[Event]:
         now, ended = time.time(), self.service.queue.ended
-        seen = {row["url"]: row for row in self.stack["servers"]}
-        known = [(self._servers[url], row) for url, row in seen.items() if url in self._servers]
-        self._servers = seen
+        before, self._servers = self._servers, {row["url"]: row for row in self.stack["servers"]}
         return [
             event
-            for before, after in known
-            for event in server_events(before, after, now, version, ended)
+            for url, row in self._servers.items()
+            if url in before
+            for event in server_events(before[url], row, now, version, ended)
         ]
 
     def _new_versions(self) -> list[Mapping[str, Any]]:
@@ -270,28 +261,19 @@ class LiveSource:
             url: row for url, row in self._versions_written.items() if url in self.watch.servers
         }
         for url, server in self.watch.servers.items():
-            last = server.history[-1] if server.history else None
-            if last is not None and self._versions_written.get(url) is not last:
-                self._versions_written[url] = last
-                new.append(last)
+            if server.history and self._versions_written.get(url) is not server.history[-1]:
+                self._versions_written[url] = server.history[-1]
+                new.append(server.history[-1])
         return new
 
-    def _told(self) -> dict[str, Any]:
-        """Who the run is, for run.json; empty before a trainer has registered."""
+    def _run_json(self) -> dict[str, Any]:
+        """Return the run's settings, for run.json; empty before a trainer has registered."""
         queue = self.service.queue
-        trainer: Registration | None = queue.registration
-        if trainer is None:
+        if queue.registration is None:
             return {}
-        names = (
-            "model",
-            "num_steps",
-            "checkpoint_dir",
-            "log_dir",
-            "batch_size",
-            "weight_epoch",
-            "starting_step",
-        )
-        return {**{name: getattr(trainer, name) for name in names}, "is_over": queue.ended}
+        return {name: getattr(queue.registration, name) for name in RUN_FIELDS} | {
+            "is_over": queue.ended
+        }
 
     # ---- in the thread that writes ----
 
@@ -300,26 +282,23 @@ class LiveSource:
         events: list[Event],
         versions: list[Mapping[str, Any]],
         stack: Mapping[str, Any],
-        told: Mapping[str, Any],
+        run: dict[str, Any],
     ) -> None:
-        if told and told != self._run_written:
-            self._run_written = dict(told)
-            self._note_run(dict(told))
+        if run and run != self._run_written:
+            self._run_written = run
+            self._note_run(dict(run))
         self.observed.append("events", (event.to_json() for event in events))
         self.observed.append("servers", versions)
         if stack:
             self.observed.write("stack.json", stack)
 
-    def _note_run(self, told: dict[str, Any]) -> None:
+    def _note_run(self, run: dict[str, Any]) -> None:
         before, now = self.observed.run, time.time()
-        is_over = told.pop("is_over")
-        same = (
-            before.get("model") == told["model"]
-            and before.get("checkpoint_dir") == told["checkpoint_dir"]
-        )
-        anew = told["starting_step"] == 0 and before.get("weight_epoch") != told["weight_epoch"]
-        run = told | {"began": now, "ended": now if is_over else None}
-        if before and same and not anew:
+        is_over = run.pop("is_over")
+        is_same = all(before.get(name) == run[name] for name in ("model", "checkpoint_dir"))
+        is_new = run["starting_step"] == 0 and before.get("weight_epoch") != run["weight_epoch"]
+        run |= {"began": now, "ended": now if is_over else None}
+        if before and is_same and not is_new:
             run["began"] = before.get("began", now)
             if is_over and isinstance(before.get("ended"), int | float):
                 run["ended"] = before["ended"]
@@ -331,7 +310,7 @@ class LiveSource:
 
 
 def _address(text: str) -> str:
-    """A server's address as others write it; empty if it is none."""
+    """Return a server's address in its usual form; empty for another text."""
     try:
         return server_address(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Asks the vLLM servers of a run how they are.
+"""Poll the state of a run's vLLM servers.
 
-A browser never does: it may not reach them, and has no key.
+A browser never polls them: it may not reach them, and it has no key.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from atroposlib.web.keys import bearer
 logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 4.0
-"""For one server to answer everything."""
+"""Time for one server to answer all requests of a poll."""
 MISSES = 2
-"""Questions in a row without an answer after which a server counts as silent: a busy one may miss
+"""Polls in a row without an answer after which a server counts as silent: a busy server may miss
 one."""
 MAX_SERVERS = 256
 MAX_ANSWER = 1 << 20
@@ -54,7 +54,7 @@ _BRIDGE = {
 
 @dataclass(slots=True)
 class Server:
-    """One server, as it was heard last."""
+    """One server, with its last answers."""
 
     url: str
     health: str = "unknown"
@@ -85,17 +85,17 @@ class Server:
     def remembered(
         cls, url: str, row: Mapping[str, Any], versions: Iterable[Mapping[str, Any]] = ()
     ) -> Server:
-        """A server as an earlier process of this service saw it last, so that a silence that began
-        then is told as that old.
+        """Return a server as an earlier process of this service saw it last, so that the page shows
+        the real begin of a silence.
 
         Args:
-            row: of that process, as `row` gave it.
-            versions: that it wrote down, as `read_versions` gives them.
+            url: of the server.
+            row: from that process's `row`.
+            versions: from its file, as `read_versions` returns them.
         """
-        health = row.get("health")
         server = cls(
             url,
-            health if health in ("good", "bad", "silent") else "unknown",
+            row["health"] if row.get("health") in ("good", "bad", "silent") else "unknown",
             str(row.get("detail") or "")[:MAX_DETAIL],
             number(row.get("since")),
             answered=number(row.get("answered")),
@@ -115,18 +115,17 @@ class Server:
     def heard(
         self, now: float, weights: Mapping[str, Any], bridge: Mapping[str, Any] | None
     ) -> None:
-        """It has answered.
+        """Take the answers of a poll.
 
         Args:
             now: Unix seconds.
             weights: of GET /weights.
-            bridge: of GET /bridge/state; None if it does not say.
+            bridge: of GET /bridge/state; None if the server has no such state.
         """
         trouble = str(weights.get("trouble") or "")[:MAX_DETAIL]
         self.misses, self.asked, self.answered = 0, now, now
-        self._is(
-            "good" if weights.get("serving") is not False and not trouble else "bad", trouble, now
-        )
+        is_bad = weights.get("serving") is False or trouble
+        self._is("bad" if is_bad else "good", trouble, now)
         self.instance = str(weights.get("instance") or "")[:100]
         self.in_flight = whole(weights.get("in_flight"))
         # Between the two answers there may have been an update: the checksums are those of the
@@ -143,7 +142,7 @@ class Server:
             self._note_stall()
 
     def missed(self, now: float, why: str) -> None:
-        """It has not answered."""
+        """Count a poll without an answer."""
         self.misses, self.asked, self.in_flight = self.misses + 1, now, None
         if self.misses >= MISSES or self.health == "unknown":
             self._is("silent", why[:MAX_DETAIL], self.answered or now)
@@ -154,9 +153,7 @@ class Server:
         self.health, self.detail = health, detail
 
     def _note_stall(self) -> None:
-        """How long an update really took is known half a second after it: what was noted before is
-        replaced.
-        """
+        """Replace the duration of the last update: its true duration is known half a second later."""
         noted, seconds = self.history[-1], self.bridge["last_update"]
         if "stalled" not in noted["seconds"] and noted["seconds"].items() <= seconds.items():
             self.history[-1] = noted | {"seconds": seconds, "gap": seconds["stalled"]}
@@ -170,34 +167,30 @@ class Server:
     def _note_version(self, now: float) -> None:
         seconds = self.bridge.get("last_update", {})
         gap = next((seconds[name] for name in GAPS if name in seconds), None)
-        checksums = self.bridge.get("checksums", [])
+        checksum = next(iter(self.bridge.get("checksums", [])), None)
         self.history.append(
             {
                 "time": now, "url": self.url, "version": self.weight_version, "epoch": self.weight_epoch,
-                "checksum": checksums[0] if checksums else None, "seconds": seconds, "gap": gap,
+                "checksum": checksum, "seconds": seconds, "gap": gap,
             }
         )  # fmt: skip
         self.longest_before = self.longest_gap, self.longest_gap_at
         self._note_gap(gap, now)
 
     def row(self, published: Mapping[str, Any] | None) -> dict[str, Any]:
-        """As GET /ui/api/stack lists it.
+        """Return the server's row in GET /ui/api/stack.
 
         Args:
-            published: what the trainer says of it; None if it says nothing.
+            published: the trainer's row about the server; None if there is none.
         """
-        published_row = published or {}
+        published, version, epoch = published or {}, self.weight_version, self.weight_epoch
         return {
             "url": self.url,
-            "standing": published_row.get("standing") or "",
-            "weight_version": published_row.get("weight_version")
-            if self.weight_version is None
-            else self.weight_version,
-            "weight_epoch": published_row.get("weight_epoch")
-            if self.weight_epoch is None
-            else self.weight_epoch,
-            "standing_since": published_row.get("since"),
-            "reason": published_row.get("reason") or "",
+            "standing": published.get("standing") or "",
+            "weight_version": published.get("weight_version") if version is None else version,
+            "weight_epoch": published.get("weight_epoch") if epoch is None else epoch,
+            "standing_since": published.get("since"),
+            "reason": published.get("reason") or "",
             "health": self.health,
             "since": self.since,
             "detail": self.detail,
@@ -211,8 +204,8 @@ class Server:
         }
 
     def weights(self, history: bool = True) -> dict[str, Any]:
-        """As GET /ui/api/weights lists it."""
-        known: dict[str, Any] = {
+        """Return the server's row in GET /ui/api/weights."""
+        row: dict[str, Any] = {
             "url": self.url,
             "weight_version": self.weight_version,
             "weight_epoch": self.weight_epoch,
@@ -226,19 +219,19 @@ class Server:
             "longest_gap": self.longest_gap,
             "longest_gap_at": self.longest_gap_at,
         }
-        return known | ({"history": list(self.history)} if history else {})
+        if history:
+            row["history"] = list(self.history)
+        return row
 
 
 def read_versions(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The versions that servers had, by address, as they were written down: the end of the file,
-    oldest first.
-    """
+    """Return the weight versions of servers by address, oldest first, from the end of the file."""
     versions: dict[str, dict[Any, dict[str, Any]]] = {}
     for row in last_rows(path, _READ_BYTES):
         url, at = str(row.get("url", "?"))[:300], number(row.get("time"))
         checksum, seconds = row.get("checksum"), row.get("seconds")
         version, epoch = whole(row.get("version")), whole(row.get("epoch"))
-        # The same one again is the same, better known.
+        # A later line about the same version has a better duration.
         versions.setdefault(url, {})[at, version, epoch] = {
             "time": at, "url": url, "version": version, "epoch": epoch, "gap": number(row.get("gap")),
             "checksum": checksum if isinstance(checksum, str) else None,
@@ -247,30 +240,27 @@ def read_versions(path: Path) -> dict[str, list[dict[str, Any]]]:
     return {url: list(rows.values()) for url, rows in versions.items()}
 
 
-def _read_bridge(told: Mapping[str, Any]) -> dict[str, Any]:
+def _read_bridge(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a bridge's state that the page shows."""
-    seconds = told.get("last_update")
-    checksums = told.get("checksums")
+    seconds, checksums = state.get("last_update"), state.get("checksums")
+    if not isinstance(seconds, dict):
+        seconds = {}
+    if not isinstance(checksums, list):
+        checksums = []
     return {
-        **{name: str(told.get(theirs) or "")[:MAX_DETAIL] for name, theirs in _BRIDGE.items()},
-        "checksums": [str(one)[:64] for one in checksums[:64]]
-        if isinstance(checksums, list)
-        else [],
-        "updates": whole(told.get("updates")),
-        "failures": whole(told.get("failures")),
-        "last_bytes": whole(told.get("last_bytes")),
+        **{name: str(state.get(theirs) or "")[:MAX_DETAIL] for name, theirs in _BRIDGE.items()},
+        "checksums": [str(one)[:64] for one in checksums[:64]],
+        **{name: whole(state.get(name)) for name in ("updates", "failures", "last_bytes")},
         "last_update": {
             str(name).removeprefix("to_")[:40]: value
-            for name, duration in (list(seconds.items())[:40] if isinstance(seconds, dict) else [])
+            for name, duration in list(seconds.items())[:40]
             if (value := number(duration)) is not None
         },
     }
 
 
 def _why(error: BaseException) -> str:
-    """Why a server could not be asked: as the system says it, where the client says no more than
-    that it did not work.
-    """
+    """Return the reason why a poll failed: the system's message, if the client's has no reason."""
     at: BaseException | None = error
     for _ in range(10):
         if isinstance(at, ExceptionGroup):
@@ -302,10 +292,9 @@ class ServerWatch:
     ) -> None:
         self.servers: dict[str, Server] = {}
         self.remembered: dict[str, Mapping[str, Any]] = {}
-        """Rows of an earlier process of this service, by address, until a server of that address is
-        asked."""
+        """Rows of an earlier process of this service by address, until that server is polled."""
         self.versions: Mapping[str, Sequence[Mapping[str, Any]]] = {}
-        """And the versions that it saw there."""
+        """Weight versions that it saw, by address."""
         self._api_key, self._key_addresses = api_key, key_addresses
         self._reported_without_key: set[str] = set()
         # No proxy: these are addresses inside the run. No redirects: the key goes to the named
@@ -315,7 +304,7 @@ class ServerWatch:
         )
 
     async def look(self, urls: Iterable[str]) -> None:
-        """Ask these servers, and forget all others."""
+        """Poll these servers, and forget all others."""
         addresses = list(dict.fromkeys(urls))[:MAX_SERVERS]
         self.servers = {url: self.servers.get(url) or self._first(url) for url in addresses}
         self._reported_without_key &= self.servers.keys()
@@ -323,21 +312,17 @@ class ServerWatch:
 
     def _first(self, url: str) -> Server:
         row = self.remembered.pop(url, None)
-        return (
-            Server(url) if row is None else Server.remembered(url, row, self.versions.get(url, ()))
-        )
+        if row is None:
+            return Server(url)
+        return Server.remembered(url, row, self.versions.get(url, ()))
 
     async def _ask(self, server: Server) -> None:
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                weights = await self._get(server.url, "/weights")
-                bridge = (
-                    await self._get(server.url, "/bridge/state") if weights is not None else None
-                )
-                if (
-                    weights is None
-                    and (await self._http.get(f"{server.url}/health")).status_code == 200
-                ):
+                weights, bridge = await self._get(server.url, "/weights"), None
+                if weights is not None:
+                    bridge = await self._get(server.url, "/bridge/state")
+                elif (await self._http.get(f"{server.url}/health")).status_code == 200:
                     weights = {}  # a server of another kind: it is there, and no more is known
         except TimeoutError:
             server.missed(time.time(), f"no answer in {ASK_SECONDS:g} s")
@@ -345,15 +330,14 @@ class ServerWatch:
             # A ValueError comes from a name that cannot be encoded for a resolver.
             server.missed(time.time(), _why(error))
         else:
-            if weights is None:
-                server.missed(
-                    time.time(), "it answers, but neither /weights nor /health says that it is well"
-                )
-            else:
+            if weights is not None:
                 server.heard(time.time(), weights, bridge)
+                return
+            text = "it answers, but neither /weights nor /health says that it is well"
+            server.missed(time.time(), text)
 
     async def _get(self, server: str, path: str) -> dict[str, Any] | None:
-        """The JSON object at this path; None if the server does not answer with one."""
+        """Return the JSON object at this path; None if the server does not answer with one."""
         parts: list[bytes] = []
         headers = bearer(self._api_key) if server in self._key_addresses else {}
         async with self._http.stream("GET", server + path, headers=headers) as response:
@@ -388,5 +372,5 @@ class ServerWatch:
         )
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self._http.aclose()

@@ -1,5 +1,4 @@
-"""Figures over steps, a column for each name, and what a chart needs of them: as many points as it
-can show, and no more.
+"""Figures over steps, a column for each name, thinned out to the points that a chart can show.
 
 Many rows become one point with their mean, their lowest and their highest figure, so that no peak
 is lost.
@@ -75,7 +74,7 @@ class Columns:
         return int(self._step[self._kept - 1]) if self._kept else None
 
     def clear(self) -> None:
-        """The file is another one."""
+        """Begin with another file."""
         self.__init__()  # type: ignore[misc]
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -105,8 +104,7 @@ class Columns:
         self._grow(self._kept + len(kept))
         begin, end = self._kept, self._kept + len(kept)
         self._step[begin:end] = steps
-        # In the order of the rows, and not of a set, or the names come in another order at each
-        # start.
+        # A set would give the names another order at each start.
         for name in dict.fromkeys(name for row in kept for name in row):
             values = None if name == "step" else _numbers([row.get(name) for row in kept])
             column = self._column(name) if values is not None else None
@@ -136,7 +134,7 @@ class Columns:
             )
 
     def _cut(self, step: int) -> None:
-        """Let go of the rows from a step on."""
+        """Remove the rows from a step on."""
         at = int(np.searchsorted(self._step[: self._kept], step))
         self.rows -= self._kept - at
         for column in self._columns.values():
@@ -151,16 +149,22 @@ class Columns:
         self._kept, self.thinned = len(self._step), True
 
     def last(self, name: str) -> float | None:
-        """The last figure of a column that is known; None without one."""
+        """Return the last known figure of a column; None without one."""
+        rows = self._known_rows(name)
+        if not len(rows):
+            return None
+        return float(self._columns[name][rows[-1]])
+
+    def _known_rows(self, name: str) -> Integers:
         column = self._columns.get(name)
         if column is None:
-            return None
-        known = np.flatnonzero(np.isfinite(column[: self._kept]))
-        return float(column[known[-1]]) if len(known) else None
+            return np.empty(0, np.int64)
+        return np.flatnonzero(np.isfinite(column[: self._kept]))
 
     def totals(self, names: Sequence[str]) -> list[float] | None:
-        """The sums of columns, over the rows that have a figure in each of them; None where no row
-        has, or where rows were let go of."""
+        """Return the sums of columns, over the rows that have a figure in each of them; None if
+        there is no such row, or if rows were removed.
+        """
         columns = [
             column[: self._kept]
             for name in names
@@ -169,24 +173,22 @@ class Columns:
         if self.thinned or len(columns) < len(names):
             return None
         known = np.logical_and.reduce([np.isfinite(column) for column in columns])
-        return [float(column[known].sum()) for column in columns] if known.any() else None
+        if not known.any():
+            return None
+        return [float(column[known].sum()) for column in columns]
 
     def peak(self, name: str) -> tuple[float, int] | None:
-        """The greatest figure of a column, and the first step that has it; None without one."""
-        column = self._columns.get(name)
-        known = (
-            np.flatnonzero(np.isfinite(column[: self._kept]))
-            if column is not None
-            else np.empty(0, np.int64)
-        )
-        if column is None or not len(known):
+        """Return the greatest figure of a column, and its first step; None without a figure."""
+        rows = self._known_rows(name)
+        if not len(rows):
             return None
-        at = known[np.argmax(column[known])]
+        column = self._columns[name]
+        at = rows[np.argmax(column[rows])]
         return float(column[at]), int(self._step[at])
 
     def beside(self, other: Columns) -> dict[str, Floats]:
-        """The columns of somebody else's rows at the steps of these, [rows] float64 each, NaN where
-        it has none of a step.
+        """Return the columns of other rows at the steps of these, [rows] float64 each, NaN for a
+        step that the other rows lack.
         """
         steps, theirs = self._step[: self._kept], other._step[: other._kept]
         if not len(steps) or not len(theirs):
@@ -206,7 +208,7 @@ class Columns:
         last: int | None = None,
         more: Mapping[str, Floats] | None = None,
     ) -> Series:
-        """Points of columns, for a chart.
+        """Return points of columns, for a chart.
 
         Args:
             names: unknown ones have no figures.
@@ -216,15 +218,15 @@ class Columns:
         """
         points = min(max(points, MIN_POINTS), MAX_POINTS)
         steps = self._step[: self._kept]
-        begin = 0 if first is None else int(np.searchsorted(steps, first))
-        end = self._kept if last is None else int(np.searchsorted(steps, last, side="right"))
+        begin, end = 0, self._kept
+        if first is not None:
+            begin = int(np.searchsorted(steps, first))
+        if last is not None:
+            end = int(np.searchsorted(steps, last, side="right"))
         steps = steps[begin:end]
         columns = {**self._columns, **(more or {})}
-        chosen = {name: columns.get(name) for name in names}
-        shown = {
-            name: np.full(len(steps), math.nan) if column is None else column[begin:end]
-            for name, column in chosen.items()
-        }
+        nothing = np.full(self._kept, math.nan)
+        shown = {name: columns.get(name, nothing)[begin:end] for name in names}
         if len(steps) <= points:
             shown = {name: column.copy() for name, column in shown.items()}
             return Series(steps.copy(), not self.thinned, shown, shown, shown)
@@ -241,7 +243,7 @@ _FIGURES = frozenset({float, int, bool, type(None)})
 
 
 def _numbers(values: list[Any]) -> Floats | None:
-    """A column's figures, NaN for what is none; None if it has none at all."""
+    """Return a column's figures, NaN for another value; None if it has no figure at all."""
     kinds = set(map(type, values))
     if kinds <= _FIGURES:
         if kinds == {type(None)}:
@@ -257,16 +259,14 @@ def _numbers(values: list[Any]) -> Floats | None:
 
 
 def _number(value: Any) -> float | None:
-    """A figure; None for what is none. True and False are 1 and 0."""
-    if isinstance(value, float | bool):
+    """Return a figure; None for another value. True and False are 1 and 0."""
+    if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000):
         return float(value)
-    if isinstance(value, int):
-        return float(value) if abs(value) < 2**1000 else None
     return None
 
 
 def _buckets(column: Floats, starts: Integers) -> tuple[Floats, Floats, Floats]:
-    """Mean, lowest and highest figure of runs of a column, NaN where a run has none.
+    """Return mean, lowest and highest figure of runs of a column, NaN if a run has none.
 
     Infinities count as unknown.
     """

@@ -1,4 +1,4 @@
-"""Which files a run has, and where runs are."""
+"""The files of a run, and the folders of runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import orjson
 METRICS = re.compile(r"metrics(\.\d+)?\.jsonl")
 """The trainer's rows; an earlier run's in the same folder have a number."""
 OBSERVED = "observed"
-"""Folder of what the rollout service wrote down of a run; beside a store that lies elsewhere,
-NAME.observed."""
+"""Folder of the rollout service's record of a run; NAME.observed beside a store elsewhere."""
 DEPTH = 3
 """Depth to which folders below a named one are searched."""
 MAX_RUNS = 500
@@ -45,10 +44,10 @@ class RunFiles:
     Attributes:
         id: names it in addresses: letters, digits and `._~-`.
         name: for people.
-        folder: whose run this is.
-        metrics: the trainer's rows; may not be there (yet).
-        evaluations: what environments measured; likewise.
-        observed: what the rollout service wrote down; None if there is nothing.
+        folder: of the run.
+        metrics: the trainer's rows; the file may not exist yet.
+        evaluations: the environments' evaluations; the file may not exist yet.
+        observed: folder of the rollout service's record; None if there is none.
         groups: files of rollouts that environments wrote.
         environment: rows of an environment's own, over every answer that was sampled; None if there
             are none.
@@ -65,10 +64,10 @@ class RunFiles:
 
 
 def find_runs(root: Path) -> list[RunFiles]:
-    """The runs in a folder and in those below it, newest first, at most MAX_RUNS; files of groups
-    that belong to none, too.
+    """Return the runs in a folder and below it, newest first, at most MAX_RUNS. A file of groups
+    outside of them is a run of its own.
 
-    A folder that cannot be read is passed over, and no link is followed.
+    A folder that cannot be read is skipped, and no link is followed.
 
     Args:
         root: the folder; or a file of groups.
@@ -89,7 +88,7 @@ def find_runs(root: Path) -> list[RunFiles]:
             ):
                 groups.append(folder / name)
     for folder in list(observed.values()):
-        if log_dir := told_log_dir(folder):
+        if log_dir := registered_log_dir(folder):
             observed[log_dir] = folder
     paths = [path for path in metrics if not _is_environments(path)]
     runs = [
@@ -131,25 +130,23 @@ def _begins_with_group(path: Path, inode: int) -> bool:
 
 
 def groups_of(folder: Path) -> tuple[Path, ...]:
-    """The files of groups of a run."""
+    """Return the files of groups of a run."""
     paths = [*sorted(folder.glob("*.jsonl")), *sorted((folder / "environment").glob("*.jsonl"))]
     return tuple(path for path in paths if path.name not in _NO_GROUPS and holds_groups(path))
 
 
-def told_log_dir(observed: Path) -> Path | None:
-    """Where the trainer of a run that the service saw writes its figures; None if it did not say,
-    or not to this machine.
+def registered_log_dir(observed: Path) -> Path | None:
+    """Return the folder of figures that a run's trainer registered; None if it is not on this
+    machine, or was not registered.
     """
     log_dir = read_object(observed / "run.json").get("log_dir")
-    return (
-        Path(log_dir)
-        if isinstance(log_dir, str) and log_dir.startswith("/") and Path(log_dir).is_dir()
-        else None
-    )
+    if isinstance(log_dir, str) and log_dir.startswith("/") and Path(log_dir).is_dir():
+        return Path(log_dir)
+    return None
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a small file; empty if there is none, or it cannot be read."""
+    """Return the JSON object in a small file; empty if there is none, or it cannot be read."""
     try:
         value = orjson.loads(path.read_bytes()) if path.stat().st_size < _MAX_OBJECT else None
     except (OSError, ValueError):
@@ -158,17 +155,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def changed(run: RunFiles) -> float:
-    """Unix time of the last change of the run's files; 0 if none is there."""
-    paths = [
-        run.metrics,
-        *run.groups,
-        *([run.observed / "stack.json", run.observed / "run.json"] if run.observed else []),
-    ]
-    return max(modified(path) for path in paths)
+    """Return the Unix time of the last change of the run's files; 0 if it has none."""
+    paths = [run.metrics, *run.groups]
+    if run.observed:
+        paths += [run.observed / "stack.json", run.observed / "run.json"]
+    return max(map(modified, paths))
 
 
 def modified(path: Path) -> float:
-    """Unix time of the last change of a file; 0 if it is not there."""
+    """Return the Unix time of the last change of a file; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -176,7 +171,7 @@ def modified(path: Path) -> float:
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Folders from `root` down, with the names of their files."""
+    """Return the folders from `root` down, with the names of their files."""
     waiting, looked = [(root, 0)], 0
     while waiting and looked < _MAX_FOLDERS:
         folder, depth = waiting.pop(0)
@@ -193,7 +188,7 @@ def _folders(root: Path) -> Iterator[tuple[Path, list[str]]]:
                         and entry.is_dir(follow_symlinks=False)
                     ):
                         waiting.append((folder / entry.name, depth + 1))
-        except OSError:  # somebody else's folder, or one that has just been removed
+        except OSError:  # another user's folder, or one that has just been removed
             continue
         yield folder, sorted(names)
 
@@ -207,7 +202,7 @@ def _is_observed(folder: Path) -> bool:
 
 
 def environment_rows(folder: Path) -> Path | None:
-    """The rows of a run's environment, if it writes some beside the trainer's."""
+    """Return the rows of a run's environment, if it writes some beside the trainer's."""
     path = folder / "environment" / "metrics.jsonl"
     return path if path.is_file() else None
 
@@ -218,7 +213,7 @@ def _is_environments(path: Path) -> bool:
 
 
 def _observed_beside(folder: Path, root: Path, observed: dict[Path, Path]) -> Path | None:
-    """The service's folder of the run whose metrics are in `folder`: there, or above it."""
+    """Return the service's folder of the run whose metrics are in `folder`: in it, or above it."""
     for place in (folder, *folder.parents):
         if place in observed:
             return observed[place]
@@ -231,8 +226,9 @@ def _of_metrics(path: Path, root: Path, observed: Path | None) -> RunFiles:
     number = path.name.removeprefix("metrics").removesuffix(".jsonl")
     folder = path.parent.parent if path.parent.name == "trainer" else path.parent
     evaluations = path.with_name(f"evaluations{number}.jsonl")
-    name = _name(folder, root) + (f" (earlier run {number[1:]})" if number else "")
+    name = _name(folder, root)
     if number:
+        name += f" (earlier run {number[1:]})"
         return RunFiles(_id(path, name), name, folder, path, evaluations)
     return RunFiles(
         _id(path, name),
@@ -250,7 +246,7 @@ def _of_observed(folder: Path, root: Path) -> RunFiles:
     """A run whose trainer wrote elsewhere, or nothing."""
     run = folder.parent if folder.name == OBSERVED else folder
     name = _name(run, root).removesuffix(f".{OBSERVED}")
-    figures = told_log_dir(folder) or run
+    figures = registered_log_dir(folder) or run
     return RunFiles(
         _id(folder, name),
         name,
@@ -275,11 +271,12 @@ def _of_groups(file: Path, root: Path) -> RunFiles:
 
 
 def _name(folder: Path, root: Path) -> str:
-    relative = folder.relative_to(root).as_posix() if folder.is_relative_to(root) else "."
-    return folder.resolve().name if relative == "." else relative
+    if folder == root or not folder.is_relative_to(root):
+        return folder.resolve().name
+    return folder.relative_to(root).as_posix()
 
 
 def _id(path: Path, name: str) -> str:
-    """Differs for every path, and can still be read."""
+    """Return a readable name that differs for every path."""
     readable = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:] or "run"
     return f"{readable}~{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"

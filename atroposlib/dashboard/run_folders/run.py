@@ -1,6 +1,4 @@
-"""One run as the page shows it: its figures, evaluations and events, brought up to date whenever
-somebody looks.
-"""
+"""One run as the page shows it: its figures, evaluations and events, read again for each request."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from atroposlib.dashboard.events import (
@@ -32,9 +29,9 @@ COUNTS = ("compared_tokens", "mismatched_tokens")
 """Figures that are added up over the whole run."""
 MAX_EVALUATIONS = 20_000
 MAX_UPDATES = 500
-"""Steps, the newest, of which is kept how the weights were handed over."""
+"""Newest steps whose weight updates are kept."""
 MAX_SENT_ROWS = 50
-"""New rows that are told whole to a page that is open; it asks for more by itself."""
+"""New rows that an open page gets whole. It requests further rows itself."""
 
 
 _generations = itertools.count(1)
@@ -42,12 +39,12 @@ _generations = itertools.count(1)
 
 @dataclass(slots=True)
 class Change:
-    """What is new since the last look.
+    """News of a run since the last reading.
 
     Attributes:
-        rows: of the trainer, with what the environment said of their steps; a step that was told
-            before may come again, with that alone.
-        rewritten: what was read before no longer stands.
+        rows: of the trainer, with the environment's figures of their steps. The environment's
+            figures of an earlier step come later as a row of their own.
+        rewritten: everything that was read before is obsolete.
         events, evaluations: new ones.
     """
 
@@ -70,17 +67,17 @@ class Change:
 
 
 class Run:
-    """Reads one run's files. Every method may be called from any thread, and waits for the one that
-    reads.
+    """Reads one run's files. Every method may be called from any thread, and waits for the thread
+    that reads.
 
     Args:
-        files: where they are.
+        files: of the run.
     """
 
     def __init__(self, files: RunFiles) -> None:
         self.files = files
         self.generation = next(_generations)
-        """Another one whenever what was read no longer stands; no two runs have the same."""
+        """A number that changes when earlier rows become obsolete; no two runs share one."""
         self._lock = threading.Lock()
         self._metrics = JsonLinesFollower(files.metrics)
         self._evaluations_file = JsonLinesFollower(files.evaluations)
@@ -147,13 +144,12 @@ class Run:
         if cut:
             first = min(step for row in rows if (step := whole(row.get("step"))) is not None)
             kept = [update for update in self._updates if (whole(update["step"]) or 0) < first]
-            self._updates.clear()
-            self._updates.extend(kept)
-            gone = [
-                event.id for event in self._events["rows"].values() if (event.step or 0) >= first
-            ]
-            for name in gone:
-                del self._events["rows"][name]
+            self._updates = deque(kept, MAX_UPDATES)
+            self._events["rows"] = OrderedDict(
+                (event.id, event)
+                for event in self._events["rows"].values()
+                if (event.step or 0) < first
+            )
         change.rewritten |= rewritten or cut
         self._updates.extend(map(update_of, rows[-MAX_UPDATES:]))
         change.rows = [*change.rows, *rows][-MAX_SENT_ROWS - 1 :]
@@ -172,8 +168,9 @@ class Run:
                 f"environment/{name[6:]}": row[name] for name in row if name.startswith("train/")
             }
             # It writes several rows at one step, and each figure in some of them.
-            before = self._sampled_last if self._sampled_last.get("step") == row.get("step") else {}
-            self._sampled_last = before | {"step": row.get("step")} | figures
+            if self._sampled_last.get("step") != row.get("step"):
+                self._sampled_last = {}
+            self._sampled_last = self._sampled_last | {"step": row.get("step")} | figures
             merged.append(self._sampled_last)
         self._sampled.extend(merged)
         for row in merged:
@@ -184,8 +181,10 @@ class Run:
             self._untold.discard(self._beside.popitem(last=False)[0])
 
     def _tell_beside(self, change: Change) -> None:
-        """Add what the environment says of steps to the trainer's rows; of steps that were told
-        before, by itself. Which of the two files is ahead, nobody knows."""
+        """Add the environment's figures to the trainer's rows of the same steps.
+
+        Either file may be ahead, so figures of an earlier step are a row of their own.
+        """
         new = [whole(row.get("step")) for row in change.rows]
         last = self._columns.last_step
         late = [
@@ -232,8 +231,7 @@ class Run:
         )
 
     def _take_events(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
-        # Nothing is taken back if the file was begun anew, because it was full: what happened still
-        # did.
+        # A file that was full is begun again: its events stay.
         self._add("file", [event for row in rows if (event := read_event(row)) is not None], change)
 
     def _add(self, source: str, events: Sequence[Event], change: Change) -> None:
@@ -248,7 +246,7 @@ class Run:
 
     @property
     def cells(self) -> int:
-        """Figures in memory. Waits for nobody, and so is not of one moment."""
+        """Number of figures in memory. It takes no lock, so it may be a little old."""
         return self._columns.cells + self._sampled.cells + self._counts.cells
 
     def names(self) -> list[str]:
@@ -269,18 +267,16 @@ class Run:
     def series(
         self, names: Sequence[str], points: int, first: int | None = None, last: int | None = None
     ) -> Series:
-        """Points of figures; see Columns.series."""
+        """Return points of figures; see Columns.series."""
         with self._lock:
-            more = (
-                self._columns.beside(self._sampled)
-                if set(names) & set(self._sampled.names)
-                else None
-            )
+            more = None
+            if set(names) & set(self._sampled.names):
+                more = self._columns.beside(self._sampled)
             return self._columns.series(names, points, first, last, more)
 
     def newest(self, names: Sequence[str]) -> dict[str, float | None]:
-        """The last figure of each name that is known, of all rows: a point of a chart may stand for
-        several.
+        """Return the last known figure of each name: the last point of a chart may stand for several
+        rows.
         """
         with self._lock:
             return {
@@ -289,9 +285,7 @@ class Run:
             }
 
     def counts(self) -> list[float] | None:
-        """COUNTS, added up over all rows; None where none has them, or where they are too many to
-        be kept.
-        """
+        """Return the sums of COUNTS over all rows; None without any, or if rows were removed."""
         with self._lock:
             return self._counts.totals(COUNTS)
 
@@ -318,8 +312,9 @@ class Run:
 
 
 def update_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row of the trainer says of handing over its weights: `sync`, the trainer's phases, and
-    `server`, the servers', in seconds."""
+    """Return a row's figures of the weight update: `sync` has the seconds of the trainer's phases,
+    `server` of the servers' phases.
+    """
     return {
         "step": row.get("step"), "checksum": row.get("checksum"), "weights_sha": row.get("weights_sha"),
         "seconds_sync": row.get("seconds_sync"), "bytes_moved": row.get("bytes_moved"),
@@ -331,28 +326,21 @@ def update_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def glance(files: RunFiles) -> dict[str, Any]:
-    """A run in a line, as GET /ui/api/runs lists it, from the ends of its files: there may be
-    hundreds of runs.
-    """
+    """Return a run's row of GET /ui/api/runs, from the ends of its files: there may be hundreds."""
     rows = [row for row in last_rows(files.metrics) if whole(row.get("step")) is not None]
     rewards = [reward for row in rows if (reward := number(row.get("reward_mean"))) is not None]
+    run: Mapping[str, Any] = {}
+    if files.observed is not None:
+        run = read_object(files.observed / "run.json")
+    ended, model = number(run.get("ended")), run.get("model")
     return {
-        **told_of_run(files.observed),
+        "model": model if isinstance(model, str) else None,
+        "of_steps": whole(run.get("num_steps")),
+        "began": number(run.get("began")),
+        "ended": ended,
+        "state": "unknown" if ended is None else "ended",
         "updated": changed(files) or None,
         "steps": rows[-1]["step"] if rows else 0,
         "reward_last": rewards[-1] if rewards else None,
         "evaluated": bool(last_rows(files.evaluations)),
-    }
-
-
-def told_of_run(observed: Path | None) -> dict[str, Any]:
-    """Model, steps, begin and end as the service wrote them down; null what it does not know."""
-    run: Mapping[str, Any] = read_object(observed / "run.json") if observed is not None else {}
-    ended = number(run.get("ended"))
-    return {
-        "model": run["model"] if isinstance(run.get("model"), str) else None,
-        "of_steps": whole(run.get("num_steps")),
-        "began": number(run.get("began")),
-        "ended": ended,
-        "state": "ended" if ended is not None else "unknown",
     }
