@@ -1,5 +1,6 @@
-"""Reads an archive: lists in every order, a page of which costs the same however many rollouts
-there are; and whole groups.
+"""Read an archive: lists in every order, and whole groups.
+
+A page of a list takes the same time for any number of rollouts.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ _COLUMNS = (
 
 
 class NoSuchError(LookupError):
-    """What was asked for is not kept, or not any more. The message says what."""
+    """A group or rollout that is not kept, or not any more. The message names it."""
 
 
 class QueryError(ValueError):
-    """A list was asked for in a way that makes no sense. The message names the value."""
+    """A request for a list with an invalid value. The message names the value."""
 
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """Where a list goes on: behind the rollout with this key and id."""
+    """The position in a list behind the rollout with this key and id."""
 
     key: float
     id: int
@@ -116,7 +117,7 @@ class KeptGroup:
 
 
 class RolloutSource:
-    """Reads one archive, which may be written at the same time. Of any thread, one call at a time.
+    """Reads one archive, which may be written at the same time. Any thread may call it.
 
     Args:
         path: the file.
@@ -134,7 +135,7 @@ class RolloutSource:
         self._at_hand: OrderedDict[int, tuple[int, dict[str, Any]]] = OrderedDict()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._lock:
             self._connection.close()
 
@@ -150,9 +151,7 @@ class RolloutSource:
     # ---- lists ----
 
     def environments(self) -> list[str]:
-        """Names of the environments that rollouts are from, in their order of appearance; "" for
-        those that name none.
-        """
+        """Return the names of environments in their order of appearance; "" for one without name."""
         return self._read(
             lambda: [
                 name
@@ -170,7 +169,7 @@ class RolloutSource:
         return newest - oldest + 1
 
     def _bounds(self) -> tuple[int, int]:
-        """The oldest and the newest rollout; 1 and 0 where there is none."""
+        """Return the oldest and the newest rollout; 1 and 0 if there is none."""
         low, high = self._connection.execute(
             "SELECT (SELECT id FROM rollouts ORDER BY id LIMIT 1), (SELECT id FROM rollouts ORDER BY id DESC LIMIT 1)"
         ).fetchone()
@@ -184,7 +183,7 @@ class RolloutSource:
         after: Position | None = None,
         limit: int = 50,
     ) -> Listed:
-        """A page of a list of rollouts.
+        """Return a page of a list of rollouts.
 
         Args:
             order: one of ORDERS. Rollouts without a score are in no list of scores, those without
@@ -238,7 +237,7 @@ class RolloutSource:
     def _scanned(
         self, text: str, after: Position | None, limit: int, names: dict[int, str]
     ) -> Listed:
-        """The newest rollouts with a text: their texts lie in the file in the order of the list."""
+        """Return the newest rollouts with a text: the file has the texts in the list's order."""
         oldest, newest = self._bounds()
         numbers: list[int] = []
         end = begin = newest + 1 if after is None else min(newest + 1, after.id)
@@ -263,8 +262,9 @@ class RolloutSource:
     def _page(
         self, order: str, lines: Iterable[int], after: Position | None, count: int
     ) -> list[Position]:
-        """The next rollouts of some environments in an order: each one's list is read from an
-        index, and they are merged.
+        """Return the next rollouts of some environments in an order.
+
+        Each environment's list is read from an index, and the lists are merged.
         """
         key, falling = _KEYS[order]
         sign = -1.0 if falling else 1.0
@@ -385,7 +385,7 @@ class RolloutSource:
         return content
 
     def beside(self, number: int) -> tuple[int | None, int | None]:
-        """The groups before and after this one, None where there is none."""
+        """Return the groups before and after a group; None if there is none."""
 
         def work() -> tuple[int | None, int | None]:
             older, newer = self._connection.execute(
@@ -415,7 +415,7 @@ class RolloutSource:
         return self._read(work)
 
     def text(self) -> TextOfTokens:
-        """Text of the tokens; if the archive has no tokenizer, their ids."""
+        """Return the decoder of tokens. Without a tokenizer in the archive, it returns their ids."""
 
         def work() -> TextOfTokens:
             row = self._connection.execute(
@@ -439,9 +439,9 @@ class RolloutSource:
     # ---- bit for bit ----
 
     def parity(self) -> dict[str, Any] | None:
-        """What was compared bit for bit: `compared` and `mismatched` tokens of the run, and
-        `first`, the first token that differed, with `group`, its group in the archive; None where
-        nothing was compared."""
+        """Return the comparison of tokens: `compared`, `mismatched`, and `first`, the first token
+        that differed, with `group`, its group in the archive. None if nothing was compared.
+        """
 
         def work() -> dict[str, Any] | None:
             facts = dict(
@@ -467,6 +467,6 @@ class RolloutSource:
 
 
 def _pattern(text: str) -> str:
-    """For LIKE, with `\\` as the sign that takes others literally: this text anywhere."""
+    """Return the pattern of LIKE for a text anywhere, with `\\` as the escape character."""
     escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
     return f"%{escaped}%"

@@ -160,7 +160,7 @@ class Sessions:
         cookie is not ours.
         """
         session = self._session(cookie)
-        return None if session is None else session[1]
+        return session and session[1]
 
     def end(self, cookie: str | None) -> None:
         """Sign out: no copy of the cookie is good any more, not even after a restart of the
@@ -190,11 +190,9 @@ class Sessions:
         ):
             return None
         ends = float(int(parts["ends"], 16))
-        return (
-            (parts["number"], ends)
-            if self._clock() < ends and parts["number"] not in self._ended
-            else None
-        )
+        if self._clock() >= ends or parts["number"] in self._ended:
+            return None
+        return parts["number"], ends
 
     def _signature(self, signed: str) -> str:
         return hmac.digest(self._secret, signed.encode(), "sha256").hex()
@@ -235,11 +233,9 @@ class PageAuth:
 
     def cookie(self, headers: Headers) -> str | None:
         """Return the caller's cookie, if it has one."""
-        return (
-            None
-            if self.sessions is None
-            else cookie_parser(headers.get("cookie", "")).get(self.sessions.cookie)
-        )
+        if self.sessions is None:
+            return None
+        return cookie_parser(headers.get("cookie", "")).get(self.sessions.cookie)
 
     def refusal(self, scope: Scope, headers: Headers) -> str:
         """Return why this request is refused, signed in or not; empty if it is not."""
@@ -286,29 +282,25 @@ def foreign_page(scope: Scope, headers: Headers) -> str:
     reason = (
         browser.foreign_page() if method in SAFE_METHODS else browser.unproven_change(method, path)
     )
-    return (
-        f"{reason}: only this page itself may send it; a proxy must hand on the Host"
-        if reason
-        else ""
-    )
+    if not reason:
+        return ""
+    return f"{reason}: only this page itself may send it; a proxy must hand on the Host"
 
 
 def safe_next(target: str) -> str:
     """Return where the browser goes after the sign-in: a path of this page, never another site."""
     parts = urlsplit(target)
     ours = target == PREFIX or target.startswith((f"{PREFIX}/", f"{PREFIX}?"))
-    fine = (
+    is_safe = (
         ours
         and not parts.scheme
         and not parts.netloc
         and "\\" not in target
         and target.isprintable()
+        and not target.startswith(SIGN_IN)
+        and ".." not in parts.path.split("/")
     )
-    return (
-        target
-        if fine and not target.startswith(SIGN_IN) and ".." not in parts.path.split("/")
-        else PREFIX
-    )
+    return target if is_safe else PREFIX
 
 
 class PageAuthMiddleware:
@@ -361,11 +353,9 @@ class PageAuthMiddleware:
             return self.refuse(scope, 403, reason)
         if is_signed_in:
             prove_connection(scope)
-        return (
-            None
-            if is_signed_in or scope["path"].startswith(PUBLIC_PATHS)
-            else self._sign_in_first(scope)
-        )
+        if is_signed_in or scope["path"].startswith(PUBLIC_PATHS):
+            return None
+        return self._sign_in_first(scope)
 
     def _sign_in_first(self, scope: Scope) -> Response:
         path: str = scope["path"]

@@ -237,14 +237,14 @@ def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
         now: Unix seconds.
     """
     stack = read_object(files.observed / "stack.json") if files.observed is not None else {}
-    told = number(stack.get("time"))
-    if files.observed is None or told is None:
+    written = number(stack.get("time"))
+    if files.observed is None or written is None:
         return {"time": None, "live": False}
     ended = number(read_object(files.observed / "run.json").get("ended"))
     # A time in the future comes from another clock. If the service's clock is behind, the file's
     # own time is more accurate.
     times = [
-        at for at in (told, modified(files.observed / "stack.json")) if at <= now + CLOCK_SECONDS
+        at for at in (written, modified(files.observed / "stack.json")) if at <= now + CLOCK_SECONDS
     ]
     try:
         signs = signs_of(
