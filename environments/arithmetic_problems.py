@@ -194,9 +194,7 @@ def _draw_operands(
 
 
 def read_levels(value: object) -> object:
-    """What a flag says of levels, `2` or `1,2`, as a tuple of what stands there; anything else as
-    it is.
-    """
+    """Read a flag's levels, `2` or `1,2`, as a tuple. Other values are returned unchanged."""
     if isinstance(value, int):
         return (value,)
     return tuple(value.strip("[]() ").split(",")) if isinstance(value, str) else value

@@ -80,7 +80,7 @@ class Calculation:
 
     @property
     def expression(self) -> str:
-        """What to ask the calculator, such as ``374*52-906``."""
+        """The calculator's input, such as ``374*52-906``."""
         first, *others = map(str, self.numbers)
         return first + "".join(
             sign + number for sign, number in zip(self.signs, others, strict=True)

@@ -213,7 +213,7 @@ class ReasoningGymEnv(SingleTurnEnv):
 
 
 def last_tagged(text: str) -> str | None:
-    """What stands in the last `<answer>` tags; None without any.
+    """Return the text of the last `<answer>` tags, or None without any.
 
     >>> last_tagged("<answer>1</answer> no, <answer> 2 </answer>")
     '2'

@@ -89,7 +89,7 @@ def package() -> ModuleType:
 
 
 def among(name: str, known: Iterable[str]) -> str:
-    """What there is instead of a name, the nearest one first."""
+    """Name the known entries for an error message, with the nearest one first."""
     near = difflib.get_close_matches(name, known := sorted(known), n=1)
     guess = f" (did you mean {near[0]}?)" if near else ""
     return f"{guess}; it has {', '.join(known) or 'none'}"

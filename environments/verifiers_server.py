@@ -169,7 +169,7 @@ class VerifiersEnv(GradedEnv):
     async def rollouts(
         self, row: dict[str, Any], count: int, fields: dict[str, Any]
     ) -> list[Rollout]:
-        """That many rollouts of a row, with their rewards in their states.
+        """Make `count` rollouts of a row, with their rewards in their states.
 
         Raises:
             RolloutFailure: one of them failed, or a reward function did: neither is a score.

@@ -147,7 +147,7 @@ class GradedEnv(BaseEnv):
 
     @cached_property
     def curriculum(self) -> Curriculum:
-        """What is known of items.
+        """Results of earlier answers to each item.
 
         First used after the registration, which says where the trainer's folder is.
         """

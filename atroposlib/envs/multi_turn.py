@@ -91,15 +91,16 @@ class MultiTurnEnv(GradedEnv):
         """
 
     async def step(self, talk: Conversation) -> Step:
-        """What follows the last answer, whose calls have been answered.
+        """Decide how the conversation goes on after the last answer and its calls.
 
         By default an answer that calls no tool is the last.
         """
         return Step(done=not talk.turns[-1].calls)
 
     async def grade(self, talk: Conversation) -> Grade:
-        """What a conversation is worth at its end, beside the rewards of its turns; also of one
-        that a limit ended.
+        """Return the score of a conversation, to which the rewards of its turns are added.
+
+        A conversation that a limit ended is graded too.
         """
         return Grade(score=0.0, correct=talk.reward > 0)
 

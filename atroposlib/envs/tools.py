@@ -53,8 +53,8 @@ REMEDY: Mapping[str, str] = {
     "cut": "have it return less, or raise --env.max_tool_output",
 }
 ENDED = "ended_rollout"
-"""How calls are counted whose tool gave the rollout up: none of these problems, since there is no
-answer any more."""
+"""Counter of calls whose tool ended the rollout. They are not among these problems, since no answer
+follows."""
 
 
 class Tool:

@@ -32,7 +32,7 @@ def returns_to_go(rewards: Sequence[float], discount: float = 1.0) -> list[float
 
 
 def turn_advantages(rewards: Sequence[Sequence[float]], discount: float = 1.0) -> list[list[float]]:
-    """How much better each turn of each conversation went than the same turn of the others.
+    """Compare each turn of each conversation with the same turn of the others.
 
     Args:
         rewards: of the turns of each conversation of a group.

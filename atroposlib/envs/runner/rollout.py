@@ -207,8 +207,9 @@ class Rollouts:
 
 
 def note_sampling(group: Any, record: VersionRecord) -> None:
-    """What the environment itself does not say of how its sequences were sampled. Of their weights:
-    the oldest that its rollout met."""
+    """Add to a group how its sequences were sampled, where the environment has not.
+
+    Their weight version is the oldest that the rollout met."""
     rows, masks, oldest = group.get("tokens"), group.get("masks"), record.oldest_weights
     if (
         rows is not None
@@ -232,17 +233,15 @@ def note_sampling(group: Any, record: VersionRecord) -> None:
         group["weight_epochs"] = [oldest.epoch] * count
 
 
-def filled(own: Any, told: list[Any]) -> Any:
-    """What an environment says of its sequences, with what else is known of those of which it says
-    nothing.
-    """
+def filled(own: Any, recorded: list[Any]) -> Any:
+    """Return an environment's values for its sequences, with recorded ones in place of None."""
     if own is None:
-        return told
-    if not isinstance(own, list) or len(own) != len(told):
+        return recorded
+    if not isinstance(own, list) or len(own) != len(recorded):
         return own
     return [
-        known if own_value is None else own_value
-        for own_value, known in zip(own, told, strict=True)
+        recorded_value if own_value is None else own_value
+        for own_value, recorded_value in zip(own, recorded, strict=True)
     ]
 
 

@@ -23,14 +23,14 @@ from atroposlib.utils.waiting import Patience
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""How often the service is asked for the queue's state when nothing else happens; a finished worker
-asks at once. Where there is no worker, the answer comes as soon as the trainer does something."""
+"""Seconds between two requests for the queue's state. A finished worker asks at once. If no worker
+runs, the service answers as soon as the trainer does something."""
 
 MIN_POLL_SECONDS = 0.05
 
 LAST_EVALUATION_SECONDS = 120.0
-"""How long an evaluation may still run after training is over; the inference server may be stopped
-at any moment then."""
+"""Seconds that an evaluation may run after training is over. The inference server may be stopped at
+any moment then."""
 
 
 class Serving:
@@ -215,13 +215,11 @@ class Serving:
         patience: Patience | None = None
         while True:
             assert self.state.env_id is not None
-            known = (
-                (self.state.status_dict["moves"], POLL_SECONDS)
-                if patience is None and self._idle()
-                else ()
-            )
+            until_change: tuple[Any, ...] = ()
+            if patience is None and self._idle():
+                until_change = self.state.status_dict["moves"], POLL_SECONDS
             try:
-                status = await self.connections.service.status_env(self.state.env_id, *known)
+                status = await self.connections.service.status_env(self.state.env_id, *until_change)
             except RejectedByService as rejection:
                 status = {"status": str(rejection)}
             if "current_step" in status:

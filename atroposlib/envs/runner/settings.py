@@ -134,11 +134,11 @@ def is_boolean(namespace: str, field_name: str, env_cls: type[BaseModel]) -> boo
     )
 
 
-def nearest(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
+def nearest(name: str, names: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
     """` (did you mean X?)`, or nothing when no known name is near."""
-    known = list(known)
-    bare = {entry.rpartition(NAMESPACE_SEP)[2]: entry for entry in reversed(known)}
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    names = list(names)
+    bare = {entry.rpartition(NAMESPACE_SEP)[2]: entry for entry in reversed(names)}
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     matches = matches or difflib.get_close_matches(
         name.rpartition(".")[2], bare, n=1, cutoff=cutoff
     )
@@ -166,32 +166,33 @@ def read_config(path: str) -> dict[str, Any]:
     return content
 
 
-def check_keys(given: Any, known: Iterable[str], where: str) -> dict[str, Any]:
-    """The table itself, when all its keys are known.
+def check_keys(content: Any, names: Iterable[str], where: str) -> dict[str, Any]:
+    """Return the table, all of whose keys must be among the names.
 
     Raises:
         UsageError: an unknown key, with the nearest known one.
     """
-    table = as_table(given, where)
-    known = set(known)
+    table = as_table(content, where)
+    fields = set(names)
     for key in table:
-        if key not in known:
-            raise UsageError(f"unknown key {key!r} in {where}{nearest(str(key), known)}")
+        if key not in fields:
+            raise UsageError(f"unknown key {key!r} in {where}{nearest(str(key), fields)}")
     return table
 
 
-def known_keys(given: Any, known: Iterable[str], where: str) -> dict[str, Any]:
-    """The table without keys that are like no known one. Files written for Atropos have such, which
-    it ignores; a warning names them.
+def known_keys(content: Any, names: Iterable[str], where: str) -> dict[str, Any]:
+    """Return the table without unknown keys, which files written for Atropos have.
+
+    A warning names these keys.
 
     Raises:
         UsageError: a key that is a known one, misspelt.
     """
-    table = as_table(given, where)
-    known = set(known)
-    foreign = [key for key in table if key not in known]
+    table = as_table(content, where)
+    fields = set(names)
+    foreign = [key for key in table if key not in fields]
     for key in foreign:
-        if misspelt := nearest(str(key), known, cutoff=MISSPELT):
+        if misspelt := nearest(str(key), fields, cutoff=MISSPELT):
             raise UsageError(f"unknown key {key!r} in {where}{misspelt}")
     if foreign:
         logger.warning(
@@ -199,15 +200,20 @@ def known_keys(given: Any, known: Iterable[str], where: str) -> dict[str, Any]:
             where,
             ", ".join(map(str, foreign)),
         )
-    return {key: value for key, value in table.items() if key in known}
+    return {key: value for key, value in table.items() if key in fields}
 
 
-def as_table(given: Any, where: str) -> dict[str, Any]:
-    if given is None:
+def as_table(content: Any, where: str) -> dict[str, Any]:
+    """Return a table, empty for None.
+
+    Raises:
+        UsageError: it is not a table.
+    """
+    if content is None:
         return {}
-    if not isinstance(given, dict):
-        raise UsageError(f"{where} must hold keys and values, not {given!r:.60}")
-    return given
+    if not isinstance(content, dict):
+        raise UsageError(f"{where} must hold keys and values, not {content!r:.60}")
+    return content
 
 
 def yaml_tables(
