@@ -1,6 +1,4 @@
-"""What all routes of the page share: the runs, the service behind it if there is one, and how
-templates are filled in.
-"""
+"""The common parts of all routes of the page: the runs, the service if there is one, templates."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ T = TypeVar("T")
 
 STATIC = Path(__file__).parent / "static"
 FOLLOW_SECONDS = 1.0
-"""Between two looks at the files of a run that is shown."""
+"""Seconds between two readings of the files of a run that a page shows."""
 THREADS = 2
 """That read files for the page, and as many that search rollouts. They are its own: however many
 pages are open, the service's threads stay free, and charts do not wait for a search."""
@@ -137,7 +135,7 @@ class RunPage:
         return await asyncio.get_running_loop().run_in_executor(threads, written)
 
     def render(self, scope: Scope, template: str, code: int = 200, **context: Any) -> HTMLResponse:
-        """A page from a template.
+        """Return a page from a template.
 
         Args:
             scope: of the request.
@@ -148,17 +146,17 @@ class RunPage:
         state = scope.get("state", {})
         query = parse_qs(scope.get("query_string", b"").decode("latin-1"), errors="replace")
         run = query.get("run", [""])[0]
-        given = {
+        defaults = {
             "page_name": template.removesuffix(".html").replace("_", "-"),
             "live": self.live is not None,
             "signed_in": bool(state.get("signed_in")),
             "run": run[:200],
             "static": static_address,
         }
-        return HTMLResponse(self._jinja.get_template(template).render(given | context), code)
+        return HTMLResponse(self._jinja.get_template(template).render(defaults | context), code)
 
     def refuse(self, scope: Scope, status: int, text: str, **more: Any) -> Response:
-        """An answer that says why there is none: JSON for the page's scripts, a page for people."""
+        """Return a refusal with its reason: JSON for the page's scripts, a page for people."""
         if scope["path"].startswith(API):
             return json_answer({"error": text} | more, status)
         return self.render(scope, "error.html", status, status=status, text=text, run="")
@@ -171,16 +169,16 @@ def page_of(request: Request) -> RunPage:
 
 
 def json_answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer. NaN and infinities become null, and arrays of numbers lists."""
+    """Return a JSON answer. NaN and infinities become null, and arrays of numbers lists."""
     body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     return Response(body, status, headers, "application/json")
 
 
 @cache
 def static_address(path: str) -> str:
-    """Where the browser finds a static file.
+    """Return the address of a static file.
 
-    The address changes with the file, so that none of an older release is used.
+    It changes with the file, so that the browser uses no file of an older release.
     """
     try:
         content = (STATIC / path).read_bytes()

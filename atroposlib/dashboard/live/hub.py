@@ -64,7 +64,7 @@ class Subscription:
         self._news = asyncio.Event()
 
     def put(self, message: bytes) -> None:
-        """Something for the page, which is to be woken for it."""
+        """Queue a message for the page. `wake` sends it."""
         if self.over:
             return
         if len(self._waiting) >= MAX_WAITING or (
@@ -77,11 +77,11 @@ class Subscription:
 
     @property
     def waits(self) -> bool:
-        """Something does."""
+        """True if a message waits."""
         return bool(self._waiting)
 
     def end(self, reason: str) -> None:
-        """Nothing more comes after what waits; a page that is too slow gets that neither."""
+        """End the stream after the waiting messages, which a page that is too slow does not get."""
         if not self.over:
             self.over = reason
             if reason == "too_slow":
@@ -89,12 +89,12 @@ class Subscription:
             self._news.set()
 
     def wake(self) -> None:
-        """Whoever waits shall look."""
+        """End a wait in `next`."""
         self._news.set()
 
     async def next(self, seconds: float) -> bytes | None:
-        """What waits, all of it together; None if nothing came in so many seconds, or nothing more
-        will.
+        """Return all waiting messages together; None if none came within so many seconds, or after
+        the end.
         """
         if not self._waiting and not self.over:
             self._news.clear()
@@ -123,7 +123,7 @@ class Hub:
         return len(self._pages)
 
     def runs(self) -> set[str]:
-        """Runs that are shown."""
+        """Return the runs that pages show."""
         return {page.run for page in self._pages}
 
     @property
@@ -144,7 +144,7 @@ class Hub:
 
     @contextmanager
     def subscribed(self, run: str) -> Iterator[Subscription]:
-        """In the block a page is told what is new of a run."""
+        """Queue the news of a run for one page while the block runs."""
         self._loop = asyncio.get_running_loop()
         page = Subscription(run)
         self._pages.add(page)
@@ -170,7 +170,7 @@ class Hub:
                 )
 
     def tell_from_thread(self, run: str, event: str, data: Any) -> None:
-        """The same, from any thread."""
+        """Call `tell` from any thread."""
         loop = self._loop
         if loop is not None and self._pages and not loop.is_closed():
             loop.call_soon_threadsafe(self.tell, run, event, data)
@@ -187,13 +187,13 @@ class Hub:
             page.wake()
 
     def close(self) -> None:
-        """The service stops: every page is told so."""
+        """End every stream, because the service stops."""
         for page in list(self._pages):
             page.end("stopping")
 
 
 def encode(event: str, data: Any) -> bytes:
-    """A server-sent event. JSON has no line ends, so it is one line."""
+    """Return a server-sent event. JSON has no line ends, so it is one line."""
     body = orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     return b"event: %s\ndata: %s\n\n" % (event.encode(), body)
 

@@ -35,8 +35,8 @@ class UnknownRunError(Exception):
 
 
 class RunCatalogue:
-    """Finds runs in folders and opens those that are asked for. Any method may be called from any
-    thread; none is quick.
+    """Finds runs in folders, and opens the requested ones. Any method may be called from any thread;
+    none is quick.
 
     Args:
         roots: folders of runs.
@@ -62,7 +62,7 @@ class RunCatalogue:
         self._reading = threading.Lock()
 
     def list_runs(self) -> list[RunFiles]:
-        """The runs, the live one first and the others newest first."""
+        """Return the runs, the live one first and the others newest first."""
         live = self._live()
         with self._lock:
             if time.monotonic() - self._looked >= LOOK_SECONDS:
@@ -74,7 +74,7 @@ class RunCatalogue:
             return [live, *(run for run in self._found if run.metrics != live.metrics)]
 
     def default(self) -> str:
-        """The run that is shown if none is asked for; empty if there is none."""
+        """Return the run that a page shows by default; empty if there is none."""
         live = self._live()
         if live is not None:
             return live.id
@@ -82,7 +82,7 @@ class RunCatalogue:
         return runs[0].id if runs else ""
 
     def files(self, run: str) -> RunFiles:
-        """The files of a run.
+        """Return the files of a run.
 
         Args:
             run: its id; empty for the default one.
@@ -103,7 +103,7 @@ class RunCatalogue:
         return matching[0]
 
     def get(self, run: str) -> Run:
-        """A run, up to date.
+        """Return a run, up to date.
 
         Raises:
             UnknownRunError: there is no such run.
