@@ -59,7 +59,10 @@ def tokenize_for_trainer(
     else:
         trained = [len(messages) - 1]
     for index in trained:
-        start, end = span_of_turn(render, messages, index, tokens)
+        if messages[index]["role"] in UNMASKED_ROLES:
+            start, end = span_of_turn(render, messages, index, tokens)
+        else:  # the public SDK trains a last message of another role from here on
+            start, end = len(render(messages[:index], with_opening=True)), len(tokens)
         masks[start:end] = tokens[start:end]
     if finish_reason == "length" and tokens and tokens[-1] == tokenizer.eos_token_id:
         tokens, masks = tokens[:-1], masks[:-1]

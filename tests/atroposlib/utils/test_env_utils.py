@@ -83,6 +83,18 @@ def test_the_last_turn_or_all_turns_of_the_assistant_are_trained() -> None:
     )
 
 
+def test_a_last_message_of_another_role_is_trained_behind_the_generation_prompt() -> None:
+    """As by the public SDK, whose environments may end with an observation."""
+    tokenizer = LetterTokenizer()
+    chat = [*CHAT, {"role": "user", "content": "a long observation"}]
+    begin = len(tokenizer.apply_chat_template(CHAT, add_generation_prompt=True))
+    row = tokenize_for_trainer(tokenizer, chat)
+    assert row["masks"] == [-100] * begin + row["tokens"][begin:]
+    assert trained(row)
+    all_turns = tokenize_for_trainer(tokenizer, chat, train_on_all_assistant_turns=True)
+    assert trained(all_turns) == "A1\0A2\0"
+
+
 STRIPS = "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
 REBUILDS = "<think>\n{{ m.content.split('</think>')[0] if loop.last else '' }}</think>{{ m.content.split('</think>')[-1] }}"
 
