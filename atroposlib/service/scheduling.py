@@ -60,66 +60,80 @@ def form_batch(
     """
     preferred: list[Group] = []
     for env_id, reserved in reservations.items():
-        have = 0
-        for group in lines[env_id].values():
-            if have + group.size > reserved:
-                break
-            preferred.append(group)
-            have += group.size
-        else:  # the line ended before the share was full
-            if have + environments[env_id].group_size <= reserved:
-                return (
-                    None,
-                    f"{reserved:.0f} sequences are reserved for environment {env_id}, which has {have} waiting",
-                )
+        share = _first_groups(lines[env_id].values(), reserved)
+        size = sum(group.size for group in share)
+        line_ended = len(share) == len(lines[env_id])
+        if line_ended and size + environments[env_id].group_size <= reserved:
+            reason = f"{reserved:.0f} sequences are reserved for environment {env_id}"
+            return None, f"{reason}, which has {size} waiting"
+        preferred += share
+    order = preferred + _others(batch_size, lines, environments, preferred, horizon)
+    chosen = choose_exact([group.size for group in order], batch_size)
+    if chosen is None:
+        sizes = dict(sorted(Counter(group.size for group in order).items()))
+        reason = f"no choice of whole groups adds up to {batch_size}"
+        return None, f"{reason} (waiting, as size: groups that matter: {sizes})"
+    return [order[position] for position in chosen], None
 
+
+def _first_groups(line: Iterable[Group], most: float) -> list[Group]:
+    """Return the groups at the beginning of a line that have at most so many sequences together."""
+    first: list[Group] = []
+    for group in line:
+        most -= group.size
+        if most < 0:
+            break
+        first.append(group)
+    return first
+
+
+def _others(
+    batch_size: int,
+    lines: Mapping[int, Mapping[int, Group]],
+    environments: Mapping[int, Environment],
+    preferred: list[Group],
+    horizon: int | None,
+) -> list[Group]:
+    """Return the groups beside the preferred ones, in the order in which a batch takes them.
+
+    The clocks of the environments decide. Where an environment's line fits the staleness bound, its
+    oldest versions come first.
+    """
     first = {group.seq for group in preferred}
     weights = {
         env_id: max(environments[env_id].weight, MIN_WEIGHT)
         for env_id, line in lines.items()
         if line
     }
-    others: list[tuple[tuple[float, float, int], Group]] = []
-    group_sizes = [environment.group_size for environment in environments.values()]
-    # The most that `apportion` can have asked of an environment, per weight. Where it stops, let r
-    # be the largest ratio of sequences to weight: every other environment has at least r * weight -
-    # group_size, or the last group would have been its own, and together they hold the horizon and
-    # one group at most: r * sum(weights) <= horizon + max(...) + sum(...).
-    most = ((horizon or 0) + max(group_sizes, default=0) + sum(group_sizes)) / (
-        sum(weights.values()) or 1.0
-    )
+    most = _most_per_weight(horizon or 0, weights, environments)
+    entries: list[tuple[tuple[float, float, int], Group]] = []
     for env_id, weight in weights.items():
-        useful = _useful(lines[env_id], batch_size)
-        waits = (
-            sum(group.size for group in lines[env_id].values() if not group.uses)
-            if horizon is not None
-            else 0
-        )
-        by_version = horizon is not None and waits <= most * weight
+        by_version = False
+        if horizon is not None:
+            waiting = sum(group.size for group in lines[env_id].values() if not group.uses)
+            by_version = waiting <= most * weight
         clock = environments[env_id].clock
-        for group in useful:
+        for group in _useful(lines[env_id], batch_size):
             if group.seq not in first:
-                others.append(
-                    (
-                        (
-                            group.version if by_version and not group.uses else math.inf,
-                            clock,
-                            group.seq,
-                        ),
-                        group,
-                    )
-                )
+                version = group.version if by_version and not group.uses else math.inf
+                entries.append(((version, clock, group.seq), group))
             clock += group.size / weight
-    others.sort(key=lambda entry: entry[0])
-    order = preferred + [group for _, group in others]
-    chosen = choose_exact([group.size for group in order], batch_size)
-    if chosen is None:
-        sizes = dict(sorted(Counter(group.size for group in order).items()))
-        return (
-            None,
-            f"no choice of whole groups adds up to {batch_size} (waiting, as size: groups that matter: {sizes})",
-        )
-    return [order[position] for position in chosen], None
+    entries.sort(key=lambda entry: entry[0])
+    return [group for _, group in entries]
+
+
+def _most_per_weight(
+    horizon: int, weights: Mapping[int, float], environments: Mapping[int, Environment]
+) -> float:
+    """Return the most sequences that `apportion` can have asked of an environment, per weight.
+
+    Where it stops, let r be the largest ratio of sequences to weight. Every other environment has
+    at least r * weight - group_size, or the last group would have been its own. Together they hold
+    the horizon and one group at most: r * sum(weights) <= horizon + max(...) + sum(...).
+    """
+    sizes = [environment.group_size for environment in environments.values()]
+    total = horizon + max(sizes, default=0) + sum(sizes)
+    return total / (sum(weights.values()) or 1.0)
 
 
 def _useful(line: Mapping[int, Group], batch_size: int) -> list[Group]:
