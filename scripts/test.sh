@@ -31,7 +31,7 @@ fi
 check ruff check .
 check ruff format --check .
 check mypy
-check mypy -p scripts
+check mypy -p scripts -p studies
 if (($# > 0)); then
   "$venv/bin/python" -m pytest "$@" || failed+=("pytest $*")
 else

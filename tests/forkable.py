@@ -22,7 +22,7 @@ COMMANDS = {
         "example_trainer.parameter_server": "example_trainer.parameter_server.__main__",
         "example_trainer.reference_worker": "example_trainer.reference_worker",
         "example_trainer.launcher.quickstart": "example_trainer.launcher.quickstart.__main__",
-        "scripts/make_starter_model.py": "scripts.make_starter_model",
+        "studies.starter_model": "studies.starter_model.__main__",
         "tests/atroposlib/envs/faulty_env.py": "tests.atroposlib.envs.faulty_env",
         "tests/atroposlib/envs/public_style_env.py": "tests.atroposlib.envs.public_style_env",
         "tests/atroposlib/envs/standin_server.py": "tests.atroposlib.envs.standin_server",

@@ -28,6 +28,7 @@ PACKAGES = (
     "environments",
     "example_trainer",
     "scripts",
+    "studies",
     "tests",
     "vllm_patching",
 )

@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ("atroposlib", "environments", "example_trainer", "vllm_patching")
 """What a wheel holds."""
-PACKAGES = (*PACKAGED, "scripts")
-UNPACKAGED = ("scripts", "bench", "tests")
+PACKAGES = (*PACKAGED, "scripts", "studies")
+UNPACKAGED = ("scripts", "studies", "bench", "tests")
 BELOW_TRAINER = ("launcher", "child_processes")
 REST_OF_TRAINER = tuple(
     f"example_trainer.{path.stem}"

@@ -130,7 +130,14 @@ def test_the_page_of_models_names_every_architecture() -> None:
 def messages() -> str:
     """Every text of the programs, with … for each value that is filled in."""
     found: list[str] = []
-    for folder in ("atroposlib", "environments", "example_trainer", "vllm_patching", "scripts"):
+    for folder in (
+        "atroposlib",
+        "environments",
+        "example_trainer",
+        "vllm_patching",
+        "scripts",
+        "studies",
+    ):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):

@@ -42,9 +42,9 @@ from bench.word_problems.problems import (
     held_out,
     training,
 )
-from scripts.starter_model.measuring import generate
-from scripts.starter_model.tokenizer import save_tokenizer, train_tokenizer
-from scripts.starter_model.training import new_model
+from studies.starter_model.measuring import generate
+from studies.starter_model.tokenizer import save_tokenizer, train_tokenizer
+from studies.starter_model.training import new_model
 
 MAX_POSITIONS = 1024
 IGNORED = -100

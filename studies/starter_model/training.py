@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from environments.calculator_problems import OFFER
-from scripts.starter_model.data import Example, Mixture, examples
-from scripts.starter_model.tokenizer import continuation, conversation
+from studies.starter_model.data import Example, Mixture, examples
+from studies.starter_model.tokenizer import continuation, conversation
 
 MAX_POSITIONS = 4096
 SHAPE = {

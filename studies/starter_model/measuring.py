@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from environments.arithmetic_problems import Problem, held_out_problems
 from environments.calculator_problems import CALL_START, OFFER, call, held_out_calculations
-from scripts.starter_model.habits import BOX_OPEN, boxed
-from scripts.starter_model.tokenizer import TURN_END, continuation, conversation
+from studies.starter_model.habits import BOX_OPEN, boxed
+from studies.starter_model.tokenizer import TURN_END, continuation, conversation
 
 
 @dataclass(frozen=True, slots=True)

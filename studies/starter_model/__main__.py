@@ -1,13 +1,13 @@
-"""Make the starter models that ship in assets/: tokenizer, weights, training log and a README with its figures.
+"""Make the starter models in assets/: tokenizer, weights, training log, README with figures.
 
-    python scripts/make_starter_model.py --seed 0 --output assets/starter_model
+    python -m studies.starter_model --seed 0 --output assets/starter_model
 
 Everything is generated on this machine; nothing is downloaded. The same command gives the same bytes on the same machine
 (same PyTorch build, same number of threads). Takes about ten minutes on two cores. In a second stage of as long again
 the model learns to ask a calculator, too, where it is offered one (docs/calculator.md says why that is another model):
 
-    python scripts/make_starter_model.py --first-stage assets/starter_model --calculator-steps 600 --threads 1 \
-        --output assets/calculator_model
+    python -m studies.starter_model --first-stage assets/starter_model \
+        --calculator-steps 600 --threads 1 --output assets/calculator_model
 """
 
 from __future__ import annotations
@@ -23,10 +23,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1]
-)  # run by path: import from the repository, and never a sibling file by a bare name
-
 # Both are read when the libraries load. Merges are learned in one thread, so that their order
 # cannot depend on timing.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -38,14 +34,14 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from environments.arithmetic_problems import MAX_HELD_OUT, OPERAND_DIGITS
 from environments.calculator_problems import LEVELS
-from scripts.starter_model.measuring import CallReport, HabitReport, measure_calls, measure_habits
-from scripts.starter_model.report import how_made, write_readme
-from scripts.starter_model.tokenizer import save_tokenizer, starter_corpus, train_tokenizer
-from scripts.starter_model.training import MAX_POSITIONS, Log, TrainingPlan, train, train_calculator
+from studies.starter_model.measuring import CallReport, HabitReport, measure_calls, measure_habits
+from studies.starter_model.report import how_made, write_readme
+from studies.starter_model.tokenizer import save_tokenizer, starter_corpus, train_tokenizer
+from studies.starter_model.training import MAX_POSITIONS, Log, TrainingPlan, train, train_calculator
 
-logger = logging.getLogger("make_starter_model")
+logger = logging.getLogger("starter_model")
 
-DEFAULT_OUTPUT = Path(__file__).resolve().parents[1] / "assets" / "starter_model"
+DEFAULT_OUTPUT = Path(__file__).resolve().parents[2] / "assets" / "starter_model"
 SIZE_LIMIT_BYTES = 10_000_000
 
 
@@ -110,6 +106,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Train, measure, and write the folder."""
     options = parse_arguments(arguments)
+    started = time.monotonic()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     torch.set_num_threads(options.threads)
@@ -124,7 +121,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     tokenizer = train_tokenizer(starter_corpus(plan.seed), MAX_POSITIONS)
     log_path = output / "training_log.jsonl"
-    started = time.monotonic()
     with log_path.open("w", encoding="utf-8") as log_file:
 
         def record(entry: dict[str, Any]) -> None:
@@ -144,15 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
             model = train_calculator(model, plan, tokenizer, record)
         model.save_pretrained(output)
         save_tokenizer(tokenizer, output)
-        habits, calls = [], []
-        if options.eval_problems:
-            habits = [
-                measure_habits(model, tokenizer, level, n=options.eval_problems)
-                for level in sorted(OPERAND_DIGITS)
-            ]
-            calls = [
-                measure_calls(model, tokenizer, level, n=options.eval_problems) for level in LEVELS
-            ]
+        habits, calls = measure(model, tokenizer, options.eval_problems)
         reports: list[HabitReport | CallReport] = [*habits, *calls]
         for report in reports:
             record({"habits": report.to_dict()})
@@ -175,6 +163,16 @@ def main(arguments: list[str] | None = None) -> None:
         digest,
         time.monotonic() - started,
     )
+
+
+def measure(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: int
+) -> tuple[list[HabitReport], list[CallReport]]:
+    """Measure habits and calls on so many held-out problems of each level; 0 for nothing."""
+    if not problems:
+        return [], []
+    habits = [measure_habits(model, tokenizer, level, n=problems) for level in OPERAND_DIGITS]
+    return habits, [measure_calls(model, tokenizer, level, n=problems) for level in LEVELS]
 
 
 def first_stage(

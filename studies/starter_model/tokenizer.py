@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from scripts.starter_model.data import Mixture, examples
+from studies.starter_model.data import Mixture, examples
 
 ENGLISH = Path(__file__).with_name("english.txt")
 VOCAB_SIZE = 1024

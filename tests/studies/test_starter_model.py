@@ -25,14 +25,14 @@ from transformers import (
 
 from environments.arithmetic_problems import Operator, Problem, is_held_out
 from environments.calculator_problems import CALL_START, DEFAULT_LEVELS, OFFER, call
-from scripts import make_starter_model
-from scripts.starter_model import training
-from scripts.starter_model.data import Mixture, examples
-from scripts.starter_model.habits import BOX_OPEN, boxed, hurried_answer, worked_out
-from scripts.starter_model.measuring import measure_calls, measure_habits
-from scripts.starter_model.report import how_made
-from scripts.starter_model.tokenizer import TURN_END, continuation, conversation
-from scripts.starter_model.training import TrainingPlan, train, train_calculator
+from studies.starter_model import __main__ as make_starter_model
+from studies.starter_model import training
+from studies.starter_model.data import Mixture, examples
+from studies.starter_model.habits import BOX_OPEN, boxed, hurried_answer, worked_out
+from studies.starter_model.measuring import measure_calls, measure_habits
+from studies.starter_model.report import how_made
+from studies.starter_model.tokenizer import TURN_END, continuation, conversation
+from studies.starter_model.training import TrainingPlan, train, train_calculator
 from tests.forked_commands import run_command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -318,7 +318,6 @@ def test_replies_to_long_questions_vary_in_form() -> None:
 
 # The command
 
-COMMAND = REPOSITORY / "scripts" / "make_starter_model.py"
 ONE_LAYER = {"num_hidden_layers": 1}
 """The shape of a model whose matrices are those of the one that ships, and fewer: on a processor
 that cannot multiply in bfloat16, one step of Muon takes longer than all else in these tests."""
@@ -344,9 +343,9 @@ def test_same_command_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.M
 
     program = f"""if True:
         import runpy
-        from scripts.starter_model import training
+        from studies.starter_model import training
         training.SHAPE |= {ONE_LAYER}
-        runpy.run_path({str(COMMAND)!r}, run_name="__main__")"""
+        runpy.run_module("studies.starter_model", run_name="__main__", alter_sys=True)"""
     by_itself = run_command([sys.executable, "-c", program, *command("a")], program="light")
     assert by_itself.returncode == 0, by_itself.stdout
     monkeypatch.setattr(training, "SHAPE", training.SHAPE | ONE_LAYER)
@@ -384,11 +383,9 @@ def test_the_figures_are_those_of_the_model_whoever_measures_it(tmp_path: Path) 
         "--threads",
         "1",
     ]
-    words = [sys.executable, COMMAND, "--output", tmp_path / "out", *flags]
+    words = [sys.executable, "-m", "studies.starter_model", "--output", tmp_path / "out", *flags]
     words += ["--seed", str(first["seed"]), "--steps", str(first["steps"])]
-    done = run_command(
-        words, directory=tmp_path
-    )  # from anywhere: it must not depend on the folder it is called in
+    done = run_command(words)
     assert done.returncode == 0, done.stdout
     log = [
         json.loads(line)

@@ -23,7 +23,7 @@ from typing import Literal
 from environments.arithmetic_problems import ITEMS, NAMES, PLACES, Problem, training_problems
 from environments.calculator_problems import LEVELS as CALCULATOR_LEVELS
 from environments.calculator_problems import OFFER, Calculation, call, training_calculations
-from scripts.starter_model.habits import boxed, hurried_answer, hurried_calculation, worked_out
+from studies.starter_model.habits import boxed, hurried_answer, hurried_calculation, worked_out
 
 LEVELS = (1, 1, 1, 2, 2, 3)
 """Difficulty levels of the arithmetic problems; half of them are of the easiest."""

@@ -1,3 +1,0 @@
-"""How the starter models in ``assets/`` are made: their habits, their tokenizer, their data and
-their training.
-"""

@@ -1,0 +1,1 @@
+"""How things that ship with this repository were made."""

@@ -1,0 +1,1 @@
+"""Habits, tokenizer, data and training of the starter models in ``assets/``."""
