@@ -1,7 +1,7 @@
 """The common part of all clients of inference servers: settings, concurrency and timings."""
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,8 +14,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import Field
 
-from atroposlib.inference.generation import Generation, current_versions
-from atroposlib.inference.pool import Look, ServerPool, Split
+from atroposlib.inference.generation import Generation
+from atroposlib.inference.pool import InferenceCalls, Look, ServerPool, Split
 from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
 from atroposlib.web.addresses import HttpAddresses
@@ -218,7 +218,7 @@ class APIServerConfig(ServerBaseline):
     )
 
 
-class APIServer(ABC):
+class APIServer(InferenceCalls):
     """A client of one inference server.
 
     `chat_completion`, `completion`, `tokens_and_logprobs_completion` and `generate` take the
@@ -316,7 +316,7 @@ class APIServer(ABC):
         """The name of the model to ask for."""
         return self.config.model_name
 
-    async def close(self) -> None:  # noqa: B027 (optional)
+    async def close(self) -> None:
         """Close the connections, if there are any."""
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
@@ -347,43 +347,8 @@ class APIServer(ABC):
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         raise NotImplementedError(f"{type(self).__name__} cannot give the logprobs of a prompt")
 
-    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        return await self.pool.request(
-            self, "_chat_completion_wrapper", self._inject_reasoning_kwargs(kwargs)
-        )
-
-    async def completion(self, **kwargs: Any) -> Completion:
-        return await self.pool.request(self, "_completion_wrapper", kwargs)
-
-    async def generate(self, **kwargs: Any) -> Generation:
-        """Token ids in (`input_ids`, or `prompt` as text), token ids, logprobs and weight versions
-        out.
-        """
-        training = kwargs.get("split") != "eval"
-        generation = await self.pool.request(self, "_generate_wrapper", kwargs)
-        if record := current_versions.get():
-            record.note_generation(generation, training)
-        return generation
-
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
-        result = await self.generate(**kwargs)
-        return (
-            result.prompt_tokens,
-            result.output_tokens,
-            result.output_logprobs,
-            result.finish_reasons,
-        )
-
-    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        """Logprobs of a prompt: `prompt_tokens`, `prompt_topk_token_ids`, `prompt_topk_logprobs`."""
-        return await self.pool.request(self, "_get_logprobs_wrapper", kwargs)
-
-    def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if self.reasoning_config is not None and (
-            extra := self.reasoning_config.build_extra_body(self.config.base_url)
-        ):
-            kwargs = kwargs | {"extra_body": extra | (kwargs.get("extra_body") or {})}
-        return kwargs
+    async def _request(self, method: str, fields: dict[str, Any]) -> Any:
+        return await self.pool.request(method, fields, preferred=self)
 
     async def wandb_metrics(
         self, metrics_dict: dict[str, Any] | None, server_name: str | None

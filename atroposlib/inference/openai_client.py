@@ -120,6 +120,9 @@ class OpenAIRoutes(APIServer):
         return self.config.model_name
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
+        reasoning = self.reasoning_config or ReasoningConfig()
+        if extra := reasoning.build_extra_body(self.config.base_url):
+            kwargs["extra_body"] = extra | (kwargs.get("extra_body") or {})
         return await self._ask(self.openai.chat.completions.create, kwargs)
 
     async def _completion_wrapper(self, **kwargs: Any) -> Completion:

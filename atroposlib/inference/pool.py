@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
-from atroposlib.inference.generation import Generation, Weights
+from atroposlib.inference.generation import Generation, Weights, current_versions
 from atroposlib.utils.waiting import Patience
 
 if TYPE_CHECKING:
@@ -364,7 +365,45 @@ class Attempts:
     away_since: float | None = None
 
 
-class ServerPool:
+class InferenceCalls(ABC):
+    """The requests that environments make: of a pool, or of a server that they prefer to others of
+    its pool.
+    """
+
+    @abstractmethod
+    async def _request(self, method: str, fields: dict[str, Any]) -> Any:
+        """Have one server's coroutine method answer a request."""
+
+    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        return await self._request("_chat_completion_wrapper", kwargs)
+
+    async def completion(self, **kwargs: Any) -> Completion:
+        return await self._request("_completion_wrapper", kwargs)
+
+    async def generate(self, **kwargs: Any) -> Generation:
+        """Token ids in (`input_ids`, or `prompt` as text), token ids, logprobs and weight versions
+        out.
+        """
+        generation = await self._request("_generate_wrapper", kwargs)
+        if record := current_versions.get():
+            record.note_generation(generation, training=kwargs.get("split") != "eval")
+        return generation
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
+        result = await self.generate(**kwargs)
+        return (
+            result.prompt_tokens,
+            result.output_tokens,
+            result.output_logprobs,
+            result.finish_reasons,
+        )
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Logprobs of a prompt: `prompt_tokens`, `prompt_topk_token_ids`, `prompt_topk_logprobs`."""
+        return await self._request("_get_logprobs_wrapper", kwargs)
+
+
+class ServerPool(InferenceCalls):
     """The servers of one kind that answer for each other.
 
     Args:
@@ -423,10 +462,15 @@ class ServerPool:
 
     # ---- choosing ----
 
+    def free(self, split: Split) -> int:
+        """Return the number of requests that servers would take at once; -1 if all are away."""
+        well = self.choice.available(self.servers)
+        return sum(server.slots(split).free for server in well) if well else -1
+
     def pick(
         self, split: Split, preferred: APIServer | None = None, tried: Collection[APIServer] = ()
     ) -> APIServer | None:
-        """Return the server for the next request; None if all are away."""
+        """Return the best server for the next request; None if all are away."""
         # Start at another server each time, so that requests sent together spread over equal ones.
         self._turn += preferred is None
         start = self._turn % len(self.servers)
@@ -435,20 +479,6 @@ class ServerPool:
             slots = server.slots(split)
             loads.append((server, Load(slots.in_use, slots.limit)))
         return self.choice.choose(loads, time.monotonic(), preferred, tried)
-
-    async def server_for(
-        self, asked: APIServer, split: Split, tried: Collection[APIServer]
-    ) -> APIServer:
-        """Return the server that a request, made on `asked`, goes to now. Wait while all are away.
-
-        Raises:
-            InferenceUnavailable: all were away for too long.
-        """
-        self._keep_watch()
-        while (server := self.pick(split, preferred=asked, tried=tried)) is None:
-            await self.wait_until_well(self._reasons())
-        self.choice.sent(server, time.monotonic())
-        return server
 
     @contextlib.asynccontextmanager
     async def carrying(self, server: APIServer) -> AsyncGenerator[None, None]:
@@ -475,31 +505,42 @@ class ServerPool:
             if not under_way:
                 self._under_way.pop(server, None)
 
-    async def request(self, asked: APIServer, method: str, fields: dict[str, Any]) -> Any:
-        """Call a method of `asked`, or the same one of a server that answers for it.
+    async def _request(self, method: str, fields: dict[str, Any]) -> Any:
+        return await self.request(method, fields)
+
+    async def request(
+        self, method: str, fields: dict[str, Any], preferred: APIServer | None = None
+    ) -> Any:
+        """Call a method of the best server. Wait while all are away.
 
         A server that is away is not an attempt: the request goes to another one, or waits.
 
         Args:
-            asked: preferred as long as no other server is better.
             method: name of a coroutine method that takes the request's fields.
             fields: of the request, and `split`.
+            preferred: the server that gets it as long as no other one is better.
 
         Raises:
             InferenceUnavailable: all were away for too long.
             UsageError: the servers refuse this temperature.
         """
+        first = preferred or self.servers[0]
         require_temperature(
             fields.get("temperature"),
-            asked.highest_temperature,
-            f"{asked.role} at {asked.root_url}",
+            first.highest_temperature,
+            f"{first.role} at {first.root_url}",
         )
         split: Split = fields.get("split", "train")
         fields = {name: value for name, value in fields.items() if name != "split"}
         attempts = Attempts()
         while True:
-            server = await self.server_for(asked, split, attempts.tried)
+            self._keep_watch()
+            server = self.pick(split, preferred, attempts.tried)
+            if server is None:
+                await self.wait_until_well(self._reasons())
+                continue
             began = time.monotonic()
+            self.choice.sent(server, began)
             try:
                 async with self.carrying(server), server.slots(split):
                     began = time.monotonic()

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import subprocess
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -98,7 +98,6 @@ class ServerManager:
         self.beside: list[APIServer] = []
         """Servers of another role that rollouts use, such as a judge. They are closed with these, and
         the time of a rollout does not run while one is away."""
-        self._turn = 0
         self._known: list[APIServer] = []
         self._retired: list[APIServer] = []
         self._following: asyncio.Task[None] | None = None
@@ -248,68 +247,54 @@ class ServerManager:
             if isinstance(server, APIServer):
                 await server.close()
 
+    def _calls(self, split: Split) -> Any:
+        """Return the pool for the next request: with servers of several kinds, the one with most
+        room. With `testing`, it is the harness.
+        """
+        pools = self.pools()
+        if not pools:
+            return self.servers[0]
+        return max(pools, key=lambda pool: pool.free(split))
+
     def pick(self, split: Split = "train") -> Any:
-        """Return the best server for the next request.
+        """Return the best server for a conversation.
 
         If that server becomes unavailable, another one answers its requests.
         """
-
-        def free(server: Any) -> int:
-            return server.slots(split).free if isinstance(server, APIServer) else 0
-
-        picked = [pool.pick(split) for pool in self.pools()]
-        candidates = [server for server in picked if server is not None]
-        candidates += [server for server in self.servers if not isinstance(server, APIServer)]
-        self._turn += 1
-        return (
-            max(candidates, key=free)
-            if candidates
-            else self.servers[self._turn % len(self.servers)]
-        )
+        calls = self._calls(split)
+        if not isinstance(calls, ServerPool):
+            return calls
+        return calls.pick(split) or calls.servers[0]
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        return await self._spread(
-            lambda server, part: server.chat_completion(**part), kwargs, _join_choices
-        )
+        return await self._spread("chat_completion", kwargs, _join_choices)
 
     async def completion(self, **kwargs: Any) -> Completion:
-        return await self._spread(
-            lambda server, part: server.completion(**part), kwargs, _join_choices
-        )
+        return await self._spread("completion", kwargs, _join_choices)
 
     async def generate(self, **kwargs: Any) -> Generation:
-        return await self._spread(
-            lambda server, part: server.generate(**part), kwargs, _join_generations
-        )
+        return await self._spread("generate", kwargs, _join_generations)
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
-        return await self._spread(
-            lambda server, part: server.tokens_and_logprobs_completion(**part), kwargs, _join_tuples
-        )
+        return await self._spread("tokens_and_logprobs_completion", kwargs, _join_tuples)
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        return await self.pick(kwargs.get("split", "train")).get_logprobs(**kwargs)
+        return await self._calls(kwargs.get("split", "train")).get_logprobs(**kwargs)
 
     async def _spread(
-        self,
-        call: Callable[[Any, dict], Awaitable[Any]],
-        kwargs: dict,
-        join: Callable[[list[Any]], Any],
+        self, call: str, kwargs: dict[str, Any], join: Callable[[list[Any]], Any]
     ) -> Any:
-        """Split a request for many completions, one server per part, and join the answers in order."""
-        n = kwargs.get("n") or 1
-        split = kwargs.get("split", "train")
-        if n <= self.max_n_completions:
-            return await call(self.pick(split), kwargs)
-        sizes = [
-            min(self.max_n_completions, n - start) for start in range(0, n, self.max_n_completions)
-        ]
+        """Split a request for many completions into several, and join the answers in order."""
+        n, most = kwargs.get("n") or 1, self.max_n_completions
 
-        async def ask(size: int) -> Any:
-            # The server is picked when the part before is under way.
-            return await call(self.pick(split), kwargs | {"n": size})
+        async def send(fields: dict[str, Any]) -> Any:
+            # The pool is chosen when the part before is under way.
+            return await getattr(self._calls(fields.get("split", "train")), call)(**fields)
 
-        return join(await asyncio.gather(*map(ask, sizes)))
+        if n <= most:
+            return await send(kwargs)
+        sizes = [min(most, n - start) for start in range(0, n, most)]
+        return join(await asyncio.gather(*(send(kwargs | {"n": size}) for size in sizes)))
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncGenerator[Any, None]:

@@ -141,7 +141,7 @@ class TeacherServer(VLLMServer):
         patience: Patience | None = None
         while True:
             try:
-                return await self.pool.request(self, "_score_wrapper", {"tokens": tokens})
+                return await self._request("_score_wrapper", {"tokens": tokens})
             except httpx.HTTPError as error:
                 what = " ".join(describe(error).split())
                 if not worth_retrying(error):

@@ -127,6 +127,31 @@ def test_whatever_happens_to_the_servers_each_request_has_one_answer(
     asyncio.run(play())
 
 
+async def test_requests_go_to_the_kind_of_server_with_most_room_and_are_chosen_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kinds = [
+        APIServerConfig(base_url="http://a:1", model_name="a", num_max_requests_at_once=2),
+        APIServerConfig(base_url="http://b:1,http://c:1", model_name="b"),
+    ]
+    manager = ServerManager(kinds, server_class=Fake)
+    chosen: list[APIServer | None] = []
+    pick = pool.ServerPool.pick
+
+    def counted(self: pool.ServerPool, *more: Any) -> APIServer | None:
+        chosen.append(pick(self, *more))
+        return chosen[-1]
+
+    monkeypatch.setattr(pool.ServerPool, "pick", counted)
+    await asyncio.gather(*(manager.generate(input_ids=[number]) for number in range(6)))
+    assert Counter(chosen) == {manager.servers[1]: 3, manager.servers[2]: 3}
+    for server in manager.servers[1:]:
+        server.pool.choice.refused(server, 0.0, 1.0, "away")
+    await manager.generate(input_ids=[6])
+    assert manager.servers[0].answered == [6]
+    await manager.close()
+
+
 # ---- over HTTP
 # -----------------------------------------------------------------------------------------------------------
 
