@@ -14,7 +14,7 @@
 #       fleet-faults (four; two, or one, for those that need no more: a fleet of three light servers, needs no vLLM) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-crossed (four: 14B to four ranks from a trainer of four, one of each on a GPU; MPS as for 2-crossed) ·
-#       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
+#       4-late (three or more: a rank that is late) · gathering (four; two and four ranks gather 14B; needs no vLLM) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       exact (one: 200 steps over each bridge, twice, that must end in the same weights) ·
 #       resumed (one: 40 steps over each bridge, twice, one of them killed in the middle and resumed: the same weights) ·
 #       exact-on-ray (one; two for a broadcast too: a run on Ray killed whole and started again: the same weights) ·
@@ -97,6 +97,7 @@ case $kind in
       --concurrency 64 --name weight_sync_qwen2.5-14b_tp4
     ;;
   4-late) run 300 bridge_faults_tp2 bridge_faults.py --tp 2 --only late --name bridge_faults_tp2 ;;
+  gathering) run 300 gathering gathering.py ;;
   deterministic) run 520 parity_matrix parity_matrix.py ;;
   deterministic-cost)
     run 330 deterministic_cost deterministic_cost.py

@@ -21,7 +21,7 @@ from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError
 from vllm_patching.transport.cohort import lane_places
 from vllm_patching.transport.forming import form_lanes
-from vllm_patching.transport.lane import GO, NEAR, SENDER, Lane, LanePlace
+from vllm_patching.transport.lane import GO, NEAR, SENDER, Lane, LanePlace, close_lanes
 from vllm_patching.transport.rendezvous import Meeting, connect_store, first_line
 from vllm_patching.transport.shared_lane import SendMemory
 
@@ -182,8 +182,7 @@ class Cohort:
             lanes, why = self._form_lanes(places, seconds, watch)
             reason = next((error for _, error in self._agree([[], why]) if error), "")
             if reason:
-                for lane in lanes:
-                    lane.close()
+                close_lanes(lanes)
                 raise CohortError(f"the cohorts {key} were not formed: {reason}")
         self._lanes = dict(zip(own, lanes, strict=True))
         self._store, self.key = store, key
@@ -206,9 +205,8 @@ class Cohort:
         )
 
     def close(self) -> None:
-        """Leave the lanes, and break off what is in flight. Returns at once; safe to call twice."""
-        for lane in self._lanes.values():
-            lane.close()
+        """Leave the lanes, and break off what is in flight. Safe to call twice."""
+        close_lanes(self._lanes.values())
         self._lanes, self._store = {}, None
 
     def _wait_for_all(

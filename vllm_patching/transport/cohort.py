@@ -17,7 +17,7 @@ from vllm_patching.protocol.manifest import FlatSlice
 from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.pieces import Bucket
 from vllm_patching.transport.forming import form_lanes
-from vllm_patching.transport.lane import Lane, LaneBroken, LanePlace, nobody_lost
+from vllm_patching.transport.lane import Lane, LaneBroken, LanePlace, close_lanes, nobody_lost
 from vllm_patching.transport.rendezvous import Meeting
 
 
@@ -130,9 +130,8 @@ class ReceivingCohort:
         return target.sums.read()
 
     def close(self) -> None:
-        """Leave. Returns at once."""
-        for lane in self._lanes:
-            lane.close()
+        """Leave the lanes, and break off what is in flight."""
+        close_lanes(self._lanes)
 
     def _message_by_message(
         self,

@@ -29,6 +29,7 @@ from vllm_patching.transport.lane import (
     Lane,
     LanePlace,
     NcclLane,
+    close_lanes,
     nobody_lost,
 )
 from vllm_patching.transport.rendezvous import connect_store, first_line, quiet_nccl_watchdog
@@ -274,7 +275,6 @@ def in_time(
         given_up = bool(reason)
         lanes = [outcome for outcome in outcomes if isinstance(outcome, Lane)]
     if reason:
-        for lane in lanes:
-            lane.close()
+        close_lanes(lanes)
         raise RendezvousError(f"{what}: {reason}")
     return lanes

@@ -9,10 +9,11 @@ aborted, and what Gloo still does ends in memory that nobody else uses.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,8 @@ import torch.distributed as dist
 
 from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.rendezvous import Meeting, first_line
+
+logger = logging.getLogger(__name__)
 
 SENDER = 0
 """The sender's number among a lane's members."""
@@ -36,6 +39,7 @@ _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 0.25
 _POLL_SECONDS = 0.0001
 _SLACK_SECONDS = 5.0
+_ABORT_SECONDS = 10.0
 
 
 class LaneBroken(RuntimeError):
@@ -43,6 +47,24 @@ class LaneBroken(RuntimeError):
 
     The lane is of no use any more; the message says which lane, whose, and why.
     """
+
+
+def close_lanes(lanes: Collection[Lane]) -> None:
+    """Close lanes of one process, and wait until they are off the GPU, at most 10 seconds.
+
+    All of them are aborted at the same time. An abort frees memory, which waits for all kernels of
+    the GPU, and the kernel of another lane may wait for a stopped member until its own abort.
+    """
+    for lane in lanes:
+        lane.close()
+    deadline = time.monotonic() + _ABORT_SECONDS
+    for lane in lanes:
+        if not lane.join(deadline):
+            logger.warning(
+                "[Bridge] %s: NCCL has not ended what was in flight within %g s; its abort goes on",
+                lane.place.name,
+                _ABORT_SECONDS,
+            )
 
 
 def nobody_lost() -> str:
@@ -157,6 +179,14 @@ class Lane(ABC):
     def close(self) -> None:
         """Break off whatever is in flight, and leave. Returns at once; safe to call twice."""
 
+    def join(self, deadline: float) -> bool:
+        """Wait until a closed lane is off the GPU, at most until `deadline` (time.monotonic()).
+
+        Returns:
+            whether it is.
+        """
+        return True
+
     def _broken(self, why: str) -> LaneBroken:
         return LaneBroken(f"{self.place.name}: {why}")
 
@@ -241,6 +271,7 @@ class NcclLane(Lane):
     def __init__(self, place: LanePlace, group: Any, timeout: float, device: torch.device) -> None:
         super().__init__(place, group, timeout)
         self.stream = torch.cuda.Stream(device)
+        self._abort: threading.Thread | None = None
 
     def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
         options = dist.BroadcastOptions()
@@ -267,7 +298,6 @@ class NcclLane(Lane):
             if now > asked + _ASK_SECONDS:
                 reason, asked = lost(), now
             if reason or now > deadline:
-                self.close()
                 raise self._broken(reason or f"not done within {self._timeout:g} s")
             time.sleep(_POLL_SECONDS)
 
@@ -276,5 +306,26 @@ class NcclLane(Lane):
         # does. The group uses the store that it was formed by until it has ended.
         group, control, self._group, self.control = self._group, self.control, None, None
         if group is not None:
-            group.abort()
-        del control
+            self._abort = threading.Thread(
+                target=_abort, args=(self.place.name, group, control), name="lane abort"
+            )
+            self._abort.start()
+
+    def join(self, deadline: float) -> bool:
+        if self._abort is not None:
+            self._abort.join(max(0.0, deadline - time.monotonic()))
+        return self._abort is None or not self._abort.is_alive()
+
+
+def _abort(lane: str, group: Any, control: Any) -> None:
+    """Abort a communicator. `control`, the store that it was formed by, lasts as long."""
+    try:
+        group.abort()
+    except Exception as error:  # noqa: BLE001 - a thread must not end without a word
+        logger.error(
+            "[Bridge] %s: NCCL could not abort its communicator, whose GPU memory stays taken "
+            "until this process ends: %s",
+            lane,
+            first_line(error),
+        )
+    del control

@@ -14,7 +14,15 @@ import torch
 from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError
 from vllm_patching.transport.forming import in_time
-from vllm_patching.transport.lane import GlooLane, Lane, LaneBroken, LanePlace, nobody_lost
+from vllm_patching.transport.lane import (
+    GlooLane,
+    Lane,
+    LaneBroken,
+    LanePlace,
+    NcclLane,
+    close_lanes,
+    nobody_lost,
+)
 from vllm_patching.transport.rendezvous import Meeting
 
 
@@ -109,3 +117,47 @@ def test_what_arrives_as_a_look_ends_has_arrived() -> None:
         LaneBroken, match=r"lane 0 of vLLM rank 0: a member has gone \(Connection closed by peer\)"
     ):
         lane.wait(Step("Connection closed by peer"), time.monotonic() + 30, nobody_lost)
+
+
+class Communicator:
+    """A communicator whose abort ends when `aborts_begun` communicators are being aborted."""
+
+    def __init__(self, aborts_begun: threading.Barrier) -> None:
+        self._aborts_begun = aborts_begun
+
+    def abort(self) -> None:
+        self._aborts_begun.wait(30)
+
+
+def nccl_lane(name: str, group: Any) -> NcclLane:
+    place = LanePlace(Meeting("localhost", 1, ""), name, 0, 2, "nccl", name)
+    return NcclLane(place, group, 30.0, torch.device("cuda", 0))
+
+
+def test_lanes_of_one_process_are_aborted_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The abort of one waits for the kernels of the others, which end by their own aborts.
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    begun = threading.Barrier(2)
+    lanes = [nccl_lane(name, Communicator(begun)) for name in ("lane 0", "lane 1")]
+    close_lanes(lanes)
+    close_lanes(lanes)
+    assert not begun.broken
+    assert not caplog.records
+
+
+def test_an_abort_that_fails_or_goes_on_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr("vllm_patching.transport.lane._ABORT_SECONDS", 0.0)
+    never, alone = threading.Barrier(2), threading.Barrier(2)
+    alone.abort()
+    lanes = [nccl_lane("lane 0", Communicator(never)), nccl_lane("lane 1", Communicator(alone))]
+    close_lanes(lanes[:1])
+    assert "lane 0: NCCL has not ended what was in flight" in caplog.text
+    never.abort()
+    lanes[1].close()
+    assert all(lane.join(time.monotonic() + 30) for lane in lanes)
+    assert "lane 1: NCCL could not abort its communicator" in caplog.text

@@ -1,0 +1,201 @@
+"""Time for which the trainer's ranks gather the buckets of an update, apart from sending them.
+
+    python bench/gathering.py --output DIR --ranks 2 4          one GPU for each rank
+    python bench/gathering.py --output DIR --ranks 2 --device cpu --shape tiny
+
+Each rank of a trainer that FSDP2 spreads packs rows for the others, and NCCL brings what this rank
+sends. No server takes part: the gathers of all rounds run one after the other, as an update enqueues
+them. Measured for vLLM of as many ranks as the trainer has: the whole pass, the time in which the
+CPU enqueues it, and the packing alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.gpu.machine import describe
+from bench.gpu.processes import BenchError, module_command, tail
+from bench.gpu.shapes import SHAPES
+from bench.gpu.summary import gigabytes_per_second, spread_ms, table
+from bench.measured import measured
+from example_trainer.models.geometry import Geometry
+from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.parallel.ranks import Ranks, join_ranks
+from example_trainer.parallel.tensor import model_geometry
+from example_trainer.weight_bridge.send_plan import SendPlan
+from example_trainer.weight_bridge.stream import WeightStream
+from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
+from vllm_patching.protocol.messages import Route
+from vllm_patching.protocol.sharding import plan_shards
+
+WARMUP = 3
+RUN_SECONDS = 240.0
+"""Deadline of one number of ranks."""
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures for each number of ranks, each measured by processes of its own."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for ranks in args.ranks:
+        result, log = args.output / f"ranks{ranks}.json", args.output / f"ranks{ranks}.log"
+        result.unlink(missing_ok=True)
+        command = [
+            *module_command("bench.gathering", ranks),
+            *("--worker", str(result), "--shape", args.shape, "--device", args.device),
+            *("--repeats", str(args.repeats), "--output", str(args.output)),
+        ]
+        with log.open("wb") as written:
+            ended = subprocess.run(
+                command, stdout=written, stderr=subprocess.STDOUT, timeout=RUN_SECONDS
+            ).returncode
+        if ended:
+            raise BenchError(f"{ranks} ranks ended with status {ended}:\n{tail(log)}")
+        rows.append(json.loads(result.read_text(encoding="utf-8")))
+        result.unlink()
+    return {"measured": measured(), "machine": describe(), "shape": args.shape, "rows": rows}
+
+
+def manifests_of(geometry: Geometry, ranks: int, dtype: torch.dtype) -> list[Manifest]:
+    """The manifests of a server of so many tensor-parallel ranks."""
+    model = model_geometry(geometry)
+    return [
+        Manifest(
+            rank,
+            ranks,
+            tuple(
+                ManifestEntry(spec, dtype_name(dtype), "cpu")
+                for spec in plan_shards(model, rank, ranks)
+            ),
+        )
+        for rank in range(ranks)
+    ]
+
+
+def work(args: argparse.Namespace) -> None:
+    """Measure on one of the ranks that torchrun has started; rank 0 writes the result."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    dtype = torch.bfloat16
+    geometry = Geometry.from_config(SHAPES[args.shape])
+    with join_ranks(120.0, device) as ranks:
+        model = sharded_decoder(geometry, dtype, device, ranks.world_size)
+        plan = SendPlan(ranks.world_size, ranks.world_size)
+        route = Route.NCCL if args.device == "cuda" else Route.GLOO
+        manifests = manifests_of(geometry, ranks.world_size, dtype)
+        stream = WeightStream(model, manifests, plan, ranks, device, route)
+        row = figures(stream, ranks, device, args.repeats)
+        if ranks.is_main:
+            Path(args.worker).write_text(json.dumps(row), encoding="utf-8")
+
+
+def figures(
+    stream: WeightStream, ranks: Ranks, device: torch.device, repeats: int
+) -> dict[str, Any]:
+    """Time the gathers of one update with and without the exchange between the ranks."""
+    own = [
+        transfer
+        for steps in stream._steps
+        for step in steps
+        for transfer in step
+        if transfer.owner == ranks.rank != transfer.sender
+    ]
+    whole = passes(stream, ranks, device, repeats)
+    with mock.patch.object(torch.distributed, "batch_isend_irecv", return_value=[]):
+        packing = passes(stream, ranks, device, repeats)
+    seconds = statistics.median(whole["seconds"])
+    handed = stream.num_bytes * (ranks.world_size - 1) / ranks.world_size
+    return {
+        "ranks": ranks.world_size,
+        "model_bytes": stream.num_bytes,
+        "rounds": len(stream._steps),
+        "steps": sum(len(steps) for steps in stream._steps),
+        "transfers_to_others": len(own),
+        "gather_ms": spread_ms(whole["seconds"]),
+        "enqueue_ms": spread_ms(whole["enqueued"]),
+        "packing_ms": spread_ms(packing["seconds"]),
+        "packing_enqueue_ms": spread_ms(packing["enqueued"]),
+        "handed_gb_per_s": gigabytes_per_second(handed, seconds),
+    }
+
+
+def passes(
+    stream: WeightStream, ranks: Ranks, device: torch.device, repeats: int
+) -> dict[str, list[float]]:
+    """Gather all rounds `repeats` times. Returns this rank's seconds of each pass."""
+    taken: dict[str, list[float]] = {"seconds": [], "enqueued": []}
+    synchronize: Callable[[], None] = (
+        torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    )
+    for number in range(WARMUP + repeats):
+        ranks.gather(number, "starting a pass")
+        synchronize()
+        began = time.perf_counter()
+        with stream._gathering(None):
+            for step in range(len(stream._steps)):
+                stream._gather(step)()
+        enqueued = time.perf_counter()
+        synchronize()
+        if number >= WARMUP:
+            taken["seconds"].append(time.perf_counter() - began)
+            taken["enqueued"].append(enqueued - began)
+    return taken
+
+
+def report(data: dict[str, Any]) -> str:
+    """A table with one row for each number of ranks."""
+    columns = ("gather_ms", "enqueue_ms", "packing_ms", "packing_enqueue_ms")
+    return table(
+        ["ranks", "rounds", "steps", "transfers", *columns, "GB/s handed over, all ranks"],
+        [
+            [
+                *(row[name] for name in ("ranks", "rounds", "steps", "transfers_to_others")),
+                *(row[name]["median"] for name in columns),
+                row["handed_gb_per_s"],
+            ]
+            for row in data["rows"]
+        ],
+    )
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="folder of gathering.json")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-14b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--worker", default="", help="set by this script: where a rank writes")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    if args.worker:
+        work(args)
+        return 0
+    data = measure(args)
+    print(report(data))
+    (args.output / "gathering.json").write_text(json.dumps(data, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
