@@ -21,12 +21,12 @@ import httpx
 import orjson
 
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable, UsageError
-from atroposlib.service.group_schema import NOT_TRAINED
 from atroposlib.utils.log_lines import LogLines
 from atroposlib.utils.waiting import Patience
 from atroposlib.utils.whole_files import append_whole, cannot_write
 from atroposlib.web.addresses import argument, http_address
 from atroposlib.web.keys import SERVICE_KEY, bearer, given_or_variable
+from atroposlib.wire.groups import PROMPT_MASK
 
 logger = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ def prompts_and_completions(group: Group, tokenizer: Any) -> list[tuple[str, str
     """The text of each sequence, divided at the first token that the model sampled."""
     divided = []
     for tokens, mask in zip(group["tokens"], group["masks"], strict=True):
-        begin = next((place for place, entry in enumerate(mask) if entry != NOT_TRAINED), len(mask))
+        begin = next((place for place, entry in enumerate(mask) if entry != PROMPT_MASK), len(mask))
         divided.append((tokenizer.decode(tokens[:begin]), tokenizer.decode(tokens[begin:])))
     return divided
 

@@ -12,16 +12,15 @@ import orjson
 from fastapi import Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 
 from atroposlib.service.group_reader import GroupReader
 from atroposlib.service.schemas import InvalidRequestError
 from atroposlib.service.service import RolloutService
 
 PREFIX = "#/components/schemas/"
-MODELS: dict[str, type[BaseModel]] = {}
-"""Bodies that routes take, by name. `takes` adds them."""
+MODELS: dict[str, type[Any]] = {}
+"""Bodies that routes take, by name: pydantic models and typed dictionaries. `takes` adds them."""
 REFUSALS = {
     400: "The body is no valid gzip",
     401: "No bearer token, or a wrong one",
@@ -87,7 +86,7 @@ def query_int(request: Request, name: str) -> int | None:
     return value
 
 
-def takes(model: type[BaseModel], many: bool = False, required: bool = True) -> dict[str, Any]:
+def takes(model: type[Any], many: bool = False, required: bool = True) -> dict[str, Any]:
     """Return the arguments of a route's decorator that describe its body."""
     MODELS[model.__name__] = model
     schema: dict[str, Any] = {"$ref": PREFIX + model.__name__}
@@ -109,10 +108,8 @@ def describe(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _, models = models_json_schema(
-                [(model, "validation") for model in MODELS.values()],
-                ref_template=PREFIX + "{model}",
-            )
+            bodies = [(name, "validation", TypeAdapter(model)) for name, model in MODELS.items()]
+            _, models = TypeAdapter.json_schemas(bodies, ref_template=PREFIX + "{model}")  # type: ignore[arg-type]
             schema.setdefault("components", {}).setdefault("schemas", {}).update(models["$defs"])
             refused = {"application/json": {"schema": {"type": "object", "required": ["detail"]}}}
             for methods in schema["paths"].values():

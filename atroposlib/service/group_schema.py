@@ -14,44 +14,37 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from atroposlib.service.records import ValidatedGroup
 from atroposlib.service.schemas import (
-    FloatRows,
-    Floats,
-    IntRows,
     InvalidRequestError,
-    Key,
-    SafeInt,
-    Versions,
-    VersionSpans,
     invalid,
     path,
     refused,
     short,
 )
-from atroposlib.wire.numbers import (
-    LARGEST_FLOAT32,
-    LARGEST_SCORE,
-    LEAST_FLOAT32,
-    first_beyond,
-    unstorable,
+from atroposlib.wire.groups import (
+    GROUP_FIELDS,
+    LARGEST_ID,
+    NUMBERS,
+    PER_SEQUENCE,
+    PER_TOKEN,
+    PROMPT_MASK,
+    REQUIRED,
+    ScoredDataGroup,
 )
+from atroposlib.wire.numbers import LARGEST_FLOAT32, LEAST_FLOAT32, path_beyond, unstorable
 from atroposlib.wire.sampling_parameters import CONSTRAINED, NEUTRAL
 
 logger = logging.getLogger(__name__)
 
-LARGEST_ID = 2**31 - 1
-"""Token ids fit into 32 bits."""
 SIGN_BYTE = 3 if sys.byteorder == "little" else 0
 """Of the four of a 32-bit integer."""
 WITHOUT_SIGN = bytes(range(128))
-NOT_TRAINED = -100
-"""In masks: nothing is learned from this token."""
 DEEPEST = 100
 """Levels of lists and objects within a field of free form. The JSON readers of clients stop between
 200 and 1,024."""
@@ -61,109 +54,22 @@ PARAMETERS = ("temperature", *NEUTRAL, CONSTRAINED, "max_tokens", "tokens")
 """What is read of an entry of sampling_params."""
 
 
-class ScoredData(BaseModel):
+@with_config(ConfigDict(extra="allow"))
+class ScoredData(ScoredDataGroup):
     """POST /scored_data: one group, n sequences that answer the same prompt."""
 
-    model_config = ConfigDict(extra="allow")
 
-    tokens: IntRows
-    """Token ids [n][length]."""
-    masks: IntRows
-    """[n][length]: the token id where it is trained on, -100 elsewhere. At least one token is,
-    other than a first one."""
-    scores: Floats
-    """[n]"""
-    advantages: FloatRows | None = None
-    """[n][length], or [n][1] for the whole sequence."""
-    ref_logprobs: FloatRows | None = None
-    """[n][length]"""
-    messages: list[Any] | None = None
-    generation_params: dict[str, Any] | None = None
-    inference_logprobs: FloatRows | None = None
-    """[n][length]: 1.0 at prompt positions, elsewhere the sampled token's logprob."""
-    overrides: list[dict[str, Any]] | None = None
-    group_overrides: dict[str, Any] | None = None
-    images: Any | None = None
-    env_id: SafeInt | None = None
-    distill_token_ids: Annotated[list[IntRows], Field(fail_fast=True)] | None = None
-    """[n][length][k]"""
-    distill_logprobs: Annotated[list[FloatRows], Field(fail_fast=True)] | None = None
-    """[n][length][k]"""
-    weight_versions: Versions | None = None
-    """[n]: the version of the oldest weights that any token of the sequence was sampled under."""
-    weight_epochs: Versions | None = None
-    """[n]: the epoch of those weights, which names the life of the trainer that made them; 0 before
-    any trainer."""
-    weight_version_spans: Annotated[list[VersionSpans], Field(fail_fast=True)] | None = None
-    """[n][spans][2]: a version and the number of tokens sampled under it, in the order of the
-    sequence's sampled tokens."""
-    weight_epoch_spans: Annotated[list[Versions], Field(fail_fast=True)] | None = None
-    """[n][spans]: the epoch of the weights of each span."""
-    sampling_params: Any | None = None
-    """[n]: of the distribution that the sequence's tokens were sampled from, an object of numbers:
-    `temperature`, and what was not neutral of `top_p`, `top_k`, `min_p`, `presence_penalty`,
-    `frequency_penalty`, `repetition_penalty` and `min_tokens`; `constrained` if something else
-    changed it; and `max_tokens` of the last request. A sequence whose turns were sampled in
-    different ways has a list of such objects instead, each with `tokens`, the number of sampled
-    tokens that it is of, in their order. Null where it is not known. What is no list is a client's
-    own, and is handed on as it is."""
-    finish_reasons: Any | None = None
-    """[n]: why the sampling of the sequence ended: "stop", "length" or another word of the
-    server's. Of its last turn; null where it is not known. What is no list is a client's own, and
-    is handed on as it is."""
-    successes: Any | None = None
-    """[n]: true if the sequence solved its item, false if not, null where that is not known. A
-    value that is not a list is a client's own, and is handed on unread."""
-    idempotency_key: Key | None = None
-    """Chosen by the client; the same key again is answered again but not counted again."""
-
-
-RETURNED = [name for name in ScoredData.model_fields if name != "idempotency_key"]
+Group = Mapping[str, Any]
+"""A `ScoredData`, with a client's own keys. Absent fields are absent."""
+RETURNED = [name for name in GROUP_FIELDS if name != "idempotency_key"]
 """The keys that every group in a batch has, null where nothing was posted."""
 
 REFERENCE_KEY = b',"ref_logprobs":'
 """The last key in the body of a group that came without: so that they can be put there."""
 NO_REFERENCE = REFERENCE_KEY + b"null}"
 
-PER_SEQUENCE = (
-    "advantages",
-    "ref_logprobs",
-    "inference_logprobs",
-    "distill_token_ids",
-    "distill_logprobs",
-    "overrides",
-    "weight_versions",
-    "weight_epochs",
-    "weight_version_spans",
-    "weight_epoch_spans",
-    "sampling_params",
-    "finish_reasons",
-    "successes",
-)
-"""Optional fields with one entry for each sequence."""
-PER_TOKEN = (
-    "masks",
-    "inference_logprobs",
-    "ref_logprobs",
-    "advantages",
-    "distill_token_ids",
-    "distill_logprobs",
-)
-"""Fields with one entry for each token of each sequence."""
-FREE = (
-    "messages",
-    "generation_params",
-    "overrides",
-    "group_overrides",
-    "images",
-    "sampling_params",
-    "finish_reasons",
-    "successes",
-)
-"""Fields whose values have no fixed form."""
-
-_one = TypeAdapter(ScoredData)
-_many = TypeAdapter(list[ScoredData])
+_one: TypeAdapter[Any] = TypeAdapter(ScoredData)
+_many: TypeAdapter[Any] = TypeAdapter(list[ScoredData])
 
 
 def read_groups(body: bytes, many: bool) -> list[ValidatedGroup]:
@@ -173,7 +79,7 @@ def read_groups(body: bytes, many: bool) -> list[ValidatedGroup]:
     Raises:
         InvalidRequestError: says which field, at which index, with which value, is wrong.
     """
-    adapter: TypeAdapter[Any] = _many if many else _one
+    adapter = _many if many else _one
     exact = True
     try:
         parsed = adapter.validate_json(body, strict=True)
@@ -183,7 +89,9 @@ def read_groups(body: bytes, many: bool) -> list[ValidatedGroup]:
         except ValidationError as error:
             raise refused(error) from None
     if not many:
-        exact = not _clear_empty(parsed) and not _says_that_none_are_referenced(parsed) and exact
+        # A null for ref_logprobs may stand anywhere in the body, where none could be put later.
+        null_reference = parsed.get("ref_logprobs", "absent") is None
+        exact = not _clear_empty(parsed) and not null_reference and exact
         check_group(parsed, [])
         body = body.strip() if exact else _dump(parsed)
         # Two JSON readers differ: this one drops the first of two equal keys unread, the trainer's
@@ -201,49 +109,41 @@ def read_groups(body: bytes, many: bool) -> list[ValidatedGroup]:
     return [_validated(group, _dump(group)) for group in parsed]
 
 
-def _clear_empty(group: ScoredData) -> bool:
-    """Stock clients send an empty list where they have nothing for any sequence.
+def _clear_empty(group: dict[str, Any]) -> bool:
+    """Set optional fields that are `[]` to None. Return True if there was one.
 
-    Returns whether there was one.
+    Stock clients send an empty list where they have nothing for any sequence.
     """
-    empty = [name for name in PER_SEQUENCE if getattr(group, name) == [] and group.tokens]
-    for name in empty:
-        setattr(group, name, None)
+    empty = [name for name in PER_SEQUENCE if group.get(name) == [] and name not in REQUIRED]
+    group.update(dict.fromkeys(empty))
     return bool(empty)
 
 
-def _says_that_none_are_referenced(group: ScoredData) -> bool:
-    """The key may stand anywhere in the body, where no reference could be put later."""
-    return group.ref_logprobs is None and "ref_logprobs" in group.model_fields_set
+def _dump(group: Group) -> bytes:
+    """Return the group as JSON, without ref_logprobs that are null: their key must come last."""
+    absent = {"ref_logprobs"} if group.get("ref_logprobs") is None else None
+    return _one.dump_json(group, exclude=absent)
 
 
-def _dump(group: ScoredData) -> bytes:
-    absent = {"ref_logprobs"} if group.ref_logprobs is None else None
-    return group.model_dump_json(exclude_unset=True, exclude=absent).encode()
-
-
-def _validated(group: ScoredData, body: bytes) -> ValidatedGroup:
-    missing = [
-        name for name in RETURNED if name not in group.model_fields_set and name != "ref_logprobs"
-    ]
-    referenced = group.ref_logprobs is not None
+def _validated(group: Group, body: bytes) -> ValidatedGroup:
+    referenced = group.get("ref_logprobs") is not None
+    missing = [name for name in RETURNED if name not in group and name != "ref_logprobs"]
     if missing or not referenced:
         ends = b"}" if referenced else NO_REFERENCE
         body = body[:-1] + "".join(f',"{name}":null' for name in missing).encode() + ends
-    lengths = [len(row) for row in group.tokens]
-    versions = group.weight_versions or []
+    lengths = [len(row) for row in group["tokens"]]
+    versions = group.get("weight_versions") or []
+    epochs = group.get("weight_epochs") or [None] * len(versions)
     return ValidatedGroup(
         body=body,
         size=len(lengths),
         longest=max(lengths),
-        env_id=group.env_id,
-        weights=tuple(sorted(set(zip(group.weight_epochs, versions, strict=True))))
-        if group.weight_epochs
-        else tuple((None, version) for version in sorted(set(versions))),
-        key=group.idempotency_key,
+        env_id=group.get("env_id"),
+        weights=tuple(sorted(set(zip(epochs, versions, strict=True)))),
+        key=group.get("idempotency_key"),
         tokens=sum(lengths),
         referenced=referenced,
-        **place_in_stream(group.model_extra or {}),
+        **place_in_stream(group),
     )
 
 
@@ -274,176 +174,160 @@ def place_in_stream(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def check_group(group: ScoredData, at: list[str | int]) -> None:
+def check_group(group: Group, at: list[str | int]) -> None:
     """Check the lengths that must agree, and the numbers that must fit.
 
     Raises:
         InvalidRequestError: names the field, the index and the value.
     """
-    if not group.tokens:
-        raise invalid(
-            [*at, "tokens"],
-            [],
-            f"{path([*at, 'tokens'])} is []: a group needs at least one sequence",
-        )
-    lengths = [len(row) for row in group.tokens]
+    if not group["tokens"]:
+        raise _wrong([*at, "tokens"], [], "is []: a group needs at least one sequence")
+    lengths = [len(row) for row in group["tokens"]]
     if 0 in lengths:
         where = [*at, "tokens", lengths.index(0)]
-        raise invalid(where, [], f"{path(where)} is []: a sequence needs at least one token")
-    if group.weight_epochs and not group.weight_versions:
-        where = [*at, "weight_epochs"]
-        raise invalid(
-            where, len(group.weight_epochs), f"{path(where)} says nothing without weight_versions"
-        )
+        raise _wrong(where, [], "is []: a sequence needs at least one token")
     _check_lengths(group, lengths, at)
-    _check_spans(group, lengths, at)
-    _check_numbers(group, at)
+    _check_weights(group, lengths, at)
+    for name, marker in NUMBERS.items():
+        if marker.largest is not None:
+            check_magnitudes(group.get(name) or [], marker.largest, [*at, name])
     _check_entries(group, lengths, at)
-    for name, value in [
-        *((name, getattr(group, name)) for name in FREE),
-        *(group.model_extra or {}).items(),
-    ]:
-        check_free(value, [*at, name])
+    for name, value in group.items():
+        if name not in NUMBERS:
+            check_free(value, [*at, name])
     _check_ids(group, at)
 
 
-def _check_lengths(group: ScoredData, lengths: list[int], at: list[str | int]) -> None:
-    """Check that fields have one entry for each sequence, and those of PER_TOKEN one row entry for
-    each token.
+def _check_lengths(group: Group, lengths: list[int], at: list[str | int]) -> None:
+    """Check that each field has one entry for each sequence, and each row of a per-token field one
+    for each token.
     """
-    for name in ("masks", "scores", *PER_SEQUENCE):
-        values = listed(group, name)
-        if values is not None and len(values) != len(lengths):
-            where = [*at, name]
-            message = (
-                f"{path(where)} has {len(values)} entries for {len(lengths)} sequences in tokens"
-            )
-            raise invalid(where, len(values), message)
-    for name in PER_TOKEN:
-        for index, row in enumerate(getattr(group, name) or []):
-            if len(row) != lengths[index] and not (name == "advantages" and len(row) == 1):
-                where = [*at, name, index]
-                message = f"{path(where)} has {len(row)} entries for the {lengths[index]} tokens of that sequence"
-                raise invalid(where, len(row), message)
+    for name in PER_SEQUENCE:
+        entries = listed(group, name)
+        if entries is not None and len(entries) != len(lengths):
+            text = f"has {len(entries)} entries for {len(lengths)} sequences in tokens"
+            raise _wrong([*at, name], len(entries), text)
+    for name, marker in PER_TOKEN.items():
+        for index, row in enumerate(group.get(name) or []):
+            if len(row) != lengths[index] and not (marker.one_for_all and len(row) == 1):
+                text = f"has {len(row)} entries for the {lengths[index]} tokens of that sequence"
+                raise _wrong([*at, name, index], len(row), text)
 
 
-def _check_entries(group: ScoredData, lengths: list[int], at: list[str | int]) -> None:
+def _check_weights(group: Group, lengths: list[int], at: list[str | int]) -> None:
+    """Check that epochs come with versions, and that there are at most as many spans as tokens.
+
+    The spans need not cover the tokens: an environment may train on fewer tokens than were sampled.
+    """
+    for epochs, versions in (
+        ("weight_epochs", "weight_versions"),
+        ("weight_epoch_spans", "weight_version_spans"),
+    ):
+        if group.get(epochs) is not None and group.get(versions) is None:
+            raise _wrong([*at, epochs], len(group[epochs]), f"says nothing without {versions}")
+    epoch_spans = group.get("weight_epoch_spans")
+    for index, spans in enumerate(group.get("weight_version_spans") or []):
+        covered = sum(tokens for _, tokens in spans)
+        if len(spans) > lengths[index] or covered > lengths[index]:
+            text = f"has {len(spans)} spans of {covered} tokens, the sequence has {lengths[index]}"
+            raise _wrong([*at, "weight_version_spans", index], len(spans), text)
+        if epoch_spans is not None and len(epoch_spans[index]) != len(spans):
+            count = len(epoch_spans[index])
+            text = f"has {count} entries for {len(spans)} spans in weight_version_spans"
+            raise _wrong([*at, "weight_epoch_spans", index], count, text)
+
+
+def _check_entries(group: Group, lengths: list[int], at: list[str | int]) -> None:
     """Check the entries that describe one sequence each."""
     for index, entry in enumerate(listed(group, "sampling_params") or []):
         check_sampling(entry, lengths[index], [*at, "sampling_params", index])
     for index, reason in enumerate(listed(group, "finish_reasons") or []):
-        check_finish_reason(reason, [*at, "finish_reasons", index])
+        is_word = isinstance(reason, str) and len(reason) <= MAX_FINISH_REASON
+        if reason is not None and not is_word:
+            rule = f"it must be a string of at most {MAX_FINISH_REASON} characters, or null"
+            raise _unfit([*at, "finish_reasons", index], reason, rule)
     for index, success in enumerate(listed(group, "successes") or []):
-        check_success(success, [*at, "successes", index])
-    for index, messages in enumerate(group.messages or []):
+        if success is not None and not isinstance(success, bool):
+            raise _unfit([*at, "successes", index], success, "it must be true, false or null")
+    for index, messages in enumerate(group.get("messages") or []):
         _check_messages(messages, [*at, "messages", index])
-
-
-def _check_ids(group: ScoredData, at: list[str | int]) -> None:
-    """Check the token ids of tokens and masks, and that at least one token is trained on."""
-    for index, row in enumerate(group.tokens):
-        if _negatives(row) != 0:
-            raise _wrong_id(row, [*at, "tokens", index], f"a token id is from 0 to {LARGEST_ID}")
-    trainable = False
-    for index, row in enumerate(group.masks):
-        negatives = _negatives(row)
-        if negatives and row.count(NOT_TRAINED) != negatives:
-            rule = f"a mask holds {NOT_TRAINED} where nothing is trained on, and a token id from 0 to {LARGEST_ID} elsewhere"
-            raise _wrong_id(row, [*at, "masks", index], rule, NOT_TRAINED)
-        trainable = trainable or len(row) - negatives > (
-            row[0] != NOT_TRAINED
-        )  # nothing predicts the first token
-    if not trainable:
-        where = [*at, "masks"]
-        message = (
-            f"{path(where)} leaves no token to train on: it is {NOT_TRAINED} everywhere, or everywhere but at first tokens, "
-            "which nothing predicts"
-        )
-        raise invalid(where, short(group.masks), message)
-
-
-def _check_numbers(group: ScoredData, at: list[str | int]) -> None:
-    """Check that a trainer can compute with scores, advantages, logprobs and a teacher's ids in
-    float32 and in 64 bits.
-    """
-    index = first_beyond(group.scores, LARGEST_SCORE)
-    if index is not None:
-        raise beyond(group.scores[index], LARGEST_SCORE, [*at, "scores", index])
-    check_magnitudes(group.advantages or [], LARGEST_SCORE, [*at, "advantages"])
-    check_magnitudes(group.inference_logprobs or [], LARGEST_FLOAT32, [*at, "inference_logprobs"])
-    check_magnitudes(group.ref_logprobs or [], LARGEST_FLOAT32, [*at, "ref_logprobs"])
-    for index, rows in enumerate(group.distill_logprobs or []):
-        check_magnitudes(rows, LARGEST_FLOAT32, [*at, "distill_logprobs", index])
-    for index, ids in enumerate(group.distill_token_ids or []):
-        check_magnitudes(ids, LARGEST_ID, [*at, "distill_token_ids", index])
 
 
 def _check_messages(messages: Any, where: list[str | int]) -> None:
     """Check that the messages of one sequence are objects with a role and a content."""
     rule = "the messages of a sequence are a list of objects with `role` and `content`"
     if not isinstance(messages, list):
-        raise invalid(where, short(messages), f"{path(where)} is {short(messages)!r}: {rule}")
+        raise _unfit(where, messages, rule)
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            there = [*where, index]
-            raise invalid(there, short(message), f"{path(there)} is {short(message)!r}: {rule}")
+            raise _unfit([*where, index], message, rule)
 
 
-def _check_spans(group: ScoredData, lengths: list[int], at: list[str | int]) -> None:
-    """Check that there are at most as many spans as tokens, and one epoch for each.
-
-    The spans need not cover the tokens: an environment may train on fewer tokens than were sampled.
-    """
-    if group.weight_epoch_spans is not None and group.weight_version_spans is None:
-        where = [*at, "weight_epoch_spans"]
-        raise invalid(
-            where,
-            len(group.weight_epoch_spans),
-            f"{path(where)} says nothing without weight_version_spans",
-        )
-    for index, spans in enumerate(group.weight_version_spans or []):
-        where = [*at, "weight_version_spans", index]
-        covered = sum(tokens for _, tokens in spans)
-        if len(spans) > lengths[index] or covered > lengths[index]:
-            message = f"{path(where)} has {len(spans)} spans of {covered} tokens, the sequence has {lengths[index]}"
-            raise invalid(where, len(spans), message)
-        if group.weight_epoch_spans is not None and len(group.weight_epoch_spans[index]) != len(
-            spans
-        ):
-            where = [*at, "weight_epoch_spans", index]
-            epochs = len(group.weight_epoch_spans[index])
-            raise invalid(
-                where,
-                epochs,
-                f"{path(where)} has {epochs} entries for {len(spans)} spans in weight_version_spans",
+def _check_ids(group: Group, at: list[str | int]) -> None:
+    """Check the token ids of tokens and masks, and that at least one token is trained on."""
+    for index, row in enumerate(group["tokens"]):
+        if _negatives(row) != 0:
+            raise _wrong_id(row, [*at, "tokens", index], f"a token id is from 0 to {LARGEST_ID}")
+    trainable = False
+    for index, row in enumerate(group["masks"]):
+        negatives = _negatives(row)
+        if negatives and row.count(PROMPT_MASK) != negatives:
+            rule = (
+                f"a mask holds {PROMPT_MASK} where nothing is trained on, and a token id "
+                f"from 0 to {LARGEST_ID} elsewhere"
             )
+            raise _wrong_id(row, [*at, "masks", index], rule, PROMPT_MASK)
+        # Nothing predicts the first token.
+        trainable = trainable or len(row) - negatives > (row[0] != PROMPT_MASK)
+    if not trainable:
+        text = (
+            f"leaves no token to train on: it is {PROMPT_MASK} everywhere, or everywhere but at "
+            "first tokens, which nothing predicts"
+        )
+        raise _wrong([*at, "masks"], short(group["masks"]), text)
 
 
-def listed(group: ScoredData, name: str) -> list[Any] | None:
-    """The entries of a field for each sequence; None where there are none. What is no list is a
-    field of the client's own that happens to have this name, and is handed on: the name was free
-    once."""
-    value = getattr(group, name)
+def _wrong(where: list[str | int], value: Any, text: str) -> InvalidRequestError:
+    """Return the refusal of the field at `where`."""
+    return invalid(where, value, f"{path(where)} {text}")
+
+
+def _unfit(where: list[str | int], value: Any, rule: str) -> InvalidRequestError:
+    """Return the refusal of a value of no number type, with the rule that it breaks."""
+    return _wrong(where, short(value), f"is {short(value)!r}: {rule}")
+
+
+def _unfit_number(where: list[str | int], value: Any, rule: str) -> InvalidRequestError:
+    return _wrong(where, short(value), f"is {short(value)}: {rule}")
+
+
+def listed(group: Group, name: str) -> list[Any] | None:
+    """Return the entries of a field for each sequence; None if it has none.
+
+    A value that is not a list is a field of the client's own, since the name was free once. It is
+    handed on.
+    """
+    value = group.get(name)
     if value is not None and not isinstance(value, list):
-        _say_that_it_is_no_list(name)
+        _warn_of_another_field(name)
         return None
     return value
 
 
 @cache
-def _say_that_it_is_no_list(name: str) -> None:
-    """Once for each name."""
+def _warn_of_another_field(name: str) -> None:
+    """Warn once for each name."""
     logger.warning(
-        "a group's %s is no list with an entry for each sequence: it is handed on as it is, as a field of the client's own, "
-        "and says nothing of how sequences were sampled. This is there once",
+        "a group's %s is not a list with an entry for each sequence: it is handed on unread, as a "
+        "field of the client's own. This line is logged once for each field",
         name,
     )
 
 
 def _negatives(row: list[int]) -> int:
-    """How many of the numbers are below 0; -1 if one does not fit into 32 bits.
+    """Return how many of the numbers are below 0; -1 if one does not fit into 32 bits.
 
-    As fast as every number can be looked at.
+    Nothing that looks at every number is faster.
     """
     try:
         packed = array("i", row).tobytes()
@@ -455,31 +339,11 @@ def _negatives(row: list[int]) -> int:
 def _wrong_id(
     row: list[int], where: list[str | int], rule: str, besides: int = 0
 ) -> InvalidRequestError:
-    """The refusal of the first number in a row that is neither a token id nor `besides`."""
+    """Return the refusal of the first number in a row that is neither a token id nor `besides`."""
     position, value = next(
         (at, id) for at, id in enumerate(row) if not 0 <= id <= LARGEST_ID and id != besides
     )
-    where = [*where, position]
-    return invalid(where, short(value), f"{path(where)} is {shown(value)}: {rule}")
-
-
-def check_finish_reason(reason: Any, where: list[str | int]) -> None:
-    """Check why the sampling of a sequence ended: a word of the inference server, or None if
-    unknown.
-    """
-    if reason is not None and not (isinstance(reason, str) and len(reason) <= MAX_FINISH_REASON):
-        rule = f"it must be a string of at most {MAX_FINISH_REASON} characters, or null"
-        raise invalid(where, short(reason), f"{path(where)} is {short(reason)!r}: {rule}")
-
-
-def check_success(success: Any, where: list[str | int]) -> None:
-    """Check whether a sequence solved its item: a boolean, or None if unknown."""
-    if success is not None and not isinstance(success, bool):
-        raise invalid(
-            where,
-            short(success),
-            f"{path(where)} is {short(success)!r}: it must be true, false or null",
-        )
+    return _unfit_number([*where, position], value, rule)
 
 
 def check_sampling(entry: Any, length: int, where: list[str | int]) -> None:
@@ -494,24 +358,18 @@ def check_sampling(entry: Any, length: int, where: list[str | int]) -> None:
         _check_parameters(entry, where)
         return
     if not entry:
-        raise invalid(
-            where, [], f"{path(where)} is []: leave sampling_params out where it is not known"
-        )
+        raise _wrong(where, [], "is []: leave sampling_params out where it is not known")
     covered = 0
-    for place, part in enumerate(entry):
-        _check_parameters(part, [*where, place])
+    for index, part in enumerate(entry):
+        _check_parameters(part, [*where, index])
         tokens = part.get("tokens")
         if not isinstance(tokens, int) or tokens < 0:
-            there = [*where, place, "tokens"]
-            raise invalid(
-                there,
-                short(tokens),
-                f"{path(there)} is {short(tokens)!r}: each part says how many tokens it is of",
-            )
+            rule = "each part says how many tokens it is of"
+            raise _unfit([*where, index, "tokens"], tokens, rule)
         covered += tokens
     if covered > length:
-        message = f"{path(where)} has {len(entry)} parts of {short(covered)} tokens, the sequence has {length}"
-        raise invalid(where, len(entry), message)
+        text = f"has {len(entry)} parts of {short(covered)} tokens, the sequence has {length}"
+        raise _wrong(where, len(entry), text)
 
 
 def _check_parameters(parameters: Any, where: list[str | int]) -> None:
@@ -520,28 +378,21 @@ def _check_parameters(parameters: Any, where: list[str | int]) -> None:
     Names that are not in PARAMETERS are the client's own.
     """
     if not isinstance(parameters, dict):
-        message = f'{path(where)} is {short(parameters)!r}: it must be an object of numbers, such as {{"temperature": 1.0}}'
-        raise invalid(where, short(parameters), message)
+        rule = 'it must be an object of numbers, such as {"temperature": 1.0}'
+        raise _unfit(where, parameters, rule)
     for name in (name for name in PARAMETERS if parameters.get(name) is not None):
         value = parameters[name]
         exact = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
         if not exact and not (isinstance(value, float) and math.isfinite(value)):
-            there = [*where, name]
-            raise invalid(
-                there,
-                short(value),
-                f"{path(there)} is {short(value)!r}: it must be a finite number",
-            )
+            raise _unfit([*where, name], value, "it must be a finite number")
     temperature = parameters.get("temperature")
+    if not temperature:
+        return
     there = [*where, "temperature"]
-    if temperature is not None and temperature < 0:
-        raise invalid(there, temperature, f"{path(there)} is {temperature}: it must be at least 0")
-    if temperature and not LEAST_FLOAT32 <= temperature <= LARGEST_FLOAT32:
-        raise invalid(
-            there,
-            temperature,
-            f"{path(there)} is {temperature}: it must be 0, or a number that float32 holds",
-        )
+    if temperature < 0:
+        raise _unfit_number(there, temperature, "it must be at least 0")
+    if not LEAST_FLOAT32 <= temperature <= LARGEST_FLOAT32:
+        raise _unfit_number(there, temperature, "it must be 0, or a number that float32 holds")
 
 
 def check_free(value: Any, where: list[str | int]) -> None:
@@ -568,34 +419,27 @@ def _refuse(value: Any, where: list[str | int], level: int) -> None:
     """Raise the refusal of the first value that cannot be stored."""
     if isinstance(value, list | dict):
         if level > DEEPEST:
-            field = where[: len(where) - level + 1]
-            message = f"{path(field)} has more than {DEEPEST} levels of lists and objects: flatten it, or send it as text"
-            raise invalid(field, short(value), message)
-        for key, item in enumerate(value) if isinstance(value, list) else value.items():
+            text = f"has more than {DEEPEST} levels of lists and objects: flatten it, or send it as text"
+            raise _wrong(where[: len(where) - level + 1], short(value), text)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
             _refuse(item, [*where, key], level + 1)
     elif reason := unstorable(value):
-        raise invalid(where, shown(value), f"{path(where)} is {shown(value)}: {reason}")
+        raise _unfit_number(where, value, reason)
 
 
-def check_magnitudes(rows: Sequence[Sequence[float]], bound: float, where: list[str | int]) -> None:
-    """Check that no number of `rows` exceeds `bound` in magnitude.
+def check_magnitudes(values: Sequence[Any], bound: float, where: list[str | int]) -> None:
+    """Check that no number exceeds `bound` in magnitude, in lists of any depth.
 
     Raises:
         InvalidRequestError: names the first such number and the bound.
     """
-    for index, row in enumerate(rows):
-        at = first_beyond(row, bound)
-        if at is not None:
-            raise beyond(row[at], bound, [*where, index, at])
-
-
-def beyond(value: float, bound: float, where: list[str | int]) -> InvalidRequestError:
-    """The refusal of a number whose magnitude exceeds `bound`."""
-    return invalid(
-        where,
-        shown(value),
-        f"{path(where)} is {shown(value)}: its magnitude must be at most {bound:g}",
-    )
+    indices = path_beyond(values, bound)
+    if indices is not None:
+        value: Any = values
+        for index in indices:
+            value = value[index]
+        raise _unfit_number([*where, *indices], value, f"its magnitude must be at most {bound:g}")
 
 
 def unreadable(body: bytes) -> str | None:
@@ -607,12 +451,3 @@ def unreadable(body: bytes) -> str | None:
     except orjson.JSONDecodeError as error:
         return str(error)
     return None
-
-
-def shown(value: Any) -> str:
-    """A number as text, at most 64 characters. Integers of any size have one."""
-    if (
-        isinstance(value, int) and abs(value) >= 10**40
-    ):  # Python refuses to print integers of 4,300 digits
-        return f"an integer of {value.bit_length()} bits"
-    return str(value)[:64]

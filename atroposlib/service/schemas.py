@@ -22,7 +22,8 @@ from pydantic import (
 
 from atroposlib.service.records import MAX_POSITIONS, MAX_SERVERS, Policy
 from atroposlib.web.addresses import MAX_ADDRESS_LENGTH, server_address
-from atroposlib.wire.numbers import LARGEST_FLOAT32, refuse_boolean
+from atroposlib.wire.groups import Key
+from atroposlib.wire.numbers import LARGEST_FLOAT32, SafeInt, Version, refuse_boolean
 from atroposlib.wire.weight_lineage import MOST_LIVES
 
 MAX_REASON = 300
@@ -37,9 +38,6 @@ whole."""
 MAX_UNIX_SECONDS = 253402300799.0
 """The end of the year 9999, the last year of a date."""
 
-SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
-"""An integer that every JSON reader keeps exactly."""
-Version = Annotated[int, Field(ge=0, le=2**53 - 1)]
 EpochAndStep = Annotated[list[Version], Field(min_length=2, max_length=2)]
 Reason = Annotated[str, AfterValidator(lambda reason: " ".join(reason.split())[:MAX_REASON])]
 """One line for the log, cut off at MAX_REASON."""
@@ -47,22 +45,10 @@ RunName = Annotated[str, Field(min_length=1, max_length=256)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
 Name = Annotated[str, Field(max_length=4096)]
 ShortName = Annotated[str, Field(max_length=64)]
-Key = Annotated[str, Field(min_length=1, max_length=256)]
 WorkerName = Annotated[str, Field(min_length=1, max_length=256)]
 MetricName = Annotated[str, Field(min_length=1, max_length=256)]
 ServerUrl = Annotated[str, Field(max_length=MAX_ADDRESS_LENGTH), AfterValidator(server_address)]
 """http://host:port, or https."""
-
-# The first wrong value ends the reading: a million wrong values would otherwise become a million
-# error records.
-Ints = Annotated[list[int], Field(fail_fast=True)]
-Floats = Annotated[list[FiniteFloat], Field(fail_fast=True)]
-IntRows = Annotated[list[Ints], Field(fail_fast=True)]
-FloatRows = Annotated[list[Floats], Field(fail_fast=True)]
-Versions = Annotated[list[Version], Field(fail_fast=True)]
-VersionSpan = Annotated[list[Version], Field(min_length=2, max_length=2)]
-VersionSpans = Annotated[list[VersionSpan], Field(fail_fast=True)]
-
 Number = Annotated[FiniteFloat, Field(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)]
 """A number that stays finite in float32, in which TensorBoard and most loggers keep it."""
 NumberRows = Annotated[list[Annotated[list[Number], Field(fail_fast=True)]], Field(fail_fast=True)]

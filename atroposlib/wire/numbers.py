@@ -8,10 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from itertools import chain
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, FiniteFloat, ValidationInfo, field_validator
 
 LEAST_INTEGER, LARGEST_INTEGER = -(2**63), 2**64 - 1
 """Integers outside of 64 bits are not exact for every JSON reader, and some readers refuse the
@@ -22,6 +23,20 @@ those sums stay far below the largest float32, and so do gradients that are prop
 advantage."""
 LEAST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 """Between these magnitudes a number is neither 0 nor infinite in float32."""
+
+SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
+"""An integer that every JSON reader keeps exactly."""
+Version = Annotated[int, Field(ge=0, le=2**53 - 1)]
+
+# The first wrong value ends the reading: a million wrong values would otherwise become a million
+# error records.
+Ints = Annotated[list[int], Field(fail_fast=True)]
+Floats = Annotated[list[FiniteFloat], Field(fail_fast=True)]
+IntRows = Annotated[list[Ints], Field(fail_fast=True)]
+FloatRows = Annotated[list[Floats], Field(fail_fast=True)]
+Versions = Annotated[list[Version], Field(fail_fast=True)]
+VersionSpan = Annotated[list[Version], Field(min_length=2, max_length=2)]
+VersionSpans = Annotated[list[VersionSpan], Field(fail_fast=True)]
 
 
 def first_beyond(row: Sequence[float], bound: float) -> int | None:
@@ -34,6 +49,25 @@ def first_beyond(row: Sequence[float], bound: float) -> int | None:
     except OverflowError:  # the sum has integers beyond float64
         pass
     return next((index for index, value in enumerate(row) if not -bound <= value <= bound), None)
+
+
+def path_beyond(values: Sequence[Any], bound: float) -> list[int] | None:
+    """Return the indices that lead to the first number that `first_beyond` finds, in lists of any
+    depth.
+
+    Raises:
+        TypeError: the depth differs, or something is not a number.
+    """
+    flat = values  # looking at all numbers at once is several times as fast
+    while flat and isinstance(flat[0], list | tuple):
+        flat = list(chain.from_iterable(flat))
+    index = first_beyond(flat, bound)
+    if index is None or flat is values:
+        return None if index is None else [index]
+    for index, row in enumerate(values):
+        if (inner := path_beyond(row, bound)) is not None:
+            return [index, *inner]
+    return None
 
 
 def unstorable(value: Any) -> str | None:
