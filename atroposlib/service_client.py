@@ -1,5 +1,5 @@
-"""The environment's connection to the rollout service: retries, back-off and re-registration over
-HTTP.
+"""Clients of the rollout service: for the event loop of an environment, and for the threads of a
+trainer.
 
 A transient outage never loses a group and never ends the process: every call is tried again, with
 growing pauses and a line in the log, until `timeout` seconds have passed. A post carries an
@@ -7,12 +7,15 @@ idempotency key, so that a retry is not counted twice.
 """
 
 import asyncio
+import contextlib
 import gzip
 import logging
 import math
 import os
 import socket
+import threading
 import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -22,16 +25,19 @@ from atroposlib.errors import EnvironmentFailure, ServiceUnavailable
 from atroposlib.utils import waiting
 from atroposlib.utils.jsonl import encode
 from atroposlib.utils.waiting import LOG_EVERY, Logged, Patience
-from atroposlib.web.connections import LIMITS, end_slow_answer_async
-from atroposlib.web.keys import LOOPBACK, SERVICE_KEY, bearer, host_of
+from atroposlib.web.connections import direct_async_client, direct_client
+from atroposlib.web.keys import LOOPBACK, SERVICE_KEY, host_of
 
 logger = logging.getLogger(__name__)
 
 COMPRESS_ABOVE_BYTES = 4096
 CONNECT_SECONDS, REQUEST_SECONDS = 5.0, 60.0
 """Deadlines of one request: to connect; then to send it, and for the answer, each."""
+MIN_REQUEST_SECONDS = 1.0
 LONGEST_ATTEMPT = CONNECT_SECONDS + 2 * REQUEST_SECONDS
 LONGEST_RETRY_AFTER = 30.0
+WATCH_SECONDS = 1.0
+"""Time between two looks at the calls that wait, for the log."""
 FULL_DISK = 507
 FULL_DISK_SECONDS = 24 * 3600.0
 """Longest wait for space on the service's disk, which a person has to free, or a trainer that takes
@@ -41,39 +47,119 @@ PROCESS_NAME = "LOCKSTEP_PROCESS"
 
 
 class RejectedByService(Exception):
-    """The service understood the request and will never accept it (4xx other than 429): the message
-    holds its reason.
+    """The service understood the request and will never accept it (4xx other than 429).
+
+    Attributes:
+        status: of HTTP.
+        detail: the service's reason.
     """
 
-    def __init__(self, status: int, detail: str):
-        super().__init__(f"{status}: {detail}")
-        self.status = status
+    def __init__(self, status: int, detail: str, call: str = ""):
+        super().__init__(f"{call}{status}: {detail}")
+        self.status, self.detail = status, detail
 
 
-class RolloutServiceClient:
-    """HTTP calls of one environment to one rollout service.
+class TryAgain(Exception):
+    """The service cannot answer now.
+
+    Attributes:
+        at_least: seconds that it asks to wait.
+    """
+
+    def __init__(self, why: str, at_least: float = 0.0):
+        super().__init__(why)
+        self.at_least = at_least
+
+
+class ServiceClient:
+    """The part that both clients share: what an answer means, and how long to wait for one.
 
     Args:
         url: the service's address, for example `http://localhost:8000`.
-        timeout: longest wait for the service, in seconds, before `ServiceUnavailable` is raised.
-        api_key: bearer token, if the service wants one.
+        timeout: longest wait for the service, in seconds.
     """
 
-    def __init__(self, url: str, timeout: float, api_key: str | None = None):
-        self.url = url.rstrip("/")
-        self.timeout = timeout
-        # HTTP_PROXY is for the world outside: it must not stand between the processes of one run.
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=bearer(api_key),
-            timeout=httpx.Timeout(REQUEST_SECONDS, connect=CONNECT_SECONDS),
-            trust_env=False,
-            limits=LIMITS,
-            event_hooks={"response": [end_slow_answer_async]},
-        )
+    caller = "environment"
+    key_remedy = (
+        f"set {SERVICE_KEY} to its key "
+        "(or --env.rollout_server_api_key, which other users of the machine can see)"
+    )
+    start_remedy = (
+        "start it with `python -m atroposlib.cli.run_api` "
+        "or pass its address as --env.rollout_server_url"
+    )
+    unavailable: type[Exception] = ServiceUnavailable
+    failure: type[Exception] = EnvironmentFailure
+    rejected = RejectedByService
+
+    def __init__(self, url: str, timeout: float):
+        self.url, self.timeout = url.rstrip("/"), timeout
         self._logged = Logged()
         # On one machine compressing costs more than it saves.
         self._compress = host_of(self.url) not in LOOPBACK
+
+    def _patience(self, call: str, timeout: float = math.inf) -> Patience:
+        patience = Patience(
+            f"the rollout service at {self.url}",
+            min(timeout, self.timeout),
+            self.unavailable,
+            logger,
+            self.start_remedy,
+            self._logged,
+            LONGEST_ATTEMPT,
+        )
+        patience.why = f"{call}: no answer so far"
+        return patience
+
+    def _content_of(self, call: str, response: httpx.Response) -> bytes:
+        """Return the content of an answer with success.
+
+        Raises:
+            TryAgain: the service cannot answer now.
+            EnvironmentFailure: `failure`, it refuses the key.
+            RejectedByService: `rejected`, it refuses the request.
+        """
+        status = response.status_code
+        if status == 429:
+            raise TryAgain(f"{call}: answered 429, it is full", retry_after(response))
+        if status >= 500:
+            text = response.text[:200]
+            raise TryAgain(f"{call}: answered {status} {text}", retry_after(response, default=0.0))
+        if status in (401, 403):
+            raise self.failure(
+                f"the rollout service at {self.url} refuses this {self.caller} ({status}); "
+                f"{self.key_remedy}"
+            )
+        if status >= 400:
+            raise self.rejected(status, _detail(response), self._named(call))
+        return response.content
+
+    def _named(self, call: str) -> str:
+        return ""
+
+    def _encode(self, body: Any) -> tuple[bytes | None, dict[str, str]]:
+        if body is None:
+            return None, {}
+        content = encode(body)
+        headers = {"Content-Type": "application/json"}
+        if self._compress and len(content) > COMPRESS_ABOVE_BYTES:
+            return gzip.compress(content, compresslevel=1), headers | {"Content-Encoding": "gzip"}
+        return content, headers
+
+
+class RolloutServiceClient(ServiceClient):
+    """HTTP calls of one environment to one rollout service.
+
+    Args:
+        url: the service's address.
+        timeout: longest wait for the service, in seconds, before `ServiceUnavailable` is raised.
+        api_key: bearer token, if the service requires one.
+    """
+
+    def __init__(self, url: str, timeout: float, api_key: str | None = None):
+        super().__init__(url, timeout)
+        seconds = httpx.Timeout(REQUEST_SECONDS, connect=CONNECT_SECONDS)
+        self._http = direct_async_client(self.url, seconds, api_key)
         self._full_since: float | None = None
         """When the service refused a call for want of disk space, if it has taken no post since."""
 
@@ -125,65 +211,36 @@ class RolloutServiceClient:
             ServiceUnavailable: no usable answer within the timeout.
             RejectedByService: an answer that a retry cannot change.
         """
+        call = f"{method} {path}"
         content, headers = self._encode(body)
-        patience, full_since = self._patience(), None
+        patience, full_since = self._patience(call), None
         while True:
-            reminder = asyncio.create_task(remind(patience, f"no answer to {path} so far"))
             try:
-                response = await self._http.request(method, path, content=content, headers=headers)
+                async with reminded(patience):
+                    response = await self._http.request(
+                        method, path, content=content, headers=headers
+                    )
+                if response.status_code == FULL_DISK:
+                    full_since = full_since or time.monotonic()
+                    await self._wait_for_space(path, response, full_since)
+                    # The service is there. What it lacks later is another matter.
+                    patience = self._patience(call)
+                    continue
+                answer = orjson.loads(self._content_of(call, response))
             except httpx.HTTPError as error:
-                await patience.wait(f"no answer to {path} ({type(error).__name__})")
-                continue
-            finally:
-                reminder.cancel()
-            if response.status_code == FULL_DISK:
-                full_since = time.monotonic() if full_since is None else full_since
-                await self._wait_for_space(path, response, full_since)
-                patience = (
-                    self._patience()
-                )  # the service is there, and what it lacks later is another matter
-                continue
-            if response.status_code == 429:
-                await patience.wait(
-                    f"it is full ({path} answered 429)", at_least=retry_after(response)
-                )
-                continue
-            if response.status_code >= 500:
-                await patience.wait(
-                    f"{path} answered {response.status_code}",
-                    at_least=retry_after(response, default=0.0),
-                )
-                continue
-            if response.status_code in (401, 403):
-                raise EnvironmentFailure(
-                    f"rollout service at {self.url} refused {path} with {response.status_code}: "
-                    f"set {SERVICE_KEY} to its key (or --env.rollout_server_api_key, which other users of the machine can see)"
-                )
-            if response.status_code >= 400:
-                raise RejectedByService(response.status_code, response.text[:500])
-            try:
-                answer = orjson.loads(response.content)
+                await patience.wait(f"{call}: no answer ({type(error).__name__})")
             except orjson.JSONDecodeError:
-                await patience.wait(f"{path} answered no JSON: {response.text[:80]!r}")
-                continue
-            patience.done()
-            if method == "POST" and self._full_since is not None:
-                waited, self._full_since = time.monotonic() - self._full_since, None
-                logger.info(
-                    "the rollout service at %s has space again after %.0f s", self.url, waited
-                )
-            return answer if isinstance(answer, dict) else {"value": answer}
-
-    def _patience(self) -> Patience:
-        return Patience(
-            f"rollout service at {self.url}",
-            self.timeout,
-            ServiceUnavailable,
-            logger,
-            "start it with `python -m atroposlib.cli.run_api` or pass its address as --env.rollout_server_url",
-            self._logged,
-            LONGEST_ATTEMPT,
-        )
+                await patience.wait(f"{call}: answered no JSON: {response.text[:80]!r}")
+            except TryAgain as error:
+                await patience.wait(str(error), error.at_least)
+            else:
+                patience.done()
+                if method == "POST" and self._full_since is not None:
+                    waited, self._full_since = time.monotonic() - self._full_since, None
+                    logger.info(
+                        "the rollout service at %s has space again after %.0f s", self.url, waited
+                    )
+                return answer if isinstance(answer, dict) else {"value": answer}
 
     async def _wait_for_space(self, path: str, refusal: httpx.Response, since: float) -> None:
         """Pause once while the service's disk is full. All calls that wait log one line together.
@@ -204,14 +261,115 @@ class RolloutServiceClient:
             )  # fmt: skip
         await asyncio.sleep(max(waiting.FIRST_PAUSE, retry_after(refusal, default=5.0)))
 
-    def _encode(self, body: Any) -> tuple[bytes | None, dict[str, str]]:
-        if body is None:
-            return None, {}
-        content = encode(body)
-        headers = {"Content-Type": "application/json"}
-        if self._compress and len(content) > COMPRESS_ABOVE_BYTES:
-            return gzip.compress(content, compresslevel=1), headers | {"Content-Encoding": "gzip"}
-        return content, headers
+
+class BlockingServiceClient(ServiceClient):
+    """Calls of threads to one rollout service. Each call may be repeated without harm."""
+
+    def __init__(self, url: str, timeout: float, api_key: str | None = None):
+        super().__init__(url, timeout)
+        self._http = direct_client(self.url, REQUEST_SECONDS, api_key)
+        self._lock = threading.Lock()
+        """Guards `_waits` and `_watcher`."""
+        self._waits: list[Patience] = []
+        self._watcher: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._closed.set()
+        self._http.close()
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        query: dict[str, int] | None = None,
+        timeout: float = math.inf,
+        pause: Callable[[float], object] = time.sleep,
+        check: Callable[[], object] = lambda: None,
+    ) -> dict[str, Any]:
+        """One call, tried again while the service is away.
+
+        Args:
+            method, path: of the route.
+            body: numbers in it arrive as they are: a float is written with all digits that it takes
+                to read it again.
+            query: arguments of the address.
+            timeout: seconds that the service may be away, if less than the client's.
+            pause: waits for so many seconds between two attempts.
+            check: called before each attempt; it raises to end the call.
+
+        Raises:
+            ServiceUnavailable: `unavailable`, the service is away for too long.
+            EnvironmentFailure: `failure`, it refuses the key or answers something else than a JSON
+                object.
+            RejectedByService: `rejected`, it refuses the request.
+        """
+        call = f"{method} {path}"
+        content, headers = self._encode(body)
+        with self._logging(self._patience(call, timeout)) as patience:
+            while True:
+                check()
+                left = max(MIN_REQUEST_SECONDS, patience.timeout - patience.waited)
+                try:
+                    response = self._http.request(
+                        method,
+                        path,
+                        content=content,
+                        headers=headers,
+                        params=query,
+                        timeout=min(REQUEST_SECONDS, left),
+                    )
+                    self._content_of(call, response)
+                except (httpx.TransportError, httpx.DecodingError) as error:
+                    pause(patience.check(f"{call}: {type(error).__name__}: {error}"))
+                except TryAgain as error:
+                    pause(max(patience.check(str(error)), error.at_least))
+                else:
+                    patience.done()
+                    return self._object(call, response)
+
+    def _object(self, call: str, response: httpx.Response) -> dict[str, Any]:
+        try:
+            answer = orjson.loads(response.content)
+        except orjson.JSONDecodeError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise self.failure(
+                f"{self._named(call)}answered no JSON object ({response.text[:80]!r}); "
+                "is this the address of a rollout service?"
+            )
+        return answer
+
+    def _named(self, call: str) -> str:
+        method, _, path = call.partition(" ")
+        return f"{method} {self.url}{path} "
+
+    @contextlib.contextmanager
+    def _logging(self, patience: Patience) -> Iterator[Patience]:
+        """Log the wait also while an attempt has no answer: a service that is stopped takes
+        requests and answers none.
+        """
+        with self._lock:
+            self._waits.append(patience)
+            if self._watcher is None:
+                self._watcher = threading.Thread(
+                    target=self._watch, name="rollout-service-watch", daemon=True
+                )
+                self._watcher.start()
+        try:
+            yield patience
+        finally:
+            with self._lock:
+                self._waits.remove(patience)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCH_SECONDS):
+            with self._lock:
+                waits = [patience for patience in self._waits if patience.waited >= LOG_EVERY]
+            if waits:
+                max(waits, key=lambda patience: patience.waited).tell()
 
 
 def _detail(response: httpx.Response) -> str:
@@ -231,17 +389,25 @@ def this_process() -> str:
     return os.environ.get(PROCESS_NAME) or f"process {os.getpid()} on {socket.gethostname()}"
 
 
-async def remind(patience: Patience, why: str) -> None:
+@contextlib.asynccontextmanager
+async def reminded(patience: Patience) -> AsyncIterator[None]:
     """Log every ten seconds that a request has no answer yet: a service that is stopped takes
     requests and answers none.
     """
-    while True:
-        due = time.monotonic() + LOG_EVERY
-        await asyncio.sleep(LOG_EVERY)
-        if (
-            time.monotonic() < due + 1.0
-        ):  # else this process was busy or stopped itself, and the answer may be there
-            patience.tell(why)
+
+    async def remind() -> None:
+        while True:
+            due = time.monotonic() + LOG_EVERY
+            await asyncio.sleep(LOG_EVERY)
+            # Later, this process was busy or stopped itself, and the answer may be there.
+            if time.monotonic() < due + 1.0:
+                patience.tell()
+
+    reminder = asyncio.create_task(remind())
+    try:
+        yield
+    finally:
+        reminder.cancel()
 
 
 def retry_after(response: httpx.Response, default: float = 1.0) -> float:

@@ -24,9 +24,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from atroposlib.utils.waiting import LOG_EVERY
 from example_trainer.api_keys import revealed
 from example_trainer.batch.group_error import GroupError
-from example_trainer.batch.outage import PROGRESS_SECONDS
 from example_trainer.batch.service import RefusedError, ServiceConnection
 from example_trainer.command_line import Parser, add_section, checked, checked_config, read_flags
 from example_trainer.config import TrainerConfig
@@ -152,7 +152,7 @@ class Worker:
             self._say(answer.get("reason"))
             if not groups:
                 self.activity.be("waits")
-                self.service.pause(delay, interruptible=False)
+                self.service.wait(delay, interruptible=False)
                 delay = min(LONGEST_POLL, delay * 1.5)
                 continue
             delay = FIRST_POLL
@@ -171,9 +171,9 @@ class Worker:
             "seconds": self.options.lease_seconds,
         }
         try:
-            return self.service.request("POST", "/reference/lease", body)
+            return self.service.call("POST", "/reference/lease", body)
         except RefusedError as error:
-            raise ConfigError(" ".join((error.said or str(error)).split())) from error
+            raise ConfigError(" ".join(str(error).split())) from error
 
     def _answer(self, group: Mapping[str, Any], settings: ReferenceSettings) -> None:
         """Score a group and hand it back. A signal does not end this: the work would be lost."""
@@ -185,9 +185,7 @@ class Worker:
             told["unusable"] = str(error)[:1000]
         self.groups += 1
         self.tokens += _tokens_of(group)
-        answer = self.service.request(
-            "POST", "/reference/done", {"worker": self.name, "groups": [told]}, last_word=True
-        )
+        answer = self.service.last_call("/reference/done", {"worker": self.name, "groups": [told]})
         for refused in answer.get("refused") or ():
             logger.warning(
                 "The rollout service does not take group %s: %s",
@@ -215,7 +213,7 @@ class Worker:
 
     def _tell(self) -> None:
         now = time.monotonic()
-        if now - self._told_at > PROGRESS_SECONDS:
+        if now - self._told_at > LOG_EVERY:
             self._told_at = now
             logger.info("Computed %d groups, %d tokens so far", self.groups, self.tokens)
 

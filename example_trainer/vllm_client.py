@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
+from atroposlib.web.connections import direct_client
 from example_trainer.errors import BridgeError
-from example_trainer.http_client import direct_client
 
 logger = logging.getLogger(__name__)
 

@@ -72,7 +72,6 @@ ROOMS = (
     "models",
     "algorithm",
     "vllm_client",
-    "http_client",
     "process",
     "api_keys",
     "out_of_memory",

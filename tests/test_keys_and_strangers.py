@@ -21,9 +21,9 @@ from atroposlib.inference.proxy_client import create_proxy_session
 from atroposlib.inference.server_manager import ServerManager
 from atroposlib.inference.vllm_client import VLLMServer
 from atroposlib.service_client import RolloutServiceClient
+from atroposlib.web.connections import direct_client
 from example_trainer.api_keys import ServerKeys
 from example_trainer.child_processes import readiness
-from example_trainer.http_client import direct_client
 from example_trainer.vllm_client import VLLMClient
 from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
 from tests.recording_server import Recorder, recording
@@ -71,7 +71,7 @@ def script_posts(url: str) -> None:
 
 def collector_asks(url: str) -> None:
     with suppress(Exception):
-        collecting.Service(url, 0.1).call("GET", "/status")
+        collecting.Service(url, 0.1, KEY).request("GET", "/status")
 
 
 async def environment_asks(url: str) -> None:

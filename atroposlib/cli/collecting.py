@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
 
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable, UsageError
+from atroposlib.service_client import BlockingServiceClient, RejectedByService
 from atroposlib.utils.log_lines import LogLines
 from atroposlib.utils.waiting import Patience
 from atroposlib.utils.whole_files import append_whole, cannot_write
 from atroposlib.web.addresses import argument, http_address
-from atroposlib.web.keys import SERVICE_KEY, bearer, given_or_variable
+from atroposlib.web.keys import SERVICE_KEY, given_or_variable
 from atroposlib.wire.groups import PROMPT_MASK
 
 logger = logging.getLogger(__name__)
@@ -187,68 +187,31 @@ class RowsFile:
         os.close(self._file)
 
 
-class Service:
-    """A rollout service, of which this process is the trainer. The public one, which knows no
-    acknowledgement, will do too.
+class Refused(RejectedByService, EnvironmentFailure):
+    """The service refused a call: the command ends with the reason."""
 
-    Args:
-        url: its address.
-        timeout: seconds that a call waits for it.
+
+class Service(BlockingServiceClient):
+    """A rollout service, of which this process is the trainer. The public one, without
+    acknowledgement, will do too.
     """
 
-    def __init__(self, url: str, timeout: float) -> None:
-        self.url, self.timeout = url.rstrip("/"), timeout
-        headers = bearer(given_or_variable(None, SERVICE_KEY))
+    caller = "collector"
+    key_remedy = f"set {SERVICE_KEY} to its key"
+    start_remedy = "is it running, and is --api-url its address?"
+    rejected = Refused
+    uuid: int | None = None
+
+    def optional(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Call a route that the public service does not have; its answer is then empty."""
         try:
-            self._http = httpx.Client(
-                base_url=self.url, headers=headers, timeout=60.0, trust_env=False
-            )
-        except (httpx.InvalidURL, ValueError) as error:
-            raise UsageError(
-                f"--api-url {url!r} is no address ({error}): give one such as http://localhost:8000"
-            ) from None
-        self.uuid: int | None = None
-
-    def call(self, method: str, path: str, body: Any = None, missing: Any = None) -> Any:
-        """One call, tried again while the service is away.
-
-        Args:
-            method: of HTTP.
-            path: of the route.
-            body: as JSON; None for none.
-            missing: what is returned where the service has no such route.
-
-        Raises:
-            ServiceUnavailable: it did not answer in time.
-            EnvironmentFailure: it refused.
-        """
-        patience = Patience(
-            f"the rollout service {self.url}",
-            self.timeout,
-            ServiceUnavailable,
-            logger,
-            "is it running?",
-        )
-        while True:
-            try:
-                answer = self._http.request(method, path, json=body)
-            except httpx.UnsupportedProtocol:
-                raise UsageError(
-                    f"--api-url {self.url!r} is no address: give one such as http://localhost:8000"
-                ) from None
-            except httpx.TransportError as error:
-                patience.wait_blocking(str(error) or type(error).__name__)
-                continue
-            if answer.status_code >= 500 or answer.status_code == 429:
-                patience.wait_blocking(f"answered {answer.status_code}: {answer.text[:200]}")
-                continue
-            if answer.status_code == 404 and missing is not None:
-                return missing
-            if answer.is_error:
-                raise EnvironmentFailure(
-                    f"the rollout service refused {method} {path} ({answer.status_code}): {answer.text[:500]}"
-                )
-            return answer.json()
+            return self.request(method, path, body)
+        except Refused as refusal:
+            if refusal.status != 404:
+                raise
+            return {}
 
     def register(self, name: str, batch_size: int, max_token_len: int, take_over: bool) -> None:
         """Become its trainer. Nothing that it holds is thrown away.
@@ -256,13 +219,12 @@ class Service:
         Raises:
             UsageError: another trainer's run has not ended.
         """
-        known = self.call("GET", "/wandb_info")
-        busy = self.call("GET", "/info")["batch_size"] > 0 and not self.call(
-            "GET", "/stats", missing={}
-        ).get("run_ended")
-        if busy and known["project"] != name and not take_over:
+        project = self.request("GET", "/wandb_info")["project"]
+        registered = self.request("GET", "/info")["batch_size"] > 0
+        busy = registered and not self.optional("GET", "/stats").get("run_ended")
+        if busy and project != name and not take_over:
             raise UsageError(
-                f"{self.url} has a trainer (project {known['project']!r}) whose run has not ended, and its groups would come "
+                f"{self.url} has a trainer (project {project!r}) whose run has not ended, and its groups would come "
                 "here instead: start another service, or pass --take-over"
             )
         registration = {
@@ -276,7 +238,7 @@ class Service:
             "num_steps": ENDLESS,
             "ack_batches": True,
         }
-        self.uuid = self.call("POST", "/register", registration).get("uuid")
+        self.uuid = self.request("POST", "/register", registration).get("uuid")
 
     def batch(self) -> tuple[list[Group], int | None]:
         """The next batch, when there is one, and its id; None from a service that has none.
@@ -286,27 +248,25 @@ class Service:
         """
         remedy = "is an environment running, and does its group_size divide the batch (--group-size, --tasks-per-step)?"
         patience = Patience("groups", self.timeout, ServiceUnavailable, logger, remedy)
+        query = None if self.uuid is None else {"uuid": self.uuid}
         while True:
-            answer = self.call("GET", "/batch" if self.uuid is None else f"/batch?uuid={self.uuid}")
+            answer = self.request("GET", "/batch", query=query)
             if answer.get("batch"):
                 patience.done()
                 return answer["batch"], answer.get("batch_id")
-            why = answer.get("message") or self.call("GET", "/stats", missing={}).get(
-                "waiting_because"
-            )
+            why = answer.get("message") or self.optional("GET", "/stats").get("waiting_because")
             patience.wait_blocking(why or "no batch is complete yet")
 
     def done(self, batch_id: int | None) -> None:
         """A batch is written. The weights that sample are as they were: no version passes."""
         if batch_id is not None:
-            self.call(
-                "POST", "/batch/ack", {"batch_id": batch_id, "weight_version": 0, "uuid": self.uuid}
-            )
+            body = {"batch_id": batch_id, "weight_version": 0, "uuid": self.uuid}
+            self.request("POST", "/batch/ack", body)
 
     def end(self) -> None:
         """Nothing more is wanted: environments end, too."""
         if self.uuid is not None:
-            self.call("POST", "/run/end", {"uuid": self.uuid}, missing={})
+            self.optional("POST", "/run/end", {"uuid": self.uuid})
 
 
 def prompts_and_completions(group: Group, tokenizer: Any) -> list[tuple[str, str]]:
@@ -357,7 +317,8 @@ def collect(
         if file.rows >= wanted:
             logger.info("%s has %d rows already, %d are wanted", file.path, file.rows, wanted)
             return
-        service = Service(arguments.api_url, arguments.service_timeout)
+        key = given_or_variable(None, SERVICE_KEY)
+        service = Service(arguments.api_url, arguments.service_timeout, key)
         batch_size = arguments.group_size * (arguments.tasks_per_step or tasks_per_step)
         service.register(name, batch_size, arguments.max_token_len, arguments.take_over)
         first = before > 0

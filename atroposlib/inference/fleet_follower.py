@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from atroposlib.web.addresses import server_address
-from atroposlib.web.keys import bearer
+from atroposlib.web.connections import direct_async_client
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,7 @@ class FleetFollower:
         self.keyed = False
         """The last answer came from a service that requires the key, so that only holders of the key
         wrote the addresses."""
-        self._http = httpx.AsyncClient(
-            base_url=self.url, headers=bearer(api_key), timeout=ASK_TIMEOUT, trust_env=False
-        )
+        self._http = direct_async_client(self.url, ASK_TIMEOUT, api_key)
         self._wrong = ""
 
     async def ask(self) -> list[str] | None:

@@ -10,8 +10,8 @@ from openai.types.chat import ChatCompletion
 from atroposlib.inference.generation import current_versions
 from atroposlib.inference.messages import checked_messages
 from atroposlib.inference.sequence_tracker import SequenceNode, node_of
-from atroposlib.web.connections import LIMITS
-from atroposlib.web.keys import PROXY_KEY, bearer, given_or_variable
+from atroposlib.web.connections import direct_async_client
+from atroposlib.web.keys import PROXY_KEY, given_or_variable
 
 PASSED_ON = (
     "messages",
@@ -45,13 +45,8 @@ class ProxyManagedServer:
         self.model_name = model_name
         self.base_url = base_url
         self.nodes: list[SequenceNode] = []
-        self._http = httpx.AsyncClient(
-            base_url=f"{self.proxy_url}/{session_uuid}",
-            headers=bearer(api_key),
-            timeout=httpx.Timeout(1200.0, connect=5.0),
-            trust_env=False,
-            limits=LIMITS,
-        )
+        timeout = httpx.Timeout(1200.0, connect=5.0)
+        self._http = direct_async_client(f"{self.proxy_url}/{session_uuid}", timeout, api_key)
 
     def get_url(self) -> str:
         return f"{self.proxy_url}/{self.session_uuid}/v1"
@@ -139,9 +134,9 @@ async def create_proxy_session(
         httpx.HTTPError: the proxy does not answer, or refuses.
     """
     api_key = given_or_variable(None, PROXY_KEY)
-    async with httpx.AsyncClient(timeout=30.0, headers=bearer(api_key), trust_env=False) as http:
+    async with direct_async_client(proxy_url.rstrip("/"), 30.0, api_key) as http:
         body = {"tool_parser": tool_parser, "track_tree": track_tree, "base_url": base_url}
-        response = await http.post(f"{proxy_url.rstrip('/')}/sessions/create", json=body)
+        response = await http.post("/sessions/create", json=body)
         response.raise_for_status()
     session = response.json()
     return ProxyManagedServer(

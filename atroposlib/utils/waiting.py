@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import math
+import threading
 import time
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
-
-from atroposlib.errors import EnvironmentFailure
 
 T = TypeVar("T")
 
@@ -28,6 +27,7 @@ class Logged:
 
     at: float = -math.inf
     since: float | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Patience:
@@ -48,7 +48,7 @@ class Patience:
         self,
         what: str,
         timeout: float,
-        error: type[EnvironmentFailure],
+        error: Callable[[str], Exception],
         logger: logging.Logger,
         remedy: str = "",
         logged: Logged | None = None,
@@ -62,42 +62,44 @@ class Patience:
             remedy,
         )
         self.logged, self.longest_attempt = logged or Logged(), longest_attempt
-        self.started = self.checked = time.monotonic()
+        self.why = "no answer so far"
+        """Result of the last attempt."""
         self.pause = FIRST_PAUSE
+        self._checked, self._waited_then = time.monotonic(), 0.0
 
     @property
     def waited(self) -> float:
-        return time.monotonic() - self.started
+        """Seconds since the begin, without the time for which this process was stopped."""
+        return self._waited_then + min(time.monotonic() - self._checked, self.longest_attempt)
 
     def check(self, why: str) -> float:
         """Note one more failed attempt and return for how long to pause.
 
         Raises:
-            EnvironmentFailure: (the given subclass) when the time is up.
+            Exception: `error`, when the time is up.
         """
-        now = time.monotonic()
-        self.started += max(0.0, now - self.checked - self.longest_attempt)
-        self.checked = now
-        if self.waited >= self.timeout:
+        self.why = why
+        self._waited_then, self._checked = self.waited, time.monotonic()
+        left = self.timeout - self._waited_then
+        if left <= 0:
             remedy = f"; {self.remedy}" if self.remedy else ""
             raise self.error(f"{self.what}: {why} for {self.waited:.0f} s, giving up{remedy}")
-        self.tell(why)
-        pause, self.pause = (
-            min(self.pause, self.timeout - self.waited),
-            min(self.pause * 1.5, MAX_PAUSE),
-        )
+        self.tell()
+        pause = min(self.pause, left)
+        self.pause = min(self.pause * 1.5, MAX_PAUSE)
         return max(0.01, pause)
 
-    def tell(self, why: str) -> None:
+    def tell(self) -> None:
         """Log that the wait goes on, unless that was done a moment ago."""
-        now = time.monotonic()
-        if now - self.logged.at < LOG_EVERY:
-            return
-        self.logged.at = now
-        if self.logged.since is None:
-            self.logged.since = self.started
-        self.logger.info(
-            "waiting for %s: %s (%.0f s of %.0f s)", self.what, why, self.waited, self.timeout
+        now, waited = time.monotonic(), self.waited
+        with self.logged.lock:
+            if now - self.logged.at < LOG_EVERY:
+                return
+            self.logged.at = now
+            if self.logged.since is None:
+                self.logged.since = now - waited
+        self.logger.warning(
+            "Waiting for %s for %.0f of %.0f s (%s)", self.what, waited, self.timeout, self.why
         )
 
     async def wait(self, why: str, at_least: float = 0.0) -> None:
@@ -110,11 +112,10 @@ class Patience:
 
     def done(self) -> None:
         """Log that the wait is over, if it was worth a line."""
-        if self.logged.since is not None:
-            self.logger.info(
-                "%s: there after %.1f s", self.what, time.monotonic() - self.logged.since
-            )
-            self.logged.since = None
+        with self.logged.lock:
+            since, self.logged.since = self.logged.since, None
+        if since is not None:
+            self.logger.info("%s: there after %.1f s", self.what, time.monotonic() - since)
 
 
 async def gather_or_cancel(calls: list[Awaitable[T]]) -> list[T]:

@@ -13,8 +13,11 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import httpx
+
+from atroposlib.web.keys import bearer
 
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
 """A connection for each request at a time, kept until the server closes it."""
@@ -148,3 +151,40 @@ def end_slow_answer(response: httpx.Response) -> None:
 async def end_slow_answer_async(response: httpx.Response) -> None:
     """Do the same for an asynchronous client."""
     response.stream = _AsyncStream(response)
+
+
+def direct_client(url: str, timeout: float, api_key: str | None = None) -> httpx.Client:
+    """A client of one of the stack's servers, which is reached directly whatever HTTP_PROXY and
+    similar variables contain.
+
+    A proxy does not reach this machine's or cluster's addresses, and must not see prompts, rewards
+    and keys. Certificates of one's own (SSL_CERT_FILE) apply. Threads may share the client.
+
+    Args:
+        url: the beginning of every address.
+        timeout: seconds for each phase of a request, unless the request has its own.
+        api_key: bearer token, if the server requires one.
+    """
+    return httpx.Client(
+        **_direct(url, api_key),
+        timeout=timeout,
+        # Of the environment, a transport reads the certificates only.
+        transport=httpx.HTTPTransport(trust_env=True, limits=LIMITS),
+        event_hooks={"response": [end_slow_answer]},
+    )
+
+
+def direct_async_client(
+    url: str, timeout: float | httpx.Timeout, api_key: str | None = None
+) -> httpx.AsyncClient:
+    """Return the same for an event loop."""
+    return httpx.AsyncClient(
+        **_direct(url, api_key),
+        timeout=timeout,
+        transport=httpx.AsyncHTTPTransport(trust_env=True, limits=LIMITS),
+        event_hooks={"response": [end_slow_answer_async]},
+    )
+
+
+def _direct(url: str, api_key: str | None) -> dict[str, Any]:
+    return {"base_url": url, "headers": bearer(api_key), "trust_env": False}

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from example_trainer.batch.outage import PROGRESS_SECONDS
+from atroposlib.utils.waiting import LOG_EVERY
 from example_trainer.batch.registration import Registration
 from example_trainer.batch.service import RefusedError, ServiceConnection
 from example_trainer.errors import RolloutServiceError
@@ -121,7 +121,7 @@ class RolloutClient:
             RolloutServiceError: the service is not there in time, or its answer is not an epoch.
         """
         try:
-            answer = self._service.request("POST", "/weight-epoch", {"asked": asked, "run": run})
+            answer = self._service.call("POST", "/weight-epoch", {"asked": asked, "run": run})
         except RefusedError as error:
             logger.info(
                 "The rollout service at %s gives no weight epochs, so the clock does: %s",
@@ -154,7 +154,7 @@ class RolloutClient:
         body = asdict(self._registration) | {
             **{"starting_step": self._version, "positions": self._positions, "ack_batches": True}
         }
-        uuid = self._service.request("POST", "/register", body).get("uuid")
+        uuid = self._service.call("POST", "/register", body).get("uuid")
         self._query = {} if uuid is None else {"uuid": uuid}
 
     def next_batch(self, waited: Callable[[], float] | None = None) -> FetchedBatch:
@@ -176,7 +176,7 @@ class RolloutClient:
         waited = waited or (lambda: time.monotonic() - begun)
         last_said, delay = 0.0, _FIRST_POLL
         while True:
-            answer = self._service.request("GET", "/batch", query=self._query, interruptible=True)
+            answer = self._service.call("GET", "/batch", query=self._query, interruptible=True)
             if answer.get("status") == "error":
                 logger.warning(
                     "Registering with the rollout service at %s again: %s",
@@ -204,14 +204,14 @@ class RolloutClient:
                     f"no batch came from {self.url} within {self.batch_timeout:.0f} s (--batch-timeout): {self._progress()}"
                 )
             last_said = min(last_said, seconds)  # somebody else may have begun to wait
-            if seconds - last_said > PROGRESS_SECONDS:
+            if seconds - last_said > LOG_EVERY:
                 trouble = self.server_trouble()
                 servers = f"; these vLLM servers do not serve: {trouble}" if trouble else ""
                 logger.info(
                     "Waiting for a batch for %.0f s: %s%s", seconds, self._progress(), servers
                 )
                 last_said = seconds
-            self._service.pause(delay, interruptible=True)
+            self._service.wait(delay, interruptible=True)
             delay = min(_LONGEST_POLL, delay * 1.5)
 
     def _wait_until_nothing_is_held(self, waited: Callable[[], float]) -> None:
@@ -222,12 +222,12 @@ class RolloutClient:
                 raise RolloutServiceError(
                     f"{self.url} has forgotten batches that are held for {self.batch_timeout:.0f} s"
                 )
-            self._service.pause(_LONGEST_POLL, interruptible=True)
+            self._service.wait(_LONGEST_POLL, interruptible=True)
 
     def _progress(self) -> str:
         """Describe what is missing for the next batch."""
         try:
-            why = self._service.request("GET", "/stats", interruptible=True).get("waiting_because")
+            why = self._service.call("GET", "/stats", interruptible=True).get("waiting_because")
         except RefusedError:  # the public Atropos server has no such route
             why = None
         if isinstance(why, str) and why:
@@ -240,7 +240,7 @@ class RolloutClient:
 
     def queue_size(self) -> int:
         """Groups that the service holds for later batches."""
-        answer = self._service.request("GET", "/status")
+        answer = self._service.call("GET", "/status")
         return int(answer.get("queue_size") or 0)
 
     def _uses(self, answer: dict[str, Any]) -> list[int]:
@@ -342,7 +342,7 @@ class RolloutClient:
             | ({} if error is None else {"error": error})
         )
         try:
-            self._service.request("POST", "/batch/report", body, patience=patience, last_word=True)
+            self._service.last_call("/batch/report", body, timeout=patience)
         except RolloutServiceError as failure:
             logger.info("The rollout service was not told what ends the run: %s", failure)
         except StopRequested:
@@ -368,9 +368,9 @@ class RolloutClient:
                 with contextlib.suppress(
                     RefusedError
                 ):  # whatever it minds, the acknowledgement must not be lost by it
-                    self._service.request("POST", "/batch/ack", body | {"report": report})
+                    self._service.call("POST", "/batch/ack", body | {"report": report})
                     return
-            self._service.request("POST", "/batch/ack", body)
+            self._service.call("POST", "/batch/ack", body)
         except RefusedError as error:
             # Restarted without its store, or taken over by another trainer: the next poll finds out
             # which.
@@ -386,8 +386,8 @@ class RolloutClient:
         """
         uuid = self._query.get("uuid") if uuid is None else uuid
         try:
-            self._service.request(
-                "POST", "/run/end", {} if uuid is None else {"uuid": uuid}, patience=_END_SECONDS
+            self._service.call(
+                "POST", "/run/end", {} if uuid is None else {"uuid": uuid}, timeout=_END_SECONDS
             )
         except RefusedError as error:
             logger.info("The rollout service takes no end of the run: %s", error)

@@ -19,7 +19,7 @@ import httpx
 import orjson
 from httpx import codes
 
-from example_trainer.http_client import direct_client
+from atroposlib.web.connections import direct_client
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import httpx
 
+from atroposlib.web.connections import direct_client
 from example_trainer.api_keys import ServerKeys
 from example_trainer.errors import BridgeError
-from example_trainer.http_client import direct_client
 from example_trainer.weight_bridge.asking import at_once
 from example_trainer.weight_bridge.fleet import Fleet, Standing
 from example_trainer.weight_bridge.fleet_report import is_bad_news, line_of, table

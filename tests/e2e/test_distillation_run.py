@@ -140,7 +140,7 @@ def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
         "two steps", lambda: None if len(rows()) >= STEPS_BEFORE else f"{len(rows())} steps", 240
     )
     processes.kill(teacher)
-    processes.wait_for_text(sender, f"waiting for teacher at {urls['teacher']}", 180)
+    processes.wait_for_text(sender, f"Waiting for teacher at {urls['teacher']}", 180)
     start_teacher()
     processes.finish(trainer, 240)
     text = processes.finish(sender, 180)

@@ -230,7 +230,7 @@ def test_a_command_that_waits_stops_at_once(tmp_path: Path) -> None:
         text=True,
     ) as waiting:
         assert waiting.stderr is not None
-        assert "waiting for the rollout service" in waiting.stderr.readline()
+        assert "Waiting for the rollout service" in waiting.stderr.readline()
         waiting.send_signal(signal.SIGTERM)
         assert waiting.wait(30) == 128 + signal.SIGTERM
         assert "--resume" in waiting.stderr.read()

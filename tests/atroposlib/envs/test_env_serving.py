@@ -63,9 +63,9 @@ def test_started_first_it_waits_for_all_and_ends_with_the_trainer(
     stack: Stack, tokenizer: Any
 ) -> None:
     environment = stack.start_environment(ARITHMETIC)
-    stack.processes.wait_for_text(environment, "waiting for inference server", 120)
+    stack.processes.wait_for_text(environment, "Waiting for inference server", 120)
     stack.start_inference("--version", "7")
-    stack.processes.wait_for_text(environment, "waiting for rollout service", 120)
+    stack.processes.wait_for_text(environment, "Waiting for the rollout service", 120)
     stack.start_service()
     stack.register_trainer(num_steps=4)
     batches = stack.take_batches(4)
@@ -168,7 +168,7 @@ def test_it_survives_a_new_service_that_does_not_know_it(
     environment = stack.start_environment(ARITHMETIC)
     stack.take_batches(2)
     stack.processes.kill(service)
-    stack.processes.wait_for_text(environment, "waiting for rollout service", 120)
+    stack.processes.wait_for_text(environment, "Waiting for the rollout service", 120)
     stack.start_service()
     stack.register_trainer(num_steps=3)
     stack.take_batches(3)

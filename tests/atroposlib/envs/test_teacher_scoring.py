@@ -135,7 +135,7 @@ def test_groups_wait_for_a_teacher_that_died_and_none_is_lost(
         await env._runner.connections.wait_for_teacher()
         await asyncio.to_thread(teacher.stop)
         working = [asyncio.create_task(env._runner.rollouts.work_on("item")) for _ in range(4)]
-        while "waiting for teacher at" not in caplog.text:
+        while "Waiting for teacher at" not in caplog.text:
             await asyncio.sleep(0.01)
         assert env.posted == []
         teacher.most_at_once = 0

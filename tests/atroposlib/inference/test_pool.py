@@ -241,7 +241,7 @@ async def test_one_that_stands_alone_is_named_when_it_is_silent_and_goes_on_with
         later = asyncio.create_task(ask(manager, 1))
         async with asyncio.timeout(60):
             while (
-                "waiting for inference server at" not in caplog.text
+                "Waiting for inference server at" not in caplog.text
             ):  # a new request is not sent to it
                 await asyncio.sleep(0.01)
         light.hold.set()
@@ -277,12 +277,12 @@ async def test_all_away_is_one_line_that_names_them_and_has_an_end(
         lights[1].answers["/generate"] = (503, {})
         waiting = asyncio.create_task(ask(manager, 10))
         async with asyncio.timeout(60):
-            while "waiting for" not in caplog.text:
+            while "Waiting for" not in caplog.text:
                 await asyncio.sleep(0.01)
         (line,) = [
-            record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()
+            record.getMessage() for record in caplog.records if "Waiting for" in record.getMessage()
         ]
-        assert line.startswith("waiting for inference servers, 2 of which none can be asked: ")
+        assert line.startswith("Waiting for inference servers, 2 of which none can be asked for ")
         assert lights[0].url in line
         assert lights[1].url in line
         assert not waiting.done()

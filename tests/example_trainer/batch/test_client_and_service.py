@@ -74,7 +74,7 @@ def test_the_waiting_line_names_what_is_missing(
     """The waits of one trainer: without an environment, with one that posts nothing, and with one
     whose posts are refused.
     """
-    monkeypatch.setattr(rollout_client, "PROGRESS_SECONDS", 0.1)
+    monkeypatch.setattr(rollout_client, "LOG_EVERY", 0.1)
     caplog.set_level(logging.INFO)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -171,7 +171,7 @@ def test_two_trainers_do_not_share_batches(
     old, new = client_of(f"http://127.0.0.1:{port}"), client_of(f"http://127.0.0.1:{port}")
     old.register(REGISTRATION)
     new.register(REGISTRATION)
-    with pytest.raises(RolloutServiceError, match=r"409 .*another trainer has registered since"):
+    with pytest.raises(RolloutServiceError, match=r"409: .*another trainer has registered since"):
         old.next_batch()
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
+from atroposlib.web.connections import direct_client
 from example_trainer.batch.client import RolloutClient
 from example_trainer.batch.local_sampler import Sampler
 from example_trainer.batch.problems import Problem
-from example_trainer.http_client import direct_client
 from example_trainer.launcher.status import queue_size, served_version
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.lora import LoraServer
@@ -179,14 +179,12 @@ def test_every_client_of_the_trainer_and_the_scripts_is_made_in_one_place() -> N
     files = [path for folder in ours if folder.name not in others for path in folder.rglob("*.py")]
     assert ROOT / "example_trainer" / "batch" / "client.py" in files
     found = [call for path in files for call in opened_without_us(path)]
-    assert [call.partition(":")[0] for call in found] == [
-        str(ROOT / "example_trainer" / "http_client.py")
-    ]
+    assert found == [], "atroposlib/web/connections.py makes them"
 
 
 def test_the_vllm_server_has_one_client() -> None:
     """Deadlines, retries and errors are the same for all who ask it. The others ask the rollout
-    service: for batches, and from threads of their own for evaluations and who is in the fleet."""
+    service from threads of their own: for evaluations, and for members of the fleet."""
     makers = [
         path.relative_to(ROOT / "example_trainer")
         for path in (ROOT / "example_trainer").rglob("*.py")
@@ -194,7 +192,7 @@ def test_the_vllm_server_has_one_client() -> None:
         if isinstance(node, ast.Call)
         and ast.unparse(node.func).rpartition(".")[2] == "direct_client"
     ]
-    asks_the_service = ["batch/evaluations.py", "batch/service.py", "weight_bridge/fleet_keeper.py"]
+    asks_the_service = ["batch/evaluations.py", "weight_bridge/fleet_keeper.py"]
     assert sorted(map(str, makers)) == sorted([*asks_the_service, "vllm_client.py"])
 
 
