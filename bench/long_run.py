@@ -23,7 +23,6 @@ import orjson
 
 from atroposlib.dashboard.rollouts.archive import Archive, PostedGroup
 from atroposlib.dashboard.rollouts.rollout_stats import TrainedTokens
-from atroposlib.dashboard.rollouts.text import TextOfTokens
 
 FIGURES = 130
 """Of a row of the trainer."""
@@ -200,12 +199,11 @@ def keep(archive: Archive, count: int) -> float:
     some = list(groups(count))
     began = time.process_time()
     for start in range(0, count, 20):
-        archive.begin()
-        for posted, trained in some[start : start + 20]:
-            group = archive.add(posted)
-            if trained is not None:
-                archive.add_trained(group, [(0, trained)])
-        archive.commit()
+        with archive.transaction():
+            for posted, trained in some[start : start + 20]:
+                group = archive.add(posted)
+                if trained is not None:
+                    archive.add_trained(group, [(0, trained)])
     return (time.process_time() - began) / count
 
 
@@ -213,11 +211,8 @@ def write_archive(path: Path, kept: int) -> dict[str, Any]:
     """An archive of so many groups, each kept as the service keeps it. Returns what it cost."""
     path.parent.mkdir(parents=True, exist_ok=True)
     archive = Archive(path)
-    content = tokenizer_file()
-    archive.text = TextOfTokens.of_file(content)
-    archive.begin()
-    archive.keep_tokenizer(content)
-    archive.commit()
+    with archive.transaction():
+        archive.keep_tokenizer(tokenizer_file())
     seconds = keep(archive, kept)
     archive.close()
     return {"groups": kept, "processor_ms_per_group": seconds * 1e3}

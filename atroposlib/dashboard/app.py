@@ -11,15 +11,14 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive, Scope, Send
 
 from atroposlib.dashboard.page import RunPage, page_of
-from atroposlib.dashboard.rollouts.archive import ArchiveError
-from atroposlib.dashboard.rollouts.archive_reader import NoSuchError, QueryError
+from atroposlib.dashboard.rollouts.archive import ArchiveError, NoSuchError
 from atroposlib.dashboard.run_folders.catalogue import UnknownRunError
 from atroposlib.dashboard.web.auth import PREFIX, PageAuthMiddleware
 from atroposlib.dashboard.web.data_routes import DATA_ROUTES
 from atroposlib.dashboard.web.page_routes import PAGE_ROUTES, to_page
 from atroposlib.web.refusal import HTTPRefusal
 
-REFUSALS = {UnknownRunError: 404, NoSuchError: 404, QueryError: 400, ArchiveError: 503}
+REFUSALS = {UnknownRunError: 404, NoSuchError: 404, ArchiveError: 503}
 """Error of the layers below -> status of the answer."""
 
 

@@ -192,15 +192,15 @@ def test_the_archive_of_rollouts_leaves_out_what_the_disk_refuses_and_goes_on(
     that SQLite calls full.
     """
     waited = Waited()
-    recorder = RolloutRecorder(tmp_path / "observed", told=waited)
+    recorder = RolloutRecorder(tmp_path / "observed", on_kept=waited)
     left_out = threading.Event()
-    say = recorder._say
+    warn = recorder._warn
 
     def heard(text: str) -> None:
-        say(text)
+        warn(text)
         left_out.set()
 
-    recorder._say = heard  # type: ignore[method-assign]
+    recorder._warn = heard  # type: ignore[method-assign]
     recorder.posted([(1, "sums", body((1.0, 2)))])
     assert waited.told.wait(60)
     archive = recorder._archive
@@ -226,15 +226,15 @@ def test_an_archive_that_cannot_begin_begins_when_there_is_space(
     with small_disk(tmp_path, 4) as disk:
         other = fill(disk)
         waited = Waited()
-        recorder = RolloutRecorder(disk / "observed", told=waited)
+        recorder = RolloutRecorder(disk / "observed", on_kept=waited)
         left_out = threading.Event()
-        say = recorder._say
+        warn = recorder._warn
 
         def heard(text: str) -> None:
-            say(text)
+            warn(text)
             left_out.set()
 
-        recorder._say = heard  # type: ignore[method-assign]
+        recorder._warn = heard  # type: ignore[method-assign]
         recorder.posted([(1, "sums", body((1.0, 2)))])
         assert left_out.wait(60)
         other.unlink()

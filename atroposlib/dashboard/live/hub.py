@@ -48,10 +48,6 @@ HEARTBEAT = b"event: heartbeat\ndata: {}\n\n"
 works."""
 
 
-class TooManyPagesError(Exception):
-    """As many pages are open as may be."""
-
-
 class Subscription:
     """Messages that wait for one page."""
 
@@ -128,19 +124,10 @@ class Hub:
 
     @property
     def full(self) -> str:
-        """Why no page more is told what is new; empty if one may be."""
+        """The reason why no page more may subscribe; empty if one may."""
         if len(self._pages) < MAX_PAGES:
             return ""
         return f"{MAX_PAGES} pages are open, and no more are told what is new: close some of them"
-
-    def require_room(self) -> None:
-        """One page more may be told.
-
-        Raises:
-            TooManyPagesError: there are MAX_PAGES already.
-        """
-        if self.full:
-            raise TooManyPagesError(self.full)
 
     @contextmanager
     def subscribed(self, run: str) -> Iterator[Subscription]:

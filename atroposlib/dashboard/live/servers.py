@@ -83,16 +83,17 @@ class Server:
 
     @classmethod
     def remembered(
-        cls, url: str, row: Mapping[str, Any], versions: Iterable[Mapping[str, Any]] = ()
+        cls, url: str, row: Mapping[str, Any], versions: Sequence[Mapping[str, Any]] = ()
     ) -> Server:
         """Return a server as an earlier process of this service saw it last, so that the page shows
         the real begin of a silence.
 
         Args:
             url: of the server.
-            row: from that process's `row`.
+            row: from that process's `row`; empty if only the versions are kept.
             versions: from its file, as `read_versions` returns them.
         """
+        last = versions[-1] if versions else {"version": None, "epoch": None}
         server = cls(
             url,
             row["health"] if row.get("health") in ("good", "bad", "silent") else "unknown",
@@ -100,22 +101,25 @@ class Server:
             number(row.get("since")),
             answered=number(row.get("answered")),
             instance=str(row.get("instance") or "")[:100],
-            weight_version=whole(row.get("weight_version")),
-            weight_epoch=whole(row.get("weight_epoch")),
+            weight_version=whole(row.get("weight_version", last["version"])),
+            weight_epoch=whole(row.get("weight_epoch", last["epoch"])),
             bridge={
                 name: row[name] for name in ("failures", "last_error") if row.get(name) is not None
             },
         )
+        if versions:
+            checksums = [last["checksum"]] if last["checksum"] else []
+            server.bridge |= {"checksums": checksums, "last_update": last["seconds"]}
         for version in versions:
             server.history.append(dict(version))
             server.longest_before = server.longest_gap, server.longest_gap_at
             server._note_gap(version["gap"], version["time"])
         return server
 
-    def heard(
+    def answer(
         self, now: float, weights: Mapping[str, Any], bridge: Mapping[str, Any] | None
     ) -> None:
-        """Take the answers of a poll.
+        """Take the server's answers to a poll.
 
         Args:
             now: Unix seconds.
@@ -331,7 +335,7 @@ class ServerWatch:
             server.missed(time.time(), _why(error))
         else:
             if weights is not None:
-                server.heard(time.time(), weights, bridge)
+                server.answer(time.time(), weights, bridge)
                 return
             text = "it answers, but neither /weights nor /health says that it is well"
             server.missed(time.time(), text)

@@ -9,24 +9,31 @@ so a page of it takes the same time for any number of rollouts.
 
 from __future__ import annotations
 
+import math
 import re
 import sqlite3
+import threading
+import time
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import orjson
 
 from atroposlib.dashboard.rollouts.rollout_stats import (
+    Parity,
     TrainedTokens,
     drift,
+    entries_of,
     logprobs_of,
-    measured,
+    numbers_of,
     places_of,
     sampled_places,
-    told_of_each,
 )
 from atroposlib.dashboard.rollouts.text import TextOfTokens, preview, searched_text
 
@@ -34,7 +41,7 @@ ARCHIVE = "rollouts.db"
 """Name of the archive in the folder of observed state; the second run has `rollouts.2.db`, and so
 on."""
 _NAMED = re.compile(r"rollouts(?:\.(\d+))?\.db")
-FORMAT = 1
+FORMAT = 2
 APPLICATION_ID = 0x4C6F526F
 """Marks the file as ours."""
 MAX_BYTES = 1 << 30
@@ -43,6 +50,12 @@ MAX_ENVIRONMENTS, OTHERS = 500, "others"
 """Number of environments with a name of their own, and the name of all further ones."""
 _ROW_BYTES = 300
 """Approximate bytes of a rollout's numbers in the table and its indexes."""
+MAX_LISTED = 200
+SEARCH_SECONDS = 0.6
+"""A search that takes longer answers with the rollouts so far, and with the position to go on
+from."""
+SEARCHED_AT_ONCE = 1000
+"""Rollouts whose texts are searched between two looks at the clock."""
 
 SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -56,16 +69,30 @@ CREATE INDEX groups_by_size ON groups (n_bytes, size);
 CREATE TABLE rollouts (
     id INTEGER PRIMARY KEY, environment INTEGER NOT NULL, score REAL, tokens INTEGER NOT NULL, sampled INTEGER NOT NULL,
     mean_logprob REAL, oldest INTEGER, newest INTEGER, finish_reason TEXT NOT NULL, drift REAL, trained_version INTEGER,
-    preview TEXT NOT NULL);
+    preview TEXT NOT NULL, loss REAL AS (-score));
 CREATE INDEX rollouts_by_age ON rollouts (environment, id);
 CREATE INDEX rollouts_from_best ON rollouts (environment, score, id) WHERE score IS NOT NULL;
-CREATE INDEX rollouts_from_worst ON rollouts (environment, score, id DESC) WHERE score IS NOT NULL;
+CREATE INDEX rollouts_from_worst ON rollouts (environment, loss, id) WHERE loss IS NOT NULL;
 CREATE INDEX rollouts_by_length ON rollouts (environment, sampled, id);
 CREATE INDEX rollouts_by_drift ON rollouts (environment, drift, id) WHERE drift IS NOT NULL;
 CREATE TABLE texts (id INTEGER PRIMARY KEY, text TEXT NOT NULL);
 CREATE TABLE trained (
     id INTEGER PRIMARY KEY, weight_version INTEGER NOT NULL, trained INTEGER NOT NULL,
     logprobs BLOB NOT NULL, entropies BLOB NOT NULL, advantages BLOB NOT NULL);
+"""
+ORDERS = {
+    "newest": "id",
+    "best": "score",
+    "worst": "loss",
+    "drifted": "drift",
+    "longest": "sampled",
+}
+"""The column that each order goes by, the largest first. Among equals the newest is first."""
+_HEADS = """
+SELECT r.id, e.name AS environment, score, tokens, sampled, mean_logprob, oldest, newest, finish_reason, drift,
+    trained_version, preview, g.id AS "group", r.id - g.first AS rollout, g.time
+FROM json_each(?) AS listed CROSS JOIN rollouts r ON r.id = listed.value JOIN environments e ON e.id = r.environment
+JOIN groups g ON g.id = (SELECT id FROM groups WHERE first <= r.id ORDER BY first DESC LIMIT 1) ORDER BY listed.key
 """
 
 
@@ -75,6 +102,10 @@ class ArchiveError(RuntimeError):
 
 class ArchiveFullError(ArchiveError):
     """The disk has no space for the file."""
+
+
+class NoSuchError(LookupError):
+    """A group or rollout that is not kept, or not any more. The message names it."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +125,82 @@ class PostedGroup:
     body: bytes
 
 
+class Position(NamedTuple):
+    """The position in a list behind the rollout with this key and id."""
+
+    key: float
+    id: int
+
+    def __str__(self) -> str:
+        return f"{self.key!r}~{self.id}"
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        """Return the position that a list wrote.
+
+        Raises:
+            ValueError: the text is not a position.
+        """
+        key, _, number = text.partition("~")
+        try:
+            position = cls(float(key), int(number))
+        except ValueError:
+            position = cls(math.nan, 0)
+        if math.isnan(position.key) or not 0 <= position.id < 2**63:
+            raise ValueError("not a cursor that a list ended with: leave it out")
+        return position
+
+
+_BEGINNING = Position(math.inf, 2**63 - 1)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A page of a list.
+
+    Attributes:
+        rollouts: their heads.
+        next: position of the next page; None at the end.
+        searched: number of rollouts whose texts were searched for it.
+        total: number of rollouts in the archive.
+    """
+
+    rollouts: list[dict[str, Any]]
+    next: Position | None
+    searched: int
+    total: int
+
+
+@dataclass(frozen=True)
+class KeptGroup:
+    """A group, whole.
+
+    Attributes:
+        id: in the archive.
+        time: when it came, in Unix seconds.
+        heads: of its rollouts.
+        content: as it was posted.
+    """
+
+    id: int
+    seq: int
+    time: float
+    environment: str
+    first: int
+    heads: list[dict[str, Any]]
+    content: dict[str, Any]
+
+
 def newest_archive(folder: Path) -> Path | None:
     """Return the archive of the last run whose rollouts are in a folder; None if there is none."""
-    archives = {
-        number: path
-        for path in folder.glob("rollouts*.db")
-        if (number := _number(path)) is not None
-    }
-    return archives.get(max(archives, default=0))
+    archives = [path for path in folder.glob("rollouts*.db") if _NAMED.fullmatch(path.name)]
+    return max(archives, key=_number, default=None)
 
 
-def _number(path: Path) -> int | None:
-    """Return the number of an archive's run; None for another file."""
+def _number(path: Path) -> int:
+    """Return the number of an archive's run."""
     match = _NAMED.fullmatch(path.name)
-    return match and int(match[1] or 1)
+    return int(match[1] or 1) if match else 1
 
 
 def archive_of_next_run(path: Path) -> Path:
@@ -115,99 +208,92 @@ def archive_of_next_run(path: Path) -> Path:
 
     A folder holds at most two archives.
     """
-    number = _number(path) or 1
+    number = _number(path)
     before = path.with_name(ARCHIVE if number == 2 else f"rollouts.{number - 1}.db")
     for end in ("", "-wal", "-shm"):
         Path(f"{before}{end}").unlink(missing_ok=True)
     return path.with_name(f"rollouts.{number + 1}.db")
 
 
-def connect(path: Path, read_only: bool = False) -> sqlite3.Connection:
-    """Connect to an archive. One thread at a time may use the connection.
-
-    Raises:
-        ArchiveError: the file is not an archive, or cannot be opened.
-    """
-    try:
-        mode = "?mode=ro" if read_only else ""
-        connection = sqlite3.connect(
-            f"{path.resolve().as_uri()}{mode}",
-            uri=True,
-            timeout=10,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        (application,) = connection.execute("PRAGMA application_id").fetchone()
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-    except sqlite3.Error as error:
-        raise _unusable(path, error) from None
-    if (application, version) != (APPLICATION_ID, FORMAT) and (read_only or not empty):
-        connection.close()
-        raise ArchiveError(
-            f"{path} is no archive of rollouts of format {FORMAT} (application id {application:#x}, format {version}); "
-            "move it away for a new one"
-        )
-    return connection
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def _unusable(path: Path, error: sqlite3.Error) -> ArchiveError:
-    if is_full(error):
-        return ArchiveFullError(
-            f"the archive of rollouts {path} cannot be opened: {error}; make room there"
-        )
-    return ArchiveError(
-        f"the archive of rollouts {path} cannot be opened: {error}; move it away for a new one"
-    )
+def _reads(
+    method: Callable[Concatenate[Archive, P], T],
+) -> Callable[Concatenate[Archive, P], T]:
+    """Let a method read the file alone, and make an error of SQLite one of the archive."""
 
+    @wraps(method)
+    def reading(archive: Archive, *args: P.args, **kwargs: P.kwargs) -> T:
+        with archive._lock:
+            try:
+                return method(archive, *args, **kwargs)
+            except sqlite3.Error as error:
+                raise ArchiveError(
+                    f"the archive of rollouts {archive.path} cannot be read: {error}"
+                ) from None
 
-def is_full(error: sqlite3.Error) -> bool:
-    """Return True for the errors of a full disk or a used-up quota."""
-    code = getattr(error, "sqlite_errorcode", 0)
-    return code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+    return reading
 
 
 class Archive:
-    """Writes an archive, in one thread.
+    """One archive. It has one writer, and any thread of any process may read it.
 
     Args:
         path: the file, which is made if there is none.
         most_bytes, most_rollouts: approximate limits of its size.
+        read_only: the file is of another writer, and must exist.
+        seconds: see SEARCH_SECONDS.
 
     Raises:
-        ArchiveError: see connect.
+        ArchiveError: the file is not an archive, or cannot be opened.
     """
 
     def __init__(
-        self, path: Path, most_bytes: int = MAX_BYTES, most_rollouts: int = MAX_ROLLOUTS
+        self,
+        path: Path,
+        most_bytes: int = MAX_BYTES,
+        most_rollouts: int = MAX_ROLLOUTS,
+        *,
+        read_only: bool = False,
+        seconds: float = SEARCH_SECONDS,
     ) -> None:
         self.path, self.most_bytes, self.most_rollouts = path, most_bytes, most_rollouts
-        self.text = TextOfTokens()
-        """Of the model's tokens."""
-        self._connection = connect(path)
-        run = self._connection.execute
+        self._lock, self._seconds = threading.RLock(), seconds
+        self._text, self._tokenizer_bytes = TextOfTokens(), 0
+        self._content: tuple[int, dict[str, Any]] = (0, {})
         try:
-            run("PRAGMA journal_mode = WAL")
-            run("PRAGMA synchronous = NORMAL")
-            run(
-                "PRAGMA secure_delete = OFF"
-            )  # to write zeros over old groups would need space on a full disk
-            run("PRAGMA temp_store = MEMORY")
-            run("PRAGMA journal_size_limit = 16777216")
-            if run("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
-                self._connection.executescript(
-                    f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"
-                )
-            self._look()
+            self._connection = _connect(path, read_only)
+            if not read_only:
+                self._prepare()
         except sqlite3.Error as error:
-            self._connection.close()
-            raise _unusable(path, error) from None
+            problem = f"the archive of rollouts {path} cannot be opened: {error}"
+            if _is_full(error):
+                raise ArchiveFullError(f"{problem}; make room there") from None
+            raise ArchiveError(f"{problem}; move it away for a new one") from None
 
-    def _look(self) -> None:
-        """See what is in the file."""
+    def _prepare(self) -> None:
+        """Make the file ready to be written."""
+        run = self._connection.execute
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = NORMAL")
+        # To write zeros over old groups would need space on a full disk.
+        run("PRAGMA secure_delete = OFF")
+        run("PRAGMA temp_store = MEMORY")
+        run("PRAGMA journal_size_limit = 16777216")
+        if run("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            self._connection.executescript(
+                f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; "
+                f"PRAGMA user_version = {FORMAT}; COMMIT;"
+            )
+        self._count()
+
+    def _count(self) -> None:
+        """Read the names and the sizes that the writer keeps in memory."""
         run = self._connection.execute
         self._environments: dict[str, int] = dict(
-            run("SELECT name, id FROM environments").fetchall()
+            map(tuple, run("SELECT name, id FROM environments"))
         )
         self._bytes, self._rollouts = run(
             "SELECT coalesce(sum(n_bytes), 0), coalesce(sum(size), 0) FROM groups"
@@ -216,29 +302,38 @@ class Archive:
         self._next = newest + 1
 
     def close(self) -> None:
-        """Let go of the file."""
-        self._connection.close()
+        """Close the file."""
+        with self._lock:
+            self._connection.close()
 
-    def begin(self) -> None:
-        """Begin a transaction."""
-        self._connection.execute("BEGIN IMMEDIATE")
+    # ---- its writer ----
 
-    def commit(self) -> None:
-        """End the transaction. The oldest groups beyond the limits are removed first."""
-        self._make_room()
-        self._connection.execute("COMMIT")
-
-    def roll_back(self) -> None:
-        """Undo everything since `begin`."""
-        if self._connection.in_transaction:
-            self._connection.execute("ROLLBACK")
-        self._look()
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Keep what the block adds, all of it or nothing, and then remove the oldest groups beyond
+        the limits.
+        """
+        with self._lock:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._remove_oldest()
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                self._count()
+                raise
 
     def keep_tokenizer(self, content: bytes) -> None:
-        """Keep the tokenizer with the rollouts, so that they can be read where the model is not."""
-        self.keep_fact("tokenizer", zlib.compress(content, 6))
+        """Keep a tokenizer.json with the rollouts, so that they can be read where the model is not.
 
-    def keep_fact(self, name: str, value: bytes) -> None:
+        The tokenizer's library raises errors of many types.
+        """
+        TextOfTokens.of_file(content)
+        self._keep_fact("tokenizer", zlib.compress(content, 6))
+
+    def _keep_fact(self, name: str, value: bytes) -> None:
         """Keep a fact about the whole archive."""
         self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
@@ -252,124 +347,107 @@ class Archive:
         if not isinstance(group, dict):
             raise ValueError("a group is an object")
         places = places_of(group)
-        numbers = measured(group, places)
+        numbers = numbers_of(group, places)
         if not numbers:
             raise ValueError("a group has scores")
+        decoder = self.text()
         texts = [
-            searched_text(group, index, self.text, places[index]) for index in range(len(numbers))
+            searched_text(group, index, decoder, sampled) for index, sampled in enumerate(places)
         ]
         body = zlib.compress(posted.body, 1)
         environment, first = self._environment(posted.environment), self._next
-        n_bytes = len(body) + sum(len(whole) + len(preview(whole)) + _ROW_BYTES for whole in texts)
+        n_bytes = len(body) + sum(len(text) + len(preview(text)) + _ROW_BYTES for text in texts)
         run = self._connection.execute
         number = run(
-            "INSERT INTO groups (seq, time, environment, size, first, n_bytes, body) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO groups (seq, time, environment, size, first, n_bytes, body) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
             (posted.seq, posted.time, environment, len(numbers), first, n_bytes, body),
         ).lastrowid
-        rows: list[tuple[Any, ...]] = [
-            (first + index, environment, one.score, one.tokens, one.sampled, one.mean_logprob, one.oldest, one.newest,
-             one.finish_reason[:64], preview(texts[index]))
-            for index, one in enumerate(numbers)
-        ]  # fmt: skip
-        self._connection.executemany(
-            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, ?)", rows
-        )
-        self._connection.executemany(
-            "INSERT INTO texts VALUES (?, ?)",
-            [(first + index, text) for index, text in enumerate(texts) if text],
-        )
+        for rollout, (one, text) in enumerate(zip(numbers, texts, strict=True), first):
+            run(
+                "INSERT INTO rollouts VALUES (:id, :environment, :score, :tokens, :sampled, "
+                ":mean_logprob, :oldest, :newest, :finish_reason, NULL, NULL, :preview)",
+                asdict(one) | {"id": rollout, "environment": environment, "preview": preview(text)},
+            )
+            if text:
+                run("INSERT INTO texts VALUES (?, ?)", (rollout, text))
         self._next += len(numbers)
         self._bytes += n_bytes
         self._rollouts += len(numbers)
         return int(number or 0)
 
     def _environment(self, name: str) -> int:
-        known = self._environments.get(name)
-        if known is None and len(self._environments) >= MAX_ENVIRONMENTS and name != OTHERS:
-            return self._environment(OTHERS)
-        if known is None:
-            self._connection.execute(
-                "INSERT OR IGNORE INTO environments (name) VALUES (?)", (name,)
-            )
-            (known,) = self._connection.execute(
-                "SELECT id FROM environments WHERE name = ?", (name,)
-            ).fetchone()
-            self._environments[name] = known
-        return int(known)
+        if name not in self._environments:
+            if len(self._environments) >= MAX_ENVIRONMENTS and name != OTHERS:
+                return self._environment(OTHERS)
+            added = self._connection.execute("INSERT INTO environments (name) VALUES (?)", (name,))
+            self._environments[name] = int(added.lastrowid or 0)
+        return self._environments[name]
 
     def group_of(self, seq: int) -> int | None:
         """Return the id of the newest group with this number of the service; None if it is not kept."""
-        row = self._connection.execute(
-            "SELECT id FROM groups WHERE seq = ? ORDER BY id DESC LIMIT 1", (seq,)
+        (number,) = self._connection.execute(
+            "SELECT max(id) FROM groups WHERE seq = ?", (seq,)
         ).fetchone()
-        return row and int(row[0])
+        return number
 
     def add_trained(self, group: int, reports: Iterable[tuple[int, TrainedTokens]]) -> None:
         """Keep the trainer's numbers for rollouts of a group, by their place in it.
 
         They replace earlier ones.
         """
-        first, size, body = self._connection.execute(
+        run = self._connection.execute
+        first, size, body = run(
             "SELECT first, size, body FROM groups WHERE id = ?", (group,)
         ).fetchone()
         content = orjson.loads(zlib.decompress(body))
-        masks = told_of_each(content, "masks")
+        masks = entries_of(content, "masks")
         for place, trained in reports:
             if place >= size:
                 continue
-            logprobs, places = logprobs_of(content, place), sampled_places(masks[place])
-            difference = drift(logprobs[places], trained) if len(logprobs) else None
             columns = [
                 row.astype("<f4").tobytes()
                 for row in (trained.logprobs, trained.entropies, trained.advantages)
             ]
-            before = self._trained_bytes(first + place)
-            self._connection.execute(
+            run(
                 "INSERT OR REPLACE INTO trained VALUES (?, ?, ?, ?, ?, ?)",
                 (first + place, trained.weight_version, trained.trained, *columns),
             )
-            self._connection.execute(
+            logprobs = logprobs_of(content, place)
+            difference = drift(logprobs, sampled_places(masks[place]), trained)
+            run(
                 "UPDATE rollouts SET drift = ?, trained_version = ? WHERE id = ?",
                 (difference, trained.weight_version, first + place),
             )
-            grown = sum(map(len, columns)) - before
-            self._connection.execute(
-                "UPDATE groups SET n_bytes = n_bytes + ? WHERE id = ?", (grown, group)
-            )
-            self._bytes += grown
+            n_bytes = sum(map(len, columns))
+            run("UPDATE groups SET n_bytes = n_bytes + ? WHERE id = ?", (n_bytes, group))
+            self._bytes += n_bytes
 
-    def _trained_bytes(self, rollout: int) -> int:
-        (size,) = self._connection.execute(
-            "SELECT coalesce(sum(length(logprobs) + length(entropies) + length(advantages)), 0) "
-            "FROM trained WHERE id = ?",
-            (rollout,),
-        ).fetchone()
-        return int(size)
-
-    def add_parity(self, parity: dict[str, Any], groups: Sequence[int]) -> None:
+    def add_parity(self, parity: Parity, groups: Sequence[int]) -> None:
         """Keep the result of a step's comparison of tokens.
 
         Args:
-            parity: as `parity_of` returns it.
+            parity: of the trainer's report.
             groups: numbers of the batch's groups, in the trainer's order.
         """
-        run = self._connection.execute
-        first = parity["first"]
-        if first is not None and first.get("weight_version") == parity["weight_version"]:
-            number = first.get("group")
-            first = first | {"archived": None}
+        first = parity.first
+        if first is not None and first.get("weight_version") == parity.weight_version:
+            number, archived = first.get("group"), None
             if isinstance(number, int) and 0 <= number < len(groups):
-                first["archived"] = self.group_of(groups[number])
-            if run("SELECT 1 FROM facts WHERE name = 'first_mismatch'").fetchone() is None:
-                self.keep_fact("first_mismatch", orjson.dumps(first))
-        totals = {"compared": parity["compared_in_all"], "mismatched": parity["mismatched_in_all"]}
-        self.keep_fact("parity", orjson.dumps(totals))
+                archived = self.group_of(groups[number])
+            self._connection.execute(
+                "INSERT OR IGNORE INTO facts VALUES ('first_mismatch', ?)",
+                (orjson.dumps(first | {"batch_group": number, "group": archived}),),
+            )
+        totals = {"compared": parity.compared_in_all, "mismatched": parity.mismatched_in_all}
+        self._keep_fact("parity", orjson.dumps(totals))
 
-    def _make_room(self) -> None:
+    def _remove_oldest(self) -> None:
         run = self._connection.execute
         while self._bytes > self.most_bytes or self._rollouts > self.most_rollouts:
             row = run(
-                "SELECT id, first, size, n_bytes FROM groups WHERE id < (SELECT max(id) FROM groups) ORDER BY id LIMIT 1"
+                "SELECT id, first, size, n_bytes FROM groups "
+                "WHERE id < (SELECT max(id) FROM groups) ORDER BY id LIMIT 1"
             ).fetchone()
             if row is None:  # the newest stays, whatever its size
                 return
@@ -379,3 +457,212 @@ class Archive:
                 run(f"DELETE FROM {table} WHERE id >= ? AND id < ?", (first, first + size))
             self._bytes -= n_bytes
             self._rollouts -= size
+
+    # ---- lists ----
+
+    @_reads
+    def environments(self) -> list[str]:
+        """Return the names of environments in their order of appearance; "" for one without name."""
+        rows = self._connection.execute("SELECT name FROM environments ORDER BY id")
+        return [name for (name,) in rows]
+
+    @_reads
+    def total(self) -> int:
+        """Return the number of rollouts. Their ids follow each other, and the oldest go first."""
+        (count,) = self._connection.execute(
+            "SELECT coalesce((SELECT max(id) FROM rollouts) - (SELECT min(id) FROM rollouts) + 1, 0)"
+        ).fetchone()
+        return int(count)
+
+    @_reads
+    def listed(
+        self,
+        order: str = "newest",
+        environment: str | None = None,
+        text: str = "",
+        after: Position | None = None,
+        limit: int = 50,
+    ) -> Listing:
+        """Return a page of a list of rollouts.
+
+        Args:
+            order: one of ORDERS. Rollouts without a score are in no list of scores, those without
+                the trainer's logprobs in none of drift.
+            environment: of this one alone.
+            text: only rollouts with this text, in upper or lower case; a search that takes too long
+                ends early, with `next`.
+            after: position behind which the page begins; None for the beginning of the list.
+            limit: most rollouts of the page.
+
+        Raises:
+            ArchiveError: the file cannot be read.
+        """
+        limit = max(1, min(limit, MAX_LISTED))
+        environments = [
+            number
+            for number, name in self._connection.execute("SELECT id, name FROM environments")
+            if environment is None or name == environment
+        ]
+        ids: list[int] = []
+        searched, position, deadline = 0, after, time.monotonic() + self._seconds
+        while len(ids) < limit:
+            count = SEARCHED_AT_ONCE if text else limit - len(ids)
+            page = self._page(ORDERS[order], environments, position or _BEGINNING, count)
+            matching = self._matching([number for _, number in page], text)
+            for key, number in page:
+                searched += 1
+                if number in matching:
+                    ids.append(number)
+                    if len(ids) == limit:
+                        break
+            if len(page) < count and (not page or number == page[-1][1]):
+                position = None
+                break
+            position = Position(float(key), number)
+            if time.monotonic() > deadline:
+                break
+        return Listing(self._heads(ids), position, searched, self.total())
+
+    def _page(
+        self, key: str, environments: Iterable[int], after: Position, count: int
+    ) -> list[tuple[float, int]]:
+        """Return key and id of the next rollouts of some environments in an order.
+
+        Each environment's list is read from an index, and the lists are merged.
+        """
+        query = (
+            f"SELECT {key}, id FROM rollouts WHERE environment = ? AND {key} IS NOT NULL "
+            f"AND ({key}, id) < (?, ?) ORDER BY {key} DESC, id DESC LIMIT ?"
+        )
+        rows: list[tuple[float, int]] = []
+        for environment in environments:
+            rows += self._connection.execute(query, (environment, *after, count)).fetchall()
+        return sorted(rows, reverse=True)[:count]
+
+    def _matching(self, ids: list[int], text: str) -> set[int]:
+        """Return the rollouts among `ids` whose texts hold `text`."""
+        if not text:
+            return set(ids)
+        escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        rows = self._connection.execute(
+            "SELECT id FROM texts WHERE id IN (SELECT value FROM json_each(?)) "
+            "AND text LIKE ? ESCAPE '\\'",
+            (orjson.dumps(ids).decode(), f"%{escaped}%"),
+        )
+        return {number for (number,) in rows}
+
+    def _heads(self, ids: list[int]) -> list[dict[str, Any]]:
+        cursor = self._connection.execute(_HEADS, (orjson.dumps(ids).decode(),))
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor]
+
+    # ---- one group ----
+
+    @_reads
+    def group(self, number: int) -> KeptGroup:
+        """Return a group.
+
+        Raises:
+            NoSuchError: it is not kept.
+            ArchiveError: the file cannot be read.
+        """
+        run = self._connection.execute
+        row = run(
+            "SELECT seq, time, name, first, size FROM groups g "
+            "JOIN environments e ON e.id = environment WHERE g.id = ?",
+            (number,),
+        ).fetchone()
+        if row is None:
+            low, high = run("SELECT min(id), max(id) FROM groups").fetchone()
+            kept = f"groups {low} to {high} are"
+            if low is None:
+                kept = "none is"
+            raise NoSuchError(
+                f"group {number} is not kept: {kept}; the oldest go when there is no room for more"
+            )
+        seq, came, name, first, size = row
+        if self._content[0] != number:
+            (body,) = run("SELECT body FROM groups WHERE id = ?", (number,)).fetchone()
+            self._content = number, orjson.loads(zlib.decompress(body))
+        heads = self._heads(list(range(first, first + size)))
+        return KeptGroup(number, seq, came, name, first, heads, self._content[1])
+
+    @_reads
+    def beside(self, number: int) -> tuple[int | None, int | None]:
+        """Return the groups before and after a group; None if there is none."""
+        older, newer = self._connection.execute(
+            "SELECT (SELECT max(id) FROM groups WHERE id < ?), "
+            "(SELECT min(id) FROM groups WHERE id > ?)",
+            (number, number),
+        ).fetchone()
+        return older, newer
+
+    @_reads
+    def trained(self, rollout: int) -> TrainedTokens | None:
+        """Return the trainer's report of a rollout, by its id; None if there is none."""
+        row = self._connection.execute(
+            "SELECT weight_version, trained, logprobs, entropies, advantages FROM trained "
+            "WHERE id = ?",
+            (rollout,),
+        ).fetchone()
+        if row is None:
+            return None
+        version, count, *columns = row
+        rows = (np.frombuffer(column, "<f4").astype(np.float32) for column in columns)
+        return TrainedTokens(version, count, *rows)
+
+    @_reads
+    def text(self) -> TextOfTokens:
+        """Return the decoder of tokens. Without a tokenizer in the archive, it returns their ids."""
+        run = self._connection.execute
+        # A run goes on with the tokenizer that it began with, or has none at first.
+        sizes = run("SELECT length(value) FROM facts WHERE name = 'tokenizer'").fetchone()
+        if sizes is not None and sizes[0] != self._tokenizer_bytes:
+            (packed,) = run("SELECT value FROM facts WHERE name = 'tokenizer'").fetchone()
+            self._text = TextOfTokens.of_file(zlib.decompress(packed))
+            self._tokenizer_bytes = sizes[0]
+        return self._text
+
+    @_reads
+    def parity(self) -> dict[str, Any] | None:
+        """Return the comparison of tokens: `compared`, `mismatched`, and `first`, the first token
+        that differed, with `group`, its group in the archive. None if nothing was compared.
+        """
+        facts: dict[str, Any] = {
+            name: orjson.loads(value)
+            for name, value in self._connection.execute(
+                "SELECT name, value FROM facts WHERE name IN ('parity', 'first_mismatch')"
+            )
+        }
+        first = facts.get("first_mismatch")
+        if first and isinstance(first.get("token"), int):
+            first["text"] = self.text().whole([first["token"]])
+        return facts.get("parity") and facts["parity"] | {"first": first}
+
+
+def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
+    """Connect to an archive, or to a new file for one. One thread at a time may use it."""
+    mode = "?mode=ro" if read_only else ""
+    connection = sqlite3.connect(
+        f"{path.resolve().as_uri()}{mode}",
+        uri=True,
+        timeout=10,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if (application, version) != (APPLICATION_ID, FORMAT) and (read_only or tables):
+        connection.close()
+        raise ArchiveError(
+            f"{path} is no archive of rollouts of format {FORMAT} (application id {application:#x}, "
+            f"format {version}); move it away for a new one"
+        )
+    return connection
+
+
+def _is_full(error: sqlite3.Error) -> bool:
+    """Return True for the errors of a full disk or a used-up quota."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)

@@ -10,11 +10,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
-from atroposlib.dashboard.rollouts.archive import ARCHIVE, Archive, PostedGroup, newest_archive
-from atroposlib.dashboard.rollouts.archive_reader import NoSuchError, RolloutSource
-from atroposlib.dashboard.rollouts.text import TextOfTokens, tokenizer_content
+from atroposlib.dashboard.rollouts.archive import (
+    ARCHIVE,
+    Archive,
+    NoSuchError,
+    PostedGroup,
+    newest_archive,
+)
+from atroposlib.dashboard.rollouts.text import tokenizer_content
 from atroposlib.dashboard.run_folders.folder import MAX_GROUP_BYTES, RunFiles
 from atroposlib.utils.jsonl import LineFollower
 
@@ -28,14 +33,6 @@ _Stamp = tuple[tuple[Path, int], ...]
 """Path and inode of each file: another run may have written files of the same names."""
 
 
-class _Opened(Protocol):
-    def source(self) -> RolloutSource:
-        """Return the rollouts, up to date. The first call may take long."""
-
-    def close(self) -> None:
-        """Close the files."""
-
-
 class OpenArchives:
     """The archives that were read last, kept open. Every method is safe to call from any thread.
 
@@ -47,21 +44,21 @@ class OpenArchives:
     def __init__(self, tokenizer: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._open: OrderedDict[_Stamp, _Opened] = OrderedDict()
+        self._open: OrderedDict[_Stamp, Archive | GroupFiles] = OrderedDict()
 
-    def kept(self, files: RunFiles) -> RolloutSource | None:
+    def kept(self, files: RunFiles) -> Archive | None:
         """Return the archive that the service kept of a run; None if there is none.
 
         Raises:
             ArchiveError: it cannot be read.
         """
-        path = None if files.observed is None else newest_archive(files.observed)
-        inode = None if path is None else _inode(path)
-        if path is None or inode is None:
+        path = files.observed and newest_archive(files.observed)
+        stamp = path and _stamp([path])
+        if not path or not stamp:
             return None
-        return self._opened(((path, inode),), lambda: KeptArchive(path)).source()
+        return self._opened(stamp, Archive, lambda: Archive(path, read_only=True))
 
-    def of(self, files: RunFiles) -> RolloutSource:
+    def of(self, files: RunFiles) -> Archive:
         """Return the rollouts of a run.
 
         Raises:
@@ -70,47 +67,25 @@ class OpenArchives:
         """
         if (kept := self.kept(files)) is not None:
             return kept
-        stamp = tuple((file, inode) for file in files.groups if (inode := _inode(file)) is not None)
+        stamp = _stamp(files.groups)
         if not stamp:
             raise NoSuchError(
                 f"no rollouts are kept of {files.name}: the service keeps them in {ARCHIVE} from the first group on, unless "
                 "--keep-rollouts is 0; an environment writes them with --env.data_path_to_save_groups FILE"
             )
-        return self._opened(
-            stamp, lambda: GroupFiles([file for file, _ in stamp], self._tokenizer)
-        ).source()
+        paths = [path for path, _ in stamp]
+        groups = self._opened(stamp, GroupFiles, lambda: GroupFiles(paths, self._tokenizer))
+        return groups.archive()
 
-    def _opened(self, stamp: _Stamp, make: Callable[[], _Opened]) -> _Opened:
+    def _opened(self, stamp: _Stamp, kind: type[T], make: Callable[[], T]) -> T:
         with self._lock:
-            known = self._open.get(stamp)
-            if known is None:
-                known = self._open[stamp] = make()
+            source = self._open.get(stamp)
+            if not isinstance(source, kind):
+                source = self._open[stamp] = make()
             self._open.move_to_end(stamp)
             while len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)[1].close()
-            return known
-
-
-class KeptArchive:
-    """An archive that a service keeps, or kept."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._source: RolloutSource | None = None
-
-    def source(self) -> RolloutSource:
-        """Return the rollouts. Raises ArchiveError: see RolloutSource."""
-        with self._lock:
-            if self._source is None:
-                self._source = RolloutSource(self._path)
-            return self._source
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            if self._source is not None:
-                self._source.close()
+            return source
 
 
 class GroupFiles:
@@ -130,12 +105,11 @@ class GroupFiles:
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-rollouts-")
         self._archive: Archive | None = None
-        self._source: RolloutSource | None = None
         self._followers: list[LineFollower] = []
         self._groups = 0
 
-    def source(self) -> RolloutSource:
-        """Return the rollouts, with those that were written since the last call.
+    def archive(self) -> Archive:
+        """Return the archive, with the groups that were written since the last call.
 
         Raises:
             ArchiveError: the temporary folder cannot be written.
@@ -147,39 +121,33 @@ class GroupFiles:
                 archive = self._begin()
                 for follower in self._followers:
                     self._add_new(archive, follower)
-            if self._source is None:
-                self._source = RolloutSource(Path(self._folder.name) / ARCHIVE)
-            return self._source
+            return archive
 
     def close(self) -> None:
         """Close and remove the archive."""
         with self._lock:
-            self._let_go()
+            self._remove()
             self._folder.cleanup()
 
-    def _let_go(self) -> None:
-        for part in self._source, self._archive:
-            if part is not None:
-                part.close()
-        self._source = self._archive = None
+    def _remove(self) -> None:
+        if self._archive is not None:
+            self._archive.close()
+        self._archive = None
+        for file in Path(self._folder.name).glob(f"{ARCHIVE}*"):
+            file.unlink()
 
     def _begin(self) -> Archive:
-        self._let_go()
-        path = Path(self._folder.name) / ARCHIVE
-        for file in path.parent.glob(f"{ARCHIVE}*"):
-            file.unlink()
-        archive = self._archive = Archive(path)
+        self._remove()
+        archive = self._archive = Archive(Path(self._folder.name) / ARCHIVE)
         self._groups = 0
         share = self._max_bytes // len(self._files)
         self._followers = [
             LineFollower(file, last_bytes=share, max_line=MAX_GROUP_BYTES) for file in self._files
         ]
-        content = None if self._tokenizer is None else tokenizer_content(self._tokenizer)
-        if content is not None:
-            archive.begin()
-            archive.text = TextOfTokens.of_file(content)
-            archive.keep_tokenizer(content)
-            archive.commit()
+        content = self._tokenizer and tokenizer_content(self._tokenizer)
+        if content:
+            with archive.transaction():
+                archive.keep_tokenizer(content)
         return archive
 
     def _add_new(self, archive: Archive, follower: LineFollower) -> bool:
@@ -194,15 +162,13 @@ class GroupFiles:
             more = new.more
             if not new.lines and not follower.tail:
                 continue
-            archive.begin()
-            skipped += sum(
-                bool(line.strip()) and not self._add(archive, follower, line) for line in new.lines
-            )
-            # A group at the end may lack nothing but the line's end. Otherwise, it is still being
-            # written.
-            if not more and follower.tail and self._add(archive, follower, follower.tail):
-                follower.take_tail()
-            archive.commit()
+            with archive.transaction():
+                lines = [line for line in new.lines if line.strip()]
+                skipped += sum(not self._add(archive, follower, line) for line in lines)
+                # A group at the end may lack nothing but the line's end. Otherwise, it is still
+                # being written.
+                if not more and follower.tail and self._add(archive, follower, follower.tail):
+                    follower.take_tail()
         skipped += follower.too_long - too_long
         if skipped:
             logger.warning(
@@ -219,8 +185,9 @@ class GroupFiles:
         return True
 
 
-def _inode(file: Path) -> int | None:
-    try:
-        return file.stat().st_ino
-    except OSError:  # it is not there, or not any more
-        return None
+T = TypeVar("T", Archive, GroupFiles)
+
+
+def _stamp(files: Sequence[Path]) -> _Stamp:
+    """Return path and inode of the files that exist."""
+    return tuple((file, file.stat().st_ino) for file in files if file.is_file())

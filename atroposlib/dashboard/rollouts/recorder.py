@@ -8,12 +8,14 @@ service has other work to do.
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,8 @@ from atroposlib.dashboard.rollouts.archive import (
     archive_of_next_run,
     newest_archive,
 )
-from atroposlib.dashboard.rollouts.rollout_stats import parity_of, read_report
-from atroposlib.dashboard.rollouts.text import TextOfTokens, tokenizer_content
+from atroposlib.dashboard.rollouts.rollout_stats import TrainerReport
+from atroposlib.dashboard.rollouts.text import tokenizer_content
 from atroposlib.utils.whole_files import disk_refusal
 
 logger = logging.getLogger(__name__)
@@ -46,31 +48,16 @@ MAX_REPORTS = 64
 COMMIT_SECONDS = 0.5
 """What comes within it is one transaction."""
 CLOSE_SECONDS = 10.0
-_SAY_SECONDS = 60.0
-
-
-class _AnotherRun:
-    """What comes after it is of another run."""
+_WARN_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class _Report:
     seqs: tuple[int, ...]
-    told: Any
+    report: Any
 
 
-_Waiting = PostedGroup | _Report | _AnotherRun
-
-
-def _by_run(some: Sequence[_Waiting]) -> list[list[PostedGroup | _Report]]:
-    """What came, run by run; the first of them is the one that went on before."""
-    runs: list[list[PostedGroup | _Report]] = [[]]
-    for one in some:
-        if isinstance(one, _AnotherRun):
-            runs.append([])
-        else:
-            runs[-1].append(one)
-    return runs
+_Entry = PostedGroup | _Report
 
 
 class Allowance:
@@ -99,15 +86,15 @@ class Allowance:
 
 
 class RolloutRecorder:
-    """Keeps rollouts as the service gets them, and what the trainer tells of them. It neither waits
-    nor raises.
+    """Keeps rollouts as the service gets them, and what the trainer reports of them. It neither
+    waits nor raises.
 
     Args:
         folder: of the archives, one for each run that is kept there; None keeps nothing.
         most_bytes, most_rollouts: see Archive.
         tokenizer: folder or name of the sampled model's tokenizer; None for that of the model that
             the trainer names.
-        told: called with the id of the newest group and the number of groups after each
+        on_kept: called with the id of the newest group and the number of groups after each
             transaction, in the thread.
         bytes_per_second: of bodies, in the long run.
 
@@ -121,29 +108,29 @@ class RolloutRecorder:
         most_bytes: int = MAX_BYTES,
         most_rollouts: int = MAX_ROLLOUTS,
         tokenizer: str | None = None,
-        told: Callable[[int, int], None] | None = None,
+        on_kept: Callable[[int, int], None] = lambda newest, groups: None,
         bytes_per_second: float = BYTES_PER_SECOND,
     ) -> None:
         self.folder, self._most_bytes, self._most_rollouts = folder, most_bytes, most_rollouts
-        self.told = told
+        self._on_kept = on_kept
         self.recorded = self.left_out = 0
-        self._allowance, self._per_second = (
-            Allowance(bytes_per_second, BURST_BYTES, time.monotonic()),
-            bytes_per_second,
-        )
+        self._allowance = Allowance(bytes_per_second, BURST_BYTES, time.monotonic())
+        self._per_second = bytes_per_second
         self._closing = threading.Event()
         self._changed = threading.Condition()
-        """Guards what follows."""
-        self._waiting: deque[_Waiting] = deque()
-        self._waiting_bytes = self._reports = 0
+        """Guards the following attributes."""
+        self._waiting: list[tuple[int, _Entry]] = []
+        """Number of the run, and the entry."""
+        self._waiting_bytes = self._reports = self._run_number = 0
         self._model = tokenizer
-        self._named = tokenizer is not None
+        self._has_tokenizer = tokenizer is not None
         self._closed = folder is None
-        self._said_at: float | None = None
+        self._warned_at = -math.inf
         # Of the thread:
         self._used, self._since = time.process_time(), time.monotonic()
         self._archive: Archive | None = None
         self._path: Path | None = None
+        self._written_run = 0
         self._loaded: str | None = None
         self._thread: threading.Thread | None = None
         if folder is not None:
@@ -153,13 +140,13 @@ class RolloutRecorder:
     # ---- on the service's event loop ----
 
     def model(self, name: str | None) -> None:
-        """The trainer has named its model, whose tokenizer makes text of tokens."""
+        """Take the name of the trainer's model, whose tokenizer makes text of tokens."""
         with self._changed:
-            if not self._named and name:
+            if not self._has_tokenizer and name:
                 self._model = name
 
     def posted(self, groups: Sequence[tuple[int, str, bytes]]) -> None:
-        """Groups were accepted: sequence number, name of the environment, body of each."""
+        """Take accepted groups: sequence number, name of the environment, body of each."""
         now, clock = time.time(), time.monotonic()
         with self._changed:
             if self._closed:
@@ -171,31 +158,29 @@ class RolloutRecorder:
                 if not fits or not self._allowance.take(size, clock):
                     self.left_out += 1
                     continue
-                self._waiting.append(PostedGroup(seq, now, environment, body))
+                self._waiting.append((self._run_number, PostedGroup(seq, now, environment, body)))
                 self._waiting_bytes += size
-            if (
-                len(self._waiting) > before
-            ):  # to wake the thread for nothing costs more than to keep a group
+            # To wake the thread for nothing costs more than to keep a group.
+            if len(self._waiting) > before:
                 self._changed.notify_all()
 
     def reported(self, seqs: Sequence[int], report: Any) -> None:
-        """The trainer says what it computed for tokens of a batch of these groups, in the order in
-        which it got them.
+        """Take the trainer's numbers for tokens of a batch of these groups, in the order in which it
+        got them.
         """
         with self._changed:
             if self._closed or self._reports >= MAX_REPORTS:
                 return
-            self._waiting.append(_Report(tuple(seqs), report))
+            self._waiting.append((self._run_number, _Report(tuple(seqs), report)))
             self._reports += 1
             self._changed.notify_all()
 
     def another_run(self) -> None:
-        """What comes from now on is of another run, and goes into an archive of its own: the lists
-        are of one run. From any thread."""
+        """Keep later groups in an archive of their own: the lists are of one run. Any thread may
+        call it.
+        """
         with self._changed:
-            if not self._closed:
-                self._waiting.append(_AnotherRun())
-                self._changed.notify_all()
+            self._run_number += 1
 
     def close(self) -> None:
         """Write what waits, within a deadline."""
@@ -220,12 +205,9 @@ class RolloutRecorder:
 
     def _run(self) -> None:
         try:
-            while (some := self._next()) is not None:
-                for run, of_one_run in enumerate(_by_run(some)):
-                    if run:
-                        self._begin_another()
-                    if of_one_run:
-                        self._keep(of_one_run)
+            while waiting := self._next():
+                for number, entries in groupby(waiting, key=itemgetter(0)):
+                    self._keep(number, [entry for _, entry in entries])
                 # By an event of its own: no post wakes it out of this.
                 self._closing.wait(COMMIT_SECONDS)
                 self._take_less_while_busy()
@@ -242,35 +224,51 @@ class RolloutRecorder:
             if self._archive is not None:
                 self._archive.close()
 
-    def _keep(self, some: Sequence[PostedGroup | _Report]) -> None:
-        """Write what came; leave it out while the disk is full."""
-        try:
-            archive = self._opened()
-        except (ArchiveFullError, OSError) as error:
-            line = str(error) if isinstance(error, ArchiveFullError) else disk_refusal(error)
-            if line is None:
-                raise
-            self._leave_out(some, line)
-        else:
-            self._write(archive, some)
-
-    def _leave_out(self, some: Sequence[PostedGroup | _Report], reason: str) -> None:
+    def _next(self) -> list[tuple[int, _Entry]]:
+        """Return the waiting entries as soon as there are some; none after `close`."""
         with self._changed:
-            self.left_out += sum(isinstance(one, PostedGroup) for one in some)
-        self._say(f"{len(some)} groups and reports are not kept for the page: {reason}")
+            while not self._waiting and not self._closed:
+                self._changed.wait(1.0)
+            waiting, self._waiting = self._waiting, []
+            self._waiting_bytes = self._reports = 0
+            return waiting
+
+    def _keep(self, run: int, entries: Sequence[_Entry]) -> None:
+        """Write entries of a run; leave them out while the disk is full."""
+        try:
+            archive = self._opened(run)
+        except ArchiveFullError as error:
+            self._leave_out(entries, str(error))
+        except OSError as error:
+            refusal = disk_refusal(error)
+            if refusal is None:
+                raise
+            self._leave_out(entries, refusal)
+        else:
+            self._write(archive, entries)
+
+    def _leave_out(self, entries: Sequence[_Entry], reason: str) -> None:
+        with self._changed:
+            self.left_out += sum(isinstance(entry, PostedGroup) for entry in entries)
+        self._warn(f"{len(entries)} groups and reports are not kept for the page: {reason}")
 
     def _take_less_while_busy(self) -> None:
         used, since = self._used, self._since
         self._used, self._since = time.process_time(), time.monotonic()
-        busy = self._used - used > BUSY_CORES * (self._since - since)
+        per_second = self._per_second
+        if self._used - used > BUSY_CORES * (self._since - since):
+            per_second *= BUSY_SHARE
         with self._changed:
-            self._allowance.per_second = self._per_second * (BUSY_SHARE if busy else 1.0)
+            self._allowance.per_second = per_second
 
-    def _opened(self) -> Archive:
-        """The archive of the present run, made when something comes: a service that gets nothing
+    def _opened(self, run: int) -> Archive:
+        """Return the archive of a run, made when something comes: a service that gets nothing
         leaves nothing behind.
         """
         assert self.folder is not None
+        if run != self._written_run:
+            self._begin_another()
+            self._written_run = run
         if self._archive is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self._path or newest_archive(self.folder) or self.folder / ARCHIVE
@@ -288,87 +286,70 @@ class RolloutRecorder:
             self._archive.close()
             self._archive = None
         before = newest_archive(self.folder)
-        self._path = None if before is None else archive_of_next_run(before)
-
-    def _next(self) -> list[_Waiting] | None:
-        """Return the waiting entries as soon as there are some; None after `close`."""
-        with self._changed:
-            while not self._waiting and not self._closed:
-                self._changed.wait(1.0)
-            some = list(self._waiting)
-            self._waiting.clear()
-            self._waiting_bytes = self._reports = 0
-            return some or None
+        self._path = before and archive_of_next_run(before)
 
     def _take_tokenizer(self, archive: Archive, model: str | None) -> None:
-        content = None if model is None else tokenizer_content(model)
-        if content is None:
+        content = model and tokenizer_content(model)
+        if not content:
             logger.info(
                 "no tokenizer of %s is here: the page shows messages, or token ids; --tokenizer names one",
                 model,
             )
             return
         try:
-            archive.text = TextOfTokens.of_file(content)
-        except Exception as error:  # noqa: BLE001 - whatever another library raises: text is missing, no more
-            logger.warning(
-                "the tokenizer of %s cannot be read: %s", model, " ".join(str(error).split())
-            )
-            return
-        try:
-            archive.begin()
-            archive.keep_tokenizer(content)
-            archive.commit()
+            with archive.transaction():
+                archive.keep_tokenizer(content)
         except sqlite3.Error as error:
-            archive.roll_back()
             self._loaded = None  # the next groups bring it once more
-            self._say(
+            self._warn(
                 f"the tokenizer of {model} is not kept for the page: {archive.path}: {error}; is the disk full?"
             )
+        except Exception as error:  # noqa: BLE001 - whatever another library raises: text is missing, no more
+            reason = " ".join(str(error).split())
+            logger.warning("the tokenizer of %s cannot be read: %s", model, reason)
 
-    def _write(self, archive: Archive, some: Sequence[PostedGroup | _Report]) -> None:
-        newest, added = 0, 0
+    def _write(self, archive: Archive, entries: Sequence[_Entry]) -> None:
+        newest, added, refused = 0, 0, 0
         try:
-            archive.begin()
-            for one in some:
-                if isinstance(one, _Report):
-                    self._write_report(archive, one)
-                    continue
-                try:
-                    newest = archive.add(one)
-                    added += 1
-                except (ValueError, TypeError, LookupError, OverflowError) as error:
-                    self._say(
-                        f"group {one.seq} is not kept for the page: {type(error).__name__}: {error}"
-                    )
-                    with self._changed:
-                        self.left_out += 1
-            archive.commit()
-        except sqlite3.Error as error:
-            archive.roll_back()
-            self._leave_out(some, f"{archive.path}: {error}; is the disk full?")
+            with archive.transaction():
+                for entry in entries:
+                    try:
+                        if isinstance(entry, _Report):
+                            _write_report(archive, entry)
+                        else:
+                            newest = archive.add(entry)
+                            added += 1
+                    except (ValueError, TypeError, LookupError, OverflowError) as error:
+                        refused += isinstance(entry, PostedGroup)
+                        self._warn_of(entry, error)
+        except (sqlite3.Error, ArchiveError) as error:
+            self._leave_out(entries, f"{archive.path}: {error}; is the disk full?")
             return
         with self._changed:
             self.recorded += added
-        if added and self.told is not None:
-            self.told(newest, self.recorded)
+            self.left_out += refused
+        if added:
+            self._on_kept(newest, self.recorded)
 
-    def _write_report(self, archive: Archive, report: _Report) -> None:
-        try:
-            parity = parity_of(report.told)
-            if parity is not None:
-                archive.add_parity(parity, report.seqs)
-            for number, place, trained in read_report(report.told):
-                group = archive.group_of(report.seqs[number]) if number < len(report.seqs) else None
-                if group is not None:
-                    archive.add_trained(group, [(place, trained)])
-        except (ValueError, TypeError, LookupError, OverflowError) as error:
-            self._say(
-                f"what the trainer reports of tokens is passed over: {type(error).__name__}: {error}"
-            )
+    def _warn_of(self, entry: _Entry, error: Exception) -> None:
+        refused = "the trainer's report of tokens is not kept for the page"
+        if isinstance(entry, PostedGroup):
+            refused = f"group {entry.seq} is not kept for the page"
+        reason = " ".join(str(error).split())
+        self._warn(f"{refused}: {type(error).__name__}: {reason}")
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         now = time.monotonic()
-        if self._said_at is None or now - self._said_at > _SAY_SECONDS:
-            self._said_at = now
+        if now - self._warned_at > _WARN_SECONDS:
+            self._warned_at = now
             logger.warning("%s", text)
+
+
+def _write_report(archive: Archive, entry: _Report) -> None:
+    report = TrainerReport.model_validate(entry.report)
+    if report.parity is not None:
+        archive.add_parity(report.parity, entry.seqs)
+    for number, place, trained in report.trained_tokens():
+        group = archive.group_of(entry.seqs[number]) if number < len(entry.seqs) else None
+        if group is not None:
+            archive.add_trained(group, [(place, trained)])

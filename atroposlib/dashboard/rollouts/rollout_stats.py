@@ -6,15 +6,14 @@ type than expected counts as missing.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Base64Bytes, BaseModel, NonNegativeInt, Strict
 
 from atroposlib.wire.groups import PROMPT_MASK
 
@@ -25,7 +24,7 @@ _BEFORE_A_PLACEHOLDER = 0.5
 
 
 @dataclass(slots=True)
-class Measured:
+class RolloutNumbers:
     """Numbers by which people find a rollout.
 
     Attributes:
@@ -63,7 +62,7 @@ class TrainedTokens:
     advantages: Floats
 
 
-def told_of_each(group: Mapping[str, Any], name: str) -> list[Any]:
+def entries_of(group: Mapping[str, Any], name: str) -> list[Any]:
     """Return a field's entry for each rollout.
 
     The entries are None if the field is not a list with one entry per rollout.
@@ -78,10 +77,12 @@ def told_of_each(group: Mapping[str, Any], name: str) -> list[Any]:
 
 def places_of(group: Mapping[str, Any]) -> list[npt.NDArray[np.int64]]:
     """[sampled] int64 of each rollout of a group; see sampled_places."""
-    return [sampled_places(mask) for mask in told_of_each(group, "masks")]
+    return [sampled_places(mask) for mask in entries_of(group, "masks")]
 
 
-def measured(group: Mapping[str, Any], places: Sequence[npt.NDArray[np.int64]]) -> list[Measured]:
+def numbers_of(
+    group: Mapping[str, Any], places: Sequence[npt.NDArray[np.int64]]
+) -> list[RolloutNumbers]:
     """Return the numbers of each rollout of a group.
 
     Args:
@@ -89,24 +90,21 @@ def measured(group: Mapping[str, Any], places: Sequence[npt.NDArray[np.int64]]) 
         places: as `places_of` gives them.
     """
     rows = []
-    tokens, reasons = told_of_each(group, "tokens"), told_of_each(group, "finish_reasons")
+    tokens, reasons = entries_of(group, "tokens"), entries_of(group, "finish_reasons")
     for index, score in enumerate(group.get("scores") or []):
         sampled = places[index]
-        numbers = Measured(None, len(tokens[index] or []), len(sampled))
+        numbers = RolloutNumbers(None, len(tokens[index] or []), len(sampled))
         if isinstance(score, int | float) and math.isfinite(score):
             numbers.score = float(score)
         logprobs = logprobs_of(group, index)
         if len(logprobs):
-            logprobs = logprobs[sampled]
-            logprobs = logprobs[np.isfinite(logprobs)]
-        if len(logprobs):
-            numbers.mean_logprob = float(logprobs.mean(dtype=np.float64))
+            numbers.mean_logprob = _mean(logprobs[sampled])
         versions = versions_of(group, index, len(sampled))
         versions = versions[versions != UNKNOWN_VERSION]
         if len(versions):
             numbers.oldest, numbers.newest = int(versions.min()), int(versions.max())
         if isinstance(reasons[index], str):
-            numbers.finish_reason = reasons[index]
+            numbers.finish_reason = reasons[index][:64]
         rows.append(numbers)
     return rows
 
@@ -119,8 +117,8 @@ def sampled_places(mask: Any) -> npt.NDArray[np.int64]:
 
 def logprobs_of(group: Mapping[str, Any], index: int) -> Floats:
     """[tokens] float32, NaN where the sampler's logprob is not known; empty where none was sent."""
-    row = told_of_each(group, "inference_logprobs")[index]
-    if not isinstance(row, list) or len(row) != len(told_of_each(group, "tokens")[index] or []):
+    row = entries_of(group, "inference_logprobs")[index]
+    if not isinstance(row, list) or len(row) != len(entries_of(group, "tokens")[index] or []):
         return np.zeros(0, dtype=np.float32)
     taken = np.array(row, dtype=np.float32)  # None becomes NaN
     taken[taken > _BEFORE_A_PLACEHOLDER] = math.nan
@@ -131,101 +129,104 @@ def versions_of(group: Mapping[str, Any], index: int, sampled: int) -> npt.NDArr
     """[sampled] int64: the weight version of each sampled token, UNKNOWN_VERSION if the group does
     not have it.
     """
-    spans = told_of_each(group, "weight_version_spans")[index]
+    spans = entries_of(group, "weight_version_spans")[index]
     if isinstance(spans, list) and spans and sum(count for _, count in spans) == sampled:
         return np.repeat([version for version, _ in spans], [count for _, count in spans]).astype(
             np.int64
         )
-    version = told_of_each(group, "weight_versions")[index]
+    version = entries_of(group, "weight_versions")[index]
     if not isinstance(version, int):
         version = UNKNOWN_VERSION
     return np.full(sampled, version, dtype=np.int64)
 
 
-def drift(sampler: Floats, trained: TrainedTokens) -> float | None:
+def drift(logprobs: Floats, places: npt.NDArray[np.int64], trained: TrainedTokens) -> float | None:
     """Return the mean of |trainer's logprob - sampler's logprob| over a rollout, in nats per token.
 
     Args:
-        sampler: [sampled] float32, NaN where it is not known.
+        logprobs: [tokens] of the sampler, NaN where they are not known; empty where none were sent.
+        places: [sampled] of the rollout; see `sampled_places`.
         trained: the trainer's report.
 
     Returns:
         None if nothing can be compared.
     """
-    ours = trained.logprobs
     # The first token of a sequence may be sampled, but it is never trained.
-    behind = len(sampler) - trained.trained
-    if behind not in (0, 1):
+    behind = len(places) - trained.trained
+    if behind not in (0, 1) or not len(logprobs):
         return None
-    theirs = sampler[behind : behind + len(ours)]
-    difference = np.abs(ours.astype(np.float64) - theirs)
-    difference = difference[np.isfinite(difference)]
-    if not len(difference):
-        return None
-    return float(difference.mean())
+    sampler = logprobs[places][behind : behind + len(trained.logprobs)]
+    difference = np.abs(trained.logprobs.astype(np.float64) - sampler)
+    return _mean(difference)
 
 
-def read_report(report: Any) -> list[tuple[int, int, TrainedTokens]]:
-    """Return a report's entries: group of the batch, sequence of the group, and its numbers.
+def _mean(values: npt.NDArray[Any]) -> float | None:
+    """Return the mean of the finite ones among values; None if there is none."""
+    values = values[np.isfinite(values)]
+    return float(values.mean(dtype=np.float64)) if len(values) else None
 
-    Raises:
-        ValueError: the report cannot be read. The message gives the reason.
+
+class Parity(BaseModel):
+    """The comparison of tokens of one step, and of all steps so far.
+
+    Attributes:
+        first: the first token that differed; None while none has.
     """
-    if not isinstance(report, Mapping):
-        raise ValueError(f"a report is an object, not {type(report).__name__}")
-    version, sequences = report.get("weight_version", 0), []
-    rows = report.get("sequences") or []
-    if not isinstance(version, int) or not isinstance(rows, list):
-        raise ValueError("a report has a weight_version and a list of sequences")
-    for row in rows:
-        try:
-            group, sequence, trained = int(row["group"]), int(row["sequence"]), int(row["trained"])
-            logprobs, entropies = _floats(row["logprobs"]), _floats(row["entropies"])
-            if isinstance(row["advantages"], int | float):
-                advantages = np.full(len(logprobs), row["advantages"], dtype=np.float32)
+
+    weight_version: int
+    compared: int
+    mismatched: int
+    compared_in_all: int
+    mismatched_in_all: int
+    first: dict[str, Any] | None = None
+
+
+class SequenceReport(BaseModel):
+    """The trainer's numbers for one sequence of a batch, by its group and its place in the group."""
+
+    group: NonNegativeInt
+    sequence: NonNegativeInt
+    trained: NonNegativeInt
+    logprobs: Base64Bytes
+    entropies: Base64Bytes
+    advantages: Annotated[float, Strict()] | Base64Bytes
+
+
+class TrainerReport(BaseModel):
+    """The numbers that a trainer reports with a batch. An invalid report raises ValueError."""
+
+    weight_version: int = 0
+    sequences: list[SequenceReport] = []
+    parity: Parity | None = None
+
+    def trained_tokens(self) -> Iterator[tuple[int, int, TrainedTokens]]:
+        """Yield group of the batch, sequence of the group, and numbers of each sequence.
+
+        Raises:
+            ValueError: the numbers of a sequence do not belong together.
+        """
+        for row in self.sequences:
+            logprobs, entropies = _floats(row.logprobs), _floats(row.entropies)
+            if isinstance(row.advantages, float):
+                advantages = np.full(len(logprobs), row.advantages, dtype=np.float32)
             else:
-                advantages = _floats(row["advantages"])
-        except (KeyError, TypeError, binascii.Error) as error:
-            raise ValueError(
-                f"a sequence of a report cannot be read: {type(error).__name__}: {error}"
-            ) from None
-        if (
-            not len(logprobs) == len(entropies) == len(advantages) <= trained
-            or min(group, sequence) < 0
-        ):
-            raise ValueError(
-                f"sequence {sequence} of group {group}: {len(logprobs)} logprobs, {len(entropies)} entropies and "
-                f"{len(advantages)} advantages of {trained} trained tokens"
+                advantages = _floats(row.advantages)
+            if not len(logprobs) == len(entropies) == len(advantages) <= row.trained:
+                raise ValueError(
+                    f"sequence {row.sequence} of group {row.group}: {len(logprobs)} logprobs, "
+                    f"{len(entropies)} entropies and {len(advantages)} advantages of "
+                    f"{row.trained} trained tokens"
+                )
+            numbers = (logprobs, entropies, advantages)
+            yield (
+                row.group,
+                row.sequence,
+                TrainedTokens(self.weight_version, row.trained, *numbers),
             )
-        sequences.append(
-            (group, sequence, TrainedTokens(version, trained, logprobs, entropies, advantages))
-        )
-    return sequences
 
 
-def _floats(text: str) -> Floats:
-    raw = base64.b64decode(text, validate=True)
-    if len(raw) % 4:
-        raise ValueError(f"{len(raw)} bytes are no float32 numbers")
+def _floats(raw: bytes) -> Floats:
     return np.frombuffer(raw, dtype="<f4").astype(np.float32)
-
-
-def parity_of(report: Any) -> dict[str, Any] | None:
-    """Return a report's token comparison; None if the report has none, or it cannot be read.
-
-    Returns:
-        weight_version, compared, mismatched, compared_in_all, mismatched_in_all and `first`.
-    """
-    parity = report.get("parity") if isinstance(report, Mapping) else None
-    if not isinstance(parity, Mapping):
-        return None
-    names = ("weight_version", "compared", "mismatched", "compared_in_all", "mismatched_in_all")
-    if not all(isinstance(parity.get(name), int) for name in names):
-        return None
-    first = parity.get("first")
-    return {name: parity[name] for name in names} | {
-        "first": dict(first) if isinstance(first, Mapping) else None
-    }
 
 
 def of_each_token(

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from atroposlib.dashboard.rollouts.rollout_stats import told_of_each
+from atroposlib.dashboard.rollouts.rollout_stats import entries_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +31,13 @@ PREVIEW_CHARACTERS = 200
 REPLACEMENT = "\ufffd"
 MAX_TOKENS_OF_PIECE = 16
 """A character takes at most four tokens; a longer piece is bytes that are not text."""
-MAX_KNOWN = 100_000
+MAX_PIECES = 100_000
 """Pieces whose text is kept; 200 bytes each."""
 LARGEST_ID = 2**32
 WORD_BEGINS = "\u2581"
 """Mark that some vocabularies write for a space before a word."""
 _SEARCHED_TOKENS = 4096
 """Tokens of each of the three that are decoded; a token may be less than a character."""
-
-
-class _Tokenizer:
-    """A tokenizer in memory, for as long as a `TextOfTokens` refers to it."""
-
-    def __init__(self, content: bytes) -> None:
-        from tokenizers import Tokenizer
-
-        self.tokenizer = Tokenizer.from_buffer(_without_merges(content))
 
 
 def _without_merges(content: bytes) -> bytes:
@@ -65,21 +56,8 @@ def _without_merges(content: bytes) -> bytes:
         return content
 
 
-_in_use: WeakValueDictionary[bytes, _Tokenizer] = WeakValueDictionary()
+_in_use: WeakValueDictionary[bytes, TextOfTokens] = WeakValueDictionary()
 _reading = threading.Lock()
-
-
-def _read(content: bytes) -> _Tokenizer:
-    """Return the tokenizer, which all archives share.
-
-    To read one of 150,000 tokens takes a second and many MiB.
-    """
-    digest = hashlib.sha256(content).digest()
-    with _reading:
-        tokenizer = _in_use.get(digest)
-        if tokenizer is None:
-            tokenizer = _in_use[digest] = _Tokenizer(content)
-        return tokenizer
 
 
 class TextOfTokens:
@@ -97,19 +75,30 @@ class TextOfTokens:
         name: Callable[[int], str | None] | None = None,
     ) -> None:
         self._decode, self._name = decode, name
-        self._known: dict[tuple[int, ...], str] = {}
+        self._pieces: dict[tuple[int, ...], str] = {}
 
     @classmethod
     def of_file(cls, content: bytes) -> TextOfTokens:
-        """Decode by the content of a tokenizer.json. The library raises errors of many types."""
-        read = _read(content)
-        return cls(
-            lambda tokens: str(read.tokenizer.decode(tokens, skip_special_tokens=False)),
-            read.tokenizer.id_to_token,
-        )
+        """Return the decoder of a tokenizer.json, which all archives share. The library raises
+        errors of many types.
+
+        To read a tokenizer of 150,000 tokens takes a second and many MiB.
+        """
+        from tokenizers import Tokenizer
+
+        digest = hashlib.sha256(content).digest()
+        with _reading:
+            decoder = _in_use.get(digest)
+            if decoder is None:
+                tokenizer = Tokenizer.from_buffer(_without_merges(content))
+                decoder = _in_use[digest] = cls(
+                    lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False)),
+                    tokenizer.id_to_token,
+                )
+            return decoder
 
     @property
-    def known(self) -> bool:
+    def has_tokenizer(self) -> bool:
         """Return whether there is a tokenizer."""
         return self._decode is not None
 
@@ -143,11 +132,11 @@ class TextOfTokens:
         parts, begin = [], 0
         for end in range(1, len(tokens) + 1):
             some = tuple(tokens[begin:end])
-            text = self._known.get(some)
+            text = self._pieces.get(some)
             if text is None:
-                if len(self._known) > MAX_KNOWN:
-                    self._known.clear()
-                text = self._known[some] = self._piece(some)
+                if len(self._pieces) > MAX_PIECES:
+                    self._pieces.clear()
+                text = self._pieces[some] = self._piece(some)
             if text.endswith(REPLACEMENT) and len(some) < MAX_TOKENS_OF_PIECE and end < len(tokens):
                 continue
             parts.append((text, end - begin))
@@ -194,15 +183,15 @@ def searched_text(
         text: decodes tokens.
         places: [sampled] of the rollout; see `sampled_places`.
     """
-    tokens = told_of_each(group, "tokens")[index]
-    if text.known and isinstance(tokens, list):
+    tokens = entries_of(group, "tokens")[index]
+    if text.has_tokenizer and isinstance(tokens, list):
         prompt = tokens[: int(places[0])] if len(places) else tokens
         first, last = places[: 2 * _SEARCHED_TOKENS].tolist(), places[-_SEARCHED_TOKENS:].tolist()
         answer = text.whole([tokens[place] for place in first])[:MAX_BEGINNING]
         if len(places) > 2 * _SEARCHED_TOKENS:
             answer += "\n" + text.whole([tokens[place] for place in last])[-MAX_END:]
         return f"{answer}\n\n{text.whole(prompt[-_SEARCHED_TOKENS:])[-MAX_PROMPT:]}"
-    messages = messages_of(told_of_each(group, "messages")[index])
+    messages = messages_of(entries_of(group, "messages")[index])
     answers = [content for role, content in messages if role == "assistant"] or [
         content for _, content in messages[-1:]
     ]

@@ -16,10 +16,10 @@ import numpy.typing as npt
 from atroposlib.dashboard.rollouts.rollout_stats import (
     Floats,
     TrainedTokens,
+    entries_of,
     logprobs_of,
     of_each_token,
     sampled_places,
-    told_of_each,
     versions_of,
 )
 from atroposlib.dashboard.rollouts.text import MAX_TOKENS_OF_PIECE, TextOfTokens, messages_of
@@ -56,15 +56,15 @@ def transcript(
         boundaries: [position, version] of tokens at which the weights changed, in the whole
         rollout.
     """
-    tokens = told_of_each(group, "tokens")[index]
+    tokens = entries_of(group, "tokens")[index]
     if not isinstance(tokens, list):
-        return _of_messages(told_of_each(group, "messages")[index], begin, count)
-    mask = told_of_each(group, "masks")[index]
+        return _of_messages(entries_of(group, "messages")[index], begin, count)
+    mask = entries_of(group, "masks")[index]
     if not isinstance(mask, list) or len(mask) != len(tokens):
         mask = [PROMPT_MASK] * len(tokens)
     begin = max(0, min(begin, len(tokens)))
     stop_of_page = min(len(tokens), begin + max(1, count))
-    runs, tags = [], tags_of_runs(told_of_each(group, "messages")[index], mask)
+    runs, tags = [], tags_of_runs(entries_of(group, "messages")[index], mask)
     end = begin
     for number, (start, stop) in enumerate(runs_of(mask)):
         if stop <= begin or start >= stop_of_page:
@@ -153,7 +153,7 @@ def _own_advantages(
     group: Mapping[str, Any], index: int, places: npt.NDArray[np.int64], length: int
 ) -> Floats:
     """[tokens] the environment's advantages, NaN without one. It may send one number for all."""
-    row = told_of_each(group, "advantages")[index]
+    row = entries_of(group, "advantages")[index]
     values = np.atleast_1d(np.asarray(row, dtype=np.float32))
     if len(values) == 1:
         values = np.repeat(values, length)

@@ -11,26 +11,26 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from atroposlib.dashboard.events import number
-from atroposlib.dashboard.live.hub import EventStream, TooManyPagesError
-from atroposlib.dashboard.live.servers import read_versions
+from atroposlib.dashboard.live.hub import EventStream
+from atroposlib.dashboard.live.servers import Server, read_versions
 from atroposlib.dashboard.live.signs import Known, read_processes, signs_of
 from atroposlib.dashboard.page import RunPage, json_answer, page_of
-from atroposlib.dashboard.rollouts.archive import ArchiveError
-from atroposlib.dashboard.rollouts.archive_reader import (
+from atroposlib.dashboard.rollouts.archive import (
     ORDERS,
+    Archive,
+    ArchiveError,
     NoSuchError,
     Position,
-    QueryError,
-    RolloutSource,
 )
-from atroposlib.dashboard.rollouts.rollout_stats import told_of_each
+from atroposlib.dashboard.rollouts.rollout_stats import entries_of
 from atroposlib.dashboard.rollouts.transcript import described, transcript
 from atroposlib.dashboard.run_folders.catalogue import LIVE
 from atroposlib.dashboard.run_folders.columns import MAX_POINTS, MIN_POINTS, Series
@@ -52,12 +52,65 @@ CLOCK_SECONDS = 5.0
 """Difference between the clocks of two machines that is ignored."""
 MAX_VERSIONS = 10_000
 """Versions in one answer, of all servers of a run."""
+MAX_QUERY_LENGTH = 400
+"""Characters that a list of rollouts is searched for."""
 
 
-async def run_json(request: Request, read: Callable[[Run], Any]) -> Response:
-    """Return what `read` returns for the run in the query."""
-    page, run_id = page_of(request), run_id_of(request)
-    return await page.answer(request, lambda: read(page.runs.get(run_id)))
+def _split(text: str) -> list[str]:
+    return list(dict.fromkeys(name for name in text.split(",") if name))
+
+
+class SeriesQuery(BaseModel):
+    """Query of the routes of figures."""
+
+    names: Annotated[list[str], BeforeValidator(_split)] = Field([], max_length=MAX_NAMES)
+    points: int = Field(2000, ge=MIN_POINTS, le=MAX_POINTS)
+    first: int | None = Field(None, gt=-(2**53), lt=2**53)
+    last: int | None = Field(None, gt=-(2**53), lt=2**53)
+
+
+class ListQuery(BaseModel):
+    """Query of a list of rollouts."""
+
+    sort: str = Field("newest", pattern=f"^({'|'.join(ORDERS)})$")
+    environment: str | None = None
+    text: str = Field("", max_length=MAX_QUERY_LENGTH)
+    cursor: Annotated[Position, BeforeValidator(Position.parse)] | None = None
+    limit: int = Field(50, ge=0)
+
+
+class PartQuery(BaseModel):
+    """Query of the tokens of a rollout."""
+
+    begin: int = Field(0, ge=0)
+    count: int = Field(2000, ge=0)
+
+
+Query = TypeVar("Query", bound=BaseModel)
+
+
+def query_of(request: Request, model: type[Query]) -> Query:
+    """Return the checked query of a request. An empty parameter counts as missing."""
+    sent = {name: value for name, value in request.query_params.items() if value}
+    try:
+        return model.model_validate(sent)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        name = fault["loc"][0]
+        raise HTTPRefusal(400, f"{name}={sent[str(name)][:50]}: {fault['msg']}") from None
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def of_run(read: Callable[[Run], Any]) -> Handler:
+    """Return a handler that answers with `read` of the run in the query."""
+
+    async def handler(request: Request) -> Response:
+        page, run_id = page_of(request), run_id_of(request)
+        return await page.answer(request, lambda: read(page.runs.get(run_id)))
+
+    return handler
 
 
 def run_id_of(request: Request) -> str:
@@ -85,54 +138,34 @@ async def best(request: Request) -> Response:
     return await page.answer(request, lambda: {"best": page.runs.best_rewards(BEST_SECONDS)})
 
 
-async def names(request: Request) -> Response:
-    """GET /ui/api/names: the figures of a run."""
-    return await run_json(request, lambda run: {"names": run.names()})
-
-
 async def series(request: Request) -> Response:
     """GET /ui/api/series: figures of a run by step, thinned out to a number of points."""
-    chosen, points = names_of(request), whole_number(request, "points", 2000)
-    if not MIN_POINTS <= points <= MAX_POINTS:
-        raise HTTPRefusal(400, f"points={points} is not between {MIN_POINTS} and {MAX_POINTS}")
-    first, last = (whole_number(request, name) for name in ("first", "last"))
+    query = query_of(request, SeriesQuery)
 
     def read(run: Run) -> dict[str, Any]:
-        return {
-            **run.extent(),
-            "newest": run.newest(chosen),
-            **series_json(run.series(chosen, points, first, last)),
-        }
+        points = run.series(query.names, query.points, query.first, query.last)
+        return run.extent() | {"newest": run.newest(query.names)} | series_json(points)
 
-    return await run_json(request, read)
+    return await of_run(read)(request)
 
 
 async def table(request: Request) -> Response:
     """GET /ui/api/series.csv: figures of a run as a file."""
-    page, chosen, run_id = page_of(request), names_of(request), run_id_of(request)
+    page, names, run_id = page_of(request), query_of(request, SeriesQuery).names, run_id_of(request)
 
     def write() -> Response:
         run = page.runs.get(run_id)
-        text = csv_of(run.series(chosen or run.names(), MAX_POINTS))
+        text = csv_of(run.series(names or run.names(), MAX_POINTS))
         headers = {"Content-Disposition": f'attachment; filename="{run.files.id}.csv"'}
         return Response(text, headers=headers, media_type="text/csv")
 
     return await page.in_thread(write)
 
 
-async def events(request: Request) -> Response:
+def events(run: Run) -> dict[str, Any]:
     """GET /ui/api/events: the events of a run."""
-
-    def read(run: Run) -> dict[str, Any]:
-        listed, left_out = run.events()
-        return {"events": [event.to_json() for event in listed], "left_out": left_out}
-
-    return await run_json(request, read)
-
-
-async def evaluations(request: Request) -> Response:
-    """GET /ui/api/evaluations: the evaluations of a run."""
-    return await run_json(request, lambda run: {"evaluations": run.evaluations()})
+    listed, left_out = run.events()
+    return {"events": [event.to_json() for event in listed], "left_out": left_out}
 
 
 async def stack(request: Request) -> Response:
@@ -148,7 +181,7 @@ async def weights(request: Request) -> Response:
     page, run_id = page_of(request), run_id_of(request)
     servers = None
     if page.live is not None and run_id in ("", LIVE):
-        servers = newest_history([server.weights() for server in page.live.watch.servers.values()])
+        servers = [server.weights() for server in page.live.watch.servers.values()]
 
     def read() -> dict[str, Any]:
         run = page.runs.get(run_id)
@@ -166,67 +199,30 @@ async def stream(request: Request) -> Response:
         return describe(page) | page.runs.get(run_id).extent()
 
     hello = await page.in_thread(read)
-    try:
-        page.hub.require_room()
-    except TooManyPagesError as error:
-        raise HTTPRefusal(503, str(error)) from error
+    if page.hub.full:
+        raise HTTPRefusal(503, page.hub.full)
     return EventStream(page.hub, hello["run"], hello, lambda: page.auth.session_ends(headers))
 
 
-async def rollouts(request: Request) -> Response:
-    """GET /ui/api/rollouts: a page of a list, in an order, of an environment, with a text."""
-    return await rollouts_json(request, list_json)
+def of_rollouts(read: Callable[[Request, Archive], dict[str, Any]]) -> Handler:
+    """Return a handler that answers with `read` of the rollouts of the run in the query."""
 
+    async def handler(request: Request) -> Response:
+        page, run_id = page_of(request), run_id_of(request)
 
-async def group(request: Request) -> Response:
-    """GET /ui/api/rollouts/GROUP: the numbers of its rollouts, and the groups before and after it."""
-    return await rollouts_json(request, group_json)
+        def read_archive() -> dict[str, Any]:
+            files = page.runs.files(run_id)
+            try:
+                content = read(request, page.archives.of(files))
+            except OSError as error:
+                raise ArchiveError(str(error)) from error
+            recorder = page.live and page.live.service.recorder
+            left_out = recorder.stats()["left_out"] if recorder and files.id == LIVE else 0
+            return content | {"left_out": left_out}
 
+        return await page.answer(request, read_archive, of_rollouts=True)
 
-async def rollout(request: Request) -> Response:
-    """GET /ui/api/rollouts/GROUP/ROLLOUT?begin=&count=: tokens of a rollout; see `transcript`."""
-    return await rollouts_json(request, rollout_json)
-
-
-async def rollouts_json(
-    request: Request, read: Callable[[Request, RolloutSource], dict[str, Any]]
-) -> Response:
-    """Return what `read` returns for the rollouts of the run in the query."""
-    page, run_id = page_of(request), run_id_of(request)
-
-    def read_archive() -> dict[str, Any]:
-        files = page.runs.files(run_id)
-        try:
-            content = read(request, page.archives.of(files))
-        except OSError as error:
-            raise ArchiveError(str(error)) from error
-        recorder = page.live.service.recorder if page.live is not None else None
-        if recorder is None or files.id != LIVE:
-            return content | {"left_out": 0}
-        return content | {"left_out": recorder.stats()["left_out"]}
-
-    return await page.answer(request, read_archive, of_rollouts=True)
-
-
-HANDLERS: dict[str, Callable[[Request], Awaitable[Response]]] = {
-    "page": about,
-    "runs": runs,
-    "best": best,
-    "names": names,
-    "series": series,
-    "series.csv": table,
-    "events": events,
-    "evaluations": evaluations,
-    "stack": stack,
-    "weights": weights,
-    "stream": stream,
-    "rollouts": rollouts,
-    "rollouts/{group}": group,
-    "rollouts/{group}/{rollout}": rollout,
-}
-DATA_ROUTES = [
-    Route(f"{API}{path}", handler, methods=["GET"]) for path, handler in HANDLERS.items()
-]
+    return handler
 
 
 def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
@@ -270,30 +266,6 @@ def describe(page: RunPage) -> dict[str, Any]:
     }
 
 
-def names_of(request: Request) -> list[str]:
-    """Return the figures in the query."""
-    names = [name for name in request.query_params.get("names", "").split(",") if name]
-    if len(names) > MAX_NAMES:
-        raise HTTPRefusal(
-            400, f"{len(names)} names are more than {MAX_NAMES}: send several requests"
-        )
-    return list(dict.fromkeys(names))
-
-
-def whole_number(request: Request, name: str, default: int | None = None) -> Any:
-    """Return a whole number in the query."""
-    text = request.query_params.get(name)
-    if not text:
-        return default
-    try:
-        value = int(text[:20])
-    except ValueError:
-        raise HTTPRefusal(400, f"{name}={text[:50]!r} is not a whole number") from None
-    if abs(value) >= 2**53:
-        raise HTTPRefusal(400, f"{name}={value} is too large")
-    return value
-
-
 def series_json(series: Series) -> dict[str, Any]:
     """Return points as the charts take them."""
     listed = {
@@ -322,14 +294,6 @@ def csv_of(series: Series) -> str:
     return text.getvalue()
 
 
-def newest_history(servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the servers with their newest versions, at most MAX_VERSIONS in all: the history of a
-    fleet is long.
-    """
-    each = max(20, MAX_VERSIONS // max(1, len(servers)))
-    return [server | {"history": server["history"][-each:]} for server in servers]
-
-
 def weights_json(
     run: Run, servers: list[dict[str, Any]] | None, parity: dict[str, Any] | None
 ) -> dict[str, Any]:
@@ -338,34 +302,31 @@ def weights_json(
     Args:
         run: to report.
         servers: their present state; None for the state in the run's files.
-        parity: from `kept_parity`.
+        parity: from `kept_parity`. The sums of the trainer's rows replace it, unless the rows hold
+            none or are too many to add up.
     """
     if servers is None:
-        servers = newest_history(past_servers(run))
+        servers = past_servers(run)
+    each = max(20, MAX_VERSIONS // max(1, len(servers)))
+    counts, reported = run.counts(), parity or {}
+    compared, mismatched = counts or (reported.get("compared", 0), reported.get("mismatched", 0))
     return {
-        "servers": servers,
+        "servers": [server | {"history": server["history"][-each:]} for server in servers],
         "updates": run.updates(),
-        "deterministic": deterministic_json(run, parity or {}),
+        "deterministic": {
+            "on": counts is not None or parity is not None,
+            "compared": compared,
+            "mismatched": mismatched,
+            "first": reported.get("first"),
+        },
     }
-
-
-def deterministic_json(run: Run, parity: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of compared and of different tokens, and the first difference.
-
-    They come from the trainer's rows. If the rows hold none, or are too many to add up, they come
-    from the trainer's reports to the service.
-    """
-    counts = run.counts()
-    compared, mismatched = counts or (parity.get("compared", 0), parity.get("mismatched", 0))
-    on = counts is not None or bool(parity)
-    return {"on": on, "compared": compared, "mismatched": mismatched, "first": parity.get("first")}
 
 
 def kept_parity(page: RunPage, run: Run) -> dict[str, Any] | None:
     """Return the trainer's report of different tokens; None if there is none, or it cannot be read."""
     try:
-        source = page.archives.kept(run.files)
-        return None if source is None else source.parity()
+        archive = page.archives.kept(run.files)
+        return None if archive is None else archive.parity()
     except ArchiveError as error:
         logger.warning("the archive of rollouts cannot be read: %s", error)
         return None
@@ -375,73 +336,58 @@ def past_servers(run: Run) -> list[dict[str, Any]]:
     """Return the servers of a run from its files."""
     if run.files.observed is None:
         return []
-    servers = []
-    for url, history in read_versions(run.files.observed / "servers.jsonl").items():
-        last = history[-1]
-        gaps = [(row["gap"], row["time"]) for row in history if row["gap"] is not None]
-        gap, at = max(gaps, key=lambda one: one[0], default=(None, None))
-        servers.append(
-            {
-                "url": url, "weight_version": last["version"], "weight_epoch": last["epoch"],
-                "checksums": [last["checksum"]] if last["checksum"] else [], "last_update": last["seconds"],
-                "longest_gap": gap, "longest_gap_at": at, "history": history, "phase": "", "mode": "", "transfer": "",
-                "updates": None, "failures": None, "last_error": "", "quarantine": "", "last_bytes": None,
-            }
-        )  # fmt: skip
-    return servers
+    versions = read_versions(run.files.observed / "servers.jsonl")
+    return [Server.remembered(url, {}, history).weights() for url, history in versions.items()]
 
 
-def list_json(request: Request, source: RolloutSource) -> dict[str, Any]:
-    """Return a page of a list of rollouts."""
-    query = request.query_params
-    after = query.get("cursor")
-    listed = source.listed(
-        query.get("sort", ORDERS[0]),
-        query.get("environment") or None,
-        query.get("text", ""),
-        None if after is None else Position.parse(after),
-        number_of(query.get("limit", "50"), "limit"),
-    )
+def rollouts(request: Request, archive: Archive) -> dict[str, Any]:
+    """GET /ui/api/rollouts: a page of a list, in an order, of an environment, with a text."""
+    query = query_of(request, ListQuery)
+    page = archive.listed(query.sort, query.environment, query.text, query.cursor, query.limit)
     return {
-        "rollouts": listed.rollouts,
-        "next": listed.next and str(listed.next),
-        "searched": listed.searched,
-        "total": listed.total,
-        "environments": source.environments(),
+        "rollouts": page.rollouts,
+        "next": page.next and str(page.next),
+        "searched": page.searched,
+        "total": page.total,
+        "environments": archive.environments(),
     }
 
 
-def group_json(request: Request, source: RolloutSource) -> dict[str, Any]:
-    """Return the rollouts of a group, each with its numbers and its sampling parameters."""
-    kept = source.group(number_in_path(request, "group"))
-    older, newer = source.beside(kept.id)
-    parameters = told_of_each(kept.content, "sampling_params")
+def group(request: Request, archive: Archive) -> dict[str, Any]:
+    """GET /ui/api/rollouts/GROUP: the rollouts of a group, each with its numbers and its sampling
+    parameters, and the groups before and after it.
+    """
+    kept = archive.group(number_in_path(request, "group"))
+    older, newer = archive.beside(kept.id)
+    parameters = entries_of(kept.content, "sampling_params")
     return {
         "group": kept.id,
         "seq": kept.seq,
         "time": kept.time,
         "environment": kept.environment,
         "rollouts": [
-            head | {"sampling": described(parameters[index])}
-            for index, head in enumerate(kept.heads)
+            head | {"sampling": described(sampling)}
+            for head, sampling in zip(kept.heads, parameters, strict=True)
         ],
         "older": older,
         "newer": newer,
     }
 
 
-def rollout_json(request: Request, source: RolloutSource) -> dict[str, Any]:
-    """Return some tokens of a rollout, with what the trainer computed for them."""
-    kept, index = source.group(number_in_path(request, "group")), number_in_path(request, "rollout")
+def rollout(request: Request, archive: Archive) -> dict[str, Any]:
+    """GET /ui/api/rollouts/GROUP/ROLLOUT?begin=&count=: tokens of a rollout, with the trainer's
+    numbers for them; see `transcript`.
+    """
+    query = query_of(request, PartQuery)
+    kept = archive.group(number_in_path(request, "group"))
+    index = number_in_path(request, "rollout")
     if index >= len(kept.heads):
         raise NoSuchError(
             f"group {kept.id} has {len(kept.heads)} rollouts, and so no rollout {index}"
         )
-    query = request.query_params
-    begin = number_of(query.get("begin", "0"), "begin")
-    count = min(number_of(query.get("count", "2000"), "count"), MAX_TOKENS)
-    trained = source.trained(kept.first + index)
-    return transcript(kept.content, index, source.text(), trained, begin, count) | {
+    trained = archive.trained(kept.first + index)
+    count = min(query.count, MAX_TOKENS)
+    return transcript(kept.content, index, archive.text(), trained, query.begin, count) | {
         "group": kept.id,
         "rollout": index,
         "trained_version": trained and trained.weight_version,
@@ -454,20 +400,28 @@ def number_in_path(request: Request, name: str) -> int:
     Raises:
         NoSuchError: it is not a whole number, or larger than the archive's numbers can be.
     """
-    try:
-        return number_of(request.path_params[name], name)
-    except QueryError as error:
-        raise NoSuchError(
-            f"{error}, or has more than 18 digits: no {name} has this number"
-        ) from None
-
-
-def number_of(text: str, name: str) -> int:
-    """Return a whole number of the query, 0 or more.
-
-    Raises:
-        QueryError: the text is another one.
-    """
+    text = request.path_params[name]
     if not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise QueryError(f"{name} {text[:40]!r} is no whole number from 0 on")
+        raise NoSuchError(f"no {name} has this number: {text[:40]!r}")
     return int(text)
+
+
+HANDLERS: dict[str, Handler] = {
+    "page": about,
+    "runs": runs,
+    "best": best,
+    "names": of_run(lambda run: {"names": run.names()}),
+    "series": series,
+    "series.csv": table,
+    "events": of_run(events),
+    "evaluations": of_run(lambda run: {"evaluations": run.evaluations()}),
+    "stack": stack,
+    "weights": weights,
+    "stream": stream,
+    "rollouts": of_rollouts(rollouts),
+    "rollouts/{group}": of_rollouts(group),
+    "rollouts/{group}/{rollout}": of_rollouts(rollout),
+}
+DATA_ROUTES = [
+    Route(f"{API}{path}", handler, methods=["GET"]) for path, handler in HANDLERS.items()
+]

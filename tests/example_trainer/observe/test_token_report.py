@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.dashboard.rollouts.rollout_stats import read_report
+from atroposlib.dashboard.rollouts.rollout_stats import TrainerReport
 from example_trainer.batch.client import RolloutClient
 from example_trainer.batch.groups import parse_batch
 from example_trainer.batch.prefetch import Batches
@@ -63,7 +63,7 @@ def test_the_numbers_are_those_of_the_first_update(updates: int) -> None:
     told = report.take()
     assert told is not None
     assert told["weight_version"] == 0
-    found = read_report(told)
+    found = list(TrainerReport.model_validate(told).trained_tokens())
     assert len(found) == min(3, len(expected))
     sequences = {sequence.order: sequence for sequence in batch.sequences}
     for group, place, trained in found:
@@ -111,7 +111,10 @@ def test_a_long_sequence_is_told_from_its_beginning_and_a_report_fits_what_every
         report.add(one, torch.full((len(one.targets),), -0.5), torch.ones(len(one.targets)))
     told = report.take()
     assert told is not None
-    assert sum(len(trained.logprobs) for _, _, trained in read_report(told)) == min(5, count)
+    assert sum(
+        len(trained.logprobs)
+        for _, _, trained in list(TrainerReport.model_validate(told).trained_tokens())
+    ) == min(5, count)
     assert token_report.MOST_TOKENS * 3 * 4 * 4 / 3 < (1 << 20) * 0.6
     assert TokenReport(0).take() is None
 

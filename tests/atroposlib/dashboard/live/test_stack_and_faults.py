@@ -66,7 +66,7 @@ def test_each_fault_names_its_part() -> None:
     }
     silent, bad, away = Server(URL), Server("http://b:1"), Server("http://c:1")
     silent.missed(1.0, "connection refused")
-    bad.heard(1.0, GOOD | {"serving": False, "trouble": "in quarantine"}, None)
+    bad.answer(1.0, GOOD | {"serving": False, "trouble": "in quarantine"}, None)
     row = away.row({"standing": "away", "reason": "timed out", "since": 3.0})
     stack = stack_of(RolloutQueue(), [silent.row(None), bad.row(None), row], 0.0, 0.0)
     assert set(faults(stack)) == {f"server {URL}", "server http://b:1", "server http://c:1"}
@@ -99,8 +99,8 @@ def test_a_trainer_that_should_speak_and_does_not_is_named() -> None:
 
 def test_how_long_a_server_is_silent_is_told_by_its_last_answer_whoever_heard_it() -> None:
     server = Server(URL)
-    server.heard(100.0, GOOD, None)
-    server.heard(200.0, GOOD, None)
+    server.answer(100.0, GOOD, None)
+    server.answer(200.0, GOOD, None)
     for now in (201.0, 202.0):
         server.missed(now, "connection refused")
     trained = {"url": URL, "standing": "good", "since": 50.0}
@@ -113,7 +113,7 @@ def test_how_long_a_server_is_silent_is_told_by_its_last_answer_whoever_heard_it
     after.missed(400.0, "connection refused")
     assert (after.health, after.since, after.weight_version) == ("silent", 200.0, 1)
     assert list(server_events(server.row(None), after.row(None), 400.0, 1)) == []
-    after.heard(500.0, GOOD | {"instance": "two"}, {"failures": 0})
+    after.answer(500.0, GOOD | {"instance": "two"}, {"failures": 0})
     kinds = [event.kind for event in server_events(server.row(None), after.row(None), 500.0, 1)]
     assert (after.since, kinds) == (500.0, ["server_back", "server_restarted"])
     died = Server.remembered(
@@ -188,7 +188,7 @@ def test_what_a_server_says_and_does() -> None:
         "failures": 0,
         "last_update": {"to_paused": 0.5, "stalled": 2.0, "halted": 1.0, "x": "y"},
     }
-    server.heard(1.0, GOOD, bridge)
+    server.answer(1.0, GOOD, bridge)
     assert (server.health, server.longest_gap, server.history[0]["checksum"]) == ("good", 2.0, "a")
     assert server.weights()["last_update"] == {"paused": 0.5, "stalled": 2.0, "halted": 1.0}
     before = seen()
@@ -197,12 +197,12 @@ def test_what_a_server_says_and_does() -> None:
     server.missed(3.0, "no answer in 4 s")
     assert (server.since, kinds(before)) == (1.0, ["server_lost"])
     lost = seen()
-    server.heard(4.0, GOOD | {"instance": "two", "weight_version": 2}, bridge | {"failures": 9})
+    server.answer(4.0, GOOD | {"instance": "two", "weight_version": 2}, bridge | {"failures": 9})
     assert kinds(lost) == ["server_back", "server_restarted"], (
         "what it counted before its start is not compared"
     )
     before = seen()
-    server.heard(
+    server.answer(
         5.0,
         GOOD | {"instance": "two", "weight_version": 2},
         bridge | {"failures": 10, "last_error": "shape"},
@@ -214,7 +214,7 @@ def test_what_a_server_says_and_does() -> None:
         (3, {"halted": 4.0, "stalled": 3.0}),
         (4, {"halted": 1.0}),
     ):
-        server.heard(
+        server.answer(
             5.0 + version,
             GOOD | {"instance": "two", "weight_version": version},
             {"last_update": seconds},
@@ -226,12 +226,12 @@ def test_what_a_server_says_and_does() -> None:
     ), "the true one comes later"
     again = Server.remembered(URL, seen(), server.history)
     moving = Server(URL)
-    moving.heard(1.0, GOOD, {"weight_version": 2, "weight_epoch": 5, "checksums": ["of 2"]})
+    moving.answer(1.0, GOOD, {"weight_version": 2, "weight_epoch": 5, "checksums": ["of 2"]})
     assert [(one["version"], one["checksum"]) for one in moving.history] == [(2, "of 2")], (
         "an update was in between"
     )
     assert (again.history, again.longest_gap, again.longest_gap_at) == (server.history, 3.0, 8.0)
-    server.heard(
+    server.answer(
         6.0,
         {"weight_version": "none", "in_flight": None},
         {"checksums": 5, "last_update": [1], "updates": True},

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from atroposlib.dashboard.rollouts import recorder as recorder_module
 from atroposlib.dashboard.rollouts import text as text_module
-from atroposlib.dashboard.rollouts.archive_reader import NoSuchError, RolloutSource
+from atroposlib.dashboard.rollouts.archive import Archive, NoSuchError
 from atroposlib.dashboard.rollouts.files import GroupFiles, OpenArchives
 from atroposlib.dashboard.rollouts.recorder import Allowance, RolloutRecorder
 from atroposlib.dashboard.rollouts.text import TextOfTokens
@@ -59,7 +59,7 @@ def test_groups_and_what_the_trainer_tells_of_them_are_kept_and_a_model_makes_te
     tmp_path: Path,
 ) -> None:
     path, told = tmp_path / "observed" / "rollouts.db", Told()
-    recorder = RolloutRecorder(path.parent, told=told)
+    recorder = RolloutRecorder(path.parent, on_kept=told)
     assert not path.exists(), "nothing has come"
     recorder.model(str(STARTER))
     recorder.posted([(4, "sums", body((1.0, 2))), (5, "code", body((0.0, 2)))])
@@ -69,11 +69,11 @@ def test_groups_and_what_the_trainer_tells_of_them_are_kept_and_a_model_makes_te
     recorder.close()
     recorder.posted([(6, "late", body((0.0, 1)))])
     assert recorder.stats() == {"recorded": 2, "left_out": 0}
-    source = RolloutSource(path)
+    source = Archive(path, read_only=True)
     assert source.environments() == ["sums", "code"]
     (found,) = source.listed("drifted").rollouts
     assert (found["group"], found["drift"], found["trained_version"]) == (told.newest, 0.125, 6)
-    assert source.text().known
+    assert source.text().has_tokenizer
     assert source.listed(text=source.text().whole([10, 11])).rollouts
 
 
@@ -81,7 +81,7 @@ def test_another_run_has_an_archive_of_its_own_and_two_are_kept(tmp_path: Path) 
     told = Told()
     files = RunFiles("live", "live", tmp_path, tmp_path / "m", tmp_path / "e", observed=tmp_path)
     archives = OpenArchives()
-    recorder = RolloutRecorder(tmp_path, told=told)
+    recorder = RolloutRecorder(tmp_path, on_kept=told)
     recorder.another_run()  # nothing was kept of the one before
     recorder.posted([(0, "", body((1.0, 1)))])
     told.wait_for(1)
@@ -92,7 +92,7 @@ def test_another_run_has_an_archive_of_its_own_and_two_are_kept(tmp_path: Path) 
         told.wait_for(run)
         assert scores_of(archives.of(files)) == [float(run)], "the lists are of one run"
     recorder.close()
-    recorder = RolloutRecorder(tmp_path, told=told)  # the service is started again
+    recorder = RolloutRecorder(tmp_path, on_kept=told)  # the service is started again
     recorder.posted([(1, "", body((4.0, 1)))])
     recorder.close()
     assert scores_of(archives.of(files)) == [4.0, 3.0]
@@ -110,7 +110,7 @@ def test_what_comes_too_fast_is_left_out_and_counted(
     counts = recorder.stats()
     assert counts["recorded"] + counts["left_out"] == 50
     assert 1 <= counts["recorded"] <= 3
-    assert RolloutSource(tmp_path / "rollouts.db").total() == counts["recorded"]
+    assert Archive(tmp_path / "rollouts.db", read_only=True).total() == counts["recorded"]
 
 
 def test_a_service_that_is_busy_keeps_fewer(
@@ -129,7 +129,7 @@ def test_groups_that_are_none_and_a_file_of_another_kind_harm_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, told = tmp_path / "rollouts.db", Told()
-    recorder = RolloutRecorder(path.parent, told=told)
+    recorder = RolloutRecorder(path.parent, on_kept=told)
     recorder.posted(
         [(0, "", b"[]"), (1, "", b'{"scores": [1.0], "tokens": 3}'), (2, "", body((1.0, 1)))]
     )
@@ -168,7 +168,7 @@ def test_no_more_is_taken_than_is_allowed(
     )
 
 
-def scores_of(source: RolloutSource, limit: int = 50) -> list[float]:
+def scores_of(source: Archive, limit: int = 50) -> list[float]:
     return [head["score"] for head in source.listed(limit=limit).rollouts]
 
 
@@ -181,22 +181,22 @@ def test_files_of_groups_become_an_archive_of_their_newest_that_grows_with_them(
         b"\n".join([*lines[:10], b"nonsense", b"", *lines[10:]])
     )  # without an end of its last line
     groups = GroupFiles([file], str(STARTER))
-    source = groups.source()
+    source = groups.archive()
     assert (source.total(), scores_of(source, 3)) == (20, [19.0, 18.0, 17.0])
     assert source.listed().rollouts[0]["environment"] == "groups"
     with file.open("ab") as grown:
         grown.write(b"\n" + lines[5] + b"\n" + lines[6][:20])
-    assert groups.source() is source, "it is not made anew"
+    assert groups.archive() is source, "it is not made anew"
     assert (source.total(), scores_of(source, 2)) == (21, [5.0, 19.0])
     with file.open("ab") as grown:
         grown.write(lines[6][20:])
-    assert scores_of(groups.source(), 2) == [6.0, 5.0]
+    assert scores_of(groups.archive(), 2) == [6.0, 5.0]
     file.write_bytes(lines[3] + b"\n")
-    assert scores_of(groups.source()) == [3.0], "the file was begun anew"
+    assert scores_of(groups.archive()) == [3.0], "the file was begun anew"
     groups.close()
     file.write_bytes(b"\n".join(lines) + b"\n")
     newest = GroupFiles([file], max_bytes=len(lines[-1]) * 2 + len(lines[-1]) // 2)
-    assert scores_of(newest.source()) == [19.0, 18.0]
+    assert scores_of(newest.archive()) == [19.0, 18.0]
     newest.close()
 
 
@@ -228,12 +228,12 @@ def test_one_archive_that_is_made_holds_no_other_up(tmp_path: Path) -> None:
 def test_a_tokenizer_is_read_once_for_all_who_have_it() -> None:
     content = (STARTER / "tokenizer.json").read_bytes()
     first, second = (TextOfTokens.of_file(content) for _ in range(2))
-    assert text_module._read(content) is text_module._read(content)
+    assert first is second
     whole = Tokenizer.from_buffer(content)
     every = list(range(whole.get_vocab_size()))
-    assert (
-        first.whole(every) == second.whole(every) == whole.decode(every, skip_special_tokens=False)
-    ), "merges are not missed"
+    assert first.whole(every) == whole.decode(every, skip_special_tokens=False), (
+        "merges are not missed"
+    )
     assert len(text_module._without_merges(content)) < len(content)
     assert text_module._without_merges(b"none") == b"none"
     del first, second

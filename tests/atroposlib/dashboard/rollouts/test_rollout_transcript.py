@@ -9,7 +9,7 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.dashboard.rollouts.rollout_stats import TrainedTokens, measured, places_of
+from atroposlib.dashboard.rollouts.rollout_stats import TrainedTokens, numbers_of, places_of
 from atroposlib.dashboard.rollouts.text import MAX_TOKENS_OF_PIECE, TextOfTokens, searched_text
 from atroposlib.dashboard.rollouts.transcript import (
     CHARACTERS_OF_PIECE,
@@ -127,7 +127,7 @@ def test_numbers_stand_at_their_tokens_and_versions_change_in_the_middle() -> No
     assert [(run["given"], run["begin"], run["end"]) for run in told["runs"]] == [
         (True, 0, 2), (False, 2, 5), (True, 5, 6), (False, 6, 8),
     ]  # fmt: skip
-    (numbers,) = measured(group, places_of(group))
+    (numbers,) = numbers_of(group, places_of(group))
     assert (numbers.sampled, numbers.mean_logprob, numbers.oldest, numbers.newest) == (
         5,
         -1.35,

@@ -127,6 +127,7 @@ def test_a_rollout_is_followed_from_its_post_to_the_trainers_numbers_and_through
         ("rollouts/\u0661", 404, "no group has this number"),
         ("rollouts?sort=prettiest", 400, "prettiest"),
         ("rollouts?cursor=x", 400, "cursor"),
+        (f"rollouts?text={'x' * 401}", 400, "at most 400 characters"),
         ("rollouts?limit=-3", 400, "limit"),
         ("rollouts/1/0?begin=1e3", 400, "begin"),
     ],

@@ -250,7 +250,7 @@ def test_every_answer_tells_the_browser_what_it_may_do(browser: httpx.Client) ->
     bad = browser.get("/ui/api/series?names=a&points=1")
     assert (bad.status_code, bad.json()) == (
         400,
-        {"error": "points=1 is not between 10 and 100000"},
+        {"error": "points=1: Input should be greater than or equal to 10"},
     )
     assert "no run 'gone'" in browser.get("/ui/api/names?run=gone").json()["error"]
 
