@@ -510,15 +510,14 @@ class Archive:
             page = self._page(ORDERS[order], environments, position or _BEGINNING, count)
             matching = self._matching([number for _, number in page], text)
             for key, number in page:
-                searched += 1
+                searched, position = searched + 1, Position(float(key), number)
                 if number in matching:
                     ids.append(number)
                     if len(ids) == limit:
                         break
-            if len(page) < count and (not page or number == page[-1][1]):
+            if len(page) < count and (not page or position == page[-1]):
                 position = None
                 break
-            position = Position(float(key), number)
             if time.monotonic() > deadline:
                 break
         return Listing(self._heads(ids), position, searched, self.total())
