@@ -32,8 +32,8 @@ from atroposlib.sandbox import (
 )
 from atroposlib.sandbox.verdict import Verdict, verdict
 from atroposlib.type_definitions import Message
-from atroposlib.utils.code_blocks import program_in
 from atroposlib.utils.data_files import train_and_test
+from environments.code_blocks import program_in
 from environments.code_problems import (
     MAX_HELD_OUT,
     CodeProblem,

@@ -26,7 +26,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.utils.log_bound import BoundedLines
+from atroposlib.utils.log_lines import BoundedLines
 from atroposlib.utils.parent_death import end_forked_with_parent, end_with_parent
 from atroposlib.web.bounded_protocol import bounded_protocol
 from atroposlib.web.connections import SERVER_KEEPS_SECONDS, connections_allowed

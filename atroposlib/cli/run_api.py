@@ -31,9 +31,9 @@ from atroposlib.service.records import Limits
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore, set_aside
 from atroposlib.service.store import MemoryStore, Store, StoreError
-from atroposlib.utils.log_bound import log_to_stderr
-from atroposlib.utils.port_user import port_user
+from atroposlib.utils.log_lines import log_to_stderr
 from atroposlib.utils.private_files import use_private_files
+from atroposlib.utils.processes import port_user
 from atroposlib.web.access import Access
 from atroposlib.web.addresses import argument, listening_host, server_address
 from atroposlib.web.bounded_protocol import StoppingServer, bounded_protocol

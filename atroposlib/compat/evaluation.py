@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion
 from atroposlib.envs.runner.reporting import write_json, write_json_lines
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.utils import metrics as statistics
-from atroposlib.utils.display import display_metrics_table
+from atroposlib.utils.metrics import display_metrics_table
 from atroposlib.web.addresses import argument, http_address
 
 logger = logging.getLogger(__name__)

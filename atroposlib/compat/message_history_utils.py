@@ -3,8 +3,8 @@
 import logging
 from typing import Any
 
+from atroposlib.compat.tokenize_for_trainer import UNMASKED_ROLES, tokenize_for_trainer
 from atroposlib.utils.thinking import read_reasoning
-from atroposlib.utils.tokenize_for_trainer import UNMASKED_ROLES, tokenize_for_trainer
 from atroposlib.wire.groups import ScoredDataGroup
 
 logger = logging.getLogger(__name__)

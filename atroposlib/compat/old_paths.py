@@ -23,6 +23,7 @@ PUBLIC_PATHS = {
     "atroposlib.utils.best_of_n_selection": "atroposlib.compat.best_of_n_selection",
     "atroposlib.utils.io": "atroposlib.compat.io",
     "atroposlib.utils.message_history_utils": "atroposlib.compat.message_history_utils",
+    "atroposlib.utils.tokenize_for_trainer": "atroposlib.compat.tokenize_for_trainer",
     "atroposlib.utils.tool_call_parser": "atroposlib.inference.tool_calls",
 }
 """Path in the public SDK -> ours."""

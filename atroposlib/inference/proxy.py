@@ -26,7 +26,7 @@ from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.inference.pool import describe
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.tokenizers import load_tokenizer
-from atroposlib.utils.log_bound import log_to_stderr
+from atroposlib.utils.log_lines import log_to_stderr
 from atroposlib.web.access import READ_ONLY_PATHS, Access
 from atroposlib.web.addresses import argument, http_addresses, listening_host
 from atroposlib.web.bounded_protocol import bounded_protocol

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from atroposlib.service.store import StoreError
+from atroposlib.utils.processes import file_users
 
 LOCKED_BYTE = 1 << 62
 """Far beyond the bytes that SQLite locks in the same file."""
@@ -76,18 +77,3 @@ def require_same_files(opened: Mapping[Path, os.stat_result]) -> None:
 def _flock() -> bytes:
     """Return the C structure that asks for a write lock on one byte."""
     return struct.pack("hhxxxxqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, LOCKED_BYTE, 1, 0)
-
-
-def file_users(wanted: os.stat_result, proc: Path = Path("/proc")) -> list[int]:
-    """Return the ids of the processes that have a file open, as far as this user may see them."""
-    users = []
-    for process in proc.glob("[0-9]*"):
-        try:
-            opened = any(
-                os.path.samestat(link.stat(), wanted) for link in (process / "fd").iterdir()
-            )
-        except OSError:  # another user's process, or one that has just ended
-            continue
-        if opened:
-            users.append(int(process.name))
-    return sorted(users)

@@ -1,10 +1,17 @@
-"""Statistics of a list, under the names that the dashboards use."""
+"""Metrics: statistics of a list under the names that the dashboards use, and a table for a terminal."""
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from atroposlib.utils.whole_files import disk_refusal
+
+logger = logging.getLogger(__name__)
 
 
 def get_std_min_max_avg(
@@ -34,3 +41,23 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
             f"pass@{k} of {samples} samples, {correct} of them right: k must be 1 to the number of samples"
         )
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def display_metrics_table(
+    task_name: str, metrics: dict[str, Any], start_time: float, end_time: float
+) -> None:
+    """Print an evaluation's metrics. Times are Unix times in seconds.
+
+    Standard output may be a log on a full disk: that costs the table, and not the evaluation.
+    """
+    table = Table(title=f"{task_name} ({end_time - start_time:.1f} s)", title_justify="left")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    try:
+        Console().print(table)
+    except OSError as error:
+        if disk_refusal(error) is None:
+            raise
+        logger.warning("the table of %s is not printed: %s", task_name, error.strerror)

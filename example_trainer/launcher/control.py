@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from atroposlib.utils.port_user import port_user
-from atroposlib.utils.process_identity import Identity, identify
+from atroposlib.utils.processes import Identity, identify, port_user
 from example_trainer.child_processes.guard import descendants, send
 from example_trainer.child_processes.own_folder import private_files
 from example_trainer.child_processes.ports import is_free

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atroposlib.utils.process_identity import Identity, boot_id, identify
+from atroposlib.utils.processes import Identity, boot_id, identify
 from example_trainer.child_processes.whole_files import write_whole
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.parts import in_order, kind_of

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from atroposlib.dashboard.events import number, whole
 from atroposlib.dashboard.run_folders.folder import read_object
-from atroposlib.utils.process_identity import Identity, boot_id
+from atroposlib.utils.processes import Identity, boot_id
 from atroposlib.web.keys import LOOPBACK
 
 STALE_SECONDS = 30.0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from atroposlib.compat.tokenize_for_trainer import tokenize_for_trainer
 from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.utils.control_tokens import (
     GUARD,
@@ -21,7 +22,6 @@ from atroposlib.utils.control_tokens import (
     plain,
     render_messages,
 )
-from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from environments.judge_server import judge_messages
 from tests.atroposlib.inference.template_shapes import STARTER, Sampler
 

@@ -22,9 +22,9 @@ from atroposlib.compat.message_history_utils import (
     strip_thinking,
     truncate_thinking,
 )
+from atroposlib.compat.tokenize_for_trainer import tokenize_for_trainer
 from atroposlib.inference.tool_calls import parse_tool_call
 from atroposlib.utils.metrics import get_std_min_max_avg
-from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from tests.atroposlib.inference.template_shapes import STARTER
 
 rewards = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=5), min_size=1, max_size=5)

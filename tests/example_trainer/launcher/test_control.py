@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.utils.process_identity import Identity, identify
+from atroposlib.utils.processes import Identity, identify
 from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
 from example_trainer.launcher import control

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.utils.process_identity import identify
+from atroposlib.utils.processes import identify
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart.report import write_summary
 from example_trainer.launcher.quickstart.run import open_output

@@ -7,7 +7,7 @@ import logging
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.utils.log_bound import LINES_SECONDS, MAX_LINE, MAX_LINES, BoundedLines, one_line
+from atroposlib.utils.log_lines import LINES_SECONDS, MAX_LINE, MAX_LINES, BoundedLines, one_line
 
 
 def record(message: str, *arguments: object, line: int = 1) -> logging.LogRecord:
