@@ -44,9 +44,12 @@ from fastapi import Body
 from example_trainer.child_processes.guard import PR_SET_PDEATHSIG, prctl
 from example_trainer.parameter_server.engine import StillEngine
 from example_trainer.parameter_server.held import module_of
-from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
+from tests.geometries import config_of
+from vllm_patching.weights.families import Geometry
+from vllm_patching.weights.sharding import plan_shards
 
-GEOMETRY = ModelGeometry("qwen3", 1, 12, 8, 4, 2, 3, 70, True, False, False, False, True)
+CONFIG = config_of("Qwen3", 1, 12, 8, 4, 2, 3, 70, tie_word_embeddings=True)
+GEOMETRY = Geometry.from_config(CONFIG)
 STEP_SECONDS = 0.05
 FAULT_PLACES = ("cohort", "begin", "receive", "commit")
 
@@ -54,7 +57,7 @@ FAULT_PLACES = ("cohort", "begin", "receive", "commit")
 def take_shapes_of(folder: Path) -> None:
     """Have servers and trainers of this process the parameters of the model in a folder."""
     global GEOMETRY
-    GEOMETRY = ModelGeometry.from_hf_config(json.loads((folder / "config.json").read_text()))
+    GEOMETRY = Geometry.from_config(json.loads((folder / "config.json").read_text()))
 
 
 def tiny_model(
@@ -118,7 +121,7 @@ def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
     from vllm_patching.worker import extension, updater
 
     extension._tensor_parallel = lambda: (0, 1)  # type: ignore[assignment]
-    extension.ModelGeometry = SimpleNamespace(from_hf_config=lambda config: GEOMETRY)  # type: ignore[assignment,misc]
+    extension.Geometry = SimpleNamespace(from_config=lambda config: GEOMETRY)  # type: ignore[assignment,misc]
 
     class Worker(extension.LockstepWorkerExtension):
         def __init__(self) -> None:

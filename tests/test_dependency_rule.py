@@ -89,6 +89,7 @@ SERVER_ROOMS = (
     "transport",
     "compat",
     "protocol",
+    "weights",
 )
 """The rooms of what runs inside vLLM, likewise: `batch_invariant` has a worker of its own."""
 SERVICE_ROOMS = (

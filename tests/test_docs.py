@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.models.geometry import SUPPORTED_ARCHITECTURES
 from tests.headless_browser import browser
 from tests.language import ROOT, documents
 from tests.pages import broken_links, links, section_of, sections, slug
+from vllm_patching.weights.families import FAMILIES
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -123,7 +123,7 @@ def test_the_page_of_models_names_every_architecture() -> None:
         (ROOT / "docs/your-model.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
-    assert sorted(named) == sorted(SUPPORTED_ARCHITECTURES)
+    assert sorted(named) == sorted(FAMILIES)
 
 
 @cache

@@ -23,11 +23,11 @@ from bench.gpu.spread_trainer import main as spread_main
 from bench.gpu.trainer import BenchTrainer, main
 from example_trainer.errors import BridgeError
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.weight_bridge.broadcast import BroadcastBridge, Line
 from example_trainer.weight_bridge.cohorts import Cohort
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
+from vllm_patching.weights.families import Geometry
 
 RESTART_SECONDS = 240.0
 """How long a trainer waits for a server that has gone: a GPU server's first start takes 130 s."""

@@ -19,11 +19,11 @@ from bench.gpu.shapes import SHAPES, STARTER, TOKENIZER_FILES
 from bench.gpu.trainer import BenchTrainer, main
 from bench.gpu.vllm_server import NUMBERS
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.hf_checkpoint import save_model
 from example_trainer.models.lora.layers import adapters_of, attach_adapters
-from example_trainer.models.lora.settings import TARGETS, LoraSettings
+from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
+from vllm_patching.weights.families import PROJECTIONS, Geometry
 
 RANK = 16
 
@@ -52,7 +52,7 @@ class LoraTrainer(BenchTrainer):
             shutil.copy(STARTER / name, source / name)
         model.source = source
         save_model(model, Path(folder))
-        settings = self.settings = LoraSettings(RANK, 2.0 * RANK, 0.0, TARGETS)
+        settings = self.settings = LoraSettings(RANK, 2.0 * RANK, 0.0, PROJECTIONS)
         attach_adapters(model, settings)
         self.sets = []
         names = [

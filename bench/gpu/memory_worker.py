@@ -19,14 +19,12 @@ from bench.gpu.synthetic import Work, gradient_of, joined_group, random_bin, ran
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.head import default_chunk
 from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.ops import choose_table
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.memory_items import (
-    ALL_PROJECTIONS,
     GRADIENTS,
     SEND_BUFFERS,
     MemoryRequest,
@@ -38,10 +36,11 @@ from example_trainer.weight_bridge.send_plan import SendPlan
 from example_trainer.weight_bridge.stream import WeightStream
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.protocol.messages import Route
-from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 from vllm_patching.transport.cohort import lane_places
 from vllm_patching.transport.lane import SENDER, Lane, LanePlace, nobody_lost
 from vllm_patching.transport.rendezvous import Meeting
+from vllm_patching.weights.families import PROJECTIONS, Geometry
+from vllm_patching.weights.sharding import plan_shards
 
 WARM_UP_STEPS, MICROBATCHES, PROMPT = 1, 2, 16
 SECONDS = 600.0
@@ -106,7 +105,7 @@ class Parts:
 
 def manifests(shape: str, dtype: torch.dtype, tp_size: int) -> list[Manifest]:
     """What vLLM of that many ranks would say that it holds."""
-    geometry = ModelGeometry.from_hf_config(SHAPES[shape])
+    geometry = Geometry.from_config(SHAPES[shape])
     ranks = [plan_shards(geometry, rank, tp_size) for rank in range(tp_size)]
     return [
         Manifest(
@@ -130,7 +129,7 @@ def random_model(
     model.gradient_checkpointing = asked.checkpointing
     if asked.lora_rank:
         attach_adapters(
-            model, LoraSettings(asked.lora_rank, 2.0 * asked.lora_rank, 0.0, ALL_PROJECTIONS)
+            model, LoraSettings(asked.lora_rank, 2.0 * asked.lora_rank, 0.0, PROJECTIONS)
         )
     return model
 
@@ -201,7 +200,7 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
         table=choose_table(device, dtype), offload=asked.offload,
         gradient_checkpointing=asked.checkpointing, logprob_chunk=config.logprob_chunk or default_chunk(device),
         layouts=(tuple(layouts),) if layouts else (), packs=device.type == "cpu",
-        reference=asked.reference, lora=(asked.lora_rank, ALL_PROJECTIONS) if asked.lora_rank else None,
+        reference=asked.reference, lora=(asked.lora_rank, PROJECTIONS) if asked.lora_rank else None,
         world_size=asked.ranks,
     )  # fmt: skip
     ranks = group_ranks(asked.ranks)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from example_trainer.models.geometry import Geometry
+from vllm_patching.weights.families import Geometry
 
 CHUNK = 2048
 

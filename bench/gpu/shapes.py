@@ -11,7 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
+from vllm_patching.weights.families import Geometry
+from vllm_patching.weights.sharding import plan_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = ROOT / "assets" / "starter_model"
@@ -113,12 +114,12 @@ def write_model_folder(folder: Path, shape: str) -> Path:
 
 def shard_shapes(shape: str, tp_rank: int = 0, tp_size: int = 1) -> list[tuple[int, ...]]:
     """The shapes of one rank's parameters; of degree 1: of the whole model."""
-    geometry = ModelGeometry.from_hf_config(SHAPES[shape])
+    geometry = Geometry.from_config(SHAPES[shape])
     return [spec.shape for spec in plan_shards(geometry, tp_rank, tp_size)]
 
 
 def model_bytes(shape: str) -> int:
     """Bytes of all parameters in the dtype of the shape, a tied head counted once."""
     itemsize = 4 if SHAPES[shape]["torch_dtype"] == "float32" else 2
-    geometry = ModelGeometry.from_hf_config(SHAPES[shape])
+    geometry = Geometry.from_config(SHAPES[shape])
     return itemsize * sum(math.prod(spec.full_shape) for spec in plan_shards(geometry, 0, 1))

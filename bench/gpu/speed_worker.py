@@ -32,12 +32,12 @@ from bench.gpu.synthetic import (
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.ops import choose_operations, fast_attention
 from example_trainer.observe.perf import matrix_elements, step_flops
 from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import PREFIX, new_run
+from vllm_patching.weights.families import Geometry
 
 Arithmetic = Literal["ours", "ours, deterministic", "plain", "plain, layers compiled"]
 

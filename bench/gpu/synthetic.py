@@ -20,11 +20,11 @@ from example_trainer.batch.groups import Batch, TrainedSequence
 from example_trainer.batch.packing import pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.shards import Shards
 from example_trainer.process import StopSignal
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.step import BatchGradients, make_objective
+from vllm_patching.weights.families import Geometry
 
 
 def geometry_of(shape: str, positions: int = 4096) -> Geometry:

@@ -25,11 +25,11 @@ from bench.gpu.processes import Answers, free_port, serve
 from bench.gpu.shapes import SHAPES
 from bench.gpu.vllm_server import NUMBERS
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.weight_bridge.base import WeightBridge
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
+from vllm_patching.weights.families import Geometry
 
 PROMPT_TOKENS = 40
 SAMPLES, SAMPLE_TOKENS = 8, 32

@@ -21,7 +21,7 @@ import torch
 
 from bench.gpu.processes import free_port
 from bench.gpu.trainer import BenchTrainer, main
-from example_trainer.models.layout import layout
+from vllm_patching.weights.families import parameters
 
 NCCL_ENGINE = "vllm.distributed.weight_transfer.nccl_engine"
 
@@ -82,11 +82,11 @@ class EngineTrainer(BenchTrainer):
     def checkpoint_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Every tensor of a Hugging Face checkpoint, as views on the model's parameters."""
         assert self.model is not None
-        parameters = dict(self.model.named_parameters())
+        own = dict(self.model.named_parameters())
         return [
-            (part.name, parameters[name].data[part.start : part.stop])
-            for name, parts in layout(self.model.geometry).items()
-            for part in parts
+            (part.name, own[name].data[part.start : part.stop])
+            for name, planned in parameters(self.model.geometry).items()
+            for part in planned.parts
         ]
 
     def _engine_update(self, which: int) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from example_trainer.deterministic.parity import (
 )
 from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.ops import invariant
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.asking import at_once
 from example_trainer.weight_bridge.server import BridgeServer, configured_servers
 from vllm_patching.batch_invariant.provenance import provenance, table_hash
 from vllm_patching.batch_invariant.settings import SettingsError, enable_settings
+from vllm_patching.weights.families import Geometry
 
 
 def pin_settings(config: TrainerConfig) -> None:

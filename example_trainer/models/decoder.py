@@ -6,8 +6,9 @@ gate and up projections (`gate_up_proj`, rows [gate; up]): a weight can then go 
 server without being renamed or fused again. As in vLLM, what a layer adds to the residual leaves it
 apart from that, and the next norm adds them.
 
-What the layers compute is written here once; with which functions, the table of operations says
-(`models/ops`).
+The family's table (`vllm_patching/weights/families.py`) names the blocks of a layer and the shapes
+of all parameters. The computation of each block is here, and its functions are those of a table of
+operations (`models/ops`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from example_trainer.errors import ModelError
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.gradients import GradientSums, Total, summed
 from example_trainer.models.head import chosen_logprobs_of, default_chunk
 from example_trainer.models.ops import Operations, choose_operations
 from example_trainer.models.packing import Packing
 from example_trainer.models.shards import Shards
 from example_trainer.models.split import Split
+from vllm_patching.weights.families import Geometry, parameters
+from vllm_patching.weights.sharding import plan_shards
 
 
 class Arithmetic:
@@ -53,16 +55,9 @@ class Arithmetic:
 class RMSNorm(nn.Module):
     """Root mean square normalisation over the last dimension, behind the addition of the residual."""
 
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        arithmetic: Arithmetic,
-    ) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, arithmetic: Arithmetic) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.weight = weight
         self.eps, self.arithmetic = eps, arithmetic
 
     def forward(
@@ -79,21 +74,13 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b, with parameters left uninitialised: they are always read from a checkpoint."""
+    """y = x Wᵀ + b."""
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        arithmetic: Arithmetic,
+        self, weight: nn.Parameter, bias: nn.Parameter | None, arithmetic: Arithmetic
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
-        self.arithmetic = arithmetic
+        self.weight, self.bias, self.arithmetic = weight, bias, arithmetic
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
         total = self.arithmetic.total
@@ -110,15 +97,12 @@ class RowLinear(Linear):
 
     def __init__(
         self,
-        inputs: int,
-        outputs: int,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
         arithmetic: Arithmetic,
         split: Split,
     ) -> None:
-        super().__init__(inputs // split.size, outputs, bias, dtype, device, arithmetic)
+        super().__init__(weight, bias, arithmetic)
         self.split = split
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
@@ -129,24 +113,12 @@ class RowLinear(Linear):
         return y if self.bias is None else y + summed(self.bias, total(self.bias))
 
 
-def row_linear(
-    inputs: int,
-    outputs: int,
-    bias: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    arithmetic: Arithmetic,
-    split: Split,
-) -> Linear:
-    """The layer that ends a split one: this rank's columns of it."""
-    if split.size == 1:
-        return Linear(inputs, outputs, bias, dtype, device, arithmetic)
-    return RowLinear(inputs, outputs, bias, dtype, device, arithmetic, split)
+class Blueprint:
+    """Makes the layers of a model: their parameters have the shapes of the family's table, or of
+    this rank's part of it, and no values yet.
 
-
-class Embedding(nn.Module):
-    """Rows of a table by token id; split over ranks, a rank looks up the ids that it has and the
-    sum has them all.
+    Attributes:
+        geometry, split, arithmetic: see Decoder.
     """
 
     def __init__(
@@ -154,16 +126,55 @@ class Embedding(nn.Module):
         geometry: Geometry,
         dtype: torch.dtype,
         device: torch.device,
-        arithmetic: Arithmetic,
         split: Split,
+        arithmetic: Arithmetic,
     ) -> None:
-        super().__init__()
-        self.split, self.arithmetic = split, arithmetic
-        self.first, self.end = split.vocabulary_range(geometry.vocab_size)
-        rows = split.vocabulary_rows(geometry.vocab_size)
-        self.weight = nn.Parameter(
-            torch.empty(rows, geometry.hidden_size, dtype=dtype, device=device)
+        self.geometry, self.split, self.arithmetic = geometry, split, arithmetic
+        self._dtype, self._device = dtype, device
+        self._shapes = {name: planned.shape for name, planned in parameters(geometry).items()}
+        if split.size > 1:
+            shards = plan_shards(geometry, split.rank, split.size)
+            self._shapes = {spec.name: spec.shape for spec in shards}
+
+    def has(self, name: str) -> bool:
+        """Return whether the model has this parameter."""
+        return name in self._shapes
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """Make a parameter by its whole name."""
+        return nn.Parameter(torch.empty(self._shapes[name], dtype=self._dtype, device=self._device))
+
+    def linear(self, path: str) -> Linear:
+        """Make a layer that is whole, or whose outputs are split."""
+        return Linear(self.parameter(f"{path}.weight"), self._bias(path), self.arithmetic)
+
+    def row_linear(self, path: str) -> Linear:
+        """Make the layer that ends a split one."""
+        if self.split.size == 1:
+            return self.linear(path)
+        return RowLinear(
+            self.parameter(f"{path}.weight"), self._bias(path), self.arithmetic, self.split
         )
+
+    def norm(self, path: str) -> RMSNorm:
+        """Make a norm."""
+        weight = self.parameter(f"{path}.weight")
+        return RMSNorm(weight, self.geometry.rms_norm_eps, self.arithmetic)
+
+    def _bias(self, path: str) -> nn.Parameter | None:
+        return self.parameter(f"{path}.bias") if self.has(f"{path}.bias") else None
+
+
+class Embedding(nn.Module):
+    """Rows of a table by token id; split over ranks, a rank looks up the ids that it has and the
+    sum has them all.
+    """
+
+    def __init__(self, path: str, blueprint: Blueprint) -> None:
+        super().__init__()
+        self.split, self.arithmetic = blueprint.split, blueprint.arithmetic
+        self.first, self.end = self.split.vocabulary_range(blueprint.geometry.vocab_size)
+        self.weight = blueprint.parameter(f"{path}.weight")
 
     def forward(self, ids: Tensor) -> Tensor:
         ops, total = self.arithmetic.ops, self.arithmetic.total(self.weight)
@@ -179,30 +190,19 @@ class Attention(nn.Module):
     over ranks; where there are fewer key/value heads than ranks, several ranks hold the same one.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        dtype: torch.dtype,
-        device: torch.device,
-        arithmetic: Arithmetic,
-        split: Split,
-    ) -> None:
+    def __init__(self, path: str, blueprint: Blueprint) -> None:
         super().__init__()
-        self.geometry, self.split, self.arithmetic = geometry, split, arithmetic
-        g = geometry
-        self.q_size, self.kv_size = g.q_size // split.size, max(g.kv_size // split.size, g.head_dim)
-        self.qkv_proj = Linear(
-            g.hidden_size, self.q_size + 2 * self.kv_size, g.qkv_bias, dtype, device, arithmetic
-        )
-        self.o_proj = row_linear(
-            g.q_size, g.hidden_size, g.o_bias, dtype, device, arithmetic, split
-        )
-        self.q_norm = (
-            RMSNorm(g.head_dim, g.rms_norm_eps, dtype, device, arithmetic) if g.qk_norm else None
-        )
-        self.k_norm = (
-            RMSNorm(g.head_dim, g.rms_norm_eps, dtype, device, arithmetic) if g.qk_norm else None
-        )
+        self.geometry, self.split = blueprint.geometry, blueprint.split
+        self.arithmetic = blueprint.arithmetic
+        self.qkv_proj = blueprint.linear(f"{path}.qkv_proj")
+        self.o_proj = blueprint.row_linear(f"{path}.o_proj")
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if blueprint.has(f"{path}.q_norm.weight"):
+            self.q_norm = blueprint.norm(f"{path}.q_norm")
+            self.k_norm = blueprint.norm(f"{path}.k_norm")
+        self.q_size = self.o_proj.weight.shape[1]
+        self.kv_size = (self.qkv_proj.weight.shape[0] - self.q_size) // 2
 
     def forward(self, x: Tensor, packing: Packing, rotary: Tensor) -> Tensor:
         g, ops, total = self.geometry, self.arithmetic.ops, self.arithmetic.total
@@ -227,79 +227,56 @@ class Attention(nn.Module):
         return y
 
 
-class MLP(nn.Module):
+class GatedMLP(nn.Module):
     """down(silu(gate(x)) · up(x)) (arXiv:2002.05202). Its inner width is split over ranks."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        dtype: torch.dtype,
-        device: torch.device,
-        arithmetic: Arithmetic,
-        split: Split,
-    ) -> None:
+    def __init__(self, path: str, blueprint: Blueprint) -> None:
         super().__init__()
-        g = geometry
-        self.split, self.arithmetic = split, arithmetic
-        width = 2 * g.intermediate_size // split.size
-        self.gate_up_proj = Linear(g.hidden_size, width, g.mlp_bias, dtype, device, arithmetic)
-        self.down_proj = row_linear(
-            g.intermediate_size, g.hidden_size, g.mlp_bias, dtype, device, arithmetic, split
-        )
+        self.split, self.arithmetic = blueprint.split, blueprint.arithmetic
+        self.gate_up_proj = blueprint.linear(f"{path}.gate_up_proj")
+        self.down_proj = blueprint.row_linear(f"{path}.down_proj")
 
-    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+    def forward(self, x: Tensor, packing: Packing, rotary: Tensor) -> Tensor:
         inner = self.arithmetic.ops.silu_and_mul(self.gate_up_proj(self.split.enter(x), packing))
         y: Tensor = self.down_proj(inner, packing)
         return y
 
 
-class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual path."""
+_BLOCKS: dict[str, type[Attention | GatedMLP]] = {"attention": Attention, "gated_mlp": GatedMLP}
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        dtype: torch.dtype,
-        device: torch.device,
-        arithmetic: Arithmetic,
-        split: Split,
-    ) -> None:
+
+class Layer(nn.Module):
+    """The family's blocks one after the other, each behind a norm and beside a residual path."""
+
+    def __init__(self, path: str, blueprint: Blueprint) -> None:
         super().__init__()
-        g = geometry
-        self.self_attn = Attention(g, dtype, device, arithmetic, split)
-        self.mlp = MLP(g, dtype, device, arithmetic, split)
-        self.input_layernorm = RMSNorm(g.hidden_size, g.rms_norm_eps, dtype, device, arithmetic)
-        self.post_attention_layernorm = RMSNorm(
-            g.hidden_size, g.rms_norm_eps, dtype, device, arithmetic
-        )
+        self.blocks = blueprint.geometry.family.layer
+        for block in self.blocks:
+            self.add_module(block.name, _BLOCKS[block.kind](f"{path}.{block.name}", blueprint))
+        for block in self.blocks:
+            self.add_module(block.norm, blueprint.norm(f"{path}.{block.norm}"))
 
     def forward(
         self, x: Tensor, residual: Tensor | None, packing: Packing, rotary: Tensor
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.input_layernorm(x, residual, packing)
-        attended = self.self_attn(normed, packing, rotary)
-        normed, residual = self.post_attention_layernorm(attended, residual, packing)
-        return self.mlp(normed, packing), residual
+        for block in self.blocks:
+            normed, residual = self.get_submodule(block.norm)(x, residual, packing)
+            x = self.get_submodule(block.name)(normed, packing, rotary)
+        assert residual is not None
+        return x, residual
 
 
 class Stack(nn.Module):
     """Embedding, layers, last norm: everything under the name `model.`."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        dtype: torch.dtype,
-        device: torch.device,
-        arithmetic: Arithmetic,
-        split: Split,
-    ) -> None:
+    def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
-        g = geometry
-        self.embed_tokens = Embedding(g, dtype, device, arithmetic, split)
+        self.embed_tokens = Embedding("model.embed_tokens", blueprint)
         self.layers = nn.ModuleList(
-            Layer(g, dtype, device, arithmetic, split) for _ in range(g.num_layers)
+            Layer(f"model.layers.{number}", blueprint)
+            for number in range(blueprint.geometry.num_layers)
         )
-        self.norm = RMSNorm(g.hidden_size, g.rms_norm_eps, dtype, device, arithmetic)
+        self.norm = blueprint.norm("model.norm")
 
 
 class Decoder(nn.Module):
@@ -336,11 +313,11 @@ class Decoder(nn.Module):
         self.source: Path | None = None
         self.gradient_checkpointing = False
         self.arithmetic = Arithmetic(ops or choose_operations(device, dtype))
-        self.model = Stack(geometry, dtype, device, self.arithmetic, split)
+        blueprint = Blueprint(geometry, dtype, device, split, self.arithmetic)
+        self.model = Stack(blueprint)
         self.lm_head: Linear | None = None
         if not geometry.tie_word_embeddings:
-            rows = split.vocabulary_rows(geometry.vocab_size)
-            self.lm_head = Linear(geometry.hidden_size, rows, False, dtype, device, self.arithmetic)
+            self.lm_head = blueprint.linear("lm_head")
         self.rotary: Tensor
         self.register_buffer(
             "rotary", self.arithmetic.ops.rotary_table(geometry, dtype, device), persistent=False

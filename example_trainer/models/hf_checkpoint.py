@@ -18,9 +18,13 @@ from torch import Tensor
 
 from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
-from example_trainer.models.layout import Part, layout
 from example_trainer.models.safetensors_writer import write_safetensors
+from vllm_patching.weights.families import (
+    Geometry,
+    Part,
+    UnsupportedModel,
+    parameters,
+)
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -89,7 +93,10 @@ def read_geometry(folder: Path) -> tuple[Geometry, dict[str, Any]]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
-    return Geometry.from_config(config, where=str(path)), config
+    try:
+        return Geometry.from_config(config, where=str(path)), config
+    except UnsupportedModel as error:
+        raise ModelError(str(error)) from error
 
 
 def checkpoint_dtype(folder: Path) -> torch.dtype:
@@ -137,28 +144,26 @@ def read_weights(model: Decoder, folder: Path) -> None:
         ModelError: a tensor is missing, left over or of the wrong shape. The model must not be used
             then.
     """
-    parameters = dict(model.named_parameters())
-    plan = layout(model.geometry)
+    own = dict(model.named_parameters())
+    plan = parameters(model.geometry)
     with ExitStack() as stack, torch.no_grad():
         try:
             where = _open_tensors(folder, stack)
             _compare_names(
-                plan_names=[part.name for parts in plan.values() for part in parts],
+                plan_names=[part.name for planned in plan.values() for part in planned.parts],
                 where=where,
                 model=model,
                 folder=folder,
             )
-            for parameter_name, parts in plan.items():
-                parameter = parameters[parameter_name]
-                whole = (
-                    torch.empty(_whole_shape(parts), dtype=parameter.dtype)
-                    if model.shards.spread
-                    else parameter
-                )
-                for part in parts:
+            for name, planned in plan.items():
+                parameter = own[name]
+                whole: Tensor = parameter
+                if model.shards.spread:
+                    whole = torch.empty(planned.shape, dtype=parameter.dtype)
+                for part in planned.parts:
                     _copy_part(whole, part, where[part.name], folder)
                 if model.shards.spread:
-                    model.shards.local(parameter).copy_(model.shards.take(parameter_name, whole))
+                    model.shards.local(parameter).copy_(model.shards.take(name, whole))
         except (SafetensorError, OSError) as error:
             raise ModelError(
                 f"cannot read the weights in {folder}: {error}; is the download complete?"
@@ -222,10 +227,6 @@ def _compare_names(
         )
 
 
-def _whole_shape(parts: list[Part]) -> tuple[int, ...]:
-    return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-
-
 def _copy_part(parameter: Tensor, part: Part, handle: Any, folder: Path) -> None:
     tensor = handle.get_tensor(part.name)
     if tuple(tensor.shape) != part.shape:
@@ -244,9 +245,9 @@ def hf_tensors(
     geometry: Geometry, dtype: torch.dtype, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint, from whole parameters in the order of the layout."""
-    plan = layout(geometry)
+    plan = parameters(geometry)
     for name, weight in weights:
-        for part in plan[name]:
+        for part in plan[name].parts:
             yield part.name, weight.detach()[part.start : part.stop].to(dtype)
 
 
@@ -264,7 +265,7 @@ def save_model(
             the parameters' dtype.
     """
     values = weights or dict(model.named_parameters())
-    named = ((name, values[name]) for name in layout(model.geometry))
+    named = ((name, values[name]) for name in parameters(model.geometry))
     write_checkpoint(
         folder, model.geometry, model.output_weight.dtype, named, companions(model), max_shard_bytes
     )
@@ -298,7 +299,7 @@ def write_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = total = 0
-    for part in (part for parts in layout(geometry).values() for part in parts):
+    for part in (part for planned in parameters(geometry).values() for part in planned.parts):
         nbytes = math.prod(part.shape) * dtype.itemsize
         if shards[-1] and size + nbytes > max_shard_bytes:
             shards.append({})

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vllm_patching.protocol.sharding import VOCAB_PADDING
+from vllm_patching.weights.sharding import vocabulary_range
 
 
 class Split:
@@ -59,22 +59,13 @@ class Split:
         dist.all_gather(rows, x, group=self.group)
         return rows
 
-    def vocabulary_rows(self, vocab_size: int) -> int:
-        """Rows of the embedding, or of the output matrix, on each rank: vLLM pads the vocabulary
-        before it splits it.
-        """
-        if self.size == 1:
-            return vocab_size
-        return -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING // self.size
-
     def vocabulary_range(self, vocab_size: int) -> tuple[int, int]:
         """The token ids whose rows this rank holds: first, and one past the last.
 
-        What is beyond it in its rows is padding.
+        The rows after them are padding.
         """
-        rows = self.vocabulary_rows(vocab_size)
-        first = min(self.rank * rows, vocab_size)
-        return first, min(first + rows, vocab_size)
+        first, end, _ = vocabulary_range(vocab_size, self.rank, self.size)
+        return first, end
 
 
 class _Enter(torch.autograd.Function):

@@ -22,7 +22,7 @@ import torch
 
 from example_trainer.batch.figures import BatchFigures
 from example_trainer.models import Decoder
-from example_trainer.models.geometry import Geometry
+from vllm_patching.weights.families import Geometry, parameters
 
 _DENSE_BF16 = {
     "A100": 312e12,
@@ -60,13 +60,7 @@ def peak_rate(device_name: str, dtype: torch.dtype) -> float | None:
 
 def matrix_elements(geometry: Geometry) -> int:
     """Elements of the matrices that every forwarded token is multiplied with: those of the layers."""
-    g = geometry
-    layer = (
-        g.hidden_size * (g.q_size + 2 * g.kv_size)
-        + g.q_size * g.hidden_size
-        + 3 * g.hidden_size * g.intermediate_size
-    )
-    return g.num_layers * layer
+    return sum(p.size for p in parameters(geometry).values() if p.adapted)
 
 
 def step_flops(

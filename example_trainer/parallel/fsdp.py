@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.ops import choose_operations
 from example_trainer.models.shards import Shards
+from vllm_patching.weights.families import Geometry
 
 
 class FsdpShards(Shards):

@@ -17,16 +17,10 @@ from torch import Tensor
 
 from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.shards import Shards
 from example_trainer.models.split import Split
-from vllm_patching.protocol.sharding import (
-    ModelGeometry,
-    ShardSpec,
-    Slice,
-    UnsupportedModel,
-    plan_shards,
-)
+from vllm_patching.weights.families import Geometry, UnsupportedModel, parameters
+from vllm_patching.weights.sharding import ShardSpec, Slice, plan_shards
 
 Kind = Literal["split", "equal", "partial", "shared heads"]
 
@@ -44,10 +38,7 @@ class TensorParallelShards(Shards):
 
     def __init__(self, geometry: Geometry, split: Split) -> None:
         try:
-            plans = [
-                plan_shards(model_geometry(geometry), rank, split.size)
-                for rank in range(split.size)
-            ]
+            plans = [plan_shards(geometry, rank, split.size) for rank in range(split.size)]
         except UnsupportedModel as error:
             raise ModelError(
                 f"{error}; start another number of trainer ranks, the same as vLLM's tensor-parallel degree"
@@ -57,7 +48,10 @@ class TensorParallelShards(Shards):
             {spec.name: spec for spec in plan} for plan in plans
         ]
         self._owned = {name: self._owned_slices(name) for name in self._specs[0]}
-        self.kinds: dict[str, Kind] = {name: self._kind(name) for name in self._specs[0]}
+        self.kinds: dict[str, Kind] = {
+            name: self._kind(name, parameter.partial)
+            for name, parameter in parameters(geometry).items()
+        }
 
     def spec(self, name: str) -> ShardSpec:
         """This rank's share of a parameter."""
@@ -145,7 +139,7 @@ class TensorParallelShards(Shards):
             if (piece.dim, piece.source_start) not in lower
         ]
 
-    def _kind(self, name: str) -> Kind:
+    def _kind(self, name: str, partial: bool) -> Kind:
         starts = [
             tuple((piece.dim, piece.source_start) for piece in specs[name].slices)
             for specs in self._specs
@@ -153,7 +147,7 @@ class TensorParallelShards(Shards):
         if self.split.size == 1:
             return "split"
         if len(set(starts)) == 1:
-            return "partial" if name.endswith(("q_norm.weight", "k_norm.weight")) else "equal"
+            return "partial" if partial else "equal"
         pieces = [piece for row in starts for piece in row]
         return "split" if len(set(pieces)) == len(pieces) else "shared heads"
 
@@ -175,36 +169,7 @@ def split_decoder(
     shards = TensorParallelShards(geometry, split)
     model = Decoder(geometry, dtype, device, split)
     model.shards = shards
-    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    planned = {name: shards.spec(name).shape for name in shards.kinds}
-    if found != planned:
-        name = next(
-            name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name)
-        )
-        raise AssertionError(
-            f"{name}: the decoder has shape {found.get(name)}, the plan of the shards {planned.get(name)}"
-        )
     return model
-
-
-def model_geometry(geometry: Geometry) -> ModelGeometry:
-    """The sizes as the plan of the shards wants them."""
-    g = geometry
-    return ModelGeometry(
-        model_type=g.architecture.removesuffix("ForCausalLM").lower(),
-        num_layers=g.num_layers,
-        hidden_size=g.hidden_size,
-        intermediate_size=g.intermediate_size,
-        num_heads=g.num_heads,
-        num_kv_heads=g.num_kv_heads,
-        head_dim=g.head_dim,
-        vocab_size=g.vocab_size,
-        tied=g.tie_word_embeddings,
-        qkv_bias=g.qkv_bias,
-        o_bias=g.o_bias,
-        mlp_bias=g.mlp_bias,
-        qk_norm=g.qk_norm,
-    )
 
 
 def _in_blocks(shape: tuple[int, ...], block: int) -> tuple[int, ...]:

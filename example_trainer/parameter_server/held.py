@@ -26,9 +26,10 @@ from vllm_patching.protocol.manifest import (
     flat_layout,
     flat_views,
 )
-from vllm_patching.protocol.sharding import ModelGeometry, ShardSpec, Slice, plan_shards
 from vllm_patching.transport.cohort import Target
 from vllm_patching.transport.shared_memory import gpu_uuid
+from vllm_patching.weights.families import Geometry
+from vllm_patching.weights.sharding import ShardSpec, Slice, plan_shards
 from vllm_patching.worker.receiving import WeightReceiver
 from vllm_patching.worker.updater import WeightUpdater
 
@@ -49,7 +50,7 @@ def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def held_manifest(
-    geometry: ModelGeometry, dtype: torch.dtype, device: torch.device, rank: int = 0, size: int = 1
+    geometry: Geometry, dtype: torch.dtype, device: torch.device, rank: int = 0, size: int = 1
 ) -> Manifest:
     """What shard `rank` of `size` holds: its rows of every parameter, none of some if there are
     fewer than shards.
@@ -125,7 +126,7 @@ class HeldWeights(WeightReceiver):
 
     def __init__(
         self,
-        geometry: ModelGeometry,
+        geometry: Geometry,
         dtype: torch.dtype,
         device: torch.device,
         rank: int = 0,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
-from pathlib import Path
 
 import torch
 
 from example_trainer.api_keys import revealed
-from example_trainer.errors import ModelError
-from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
+from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint, read_geometry
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.parameter_server.handing import Handing, Order
 from example_trainer.parameter_server.held import (
@@ -30,7 +27,6 @@ from example_trainer.training.device_and_dtype import choose_device
 from example_trainer.training.host_memory import free_host_memory
 from example_trainer.weight_bridge.send_plan import buffer_bytes
 from vllm_patching.protocol.manifest import Manifest, flat_layout
-from vllm_patching.protocol.sharding import ModelGeometry
 from vllm_patching.server.access import Door
 from vllm_patching.server.version_spans import Weights
 
@@ -55,7 +51,7 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
         )
     device = choose_device(options)
     folder = find_checkpoint(options.model_name)
-    geometry = geometry_of(folder)
+    geometry, _ = read_geometry(folder)
     wanted = options.dtype
     if wanted == "auto":
         dtype = checkpoint_dtype(folder) if torch.cuda.is_available() else torch.float32
@@ -113,22 +109,6 @@ def receiving_server(
         Door(keys, options.address, frozenset(map(str.lower, options.allow_host))),
         {"pull_every": options.pull_every},
     )
-
-
-def geometry_of(folder: Path) -> ModelGeometry:
-    """The sizes of a checkpoint's parameters.
-
-    Raises ModelError if they cannot be read, or are of no model that is known.
-    """
-    try:
-        return ModelGeometry.from_hf_config(
-            json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"{folder / 'config.json'} does not say what a parameter server needs ({type(error).__name__}: {error!s}); give "
-            "--model-name the folder of a Hugging Face checkpoint, or the id of one, of a model that is supported"
-        ) from error
 
 
 def hand_out(server: ReceivingServer, handing: Handing) -> None:

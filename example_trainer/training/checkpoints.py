@@ -30,7 +30,6 @@ from atroposlib.utils.whole_files import DISK_REFUSALS, write_whole
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder
 from example_trainer.models.hf_checkpoint import companions, write_checkpoint
-from example_trainer.models.layout import layout
 from example_trainer.models.safetensors_writer import write_safetensors
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.background_save import BackgroundSave, HostCopy
@@ -47,6 +46,7 @@ from example_trainer.training.runs import (
     marked_run,
     saved_steps,
 )
+from vllm_patching.weights.families import parameters
 
 logger = logging.getLogger(__name__)
 
@@ -354,7 +354,7 @@ class Checkpoints:
 
     def _weights(self, model: Decoder, optimizer: MasterAdamW) -> Sequence[str]:
         """The parameters whose masters `_write_weights` wants, in this order."""
-        return list(layout(model.geometry))
+        return list(parameters(model.geometry))
 
     def _write_weights(
         self,

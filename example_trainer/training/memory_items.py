@@ -17,20 +17,18 @@ still being reduced, in float32.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from example_trainer.batch.packing import SEEN_PER_TOKEN
-from example_trainer.models.geometry import Geometry
-from example_trainer.models.layout import Part, layout
 from example_trainer.training.host_memory import BUCKET_ELEMENTS, SLOTS
 from example_trainer.training.quantised import QUANTISED_BLOCK, can_be_quantised
 from example_trainer.weight_bridge.send_plan import buffer_bytes
 from vllm_patching.protocol.manifest import Manifest
+from vllm_patching.weights.families import PROJECTIONS, Geometry, Parameter, parameters
 
 FLOAT32 = 4
 ACTIVATIONS = "activations of the largest microbatch"
@@ -41,19 +39,6 @@ WORKSPACES = "workspaces"
 
 Table = Literal["reference", "fast", "invariant"]
 OptimizerName = Literal["adamw", "adamw-8bit"]
-
-_LORA_SIZES = {
-    "q_proj": lambda g: g.hidden_size + g.q_size,
-    "k_proj": lambda g: g.hidden_size + g.kv_size,
-    "v_proj": lambda g: g.hidden_size + g.kv_size,
-    "o_proj": lambda g: g.q_size + g.hidden_size,
-    "gate_proj": lambda g: g.hidden_size + g.intermediate_size,
-    "up_proj": lambda g: g.hidden_size + g.intermediate_size,
-    "down_proj": lambda g: g.intermediate_size + g.hidden_size,
-}
-"""Inputs plus outputs of each projection: an adapter of rank r has r times as many parameters
-(arXiv:2106.09685)."""
-ALL_PROJECTIONS = tuple(_LORA_SIZES)
 
 
 @dataclass(frozen=True)
@@ -160,7 +145,7 @@ class MemoryRequest:
 @functools.lru_cache
 def parameter_count(geometry: Geometry) -> int:
     """Elements of every parameter, a tied output matrix once."""
-    return _count(part for _, part in _named_parts(geometry))
+    return _count(parameters(geometry).values())
 
 
 @functools.lru_cache
@@ -169,7 +154,9 @@ def quantised_count(geometry: Geometry, spread: bool) -> int:
     over ranks.
     """
     return _count(
-        part for _, part in _named_parts(geometry) if can_be_quantised(part.shape, spread)
+        parameter
+        for parameter in parameters(geometry).values()
+        if can_be_quantised(parameter.shape, spread)
     )
 
 
@@ -177,7 +164,9 @@ def quantised_count(geometry: Geometry, spread: bool) -> int:
 def layer_parameter_count(geometry: Geometry) -> int:
     """Elements of one layer's parameters: one unit of FSDP2."""
     return _count(
-        part for name, part in _named_parts(geometry) if name.startswith("model.layers.0.")
+        parameter
+        for name, parameter in parameters(geometry).items()
+        if name.startswith("model.layers.0.")
     )
 
 
@@ -187,24 +176,24 @@ def root_parameter_count(geometry: Geometry) -> int:
     it is tied.
     """
     return _count(
-        part for name, part in _named_parts(geometry) if not name.startswith("model.layers.")
+        parameter
+        for name, parameter in parameters(geometry).items()
+        if not name.startswith("model.layers.")
     )
 
 
-def _named_parts(geometry: Geometry) -> Iterator[tuple[str, Part]]:
-    return ((name, part) for name, parts in layout(geometry).items() for part in parts)
-
-
-def _count(parts: Iterable[Part]) -> int:
-    return sum(math.prod(part.shape) for part in parts)
+def _count(counted: Iterable[Parameter]) -> int:
+    return sum(parameter.size for parameter in counted)
 
 
 def lora_parameter_count(geometry: Geometry, rank: int, targets: Sequence[str]) -> int:
     """Elements of the adapters on `targets` in every layer: rank · (inputs + outputs) each."""
-    return (
-        geometry.num_layers
-        * rank
-        * sum(_LORA_SIZES[name](geometry) for name in targets if name in _LORA_SIZES)
+    return rank * sum(
+        sum(part.shape)
+        for parameter in parameters(geometry).values()
+        if parameter.adapted
+        for part in parameter.parts
+        if part.projection in targets
     )
 
 
@@ -237,7 +226,7 @@ def layer_activation_bytes(
     inner values.
     """
     g, s = geometry, itemsize
-    targets = ALL_PROJECTIONS if lora is None else tuple(lora[1])
+    targets = PROJECTIONS if lora is None else tuple(lora[1])
     total: float = (
         s * (g.q_size + 2 * g.kv_size)
         + s * (g.q_size + g.kv_size)

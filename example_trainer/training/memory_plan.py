@@ -21,13 +21,13 @@ from example_trainer.errors import TrainerError
 from example_trainer.training.host_memory import free_host_memory
 from example_trainer.training.memory_items import (
     ACTIVATIONS,
-    ALL_PROJECTIONS,
     MemoryRequest,
     host_bytes,
     lasting_items,
     moments,
     parameter_count,
 )
+from vllm_patching.weights.families import PROJECTIONS
 
 LEAST_SERVER_WORKSPACE = 2 << 30
 """Bytes that a vLLM server needs beside its weights, for keys, values and activations."""
@@ -275,7 +275,7 @@ def _larger_changes(request: MemoryRequest, room: Room) -> list[tuple[str, Memor
         ):
             found.append((f"{spread[1][0].world_size} GPUs and --optimizer adamw-8bit", *spread[1]))
     if request.lora is None:
-        adapters = replace(request, lora=(16, ALL_PROJECTIONS), single_copy=False, offload=False)
+        adapters = replace(request, lora=(16, PROJECTIONS), single_copy=False, offload=False)
         if room.holds(adapters):
             found.append(("--weight-bridge-mode lora_only", adapters, room))
     return found

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.models import Decoder, load_model
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.lora.layers import BaseModel, attach_adapters
 from example_trainer.models.lora.peft_format import check_same_adapter
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.parallel.tensor import split_decoder
+from vllm_patching.weights.families import Geometry
 
 DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
 

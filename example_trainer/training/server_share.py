@@ -17,7 +17,6 @@ import torch
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
-from example_trainer.models.geometry import Geometry
 from example_trainer.training.memory_items import MemoryRequest, parameter_count
 from example_trainer.training.memory_plan import (
     OUTSIDE_SHARE,
@@ -33,6 +32,7 @@ from example_trainer.weight_bridge.server_gpus import (
     ServerGpus,
     memory_of_gpus,
 )
+from vllm_patching.weights.families import Geometry
 
 logger = logging.getLogger(__name__)
 

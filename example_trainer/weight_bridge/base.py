@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from example_trainer.errors import BridgeError
-from example_trainer.models.geometry import Geometry
 from example_trainer.weight_bridge.server_gpus import ServerGpus
 from vllm_patching.protocol.manifest import Manifest
+from vllm_patching.weights.families import Geometry
 
 Weights = Mapping[str, torch.Tensor]
 """The trainer's parameters by name, in vLLM's layout for tensor-parallel degree 1 (merged qkv_proj

@@ -18,7 +18,6 @@ import torch
 from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError, ConfigError
-from example_trainer.models.geometry import Geometry
 from example_trainer.prerequisites import require_vllm
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights, timed
@@ -35,6 +34,7 @@ from example_trainer.weight_bridge.server_gpus import (
     choose_server_gpus,
     seen_gpus,
 )
+from vllm_patching.weights.families import Geometry
 
 logger = logging.getLogger(__name__)
 

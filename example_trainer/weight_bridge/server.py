@@ -17,8 +17,6 @@ from atroposlib.web.addresses import host_and_port
 from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError
-from example_trainer.models.geometry import Geometry
-from example_trainer.models.layout import layout
 from example_trainer.models.shards import Shards
 from example_trainer.process import StopSignal
 from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
@@ -27,6 +25,7 @@ from vllm_patching.protocol.manifest import Manifest, dtype_name, mismatches
 from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.writers import Writer, this_process
 from vllm_patching.transport.rendezvous import Meeting
+from vllm_patching.weights.families import Geometry, parameters
 
 logger = logging.getLogger(__name__)
 
@@ -392,8 +391,10 @@ def shapes_of(model: torch.nn.Module) -> Shapes:
 
 def planned_shapes(geometry: Geometry, dtype: torch.dtype) -> Shapes:
     """As `shapes_of`, of a model that is not loaded yet."""
-    rows = {name: parts[-1] for name, parts in layout(geometry).items()}
-    return {name: ((last.stop, *last.shape[1:]), dtype_name(dtype)) for name, last in rows.items()}
+    return {
+        name: (parameter.shape, dtype_name(dtype))
+        for name, parameter in parameters(geometry).items()
+    }
 
 
 def as_served(shapes: Shapes, dtype: torch.dtype) -> Shapes:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from example_trainer.child_processes.vllm_flags import Degrees, degrees, flag_value
 from example_trainer.errors import ConfigError
-from example_trainer.models.geometry import Geometry
+from vllm_patching.weights.families import Geometry
+from vllm_patching.weights.sharding import undividable
 
 _QUERY = (
     "nvidia-smi",
@@ -56,17 +57,9 @@ class ServerGpus:
 
 
 def usable_degrees(geometry: Geometry, most: int) -> list[int]:
-    """The powers of two up to `most` by which vLLM can divide a model: its heads, its key heads and
-    its MLP.
-    """
-    found = []
-    degree = 1
-    while degree <= most:
-        heads = geometry.num_heads % degree == 0 and geometry.intermediate_size % degree == 0
-        key_heads = geometry.num_kv_heads % degree == 0 or degree % geometry.num_kv_heads == 0
-        found += [degree] if heads and key_heads else []
-        degree *= 2
-    return found
+    """The powers of two up to `most` by which vLLM can divide a model."""
+    powers = (1 << exponent for exponent in range(most.bit_length()))
+    return [degree for degree in powers if not undividable(geometry, degree)]
 
 
 def choose_server_gpus(

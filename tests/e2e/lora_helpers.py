@@ -15,10 +15,11 @@ import torch
 
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.lora.layers import adapters_of, attach_adapters
-from example_trainer.models.lora.settings import TARGETS, LoraSettings
+from example_trainer.models.lora.settings import LoraSettings
 from tests.e2e.bridge_helpers import trainer_logprobs
 from tests.e2e.conftest import VllmServer
 from tests.example_trainer.models.textbook import merged_weights
+from vllm_patching.weights.families import PROJECTIONS
 
 PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 230)))
 """The last one is longer than a block of the prefix cache, which has 128 tokens on a CPU."""
@@ -26,7 +27,7 @@ TOLERANCE = 2e-5
 """Largest difference of two float32 logprobs that were computed by different kernels; adapters
 change them by far more."""
 CLEARLY = 0.2
-SETTINGS = LoraSettings(8, 16.0, 0.0, TARGETS)
+SETTINGS = LoraSettings(8, 16.0, 0.0, PROJECTIONS)
 
 
 def adapted(folder: Path, settings: LoraSettings = SETTINGS) -> Decoder:

@@ -26,7 +26,7 @@ from example_trainer.errors import BridgeError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.lora.layers import adapters_of
 from example_trainer.models.lora.peft_format import AdapterWriter
-from example_trainer.models.lora.settings import TARGETS, LoraSettings
+from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs
 from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
@@ -49,6 +49,7 @@ from tests.e2e.lora_helpers import (
     status,
     wait_for_requests,
 )
+from vllm_patching.weights.families import PROJECTIONS
 
 pytestmark = pytest.mark.e2e
 
@@ -336,7 +337,7 @@ def test_what_cannot_be_served_changes_nothing(
     AdapterWriter(not_finite, SETTINGS, "x").write(spoilt)
     deeper = adapted(make_tiny_model(tmp_path / "deeper", layers=3))
     AdapterWriter(deeper, SETTINGS, "x").write(other)
-    big = LoraSettings(32, 64.0, 0.0, TARGETS)
+    big = LoraSettings(32, 64.0, 0.0, PROJECTIONS)
     AdapterWriter(adapted(lora_server.model, big), big, "x").write(tmp_path / "big")
     for path, body, code, message in [
         (
@@ -387,7 +388,7 @@ def test_a_trainer_on_another_base_model_is_told(lora_server: VllmServer, tmp_pa
         (
             "rank",
             lora_server.model,
-            LoraSettings(32, 1.0, 0.0, TARGETS),
+            LoraSettings(32, 1.0, 0.0, PROJECTIONS),
             r"--lora-r 32, and .* takes ranks up to 16",
         ),
     ]:

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from bench.measured import measured
 from example_trainer.models import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.ops import fast_kernels, reference, triton_gradients
 from example_trainer.models.packing import NO_PARENT, Packing
+from vllm_patching.weights.families import Geometry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNEL_LIMIT = {torch.float32: 5e-6, torch.bfloat16: 1e-2}

@@ -25,13 +25,13 @@ import torch
 from bench.measured import measured
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import FlatSlice
-from vllm_patching.protocol.sharding import Slice
 from vllm_patching.transport.shared_memory import (
     export_cuda_ipc,
     open_event,
     open_handles,
     share_event,
 )
+from vllm_patching.weights.sharding import Slice
 from vllm_patching.worker.updater import WeightUpdater
 
 Result = tuple[bool, str]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_patching.protocol.sharding import ShardSpec, Slice
+from vllm_patching.weights.sharding import ShardSpec, Slice
 
 ALIGNMENT = 16
 """Bytes. Every slice starts at a multiple of this in the flat buffer, so that it can be viewed as

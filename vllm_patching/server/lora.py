@@ -25,12 +25,12 @@ from pydantic import Field
 
 from vllm_patching.compat.adapters import lora_request
 from vllm_patching.protocol.messages import LARGEST, Message
-from vllm_patching.protocol.sharding import ModelGeometry
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.server.adapter_removals import AdapterRemovals
 from vllm_patching.server.ranks import RankCalls
 from vllm_patching.server.version_spans import Span, VersionSpans, Weights
 from vllm_patching.transport.adapter_file import AdapterError, open_adapter
+from vllm_patching.weights.families import Geometry
 
 logger = logging.getLogger("vllm.lockstep.lora")
 
@@ -141,7 +141,7 @@ class LoraController:
         """Ask the workers what they hold, and stand before the engine: requests that name no
         adapter get the newest.
         """
-        self._geometry = ModelGeometry.from_hf_config(self._engine.model_config.hf_config.to_dict())
+        self._geometry = Geometry.from_config(self._engine.model_config.hf_config.to_dict())
         self._ranks = await self._rpc("lora_setup", seconds=SETUP_SECONDS)
         self._engine.generate = self.generate
         logger.info(

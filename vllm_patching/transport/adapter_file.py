@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vllm_patching.protocol.checksum import WeightSummary, WeightSums
-from vllm_patching.protocol.sharding import ModelGeometry
+from vllm_patching.weights.families import Geometry, parameters
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -123,27 +123,17 @@ def adapter_summary(header: bytes, data: torch.Tensor) -> WeightSummary:
     return WeightSums([(hashlib.sha256(header).hexdigest(), data)]).all()
 
 
-def expected_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, int]]:
+def expected_shapes(geometry: Geometry) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of every projection of a model, by its Hugging Face name."""
-    g = geometry
-    q, kv = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
-    one_layer = {
-        "self_attn.q_proj": (g.hidden_size, q),
-        "self_attn.k_proj": (g.hidden_size, kv),
-        "self_attn.v_proj": (g.hidden_size, kv),
-        "self_attn.o_proj": (q, g.hidden_size),
-        "mlp.gate_proj": (g.hidden_size, g.intermediate_size),
-        "mlp.up_proj": (g.hidden_size, g.intermediate_size),
-        "mlp.down_proj": (g.intermediate_size, g.hidden_size),
-    }
     return {
-        f"model.layers.{i}.{name}": shape
-        for i in range(g.num_layers)
-        for name, shape in one_layer.items()
+        part.module: (part.shape[1], part.shape[0])
+        for parameter in parameters(geometry).values()
+        if parameter.adapted
+        for part in parameter.parts
     }
 
 
-def open_adapter(folder: Path, geometry: ModelGeometry, max_rank: int) -> AdapterFile:
+def open_adapter(folder: Path, geometry: Geometry, max_rank: int) -> AdapterFile:
     """Read the description of an adapter and compare it with the model.
 
     Args:

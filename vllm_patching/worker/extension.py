@@ -16,8 +16,9 @@ from vllm_patching.compat.cpu_weights import keep_cpu_weights_plain
 from vllm_patching.compat.engine import replica_of
 from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
-from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 from vllm_patching.transport.shared_memory import export_cuda_ipc, export_to_shared_memory, gpu_uuid
+from vllm_patching.weights.families import Geometry
+from vllm_patching.weights.sharding import plan_shards
 from vllm_patching.worker.receiving import WeightReceiver
 from vllm_patching.worker.turns import TurnsWorkerExtension, prepare_worker
 
@@ -58,7 +59,7 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
             ):
                 del parameters[name]
         rank, size = _tensor_parallel()
-        geometry = ModelGeometry.from_hf_config(self.vllm_config.model_config.hf_config.to_dict())  # type: ignore[attr-defined]
+        geometry = Geometry.from_config(self.vllm_config.model_config.hf_config.to_dict())  # type: ignore[attr-defined]
         manifest = build_manifest(geometry, parameters, rank, size)
         device = next(iter(parameters.values())).device
         handles = None
@@ -78,7 +79,7 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
 
 
 def build_manifest(
-    geometry: ModelGeometry, parameters: dict[str, torch.nn.Parameter], tp_rank: int, tp_size: int
+    geometry: Geometry, parameters: dict[str, torch.nn.Parameter], tp_rank: int, tp_size: int
 ) -> Manifest:
     """The manifest of a rank, after checking that vLLM built exactly the parameters that the plan
     names.

@@ -17,13 +17,13 @@ from vllm_patching.compat.adapters import adapter_manager, add_adapter
 from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import dtype_name, flat_layout, local_view
-from vllm_patching.protocol.sharding import ModelGeometry
 from vllm_patching.transport.adapter_file import (
     AdapterError,
     AdapterFile,
     expected_shapes,
     open_adapter,
 )
+from vllm_patching.weights.families import Geometry
 from vllm_patching.worker.extension import build_manifest
 
 logger = worker_logger("lockstep.lora")
@@ -44,7 +44,7 @@ class LoraWorkerExtension:
         """
         manager = adapter_manager(self)
         config = self.vllm_config.model_config.hf_config  # type: ignore[attr-defined]
-        self._lora_geometry = ModelGeometry.from_hf_config(config.to_dict())
+        self._lora_geometry = Geometry.from_config(config.to_dict())
         self._lora_config = manager.lora_config
         parameters = _base_parameters(self.get_model())  # type: ignore[attr-defined]
         manifest = build_manifest(self._lora_geometry, parameters, *tensor_parallel())

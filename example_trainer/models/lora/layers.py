@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Decoder, Linear
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.packing import Packing
+from vllm_patching.weights.families import parameters
 
 
 class Adapter(nn.Module):
@@ -96,17 +96,6 @@ class AdaptedLinear(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def projections(geometry: Geometry) -> dict[str, dict[str, int]]:
-    """The merged layers of a decoder layer, and the rows of each projection in them, in order."""
-    g = geometry
-    return {
-        "self_attn.qkv_proj": {"q_proj": g.q_size, "k_proj": g.kv_size, "v_proj": g.kv_size},
-        "self_attn.o_proj": {"o_proj": g.hidden_size},
-        "mlp.gate_up_proj": {"gate_proj": g.intermediate_size, "up_proj": g.intermediate_size},
-        "mlp.down_proj": {"down_proj": g.hidden_size},
-    }
-
-
 def attach_adapters(model: Decoder, settings: LoraSettings) -> None:
     """Freeze the model and put adapters on every layer. They are drawn from torch's global random
     numbers.
@@ -116,18 +105,17 @@ def attach_adapters(model: Decoder, settings: LoraSettings) -> None:
             already.
     """
     model.requires_grad_(False)
-    for layer in model.model.layers:
-        for path, sizes in projections(model.geometry).items():
-            if not sizes.keys() & set(settings.targets):
-                continue
-            parent_name, _, name = path.rpartition(".")
-            parent = layer.get_submodule(parent_name)
-            base = getattr(parent, name)
-            if type(base) is not Linear:
-                raise ModelError(
-                    f"cannot put an adapter on {path}: it is a {type(base).__name__}, not a plain Linear"
-                )
-            setattr(parent, name, AdaptedLinear(base, sizes, settings))
+    for parameter in parameters(model.geometry).values():
+        sizes = {part.projection: part.shape[0] for part in parameter.parts}
+        if not parameter.adapted or not sizes.keys() & set(settings.targets):
+            continue
+        base = model.get_submodule(parameter.module)
+        if type(base) is not Linear:
+            raise ModelError(
+                f"cannot put an adapter on {parameter.module}: it is a {type(base).__name__}, "
+                "not a plain Linear"
+            )
+        model.set_submodule(parameter.module, AdaptedLinear(base, sizes, settings))
 
 
 @dataclass(frozen=True)

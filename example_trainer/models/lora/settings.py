@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The projections of a layer that can have an adapter, by their Hugging Face names, in the order of
-the forward pass."""
+from vllm_patching.weights.families import PROJECTIONS
 
 ALL_LINEAR = "all-linear"
 """PEFT's name for all of them."""
@@ -21,7 +19,7 @@ class LoraSettings:
         rank: rows of A and columns of B.
         alpha: scale, before it is divided by the rank.
         dropout: share of the adapter's inputs that are dropped while training.
-        targets: the projections that have an adapter, in the order of TARGETS.
+        targets: the projections that have an adapter, in the order of PROJECTIONS.
     """
 
     rank: int
@@ -44,14 +42,14 @@ def base_model_name(model: str) -> str:
 
 
 def parse_targets(names: list[str]) -> tuple[str, ...]:
-    """Names of projections, or "all-linear" for all of them, in the order of TARGETS and each once.
+    """Names of projections, or "all-linear" for all of them, in the order of PROJECTIONS and each once.
 
     Raises:
         ValueError: a name is no projection; the message gives those that are.
     """
-    unknown = [name for name in names if name not in (*TARGETS, ALL_LINEAR)]
+    unknown = [name for name in names if name not in (*PROJECTIONS, ALL_LINEAR)]
     if unknown:
         raise ValueError(
-            f"no projection is called {', '.join(map(repr, unknown))}; give {ALL_LINEAR}, or some of {', '.join(TARGETS)}"
+            f"no projection is called {', '.join(map(repr, unknown))}; give {ALL_LINEAR}, or some of {', '.join(PROJECTIONS)}"
         )
-    return TARGETS if ALL_LINEAR in names else tuple(name for name in TARGETS if name in names)
+    return tuple(name for name in PROJECTIONS if name in names or ALL_LINEAR in names)

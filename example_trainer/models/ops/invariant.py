@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from example_trainer.errors import ModelError
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.gradients import Total, deliver
 from example_trainer.models.head import check_temperature
 from example_trainer.models.ops import torch_gradients
 from example_trainer.models.packing import TILE, Packing
 from vllm_patching.batch_invariant import ops
+from vllm_patching.weights.families import Geometry
 
 NAME = "invariant"
 

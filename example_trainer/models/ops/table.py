@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.gradients import Total
 from example_trainer.models.packing import Packing
+from vllm_patching.weights.families import Geometry
 
 
 class Operations(Protocol):

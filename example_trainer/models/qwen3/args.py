@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from example_trainer.errors import ModelError
-from example_trainer.models.geometry import Geometry
+from vllm_patching.weights.families import Geometry
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from example_trainer.errors import ModelError
-from example_trainer.models.geometry import Geometry
-from example_trainer.models.layout import Layout, layout
 from example_trainer.models.qwen3.args import geometry_of
+from vllm_patching.weights.families import Geometry, parameters
 
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _WHOLE = {
@@ -60,7 +59,7 @@ class Qwen3StateDictAdapter:
 
     def __init__(self, model_args: Any, hf_assets_path: str | None = None) -> None:
         self.geometry = model_args if isinstance(model_args, Geometry) else geometry_of(model_args)
-        self._plan: Layout = layout(self.geometry)
+        self._plan = {name: planned.parts for name, planned in parameters(self.geometry).items()}
 
     def to_model(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> dict[str, Tensor]:
         """Return weights under the names of Qwen3VLLMCompatModel, from names of any of the three

@@ -31,7 +31,6 @@ from example_trainer.deterministic.pairing import (
 from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, weights_sha
 from example_trainer.errors import ConfigError, ModelError
 from example_trainer.models import Decoder
-from example_trainer.models.geometry import RopeScaling
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.training.guarded_step import guarded_step
@@ -48,6 +47,7 @@ from tests.example_trainer.deterministic.training import (
     summed_gradients,
     train,
 )
+from vllm_patching.weights.families import RopeScaling
 
 KERNELS = {"linear": "cublaslt 130100", "rms_norm": "lockstep abc"}
 

@@ -27,7 +27,7 @@ from example_trainer.deterministic import (
     vllm_compat_to_torchtitan,
 )
 from example_trainer.errors import ModelError
-from example_trainer.models.layout import layout
+from vllm_patching.weights.families import parameters
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {
@@ -193,7 +193,7 @@ class TestWeights:
         state, adapter = model.state_dict(), Qwen3StateDictAdapter(model.model_args)
         hf, titan = adapter.to_hf(state), adapter.to_torchtitan(state)
         assert hf.keys() == {
-            part.name for parts in layout(model.geometry).values() for part in parts
+            part.name for planned in parameters(model.geometry).values() for part in planned.parts
         }
         assert titan.keys() == vllm_compat_to_torchtitan(state).keys()
         assert titan["layers.1.attention.wk.weight"].shape == (32, 48)

@@ -128,36 +128,16 @@ def test_a_tensor_of_another_shape_is_named(make_checkpoint: MakeCheckpoint) -> 
         load_model(str(folder), torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Qwen2",
-        ),
-        ({"architectures": []}, "architecture none named"),
-        ({"quantization_config": {"bits": 4}}, "quantised checkpoint cannot be trained"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope scaling 'yarn' is not supported",
-        ),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor"),
-        ({"hidden_size": None}, "has no 'hidden_size'"),
-        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
-    ],
-)
-def test_configs_that_are_not_supported_are_refused(
-    change: dict[str, object], message: str, make_checkpoint: MakeCheckpoint
-) -> None:
+def test_an_unsupported_config_is_refused_in_one_line(make_checkpoint: MakeCheckpoint) -> None:
     folder, _ = make_checkpoint("llama-untied")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ModelError) as caught:
+    config["architectures"] = ["GPT2LMHeadModel"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError,
+        match=r"^\S+config\.json: architecture GPT2LMHeadModel is not supported; supported: Llama.*$",
+    ):
         load_model(str(folder), torch.float32)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_configs_of_transformers_4_are_read(make_checkpoint: MakeCheckpoint) -> None:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from example_trainer.models import Decoder, Geometry
+from example_trainer.models import Decoder
 from example_trainer.models.hf_checkpoint import hf_tensors, read_weights, save_model
-from example_trainer.models.layout import layout
+from vllm_patching.weights.families import Geometry, parameters
 
 
 @st.composite
@@ -45,7 +45,7 @@ def geometries(draw: st.DrawFn) -> Geometry:
 
 @given(geometries())
 def test_parts_tile_every_parameter_and_no_tensor_is_used_twice(geometry: Geometry) -> None:
-    plan = layout(geometry)
+    plan = {name: planned.parts for name, planned in parameters(geometry).items()}
     shapes = {
         name: tuple(parameter.shape)
         for name, parameter in Decoder(geometry, torch.float32).named_parameters()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.lora.layers import adapters_of
+from vllm_patching.weights.families import Geometry
 
 
 def logits(parameters: Mapping[str, Tensor], geometry: Geometry, tokens: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from example_trainer.batch.figures import BatchFigures
-from example_trainer.models.geometry import Geometry
 from example_trainer.observe.perf import Speed, matrix_elements, peak_memory, peak_rate, step_flops
+from vllm_patching.weights.families import Geometry
 
 QWEN3_1_7B = Geometry(
     architecture="Qwen3ForCausalLM", vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_layers=28, num_heads=16,

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.shards import Shards
 from example_trainer.models.split import Split
 from example_trainer.parallel.fsdp import FsdpShards
 from example_trainer.parallel.tensor import TensorParallelShards
 from example_trainer.training.quantised import QUANTISED_BLOCK, can_be_quantised, scale_shape
+from vllm_patching.weights.families import Geometry
 
 GEOMETRY = Geometry(
     architecture="Qwen2ForCausalLM", vocab_size=67, hidden_size=512, intermediate_size=1024, num_layers=1, num_heads=4,

@@ -28,8 +28,8 @@ from tests.fleet_trainer import PATIENCE, TIMEOUT
 from tests.light_servers import SOON, LightServer, Starter, sound, until
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import ManifestEntry, flat_layout, source_view
-from vllm_patching.protocol.sharding import plan_shards
 from vllm_patching.protocol.timeline import VARIABLE
+from vllm_patching.weights.sharding import plan_shards
 
 pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
 

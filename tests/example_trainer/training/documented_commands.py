@@ -26,7 +26,6 @@ from example_trainer.async_grpo.settings import check_trainer, read_settings
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher import options as stack_options
 from example_trainer.launcher.stack import Stack
-from example_trainer.models.geometry import Geometry
 from example_trainer.training import memory_choice, server_share
 from example_trainer.training.memory_choice import MemoryChoice, choose_memory
 from example_trainer.training.memory_plan import MemoryShortage
@@ -36,7 +35,8 @@ from example_trainer.weight_bridge.server_gpus import ServerGpus
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.example_trainer.training.model_configs import MODEL_CONFIGS
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
-from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
+from vllm_patching.weights.families import Geometry
+from vllm_patching.weights.sharding import plan_shards
 
 ROOT = Path(__file__).resolve().parents[3]
 GPU, GIB = torch.device("cuda", 0), 2**30
@@ -286,7 +286,7 @@ def bridge_of(command: Documented, total: float) -> WeightBridge:
         return bridge
     manifests: list[Manifest] = []
     if config.weight_bridge_mode in ("shared_vllm", "parameter_server"):
-        shape, ranks = ModelGeometry.from_hf_config(model), command.server_ranks
+        shape, ranks = Geometry.from_config(model), command.server_ranks
         if config.weight_bridge_mode == "parameter_server":
             ranks = 1
         for rank in range(ranks):
@@ -299,7 +299,7 @@ def bridge_of(command: Documented, total: float) -> WeightBridge:
 
 
 def _parameters(model: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    shape = ModelGeometry.from_hf_config(dict(model))
+    shape = Geometry.from_config(dict(model))
     return (torch.empty(spec.full_shape, device="meta") for spec in plan_shards(shape, 0, 1))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from example_trainer.models.geometry import Geometry
 from example_trainer.training.memory_items import MemoryRequest
+from vllm_patching.weights.families import Geometry
 
 
 def geometry(**changes: object) -> Geometry:

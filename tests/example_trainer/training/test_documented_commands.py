@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from example_trainer.models.geometry import Geometry
 from example_trainer.training.memory_choice import MemoryChoice
 from example_trainer.training.memory_items import MemoryRequest, host_bytes, parameter_count
 from example_trainer.training.memory_plan import MemoryShortage
@@ -30,6 +29,7 @@ from tests.example_trainer.training.documented_commands import (
 from tests.example_trainer.training.documented_sizes import sizes_table, written_sizes
 from tests.example_trainer.training.memory_cases import request
 from tests.example_trainer.training.model_configs import MODEL_CONFIGS, PARAMETERS
+from vllm_patching.weights.families import Geometry
 
 HEADLINE = "Qwen/Qwen2.5-14B-Instruct"
 

@@ -13,14 +13,12 @@ import torch
 
 from bench.gpu.live_bytes import Meter
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
 from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.ops import choose_operations
 from example_trainer.models.packing import Packing
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.memory_items import (
-    ALL_PROJECTIONS,
     Table,
     layer_activation_bytes,
     lora_parameter_count,
@@ -36,7 +34,8 @@ from tests.example_trainer.training.memory_cases import geometry, qwen_14b, requ
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.pieces import BUCKET_BYTES
-from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
+from vllm_patching.weights.families import PROJECTIONS, Geometry
+from vllm_patching.weights.sharding import plan_shards
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -74,7 +73,7 @@ def test_adapters_are_small() -> None:
 KINDS = {"qwen3": {}, "llama": {"qk_norm": False}, "qwen2": {"qk_norm": False, "qkv_bias": True}}
 ADAPTERS = {
     "every weight": None,
-    "adapters": (8, ALL_PROJECTIONS),
+    "adapters": (8, PROJECTIONS),
     "adapters on queries": (8, ("q_proj",)),
 }
 
@@ -147,7 +146,7 @@ def test_the_plan_is_what_is_alive_at_the_worst_moment(
     shape = geometry(num_layers=3, max_positions=64, tie_word_embeddings=tied, **sizes)
     asked = request(
         geometry=shape, dtype=dtype, tokens_per_microbatch=128, seq_len=64, gradient_checkpointing=checkpointing,
-        logprob_chunk=64, lora=(8, ALL_PROJECTIONS) if adapters else None,
+        logprob_chunk=64, lora=(8, PROJECTIONS) if adapters else None,
     )  # fmt: skip
     ids, packing = torch.randint(0, shape.vocab_size, (128,)), Packing([64, 64])
     with Meter(CPU) as meter:
@@ -156,7 +155,7 @@ def test_the_plan_is_what_is_alive_at_the_worst_moment(
             torch.nn.init.normal_(parameter, std=0.02)
         model.gradient_checkpointing = checkpointing
         if adapters:
-            attach_adapters(model, LoraSettings(8, 16.0, 0.0, ALL_PROJECTIONS))
+            attach_adapters(model, LoraSettings(8, 16.0, 0.0, PROJECTIONS))
         optimizer = MasterAdamW(model, lr=1e-4)
         model.arithmetic.sums = optimizer.sums
         for microbatch in range(
@@ -192,17 +191,12 @@ def test_72b_on_32_ranks_on_paper() -> None:
     total = layers * layer + root
     assert total == parameter_count(shape) == 72_706_203_648
 
-    config = {
-        "model_type": "qwen2", "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": vocab, "tie_word_embeddings": False,
-    }  # fmt: skip
-    served = ModelGeometry.from_hf_config(config)
     manifests = [
         Manifest(
             rank,
             8,
             tuple(
-                ManifestEntry(spec, "bfloat16", "cuda:0") for spec in plan_shards(served, rank, 8)
+                ManifestEntry(spec, "bfloat16", "cuda:0") for spec in plan_shards(shape, rank, 8)
             ),
         )
         for rank in range(8)
@@ -247,7 +241,7 @@ def test_72b_on_32_ranks_on_paper() -> None:
 def test_planned_buffers_are_those_that_are_made(vllm_ranks: int, served_dtype: str) -> None:
     """Over Gloo a bucket is packed whole; the buffers of two kinds of servers add up."""
     config = json.loads((ROOT / "assets" / "starter_model" / "config.json").read_text())
-    served = ModelGeometry.from_hf_config(config)
+    served = Geometry.from_config(config)
     manifests = tuple(
         Manifest(
             r,

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from example_trainer.models.geometry import Geometry
 from example_trainer.training.memory_items import (
     ACTIVATIONS,
     backward_activation_bytes,
@@ -36,6 +35,7 @@ from example_trainer.training.memory_plan import (
     token_budget,
 )
 from tests.example_trainer.training.memory_cases import geometry, qwen_7b, qwen_14b, request
+from vllm_patching.weights.families import Geometry
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -305,7 +305,7 @@ torch.set_num_threads(2)
 from example_trainer.models.packing import Packing
 from example_trainer.training.memory_plan import MemoryRequest, plan_memory
 from example_trainer.models.decoder import Decoder
-from example_trainer.models.geometry import Geometry
+from vllm_patching.weights.families import Geometry
 from example_trainer.training.optimizer import MasterAdamW
 
 def resident():

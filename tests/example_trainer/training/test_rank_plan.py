@@ -17,7 +17,7 @@ from example_trainer.training import rank_plan
 from example_trainer.training.rank_plan import plan_ranks
 from example_trainer.weight_bridge.factory import prefers_single_copy
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
-from vllm_patching.protocol.sharding import ShardSpec, Slice
+from vllm_patching.weights.sharding import ShardSpec, Slice
 
 SHARED = {"weight_bridge_mode": "shared_vllm"}
 

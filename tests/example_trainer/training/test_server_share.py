@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
-from example_trainer.models.geometry import Geometry
 from example_trainer.training import memory_choice, server_share
 from example_trainer.training.memory_choice import choose_memory
 from example_trainer.training.memory_items import parameter_count
@@ -34,6 +33,7 @@ from example_trainer.weight_bridge.server_gpus import (
     choose_server_gpus,
 )
 from tests.example_trainer.weight_bridge.test_server_gpus import geometry
+from vllm_patching.weights.families import Geometry
 
 GIB = 2**30
 GPU = torch.device("cuda", 0)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from example_trainer.models import Geometry
-from example_trainer.parallel.tensor import model_geometry
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import (
     Manifest,
@@ -25,9 +24,9 @@ from vllm_patching.protocol.manifest import (
     source_view,
 )
 from vllm_patching.protocol.messages import Route
-from vllm_patching.protocol.sharding import plan_shards
 from vllm_patching.transport.cohort import CohortPlace
 from vllm_patching.transport.rendezvous import Meeting
+from vllm_patching.weights.sharding import plan_shards
 from vllm_patching.worker.updater import UpdaterStatus, WeightUpdater
 
 GEOMETRY = Geometry(
@@ -43,8 +42,7 @@ SECONDS = 60.0
 
 def manifests_of(tp_size: int, dtype: torch.dtype) -> list[Manifest]:
     """Of a server's ranks."""
-    geometry = model_geometry(GEOMETRY)
-    plans = [plan_shards(geometry, rank, tp_size) for rank in range(tp_size)]
+    plans = [plan_shards(GEOMETRY, rank, tp_size) for rank in range(tp_size)]
     return [
         Manifest(
             rank, tp_size, tuple(ManifestEntry(spec, dtype_name(dtype), "cpu") for spec in specs)

@@ -19,8 +19,8 @@ from example_trainer.weight_bridge import broadcast
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
-from vllm_patching.protocol.sharding import ShardSpec, Slice
 from vllm_patching.transport.rendezvous import Meeting
+from vllm_patching.weights.sharding import ShardSpec, Slice
 
 PATIENCE, SOON = 1.5, 60.0
 """Seconds: a trainer's patience, and after which a test fails rather than waits."""

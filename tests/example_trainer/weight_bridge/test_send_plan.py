@@ -20,19 +20,17 @@ from example_trainer.weight_bridge.send_plan import (
     sent_together,
     steps_of,
 )
+from tests.geometries import geometry_of
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.protocol.messages import Route
-from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
+from vllm_patching.weights.families import Geometry
+from vllm_patching.weights.sharding import plan_shards
 
-TINY = ModelGeometry("qwen3", 2, 16, 32, 8, 4, 2, 70, False, False, False, False, True)
-QWEN_14B = ModelGeometry(
-    "qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False, False, False, False, True
-)
+TINY = geometry_of("Qwen3", 2, 16, 32, 8, 4, 2, 70)
+QWEN_14B = geometry_of("Qwen3", 40, 5120, 17408, 40, 8, 128, 151936)
 
 
-def manifests(
-    geometry: ModelGeometry, tp_size: int, dtype: str = "bfloat16"
-) -> tuple[Manifest, ...]:
+def manifests(geometry: Geometry, tp_size: int, dtype: str = "bfloat16") -> tuple[Manifest, ...]:
     """Of every rank of a vLLM."""
     return tuple(
         Manifest(

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from example_trainer.child_processes.vllm_flags import Degrees
 from example_trainer.errors import ConfigError
-from example_trainer.models.geometry import Geometry
 from example_trainer.weight_bridge.server_gpus import (
     GpuMemory,
     ServerFlags,
@@ -17,6 +16,7 @@ from example_trainer.weight_bridge.server_gpus import (
     seen_gpus,
     usable_degrees,
 )
+from vllm_patching.weights.families import Geometry
 
 
 def geometry(heads: int = 16, key_heads: int = 2, intermediate: int = 11008) -> Geometry:

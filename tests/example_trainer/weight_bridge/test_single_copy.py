@@ -20,8 +20,8 @@ from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
-from vllm_patching.protocol.sharding import ShardSpec, Slice
 from vllm_patching.transport.shared_memory import export_to_shared_memory
+from vllm_patching.weights.sharding import ShardSpec, Slice
 
 MANIFEST = Manifest(
     0,

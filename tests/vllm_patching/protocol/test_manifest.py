@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 
+from tests.geometries import geometry_of
 from vllm_patching.protocol.manifest import (
     ALIGNMENT,
     Manifest,
@@ -22,9 +23,9 @@ from vllm_patching.protocol.manifest import (
     parse_dtype,
     source_view,
 )
-from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
+from vllm_patching.weights.sharding import plan_shards
 
-GEOMETRY = ModelGeometry("qwen3", 2, 12, 8, 4, 2, 3, 70, False, False, False, False, True)
+GEOMETRY = geometry_of("Qwen3", 2, 12, 8, 4, 2, 3, 70)
 
 
 def manifest(rank: int = 0, size: int = 2, dtype: str = "bfloat16") -> Manifest:

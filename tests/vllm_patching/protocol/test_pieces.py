@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.geometries import geometry_of
 from vllm_patching.protocol.checksum import Part, Row, WeightSums, summary_of
 from vllm_patching.protocol.manifest import (
     ALIGNMENT,
@@ -15,7 +16,7 @@ from vllm_patching.protocol.manifest import (
     flat_layout,
 )
 from vllm_patching.protocol.pieces import BUCKET_BYTES, buckets
-from vllm_patching.protocol.sharding import ModelGeometry, Slice, plan_shards
+from vllm_patching.weights.sharding import Slice, plan_shards
 
 LAYOUTS = st.lists(
     st.tuples(
@@ -115,9 +116,7 @@ def test_pieces_sum_up_to_what_the_whole_does(
 
 def test_a_large_model_has_full_buckets() -> None:
     """Qwen3-1.7B's shape: its embedding alone is five buckets."""
-    geometry = ModelGeometry(
-        "qwen3", 28, 2048, 6144, 16, 8, 128, 151936, True, False, False, False, True
-    )
+    geometry = geometry_of("Qwen3", 28, 2048, 6144, 16, 8, 128, 151936, tie_word_embeddings=True)
     specs = plan_shards(geometry, 0, 1)
     layout, num_bytes = flat_layout(
         Manifest(0, 1, tuple(ManifestEntry(spec, "bfloat16", "cuda:0") for spec in specs))

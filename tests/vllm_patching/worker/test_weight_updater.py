@@ -17,18 +17,19 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.forked_commands import start_unguarded
+from tests.geometries import geometry_of
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, flat_layout
 from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.pieces import buckets
-from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 from vllm_patching.transport.addresses import RendezvousError, reach
 from vllm_patching.transport.cohort import CohortPlace
 from vllm_patching.transport.rendezvous import Meeting, PeerWatch, host_store
+from vllm_patching.weights.sharding import plan_shards
 from vllm_patching.worker.updater import WeightUpdater
 
 ROOT = Path(__file__).resolve().parents[3]
-GEOMETRY = ModelGeometry("qwen3", 1, 12, 8, 4, 2, 3, 70, True, False, False, False, True)
+GEOMETRY = geometry_of("Qwen3", 1, 12, 8, 4, 2, 3, 70, tie_word_embeddings=True)
 SECONDS = 60.0
 """For whatever must come; a trainer's process takes some to start."""
 

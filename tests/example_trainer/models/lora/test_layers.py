@@ -18,11 +18,12 @@ from example_trainer.models.lora.layers import (
     attach_adapters,
     without_adapters,
 )
-from example_trainer.models.lora.settings import TARGETS, LoraSettings, parse_targets
+from example_trainer.models.lora.settings import LoraSettings, parse_targets
 from example_trainer.models.ops import reference
 from example_trainer.models.packing import Packing
 from example_trainer.training.optimizer import MasterAdamW
 from tests.example_trainer.models.textbook import merged_weights
+from vllm_patching.weights.families import PROJECTIONS
 
 GEOMETRY = Geometry(
     architecture="Qwen3ForCausalLM",
@@ -42,7 +43,7 @@ TOKENS = torch.arange(12).reshape(2, 6) % 17
 
 
 def settings(*targets: str, dropout: float = 0.0) -> LoraSettings:
-    return LoraSettings(rank=3, alpha=6.0, dropout=dropout, targets=targets or TARGETS)
+    return LoraSettings(rank=3, alpha=6.0, dropout=dropout, targets=targets or PROJECTIONS)
 
 
 def random_model(seed: int = 0) -> Decoder:
@@ -69,7 +70,8 @@ def test_new_adapters_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "targets", [TARGETS, ("k_proj",), ("o_proj",), ("q_proj", "v_proj"), ("up_proj", "down_proj")]
+    "targets",
+    [PROJECTIONS, ("k_proj",), ("o_proj",), ("q_proj", "v_proj"), ("up_proj", "down_proj")],
 )
 def test_adapters_compute_what_their_sum_with_the_weights_computes(
     targets: tuple[str, ...],
@@ -83,7 +85,8 @@ def test_adapters_compute_what_their_sum_with_the_weights_computes(
 
 def test_gradients_are_the_closed_form_and_those_of_finite_differences() -> None:
     torch.manual_seed(1)
-    base = Linear(5, 9, True, torch.float64, torch.device("cpu"), Arithmetic(reference))
+    weight, bias = (torch.empty(*shape, dtype=torch.float64) for shape in ((9, 5), (9,)))
+    base = Linear(nn.Parameter(weight), nn.Parameter(bias), Arithmetic(reference))
     for parameter in base.parameters():
         parameter.data.normal_()
     layer = AdaptedLinear(
@@ -135,8 +138,8 @@ def test_dropout_acts_while_training_only() -> None:
 
 def test_dropout_keeps_the_expected_output() -> None:
     torch.manual_seed(2)
-    base = Linear(6, 4, False, torch.float64, torch.device("cpu"), Arithmetic(reference))
-    base.weight.data.zero_()
+    weight = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
+    base = Linear(weight, None, Arithmetic(reference))
     layer = AdaptedLinear(base, {"o_proj": 4}, settings("o_proj", dropout=0.25))
     nn.init.normal_(layer.adapters["o_proj"].lora_B)
     x = torch.randn(1, 6, dtype=torch.float64)
@@ -180,8 +183,7 @@ def test_the_reference_of_adapters_is_the_model_under_them() -> None:
 
 def test_a_is_uniform_and_b_is_zero_at_first() -> None:
     torch.manual_seed(0)
-    base = Linear(400, 4, False, torch.float32, torch.device("cpu"), Arithmetic(reference))
-    base.weight.data.zero_()
+    base = Linear(nn.Parameter(torch.zeros(4, 400)), None, Arithmetic(reference))
     adapter = AdaptedLinear(base, {"o_proj": 4}, LoraSettings(64, 1.0, 0.0, ("o_proj",))).adapters[
         "o_proj"
     ]
@@ -200,7 +202,7 @@ def test_adapters_are_not_put_on_twice() -> None:
 
 def test_targets_are_checked_ordered_and_counted_once() -> None:
     assert parse_targets(["v_proj", "q_proj", "v_proj"]) == ("q_proj", "v_proj")
-    assert parse_targets(["all-linear"]) == TARGETS
+    assert parse_targets(["all-linear"]) == PROJECTIONS
     with pytest.raises(
         ValueError, match=r"no projection is called 'qkv_proj'; give all-linear, or some of q_proj,"
     ):

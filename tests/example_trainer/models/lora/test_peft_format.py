@@ -27,9 +27,8 @@ from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.lora.layers import adapters_of, attach_adapters
 from example_trainer.models.lora.peft_format import AdapterWriter, check_same_adapter, peft_name
-from example_trainer.models.lora.settings import TARGETS, LoraSettings
+from example_trainer.models.lora.settings import LoraSettings
 from vllm_patching.protocol.checksum import WeightSummary
-from vllm_patching.protocol.sharding import ModelGeometry
 from vllm_patching.transport.adapter_file import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -37,6 +36,7 @@ from vllm_patching.transport.adapter_file import (
     expected_shapes,
     open_adapter,
 )
+from vllm_patching.weights.families import PROJECTIONS, Geometry
 
 SIZES = {
     "vocab_size": 31,
@@ -53,7 +53,7 @@ FAMILIES = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
 }
 TOKENS = torch.arange(20).reshape(2, 10) % 31
-SETTINGS = LoraSettings(4, 6.0, 0.1, TARGETS)
+SETTINGS = LoraSettings(4, 6.0, 0.1, PROJECTIONS)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -64,8 +64,8 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def geometry(folder: Path) -> ModelGeometry:
-    return ModelGeometry.from_hf_config(json.loads((folder / "config.json").read_text()))
+def geometry(folder: Path) -> Geometry:
+    return Geometry.from_config(json.loads((folder / "config.json").read_text()))
 
 
 def adapted(
@@ -79,7 +79,7 @@ def adapted(
     return model.eval()
 
 
-@pytest.mark.parametrize("targets", [TARGETS, ("v_proj", "down_proj")])
+@pytest.mark.parametrize("targets", [PROJECTIONS, ("v_proj", "down_proj")])
 def test_peft_loads_it_and_computes_the_same(
     base: Path, tmp_path: Path, targets: tuple[str, ...]
 ) -> None:
@@ -269,22 +269,22 @@ def test_every_projection_of_the_model_has_its_shape(base: Path) -> None:
     ("settings", "dtype", "message"),
     [
         (
-            LoraSettings(8, 6.0, 0.1, TARGETS),
+            LoraSettings(8, 6.0, 0.1, PROJECTIONS),
             torch.float32,
             "made with --lora-r 4, and this run has 8",
         ),
         (
-            LoraSettings(4, 8.0, 0.1, TARGETS),
+            LoraSettings(4, 8.0, 0.1, PROJECTIONS),
             torch.float32,
             "made with --lora-alpha 6, and this run has 8.0",
         ),
         (
-            LoraSettings(4, 6.0, 0.1, TARGETS[:2]),
+            LoraSettings(4, 6.0, 0.1, PROJECTIONS[:2]),
             torch.float32,
             "made with --lora-target-modules .*, and this run has k_proj q_",
         ),
         (
-            LoraSettings(4, 6.0, 0.1, TARGETS),
+            LoraSettings(4, 6.0, 0.1, PROJECTIONS),
             torch.bfloat16,
             "made with --dtype F32, and this run has BF16",
         ),

@@ -7,39 +7,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_patching.protocol.sharding import (
-    VOCAB_PADDING,
-    ModelGeometry,
-    UnsupportedModel,
-    plan_shards,
-)
+from tests.geometries import geometry_of
+from vllm_patching.weights.families import Geometry, UnsupportedModel
+from vllm_patching.weights.sharding import VOCAB_PADDING, plan_shards
 
 TP_SIZES = (1, 2, 4, 8)
 
 
 @st.composite
-def geometries(draw: st.DrawFn) -> ModelGeometry:
-    kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
-    model_type = draw(st.sampled_from(["llama", "qwen2", "qwen3"]))
-    llama_bias = model_type == "llama" and draw(st.booleans())
-    return ModelGeometry(
-        model_type=model_type,
-        num_layers=draw(st.integers(1, 2)),
-        hidden_size=draw(st.sampled_from([8, 24])),
-        intermediate_size=8 * draw(st.integers(1, 4)),
-        num_heads=8 * draw(st.sampled_from([1, 2])),
-        num_kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([2, 4])),
-        vocab_size=draw(st.integers(1, 700)),
-        tied=draw(st.booleans()),
-        qkv_bias=model_type == "qwen2" or llama_bias,
-        o_bias=llama_bias,
-        mlp_bias=llama_bias and draw(st.booleans()),
-        qk_norm=model_type == "qwen3",
+def geometries(draw: st.DrawFn) -> Geometry:
+    return geometry_of(
+        draw(st.sampled_from(["Llama", "Qwen2", "Qwen3"])),
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from([8, 24])),
+        8 * draw(st.integers(1, 4)),
+        8 * draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([1, 2, 4, 8])),
+        draw(st.sampled_from([2, 4])),
+        draw(st.integers(1, 700)),
+        tie_word_embeddings=draw(st.booleans()),
+        attention_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
     )
 
 
-def full_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
+def full_shapes(geometry: Geometry) -> dict[str, tuple[int, ...]]:
     return {spec.name: spec.full_shape for spec in plan_shards(geometry, 0, 1)}
 
 
@@ -49,7 +41,7 @@ def distinct(shape: tuple[int, ...]) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(geometry=geometries(), tp_size=st.sampled_from(TP_SIZES))
-def test_shards_rebuild_the_full_tensors(geometry: ModelGeometry, tp_size: int) -> None:
+def test_shards_rebuild_the_full_tensors(geometry: Geometry, tp_size: int) -> None:
     full = {name: distinct(shape) for name, shape in full_shapes(geometry).items()}
     rebuilt = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
     for rank in range(tp_size):
@@ -74,7 +66,7 @@ def test_shards_rebuild_the_full_tensors(geometry: ModelGeometry, tp_size: int) 
 
 @settings(max_examples=30, deadline=None)
 @given(geometry=geometries(), tp_size=st.sampled_from(TP_SIZES))
-def test_a_rank_holds_whole_heads_in_the_order_q_k_v(geometry: ModelGeometry, tp_size: int) -> None:
+def test_a_rank_holds_whole_heads_in_the_order_q_k_v(geometry: Geometry, tp_size: int) -> None:
     g = geometry
     head_of_row = [("q", h) for h in range(g.num_heads)] + [
         (c, h) for c in "kv" for h in range(g.num_kv_heads)
@@ -92,7 +84,7 @@ def test_a_rank_holds_whole_heads_in_the_order_q_k_v(geometry: ModelGeometry, tp
 
 
 def test_the_vocabulary_is_padded_before_it_is_split() -> None:
-    geometry = ModelGeometry("qwen2", 1, 8, 8, 8, 8, 2, 65, False, True, False, False, False)
+    geometry = geometry_of("Qwen2", 1, 8, 8, 8, 8, 2, 65)
     rows = [
         next(s for s in plan_shards(geometry, rank, 2) if s.name == "lm_head.weight")
         for rank in range(2)
@@ -102,45 +94,22 @@ def test_the_vocabulary_is_padded_before_it_is_split() -> None:
 
 
 def test_a_tied_head_is_no_parameter_of_its_own() -> None:
-    config = {
-        "model_type": "qwen3",
-        "num_hidden_layers": 1,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_attention_heads": 2,
-    }
-    config |= {"num_key_value_heads": 1, "head_dim": 4, "vocab_size": 10}
-    tied = ModelGeometry.from_hf_config(config | {"tie_word_embeddings": True})
+    sizes = (1, 8, 8, 2, 1, 4, 10)
+    tied = geometry_of("Qwen3", *sizes, tie_word_embeddings=True)
     assert "lm_head.weight" not in full_shapes(tied)
-    assert "lm_head.weight" in full_shapes(
-        ModelGeometry.from_hf_config(config | {"tie_word_embeddings": False})
-    )
+    assert "lm_head.weight" in full_shapes(geometry_of("Qwen3", *sizes))
 
 
 def test_qwen25_14b_has_339_parameters() -> None:
     """48 layers x 7 parameters (the qkv bias included), the embedding, the head and the last norm."""
-    config = {
-        "model_type": "qwen2",
-        "num_hidden_layers": 48,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-    }
-    config |= {
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    }
-    shapes = full_shapes(ModelGeometry.from_hf_config(config))
+    shapes = full_shapes(geometry_of("Qwen2", 48, 5120, 13824, 40, 8, 128, 152064))
     assert len(shapes) == 339
     assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == (5120 + 2 * 1024, 5120)
 
 
 def test_what_cannot_be_split_is_refused_by_name() -> None:
-    geometry = ModelGeometry("qwen3", 1, 8, 9, 6, 3, 2, 10, True, False, False, False, True)
+    geometry = geometry_of("Qwen3", 1, 8, 9, 6, 3, 2, 10)
     with pytest.raises(UnsupportedModel, match=r"6 attention heads.*width of 9 over 4"):
         plan_shards(geometry, 0, 4)
-    with pytest.raises(UnsupportedModel, match="mixtral"):
-        ModelGeometry.from_hf_config({"model_type": "mixtral"})
     with pytest.raises(ValueError, match="tp_rank 2"):
         plan_shards(geometry, 2, 2)

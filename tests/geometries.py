@@ -1,0 +1,40 @@
+"""Small models for tests: config.json, and the sizes that are read from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_patching.weights.families import Geometry
+
+
+def config_of(
+    family: str,
+    layers: int,
+    hidden: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int,
+    **keys: Any,
+) -> dict[str, Any]:
+    """Return the config.json of a model of a family such as `Qwen3`, with more `keys`."""
+    sizes = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+    }
+    return sizes | keys
+
+
+def geometry_of(family: str, *sizes: int, **keys: Any) -> Geometry:
+    """Return the geometry of the model; see `config_of`."""
+    return Geometry.from_config(config_of(family, *sizes, **keys))

@@ -1,0 +1,158 @@
+"""The table of families: its parameters are transformers', and its reader of config.json refuses
+what the decoder cannot compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.geometries import config_of, geometry_of
+from vllm_patching.weights.families import (
+    FAMILIES,
+    PROJECTIONS,
+    Geometry,
+    UnsupportedModel,
+    parameters,
+)
+from vllm_patching.weights.sharding import plan_shards
+
+PLANS = Path(__file__).with_name("plans.json")
+NAMES = [name.removesuffix("ForCausalLM") for name in FAMILIES]
+OPTIONAL = ("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings")
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw a config.json that may lack any key for which transformers has a value."""
+    family = draw(st.sampled_from(NAMES))
+    kv_heads = draw(st.sampled_from([1, 2, 32]))
+    config = config_of(
+        family,
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from([32, 64])),
+        draw(st.integers(1, 20)),
+        32,
+        kv_heads,
+        2 if family == "Qwen2" else draw(st.sampled_from([2, 6])),
+        draw(st.integers(1, 40)),
+        attention_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+    absent = draw(st.sets(st.sampled_from(OPTIONAL)))
+    return {key: value for key, value in config.items() if key not in absent}
+
+
+def checkpoint_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the checkpoint that transformers makes from a config.json."""
+    architecture = config["architectures"][0]
+    family = architecture.removesuffix("ForCausalLM")
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(
+            getattr(transformers, f"{family}Config").from_dict(config)
+        )
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(configs())
+def test_the_checkpoint_is_transformers(config: dict[str, Any]) -> None:
+    planned = parameters(Geometry.from_config(config)).values()
+    parts = {part.name: part.shape for parameter in planned for part in parameter.parts}
+    assert parts == checkpoint_of(config)
+
+
+def test_qwen3_has_heads_of_128_and_a_bias_in_o_proj() -> None:
+    """Neither of two readers had both: 128 is Qwen3's own default, and `attention_bias` is of all
+    four projections."""
+    config = config_of("Qwen3", 1, 64, 80, 2, 1, 0, 97, attention_bias=True)
+    del config["head_dim"]
+    geometry = Geometry.from_config(config)
+    assert (geometry.head_dim, geometry.qkv_bias, geometry.o_bias) == (128, True, True)
+    bias = "model.layers.0.self_attn.o_proj.bias"
+    assert checkpoint_of(config)[bias] == parameters(geometry)[bias].shape == (64,)
+
+
+def test_parts_of_a_parameter_lie_one_below_the_other() -> None:
+    planned = parameters(geometry_of("Qwen2", 1, 8, 6, 4, 2, 2, 10))
+    qkv = planned["model.layers.0.self_attn.qkv_proj.bias"]
+    assert [(part.projection, part.start, part.stop) for part in qkv.parts] == [
+        ("q_proj", 0, 8),
+        ("k_proj", 8, 12),
+        ("v_proj", 12, 16),
+    ]
+    assert (qkv.shape, qkv.size, qkv.adapted) == ((16,), 16, False)
+
+
+def test_every_projection_of_a_layer_can_have_an_adapter() -> None:
+    assert PROJECTIONS == (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    adapted = [
+        p.name for p in parameters(geometry_of("Qwen3", 1, 8, 6, 4, 2, 2, 10)).values() if p.adapted
+    ]
+    assert adapted == [
+        f"model.layers.0.{name}.weight"
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architecture MixtralForCausalLM is not"),
+        ({"architectures": None}, r"architecture none named \(model_type 'qwen3'\) is not"),
+        ({"vocab_size": None}, "no 'vocab_size', which Qwen3ForCausalLM needs"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
+        ({"quantization_config": {"bits": 4}}, "a quantised checkpoint cannot be trained"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for Qwen3ForCausalLM"),
+        ({"use_sliding_window": True}, "use_sliding_window to false if unused"),
+        ({"layer_types": ["sliding_attention"]}, "sliding-window attention is not supported"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' lacks factor"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 4}}, "lacks low_freq_factor, high"),
+    ],
+)
+def test_an_unsupported_model_is_refused_by_the_file_and_the_key(
+    changes: dict[str, Any], message: str
+) -> None:
+    config = config_of("Qwen3", 1, 8, 6, 4, 2, 2, 10) | changes
+    with pytest.raises(UnsupportedModel, match=f"^here: .*{message}|^here has {message}"):
+        Geometry.from_config(config, "here")
+
+
+def digest(plan: Any) -> str:
+    return hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("case", json.loads(PLANS.read_text()), ids=lambda case: case["name"])
+def test_the_plans_are_those_of_the_code_before_the_table(case: dict[str, Any]) -> None:
+    """Digests of the checkpoint's tensors, and of the slices of every rank, as two separate modules
+    computed them. Servers and trainers compare these plans, so they must not change."""
+    geometry = geometry_of(case["family"], *case["sizes"], **case["keys"])
+    assert case["checkpoint"] == digest(
+        [
+            [name, [[part.name, part.start, part.shape] for part in parameter.parts]]
+            for name, parameter in parameters(geometry).items()
+        ]
+    )
+    for degree, expected in case["shards"].items():
+        ranks = range(int(degree))
+        plans = [plan_shards(geometry, rank, len(ranks)) for rank in ranks]
+        assert digest([[asdict(spec) for spec in plan] for plan in plans]) == expected

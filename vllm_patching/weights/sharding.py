@@ -1,0 +1,129 @@
+"""The part of each parameter that a tensor-parallel rank of vLLM holds. Pure arithmetic.
+
+A *full* tensor is a parameter as the trainer holds it: vLLM's name and merged rows at
+tensor-parallel degree 1, the vocabulary not padded. A rank's parameter is made of slices of the
+full tensor of the same name:
+
+    qkv_proj       [its q heads; its k heads; its v heads]; k and v heads are repeated when there
+                   are fewer than ranks
+    gate_up_proj   [its gate rows; its up rows]
+    o_proj, down_proj   a range of columns (their bias, if any, is whole on every rank)
+    embed_tokens, lm_head   a range of rows of the vocabulary, padded to a multiple of 64
+    norms          whole on every rank
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_patching.weights.families import (
+    Geometry,
+    Parameter,
+    Part,
+    UnsupportedModel,
+    parameters,
+)
+
+VOCAB_PADDING = 64
+"""vLLM pads the vocabulary to a multiple of this before it splits it over the ranks."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """`length` indices along `dim`: from `source_start` of the full tensor to `local_start` of the
+    rank's parameter.
+    """
+
+    dim: int
+    source_start: int
+    local_start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """One parameter of one rank.
+
+    Attributes:
+        name: vLLM's parameter name, the same as the trainer's.
+        shape: the rank's shape, padding included.
+        full_shape: the shape of the trainer's tensor.
+        slices: how the rank's values are taken from the full tensor. Elements that no slice covers
+            are padding.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    full_shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+
+def plan_shards(geometry: Geometry, tp_rank: int, tp_size: int) -> list[ShardSpec]:
+    """Every parameter of rank `tp_rank`, in the order of the model's modules.
+
+    Raises:
+        UnsupportedModel: the heads or the feed-forward width do not divide by `tp_size`.
+    """
+    if not 0 <= tp_rank < tp_size:
+        raise ValueError(f"tp_rank {tp_rank} is not in [0, {tp_size})")
+    obstacles = undividable(geometry, tp_size)
+    if obstacles:
+        raise UnsupportedModel(
+            f"cannot split {', '.join(obstacles)} over {tp_size} tensor-parallel ranks"
+        )
+    return [
+        _shard(parameter, geometry.head_dim, tp_rank, tp_size)
+        for parameter in parameters(geometry).values()
+    ]
+
+
+def undividable(geometry: Geometry, tp_size: int) -> list[str]:
+    """The sizes that keep vLLM from dividing the model over `tp_size` ranks; empty if it can."""
+    obstacles = []
+    if geometry.num_heads % tp_size:
+        obstacles.append(f"{geometry.num_heads} attention heads")
+    if geometry.num_kv_heads % tp_size and tp_size % geometry.num_kv_heads:
+        obstacles.append(f"{geometry.num_kv_heads} key-value heads")
+    if geometry.intermediate_size % tp_size:
+        obstacles.append(f"a feed-forward width of {geometry.intermediate_size}")
+    if VOCAB_PADDING % tp_size:
+        obstacles.append(f"a vocabulary padded to multiples of {VOCAB_PADDING}")
+    return obstacles
+
+
+def vocabulary_range(vocab_size: int, rank: int, size: int) -> tuple[int, int, int]:
+    """The token ids whose rows a rank holds, first and one past the last, and its padded rows."""
+    rows = -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING // size
+    first = min(rank * rows, vocab_size)
+    return first, min(first + rows, vocab_size), rows
+
+
+def _shard(parameter: Parameter, head_dim: int, rank: int, size: int) -> ShardSpec:
+    if parameter.parts[0].split == "columns":
+        rows, columns = parameter.shape
+        mine = columns // size
+        slices = [Slice(1, rank * mine, 0, mine)]
+        return ShardSpec(parameter.name, (rows, mine), parameter.shape, tuple(slices))
+    slices, local = [], 0
+    for part in parameter.parts:
+        first, count, held = _rows(part, head_dim, rank, size)
+        if count:
+            slices.append(Slice(0, part.start + first, local, count))
+        local += held
+    shape = (local, *parameter.shape[1:])
+    return ShardSpec(parameter.name, shape, parameter.shape, tuple(slices))
+
+
+def _rows(part: Part, head_dim: int, rank: int, size: int) -> tuple[int, int, int]:
+    """Return the first row of a part that the rank holds, how many, and with padding how many."""
+    rows = part.shape[0]
+    if part.split == "whole":
+        return 0, rows, rows
+    if part.split == "vocabulary":
+        first, end, held = vocabulary_range(rows, rank, size)
+        return first, end - first, held
+    heads = rows // head_dim
+    if part.split == "kv_heads" and heads < size:
+        return rank // (size // heads) * head_dim, head_dim, head_dim
+    mine = rows // size
+    return rank * mine, mine, mine
