@@ -32,15 +32,14 @@ from bench.gpu.processes import BenchError, module_command, tail
 from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import gigabytes_per_second, spread_ms, table
 from bench.measured import measured
-from example_trainer.models.geometry import Geometry
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
-from example_trainer.parallel.tensor import model_geometry
 from example_trainer.weight_bridge.send_plan import SendPlan
 from example_trainer.weight_bridge.stream import WeightStream
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.protocol.messages import Route
-from vllm_patching.protocol.sharding import plan_shards
+from vllm_patching.weights.families import Geometry
+from vllm_patching.weights.sharding import plan_shards
 
 WARMUP = 3
 RUN_SECONDS = 240.0
@@ -72,14 +71,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def manifests_of(geometry: Geometry, ranks: int, dtype: torch.dtype) -> list[Manifest]:
     """The manifests of a server of so many tensor-parallel ranks."""
-    model = model_geometry(geometry)
     return [
         Manifest(
             rank,
             ranks,
             tuple(
                 ManifestEntry(spec, dtype_name(dtype), "cpu")
-                for spec in plan_shards(model, rank, ranks)
+                for spec in plan_shards(geometry, rank, ranks)
             ),
         )
         for rank in range(ranks)

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from atroposlib.envs.server_handling.server_manager import ServerBaseline
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from pydantic import Field
 
 from atroposlib.envs.base import (
@@ -21,7 +22,6 @@ from atroposlib.envs.base import (
     ScoredDataItem,
 )
 from atroposlib.type_definitions import Item, Message
-from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
 
 class SumsConfig(BaseEnvConfig):
