@@ -1,6 +1,4 @@
-"""What a vLLM worker holds, in a form that both sides of the bridge compare before a single byte
-moves.
-"""
+"""The parameters of a vLLM worker. Both sides of the bridge compare them before a byte is sent."""
 
 from __future__ import annotations
 

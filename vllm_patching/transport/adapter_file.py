@@ -55,7 +55,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """What a folder holds.
+    """The adapter in a folder.
 
     Attributes:
         folder: absolute.

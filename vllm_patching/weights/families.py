@@ -271,8 +271,8 @@ def _rope_scaling(parameters: Mapping[str, Any], where: str) -> RopeScaling | No
 # The parameters of one model
 
 Split = Literal["rows", "kv_heads", "columns", "vocabulary", "whole"]
-"""How tensor-parallel ranks divide a checkpoint tensor: `kv_heads` are rows by whole heads, which
-several ranks share if there are fewer heads than ranks; the rows of a `vocabulary` are padded
+"""The division of a checkpoint tensor among tensor-parallel ranks. `kv_heads` are rows by whole
+heads, which several ranks share if there are fewer heads than ranks. A `vocabulary` is padded
 first."""
 
 

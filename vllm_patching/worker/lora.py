@@ -1,5 +1,5 @@
-"""What each vLLM worker can do for LoRA, called on the worker's main thread through collective_rpc,
-between two model steps.
+"""The methods for LoRA in each vLLM worker, called on its main thread through collective_rpc between
+two model steps.
 
 vLLM imports this module in the worker before it builds the model and adds the class to the worker's
 bases, so every method is prefixed: the names share one space with vLLM's own.
