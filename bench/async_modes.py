@@ -153,17 +153,29 @@ class Benchmark(Sitting):
             processes.start_service()
             micro = min(16, args.sequences)
             trainer = processes.start_trainer(
-                args.model, self.trainer_gpu, "--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port",
-                str(self.vllm.port), "--training-steps", str(args.steps), "--batch-size", str(micro),
-                "--gradient-accumulation-steps", str(args.sequences // micro), "--lr", str(args.lr), "--seq-len",
-                str(args.seq_len), "--max-staleness", str(regime.staleness), "--bridge-timeout", "60", "--batch-timeout", "200",
-                *args.trainer_flags.split(),
-            )  # fmt: skip
+                args.model,
+                self.trainer_gpu,
+                "broadcast",
+                args.trainer_flags.split(),
+                vllm_port=self.vllm.port,
+                training_steps=args.steps,
+                batch_size=micro,
+                gradient_accumulation_steps=args.sequences // micro,
+                lr=args.lr,
+                seq_len=args.seq_len,
+                max_staleness=regime.staleness,
+                bridge_timeout=60,
+                batch_timeout=200,
+            )
             environment = processes.start_environment(
-                args.environment, f"{self.vllm.url}/v1", "--env.group_size", str(args.group), "--env.max_token_length",
-                str(args.cap), "--env.max_num_workers", str(args.in_flight // args.group), "--env.max_batches_offpolicy",
-                str(regime.ahead), *args.environment_flags.split(),
-            )  # fmt: skip
+                args.environment,
+                f"{self.vllm.url}/v1",
+                args.environment_flags.split(),
+                group_size=args.group,
+                max_token_length=args.cap,
+                max_num_workers=args.in_flight // args.group,
+                max_batches_offpolicy=regime.ahead,
+            )
             rows = RowsAsTheyCome(processes.metrics)
             wait_for_end(trainer, args.seconds, rows.look)
             dropped = processes.dropped_groups()

@@ -39,6 +39,7 @@ from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess, Supervisor
 from example_trainer.child_processes.readiness import http_probe, wait_until
+from example_trainer.launcher import roles
 
 TRACED = ("atroposlib", "environments")
 SECONDS = 60.0
@@ -197,27 +198,11 @@ class Surroundings:
         self.model = f"http://127.0.0.1:{self.model_port}"
 
     def __enter__(self) -> Surroundings:
-        port = ["--port", str(self.service_port)]
-        self._start(
-            "service",
-            self.service,
-            "-m",
-            "atroposlib.cli.run_api",
-            *port,
-            "--store",
-            "memory",
-            "--no-ui",
-        )
+        service = roles.service("127.0.0.1", self.service_port, store="memory", no_ui=True)
+        self._start("service", self.service, service)
         stand_in = str(ROOT / "bench" / "their_environments" / "model_standin.py")
-        self._start(
-            "model",
-            f"{self.model}/health",
-            stand_in,
-            "--port",
-            str(self.model_port),
-            "--tokenizer",
-            str(TOKENIZER),
-        )
+        model = roles.flags(port=self.model_port, tokenizer=TOKENIZER)
+        self._start("model", f"{self.model}/health", [sys.executable, stand_in, *model])
         httpx.post(f"{self.service}/register", json=TRAINER, timeout=SECONDS).raise_for_status()
         httpx.get(f"{self.service}/batch", timeout=SECONDS).raise_for_status()
         return self
@@ -225,8 +210,7 @@ class Surroundings:
     def __exit__(self, *_: object) -> None:
         self.supervisor.stop_all()
 
-    def _start(self, name: str, url: str, *arguments: str) -> None:
-        command = [sys.executable, *arguments]
+    def _start(self, name: str, url: str, command: list[str]) -> None:
         self.supervisor.add(
             ManagedProcess(name, command, self.folder / f"{name}.log", None, ROOT, 5.0, False)
         )

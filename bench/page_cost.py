@@ -65,6 +65,7 @@ from bench.long_run import (
 )
 from bench.measured import measured, put_into
 from bench.rollout_api_load import LOAD, cpu_seconds, machine, put_load, rss_mib, server
+from example_trainer.launcher import roles
 
 RESULTS = ROOT / "bench" / "results" / "page_cost.json"
 PARTS = ("load", "memory", "open")
@@ -175,20 +176,8 @@ def service(page: bool, run: tuple[Path, Rows]) -> Iterator[tuple[int, int]]:
         folder, rows = Path(name), copy.deepcopy(run[1])
         shutil.copytree(run[0], folder, dirs_exist_ok=True)
         trainer = threading.Thread(target=_train, args=(folder, rows, over), daemon=True)
-        command: list[str | Path] = [
-            sys.executable,
-            "-m",
-            "atroposlib.cli.run_api",
-            "--port",
-            str(port),
-        ]
-        command += [
-            "--store",
-            folder / "rollouts.db",
-            "--run-folder",
-            folder,
-            *([] if page else ["--no-ui"]),
-        ]
+        store = folder / "rollouts.db"
+        command = roles.service("127.0.0.1", port, store=store, run_folder=folder, no_ui=not page)
         with server(command, port, ROOT) as pid:
             trainer.start()
             try:

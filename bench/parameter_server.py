@@ -43,6 +43,7 @@ from bench.gpu.trainer import trainer_arguments
 from bench.gpu.training_stack import answers
 from bench.measured import put_into
 from bench.timeline_spans import read_folder
+from example_trainer.launcher import roles
 from vllm_patching.protocol.timeline import VARIABLE
 
 
@@ -123,29 +124,16 @@ class Benchmark(Sitting):
         port, ports = free_port(), self._servers(way.servers)
         mark = re.sub(r"\W+", "-", name)
         folder = self.work / f"timeline-{mark}"
-        command = [
-            sys.executable,
-            "-u",
-            "-m",
-            "example_trainer.parameter_server",
-            "--model-name",
-            str(self.model),
-        ]
-        command += [
-            "--port",
-            str(port),
-            "--device",
-            way.holder,
-            "--bridge-timeout",
-            f"{TRAINER_TIMEOUT:g}",
-        ]
-        command += ["--dtype", "bfloat16" if self.on_gpu else "float32"]
-        command += [
-            "--log-dir",
-            str(self.work),
-            "--vllm-servers",
-            ",".join(f"127.0.0.1:{each}" for each in ports),
-        ]
+        command = roles.parameter_server(
+            self.model,
+            None,
+            [f"127.0.0.1:{each}" for each in ports],
+            port=port,
+            device=way.holder,
+            bridge_timeout=TRAINER_TIMEOUT,
+            dtype=roles.weights_dtype(self.on_gpu),
+            log_dir=self.work,
+        )
         log = self.args.output / f"parameter-server-{mark}.log"
         threads = {} if self.on_gpu else {"OMP_NUM_THREADS": "1"}
         holder = Child(
@@ -159,12 +147,12 @@ class Benchmark(Sitting):
         trainer.ask(
             "connect", timeout=ASK_SECONDS, kind="broadcast", transfer="overlapped", ports=[port]
         )
-        self._until_all_serve(ports, holder)
+        self._until_all_serve(ports, port, log)
         pushes = []
         for _ in range(self.args.updates):
             (row,) = trainer.ask("sync", timeout=ASK_SECONDS, count=1)
             pushes.append(row["end"] - row["start"])
-            self._until_all_serve(ports, holder)
+            self._until_all_serve(ports, port, log)
         if different := [
             each
             for each in ports
@@ -191,8 +179,10 @@ class Benchmark(Sitting):
             "delivered_gb_per_second": round(len(ports) * size / pull / 1e9, 3),
         }
 
-    def _until_all_serve(self, ports: list[int], holder: Child) -> None:
-        """Wait until all have the same version, which is the parameter server's."""
+    def _until_all_serve(self, ports: list[int], holder: int, log: Path) -> None:
+        """Wait until all have the same version, which is that of the parameter server at port
+        `holder`.
+        """
         deadline = time.monotonic() + TRAINER_TIMEOUT
         while True:
             states = [
@@ -204,20 +194,20 @@ class Benchmark(Sitting):
                 for state in states
                 if state["healthy"] and state["target_version"] is None
             ]
-            if len(held) == len(ports) and len(set(held)) == 1 and held[0] == self._held(holder):
+            if len(held) == len(ports) and len(set(held)) == 1 and held[0] == _held(holder):
                 return
             if time.monotonic() > deadline:
                 raise BenchError(
-                    f"the servers are at {held} after {TRAINER_TIMEOUT:g} s:\n{tail(holder.log)}"
+                    f"the servers are at {held} after {TRAINER_TIMEOUT:g} s:\n{tail(log)}"
                 )
             time.sleep(0.05)
 
-    def _held(self, holder: Child) -> int:
-        port = holder.process.args[holder.process.args.index("--port") + 1]  # type: ignore[union-attr,index]
-        version: int = httpx.get(f"http://127.0.0.1:{port}/weights", timeout=30).json()[
-            "weight_version"
-        ]
-        return version
+
+def _held(port: int) -> int:
+    version: int = httpx.get(f"http://127.0.0.1:{port}/weights", timeout=30).json()[
+        "weight_version"
+    ]
+    return version
 
 
 def read_in_place(log: Path, servers: int) -> int:

@@ -41,6 +41,7 @@ from bench import arrival_order
 from bench.gpu.processes import free_port
 from bench.measured import measured
 from bench.public_server import PUBLIC, public_python
+from example_trainer.launcher import roles
 
 LOAD = ROOT.parent / "shared" / "bench" / "api_load.py"
 RESULT = re.compile(
@@ -118,17 +119,17 @@ def measure(
     return result | {"cpu_ms_per_group": used / 1024 * 1e3}
 
 
-def ours(port: int, folder: Path) -> list[str | Path]:
+def ours(port: int, folder: Path) -> list[str]:
     """The command of our service, durable."""
     store = folder / f"rollouts-{port}.db"
-    return [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", store]
+    return roles.service("127.0.0.1", port, store=store)
 
 
-def theirs(port: int) -> list[str | Path]:
+def theirs(port: int) -> list[str]:
     """The command of the public server, isolated from the working directory and PYTHONPATH: its
     package is named as ours.
     """
-    return [public_python(), "-I", "-m", "atroposlib.cli.run_api", "--port", str(port)]
+    return [str(public_python()), "-I", "-m", "atroposlib.cli.run_api", "--port", str(port)]
 
 
 def compare(rounds: int, clients: int) -> dict[str, list[dict[str, float]]]:

@@ -215,7 +215,7 @@ class Service:
     """The service's process, which can be killed and started again."""
 
     def __init__(self, port: int, folder: Path, log: IO[bytes]) -> None:
-        self._command = [str(part) for part in ours(port, folder)]
+        self._command = ours(port, folder)
         self._port, self._log = port, log
         self.start()
 

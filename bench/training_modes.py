@@ -44,6 +44,7 @@ from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import TrainingStack, answers, read_rows, wait_for_end
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
+from example_trainer.launcher import roles
 
 CACHE_GIB, MODEL_LENGTH = 4, 512
 MOST_KL = 0.02
@@ -267,40 +268,32 @@ class Run:
         if self.handing_on:
             servers.append(self.start_parameter_server())
         self.trainer = self.processes.start_trainer(
-            STARTER, mode.trainer_gpus, *self.trainer_flags(self.ports), *resume
+            STARTER, mode.trainer_gpus, None, [*mode.trainer, *resume], **self.trainer_options()
         )
         environment = self.processes.start_environment(
-            "environments/arithmetic_server.py", f"http://localhost:{self.ports[0]}", "--env.max_token_length", "96",
-            "--env.group_size", "16", "--env.max_batches_offpolicy", str(mode.ahead),
-            "--env.seed_rollouts", str(mode.deterministic).lower(), "--env.exact_resume", str(exact).lower(),
+            "environments/arithmetic_server.py",
+            f"http://localhost:{self.ports[0]}",
+            max_token_length=96,
+            group_size=16,
+            max_batches_offpolicy=mode.ahead,
+            seed_rollouts=mode.deterministic,
+            exact_resume=exact,
             # Once the task is solved most groups are of equal scores: many would be sampled for
             # each that is trained on.
-            "--env.ensure_scores_are_not_same", "false",
-        )  # fmt: skip
+            ensure_scores_are_not_same=False,
+        )
         self.others: list[Child] = [service, *servers, environment]
 
     def start_parameter_server(self) -> Child:
         """Once it listens; it holds nothing until the trainer has pushed."""
-        command = [
-            "-m",
-            "example_trainer.parameter_server",
-            "--model-name",
-            str(STARTER),
-            "--port",
-            str(self.handing_on),
-        ]
-        command += [
-            "--vllm-servers",
-            ",".join(f"localhost:{port}" for port in self.ports),
-            "--bridge-timeout",
-            "60",
-        ]
-        command += [
-            "--atropos-url",
+        command = roles.parameter_server(
+            STARTER,
             self.processes.service_url,
-            "--log-dir",
-            str(self.processes.folder / "handing_on"),
-        ]
+            [f"localhost:{port}" for port in self.ports],
+            port=self.handing_on,
+            bridge_timeout=60,
+            log_dir=self.processes.folder / "handing_on",
+        )
         child = self.processes.start("parameter-server", command, self.mode.parameter_server or "")
         wait_all(
             {
@@ -328,61 +321,35 @@ class Run:
         # is the same.
         return list({row["step"]: row for row in read_rows(self.processes.metrics)}.values())
 
-    def trainer_flags(self, ports: list[int]) -> list[str]:
-        """What grpo.py is started with in this mode."""
+    def trainer_options(self) -> dict[str, roles.Value]:
+        """What grpo.py is started with in this mode, beside the mode's own flags."""
         mode, args = self.mode, self.args
-        flags = (
-            ["--vllm-servers", ",".join(f"localhost:{port}" for port in ports)]
-            if len(ports) > 1
-            else []
-        )
-        flags += [
-            "--vllm-port",
-            str(ports[0]),
-            "--training-steps",
-            str(args.steps),
-            "--lr",
-            "3e-4",
-            "--batch-size",
-            "16",
-        ]
-        flags += [
-            "--gradient-accumulation-steps",
-            "8",
-            "--seq-len",
-            str(MODEL_LENGTH),
-            "--bridge-timeout",
-            "60",
-        ]
-        flags += ["--batch-timeout", "200", *mode.trainer]
+        options: dict[str, roles.Value] = {
+            "vllm_port": self.ports[0],
+            "training_steps": args.steps,
+            "lr": 3e-4,
+            "batch_size": 16,
+            "gradient_accumulation_steps": 8,
+            "seq_len": MODEL_LENGTH,
+            "bridge_timeout": 60,
+            "batch_timeout": 200,
+        }
+        if len(self.ports) > 1:
+            options["vllm_servers"] = ",".join(f"localhost:{port}" for port in self.ports)
         if self.handing_on:
-            flags += ["--parameter-servers", f"localhost:{self.handing_on}"]
+            options["parameter_servers"] = f"localhost:{self.handing_on}"
         if args.kill_after:
-            flags += [
-                "--checkpoint-interval",
-                "1",
-                "--keep-checkpoints",
-                "1",
-                "--max-staleness",
-                "0",
-            ]
+            options |= {"checkpoint_interval": 1, "keep_checkpoints": 1, "max_staleness": 0}
         if mode.own_server:
-            vllm = ["--max-model-len", str(MODEL_LENGTH), "--max-num-seqs", "256", *mode.vllm]
-            if (
-                args.device == "cuda"
-            ):  # an exact size, so that other programs may use the GPU at the same time
-                vllm += [
-                    "--gpu-memory-utilization",
-                    "0.1",
-                    "--kv-cache-memory-bytes",
-                    str(CACHE_GIB << 30),
-                ]
-                flags += ["--vllm-gpus", mode.vllm_gpus]
-            flags += [
-                "--vllm-args",
-                " ".join([*vllm, *(["--enforce-eager"] if args.eager else [])]),
-            ]
-        return flags
+            on_gpu = args.device == "cuda"
+            sizes: dict[str, roles.Value] = {"max_model_len": MODEL_LENGTH, "max_num_seqs": 256}
+            if on_gpu:
+                # An exact size, so that other programs may use the GPU at the same time.
+                sizes |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": CACHE_GIB << 30}
+                options["vllm_gpus"] = mode.vllm_gpus
+            flags = roles.vllm_flags("127.0.0.1", on_gpu, "auto", args.eager, **sizes)
+            options["vllm_args"] = " ".join([*flags, *mode.vllm])
+        return options
 
     def judge(self, found: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """Raise BenchError if the run is not what it should be."""

@@ -44,6 +44,7 @@ from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import gaps_of, table
 from bench.gpu.training_stack import Row, RowsAsTheyCome, TrainingStack, answers, wait_for_end
 from bench.gpu.vllm_server import ServerOptions, VllmServer
+from example_trainer.launcher import roles
 
 PARTS = ("ours", "trl", "deterministic")
 STARTER = ROOT / "assets" / "starter_model"
@@ -258,20 +259,29 @@ class WholeRun:
         stack.start_service()
         micro = min(16, args.sequences)
         trainer = stack.start_trainer(
-            self.model, "1", "--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port", str(server.port),
-            "--training-steps", str(args.steps), "--batch-size", str(micro), "--gradient-accumulation-steps",
-            str(args.sequences // micro), "--lr", "1e-6", "--max-staleness", str(args.staleness), "--seq-len",
-            str(args.cap + PROMPT_ROOM), *(["--deterministic"] if part == "deterministic" else []), *args.trainer_flags.split(),
-        )  # fmt: skip
-        questions, workers = (
-            str(args.questions.resolve()),
-            str((args.staleness + 1) * args.sequences // args.group),
+            self.model,
+            "1",
+            "broadcast",
+            args.trainer_flags.split(),
+            vllm_port=server.port,
+            training_steps=args.steps,
+            batch_size=micro,
+            gradient_accumulation_steps=args.sequences // micro,
+            lr=1e-6,
+            max_staleness=args.staleness,
+            seq_len=args.cap + PROMPT_ROOM,
+            deterministic=part == "deterministic",
         )
         environment = stack.start_environment(
-            "bench/gpu/length_env.py", f"{server.url}/v1", "--env.questions", questions, "--env.group_size", str(args.group),
-            "--env.max_token_length", str(args.cap), "--env.max_num_workers", workers,
-            "--env.max_batches_offpolicy", str(args.ahead), "--env.ensure_scores_are_not_same", "false",
-        )  # fmt: skip
+            "bench/gpu/length_env.py",
+            f"{server.url}/v1",
+            questions=args.questions.resolve(),
+            group_size=args.group,
+            max_token_length=args.cap,
+            max_num_workers=(args.staleness + 1) * args.sequences // args.group,
+            max_batches_offpolicy=args.ahead,
+            ensure_scores_are_not_same=False,
+        )
         rows = RowsAsTheyCome(stack.metrics)
         wait_for_end(trainer, seconds, rows.look)
         dropped = stack.dropped_groups()
@@ -346,31 +356,17 @@ class TrlServer(Child):
     ) -> None:
         self.port = free_port()
         self.url = f"http://localhost:{self.port}"
-        command = [
-            sys.executable,
-            "-u",
-            "-m",
-            "vllm.entrypoints.cli.main",
-            "serve",
-            str(model),
-            "--port",
-            str(self.port),
-        ]
-        command += [
-            "--dtype",
-            "bfloat16",
-            "--gpu-memory-utilization",
-            "0.1",
-            "--kv-cache-memory-bytes",
-            str(cache_gib << 30),
-        ]
-        command += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
-        command += [
-            "--logprobs-mode",
-            "processed_logprobs",
-            "--weight-transfer-config",
-            '{"backend":"nccl"}',
-        ]
+        command = [sys.executable, "-u", "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        command += roles.flags(
+            port=self.port,
+            dtype="bfloat16",
+            gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=cache_gib << 30,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config='{"backend":"nccl"}',
+        )
         variables = {
             "CUDA_VISIBLE_DEVICES": "0",
             "VLLM_SERVER_DEV_MODE": "1",

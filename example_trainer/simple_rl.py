@@ -51,6 +51,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import make_parity, pin_settings
 from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import ConfigError, TrainerError
+from example_trainer.launcher import roles
 from example_trainer.models.hf_checkpoint import find_checkpoint
 from example_trainer.observe.evaluations import evaluation_line
 from example_trainer.observe.metrics import MetricsLog, make_metrics
@@ -81,7 +82,6 @@ from example_trainer.training.step import make_objective
 from example_trainer.weight_bridge.factory import make_bridge
 
 logger = logging.getLogger("example_trainer.simple_rl")
-ROOT = Path(__file__).resolve().parents[1]
 START_SECONDS = 600.0
 PASSED_ON: dict[type[Section], tuple[str, ...]] = {
     AlgorithmOptions: ("ref_logprobs_from_workers",),
@@ -237,44 +237,28 @@ def start_vllm(
         TrainerError: it ended, or was not ready in time; its log's last lines say why.
     """
     port, rendezvous = ports
-    folder = options.output.resolve()
-    variables: dict[str, str | None] = {
-        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
-        "LOGDIR": str(folder),
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    os.environ |= {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(rendezvous),
-    }  # both sides meet there
-    command = [
-        sys.executable,
-        "-u",
-        str(ROOT / "example_trainer" / "vllm_api_server.py"),
-        "--model",
-        options.model,
-    ]
-    command += [
-        "--port",
-        str(port),
-        "--host",
-        "127.0.0.1",
-        "--max-model-len",
-        str(options.max_model_len),
-    ]
-    command += ["--seed", str(options.seed)]
-    if device.type == "cuda":
+    folder, on_gpu = options.output.resolve(), device.type == "cuda"
+    bridge = roles.bridge_variables(rendezvous, folder, shared=True)
+    os.environ |= {name: bridge[name] for name in ("MASTER_ADDR", "MASTER_PORT")}  # for both sides
+    variables = bridge | {"VLLM_NO_USAGE_STATS": "1"}
+    memory, cache = None, None
+    if on_gpu:
+        memory, cache = options.gpu_memory, int((options.cache_gib or 0) * 2**30) or None
         if options.two_copies:
             gpu = last_gpu(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
             variables["CUDA_VISIBLE_DEVICES"] = gpu
-        command += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(options.gpu_memory)]
-        if options.cache_gib:
-            command += ["--kv-cache-memory-bytes", str(int(options.cache_gib * 2**30))]
     else:
-        command += ["--dtype", "float32", "--enforce-eager"]
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
-    if options.batch_invariant:
-        command.append("--deterministic")
+    server_flags = roles.vllm_flags(
+        "127.0.0.1",
+        on_gpu,
+        max_model_len=options.max_model_len,
+        seed=options.seed,
+        deterministic=options.batch_invariant,
+        gpu_memory_utilization=memory,
+        kv_cache_memory_bytes=cache,
+    )
+    command = roles.anywhere(roles.vllm_server(options.model, port, server_flags))
     command += shlex.split(options.vllm_args)
     log = folder / "vllm.log"
     logger.info("Starting vLLM, log: %s", log)

@@ -23,6 +23,7 @@ if str(ROOT) not in sys.path:
 from example_trainer.child_processes.ports import PortReservations  # noqa: E402
 from example_trainer.child_processes.processes import ManagedProcess, Supervisor  # noqa: E402
 from example_trainer.child_processes.readiness import Probe, http_probe, wait_until  # noqa: E402
+from example_trainer.launcher import roles  # noqa: E402
 from tests.forked_commands import ForkedProcess, shared_fork_servers  # noqa: E402
 from tests.full_disks import KINDS, FullDisk, disk_of_kind  # noqa: E402
 
@@ -227,10 +228,8 @@ class Processes:
         It keeps its rollouts among the logs: by default they would be in the checkout, where its
         owner's runs have theirs, and earlier tests at the same port.
         """
-        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)]
-        service = self.start(
-            "service", [*command, "--store", self.folder / f"rollouts-{port}.db", *flags]
-        )
+        command = roles.service("127.0.0.1", port, store=self.folder / f"rollouts-{port}.db")
+        service = self.start("service", [*command, *flags])
         self.wait_for_http(f"http://127.0.0.1:{port}/", 180)
         return service
 

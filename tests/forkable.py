@@ -28,7 +28,7 @@ COMMANDS = {
         "tests/atroposlib/envs/standin_server.py": "tests.atroposlib.envs.standin_server",
         "tests/e2e/async_roles.py": "tests.e2e.async_roles",
         "tests/e2e/late_trainer.py": "tests.e2e.late_trainer",
-        "tests.e2e.sums_in_turns": "tests.e2e.sums_in_turns",
+        "tests/e2e/sums_in_turns.py": "tests.e2e.sums_in_turns",
         "tests.example_trainer.batch.waiting_trainer": "tests.example_trainer.batch.waiting_trainer",
         "tests.example_trainer.parallel.killed_saving_ranks": "tests.example_trainer.parallel.killed_saving_ranks",
         "tests.example_trainer.training.killed_saver": "tests.example_trainer.training.killed_saver",

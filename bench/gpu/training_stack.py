@@ -5,9 +5,8 @@ on ports of their own.
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 
 from bench.gpu.processes import BenchError, Child, free_port, tail, wait_all
+from example_trainer.launcher import roles
 
 Row = dict[str, Any]
 
@@ -41,8 +41,8 @@ class TrainingStack:
         self.service_url = f"http://127.0.0.1:{free_port()}"
         self._rendezvous = free_port()
 
-    def start(self, what: str, command: list[str], gpus: str = "", **environment: str) -> Child:
-        """Start a Python program."""
+    def start(self, what: str, command: Sequence[str], gpus: str = "", **environment: str) -> Child:
+        """Start a program."""
         variables = {
             "LOGDIR": str(self.folder),
             "MASTER_PORT": str(self._rendezvous),
@@ -50,7 +50,7 @@ class TrainingStack:
         }
         variables |= {"OMP_NUM_THREADS": "1"} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": gpus}
         log = self.output / f"{self.name.replace(' ', '_')}-{what}.log"
-        child = Child(what, [sys.executable, "-u", *command], log, variables, pipes=False)
+        child = Child(what, command, log, variables, pipes=False)
         self.stack.callback(child.stop)
         return child
 
@@ -58,43 +58,41 @@ class TrainingStack:
         """The rollout service, once it answers; without a file for its rollouts it has them in
         memory.
         """
-        port = self.service_url.rpartition(":")[2]
-        child = self.start(
-            "service",
-            ["-m", "atroposlib.cli.run_api", "--port", port, "--store", str(store or "memory")],
-        )
+        port = int(self.service_url.rpartition(":")[2])
+        child = self.start("service", roles.service("127.0.0.1", port, store=store or "memory"))
         wait_all({"service": lambda: answers(self.service_url)}, 60)
         return child
 
-    def start_environment(self, script: str, server_url: str, *flags: str) -> Child:
-        """An environment that samples from a server."""
-        command = [
-            script,
-            "serve",
-            "--env.rollout_server_url",
-            self.service_url,
-            "--env.steps_per_eval",
-            "0",
-        ]
-        return self.start(
-            "environment",
-            [*command, "--openai.base_url", server_url, "--openai.server_type", "vllm", *flags],
-        )
+    def start_environment(
+        self, script: str, server_url: str, flags: Sequence[str] = (), **settings: roles.Value
+    ) -> Child:
+        """An environment that samples from a server; `settings` are fields of its configuration."""
+        settings = {"steps_per_eval": 0, **settings}
+        words = roles.environment(script, self.service_url, [server_url], settings=settings)
+        return self.start("environment", [*words, *flags])
 
-    def start_trainer(self, model: Path, gpus: str, *flags: str) -> Child:
-        """grpo.py as a person types it; it starts a process for each of its GPUs by itself."""
-        command = ["example_trainer/grpo.py", "--model-name", str(model)]
-        command += [
-            "--atropos-url",
-            self.service_url,
-            "--log-dir",
-            str(self.metrics.parent),
-            "--checkpoint-interval",
-            "0",
-        ]
-        return self.start(
-            "trainer", [*command, "--save-path", str(self.folder / "checkpoints"), *flags], gpus
-        )
+    def start_trainer(
+        self,
+        model: Path,
+        gpus: str,
+        bridge: str | None,
+        flags: Sequence[str] = (),
+        **options: roles.Value,
+    ) -> Child:
+        """grpo.py as a person types it; it starts a process for each of its GPUs by itself.
+
+        Args:
+            bridge, options: see roles.trainer.
+            flags: further flags.
+        """
+        options = {
+            "log_dir": self.metrics.parent,
+            "checkpoint_interval": 0,
+            "save_path": self.folder / "checkpoints",
+            **options,
+        }
+        words = roles.trainer(model, bridge, self.service_url, options)
+        return self.start("trainer", [*words, *flags], gpus)
 
     def dropped_groups(self) -> dict[str, int]:
         """Groups that the service has thrown away, by reason."""

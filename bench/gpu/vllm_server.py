@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.gpu.processes import ROOT, BenchError, Child, free_port, tail
+from bench.gpu.processes import BenchError, Child, free_port, tail
+from example_trainer.launcher import roles
 
 NUMBERS = {"ignore_eos": True, "return_text": False, "token_logprobs": True}
 """What a request to /generate says if nobody wants text, or tables of logprobs: as this project's
@@ -78,51 +78,41 @@ class VllmServer(Child):
         self.model = model
         folder = logs or model.parent / f"logdir-{name.replace(' ', '-')}"
         folder.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-u",
-            str(ROOT / "example_trainer" / "vllm_api_server.py"),
-            "--model",
-            str(model),
-        ]
-        command += ["--port", str(self.port), "--load-format", options.load_format]
-        command += ["--max-model-len", str(options.max_model_len)]
-        command += [
-            "--max-num-seqs",
-            str(options.max_num_seqs),
-            "--bridge-timeout",
-            str(options.bridge_timeout),
-        ]
+        on_gpu = bool(options.gpus)
         # Whoever measures here comes without a key, which the machine's environment may hold.
-        environment = {
-            "VLLM_ENABLE_SHARED_WEIGHTS": "1" if options.shared else "0",
-            "LOGDIR": str(folder),
-        }
-        environment |= {"VLLM_API_KEY": "", "VLLM_NO_USAGE_STATS": "1"}
-        if options.gpus:
+        environment = {"VLLM_API_KEY": "", "VLLM_NO_USAGE_STATS": "1", "LOGDIR": str(folder)}
+        environment["VLLM_ENABLE_SHARED_WEIGHTS"] = "1" if options.shared else "0"
+        memory: dict[str, roles.Value] = {}
+        if on_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = options.gpus
             # vLLM refuses to start unless so much is free; the size of the cache follows from the
             # other flag.
-            command += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.1"]
-            command += ["--kv-cache-memory-bytes", str(options.cache_gib << 30)]
-            if options.eager:
-                command.append("--enforce-eager")
+            memory["gpu_memory_utilization"] = 0.1
+            memory["kv_cache_memory_bytes"] = options.cache_gib << 30
         else:
-            command += [
-                "--num-gpu-blocks-override",
-                "256",
-            ]  # 32,768 tokens: a worker writes zeros into all of its cache
+            # 32,768 tokens: a worker writes zeros into all of its cache.
+            memory["num_gpu_blocks_override"] = 256
             environment["OMP_NUM_THREADS"] = "1"
         if options.tp > 1:
-            command += ["--tensor-parallel-size", str(options.tp)]
-            if options.gpus:
+            memory["tensor_parallel_size"] = options.tp
+            if on_gpu:
                 environment["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
-        environment |= dict(options.environment)
+        server_flags = roles.vllm_flags(
+            "127.0.0.1",
+            on_gpu,
+            None if on_gpu else "auto",
+            options.eager,
+            load_format=options.load_format,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            bridge_timeout=options.bridge_timeout,
+            **memory,
+        )
         super().__init__(
             name,
-            [*command, *options.flags],
+            roles.vllm_server(model, self.port, [*server_flags, *options.flags]),
             output / f"{name.replace(' ', '-')}.log",
-            environment,
+            environment | dict(options.environment),
             pipes=False,
         )
 

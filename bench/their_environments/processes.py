@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from bench.public_server import PUBLIC
+from example_trainer.launcher import roles
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -194,31 +195,10 @@ def server(command: Sequence[str | Path], url: str, log: Path) -> Iterator[None]
         yield
 
 
-def service(port: int) -> list[str | Path]:
-    """Our rollout service's command."""
-    return [
-        sys.executable,
-        "-m",
-        "atroposlib.cli.run_api",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--store",
-        "memory",
-    ]
-
-
-def model(port: int, tokenizer: Path) -> list[str | Path]:
+def model(port: int, tokenizer: Path) -> list[str]:
     """The stand-in's command."""
-    return [
-        sys.executable,
-        HERE / "model_standin.py",
-        "--port",
-        str(port),
-        "--tokenizer",
-        tokenizer,
-    ]
+    options = roles.flags(port=port, tokenizer=tokenizer)
+    return [sys.executable, str(HERE / "model_standin.py"), *options]
 
 
 class Started:

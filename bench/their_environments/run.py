@@ -42,6 +42,7 @@ from bench.their_environments.cases import CASES, Case
 from bench.their_environments.compare import asked_differently, differences, first_differences
 from bench.their_environments.processes import Launcher, Side
 from bench.their_environments.recorder import Recorder
+from example_trainer.launcher import roles
 
 RESULTS = ROOT / "bench" / "results" / "their_environments.json"
 LONGEST = 60_000
@@ -337,7 +338,7 @@ def started(clone: Path, work: Path) -> Iterator[Bench]:
             model, service = free_port(), free_port()
             for port, command, path in (
                 (model, processes.model(model, tokenizer), "/health"),
-                (service, processes.service(service), "/"),
+                (service, roles.service("127.0.0.1", service, store="memory"), "/"),
             ):
                 log = work / f"{side.name}-{port}.log"
                 stack.enter_context(

@@ -1,8 +1,9 @@
 """The command of each process of a run, in one place: service, vLLM server, environment, trainer
 and the workers beside it.
 
-* The quick start, the stack of `start.sh` and the driver on Ray fill in addresses, folders and
-  options.
+* The quick start, the stack of `start.sh`, the driver on Ray, simple_rl.py, a trainer that owns its
+  vLLM server, the benchmarks and the end-to-end tests fill in addresses, folders and options.
+* The scripts are named relative to the repository, in which most commands run; see `anywhere`.
 * Values have the names of the program's own options. A value of None or False leaves its flag out.
 * `python` is the interpreter. The driver on Ray passes a placeholder, which each node replaces by
   its own interpreter.
@@ -16,6 +17,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from example_trainer.launcher.command_line import ROOT
 
 Value = str | int | float | bool | Path | Sequence[str] | None
 
@@ -80,17 +83,18 @@ def weights_dtype(on_gpu: bool) -> str:
     return "bfloat16" if on_gpu else "float32"
 
 
-def vllm_flags(host: str, on_gpu: bool, dtype: str | None = None, **options: Value) -> list[str]:
+def vllm_flags(
+    host: str, on_gpu: bool, dtype: str | None = None, eager: bool = False, **options: Value
+) -> list[str]:
     """Return the flags of a vLLM server, without the model and the port, which a trainer that owns
     the server adds itself.
     """
-    return flags(
-        host=host, **options, dtype=dtype or weights_dtype(on_gpu), enforce_eager=not on_gpu
-    )
+    dtype, eager = dtype or weights_dtype(on_gpu), eager or not on_gpu
+    return flags(host=host, **options, dtype=dtype, enforce_eager=eager)
 
 
 def vllm_server(
-    model: str, port: int, server_flags: Sequence[str], *, python: str = sys.executable
+    model: str | Path, port: int | str, server_flags: Sequence[str], *, python: str = sys.executable
 ) -> list[str]:
     """Return the command of a vLLM server; `server_flags` come from `vllm_flags`."""
     return [
@@ -133,15 +137,18 @@ def environment(
 
 
 def trainer(
-    model: str,
-    bridge: str,
+    model: str | Path,
+    bridge: str | None,
     service_url: str,
     options: Mapping[str, Value],
     *,
     python: str = sys.executable,
 ) -> list[str]:
-    """Return the command of the trainer; `bridge` is one of BRIDGE_FLAGS."""
-    words = [python, "-u", "example_trainer/grpo.py", "--model-name", model, *BRIDGE_FLAGS[bridge]]
+    """Return the command of the trainer; `bridge` is one of BRIDGE_FLAGS, or None if the caller adds
+    the flags of the bridge.
+    """
+    words = [python, "-u", "example_trainer/grpo.py", *flags(model_name=model)]
+    words += BRIDGE_FLAGS[bridge] if bridge else ()
     return [*words, *flags(atropos_url=service_url, **options)]
 
 
@@ -159,8 +166,8 @@ def reference_worker(
 
 
 def parameter_server(
-    model: str,
-    service_url: str,
+    model: str | Path,
+    service_url: str | None,
     vllm_servers: Sequence[str],
     *,
     python: str = sys.executable,
@@ -172,6 +179,12 @@ def parameter_server(
     words = [python, "-u", "-m", "example_trainer.parameter_server"]
     words += flags(model_name=model, atropos_url=service_url, **options)
     return [*words, "--vllm-servers", *vllm_servers]
+
+
+def anywhere(words: Sequence[str]) -> list[str]:
+    """Return a command that can run in any folder: the project's scripts have absolute paths."""
+    folders = ("example_trainer/", "environments/")
+    return [str(ROOT / word) if word.startswith(folders) else word for word in words]
 
 
 def bridge_variables(rendezvous_port: int, folder: Path, shared: bool) -> dict[str, str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import shlex
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,16 +19,16 @@ from pathlib import Path
 from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.errors import BridgeError
+from example_trainer.launcher import roles
 from example_trainer.vllm_client import VLLMClient
 from example_trainer.weight_bridge.server_record import remove_record, write_record
 
 logger = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[2]
-OWN_COMMAND = (
-    f"{shlex.quote(sys.executable)} -u {shlex.quote(str(ROOT / 'example_trainer' / 'vllm_api_server.py'))} "
-    "--model {model} --served-model-name {name} --port {port} --weight-version {version} --weight-epoch {epoch}"
+OWN_FLAGS = roles.flags(
+    served_model_name="{name}", weight_version="{version}", weight_epoch="{epoch}"
 )
+OWN_COMMAND = shlex.join(roles.anywhere(roles.vllm_server("{model}", "{port}", OWN_FLAGS)))
 STOP_SECONDS = 30.0
 """How long a server has between SIGTERM and SIGKILL."""
 _POLL_SECONDS = 0.2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,7 +12,8 @@ import pytest
 import torch
 
 from example_trainer.child_processes.processes import ManagedProcess
-from tests.conftest import ROOT, Processes
+from example_trainer.launcher import roles
+from tests.conftest import Processes
 from tests.headless_browser import browser, visit
 
 __all__ = ["browser", "visit"]
@@ -113,17 +113,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny-qwen3")
 
 
-def vllm_command(model: Path, port: int, *flags: str) -> list[str | Path]:
-    server = [
-        sys.executable,
-        "-u",
-        ROOT / "example_trainer/vllm_api_server.py",
-        "--model",
-        model,
-        "--port",
-        str(port),
-    ]
-    return [*server, *CACHE, *flags]
+def vllm_command(model: Path, port: int, *flags: str) -> list[str]:
+    return roles.vllm_server(model, port, [*CACHE, *flags])
+
+
+def trainer_command(
+    model: Path,
+    service_url: str,
+    folder: Path,
+    *flags: str,
+    bridge: str | None = "single-copy",
+    **options: roles.Value,
+) -> list[str]:
+    """The command of a trainer whose logs and checkpoints are in the folder; see roles.trainer."""
+    options = {"save_path": folder / "checkpoints", "log_dir": folder / "trainer", **options}
+    return [*roles.trainer(model, bridge, service_url, options), *flags]
 
 
 def start_vllm(

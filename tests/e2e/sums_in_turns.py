@@ -1,7 +1,7 @@
 """Two sums in one conversation and a reward for each answer, of which the starter model gets some
 right.
 
-python -m tests.e2e.sums_in_turns serve --env.turn_rewards to_go
+python tests/e2e/sums_in_turns.py serve --env.turn_rewards to_go
 """
 
 from collections.abc import Iterator

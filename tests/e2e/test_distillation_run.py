@@ -5,7 +5,6 @@ and started again.
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from example_trainer.launcher import roles
 from example_trainer.models.hf_checkpoint import load_model
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import trainer_logprobs
-from tests.e2e.conftest import SERVER_SECONDS, vllm_command
+from tests.e2e.conftest import SERVER_SECONDS, trainer_command, vllm_command
 from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
@@ -67,74 +67,39 @@ def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
     }
     processes.start("student", command, environment)
     processes.start_service(ports["service"])
-    sender = processes.start(
-        "environment",
-        [
-            *(
-                sys.executable,
-                ROOT / "environments/arithmetic_server.py",
-                "--env.teacher_url",
-                urls["teacher"],
-            ),
-            *("--env.rollout_server_url", urls["service"], "--openai.base_url", urls["student"]),
-            *(
-                "--env.group_size",
-                "4",
-                "--env.max_token_length",
-                "24",
-                "--env.seed_rollouts",
-                "true",
-            ),
-            *("--env.data_path_to_save_groups", tmp_path / "groups.jsonl", "--env.eval_size", "2"),
-        ],
-        may_finish=True,
+    words = roles.environment(
+        "arithmetic",
+        urls["service"],
+        [urls["student"]],
+        settings={
+            "teacher_url": urls["teacher"],
+            "group_size": 4,
+            "max_token_length": 24,
+            "seed_rollouts": True,
+            "data_path_to_save_groups": tmp_path / "groups.jsonl",
+            "eval_size": 2,
+        },
     )
+    sender = processes.start("environment", words, may_finish=True)
     processes.wait_for_http(f"{urls['student']}/health_generate", SERVER_SECONDS)
-    log = tmp_path / "logs-of-the-trainer"
-    trainer = processes.start(
-        "trainer",
-        [
-            *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER),
-            *(
-                "--weight-bridge-mode",
-                "shared_vllm",
-                "--single-copy",
-                "--vllm-port",
-                str(ports["student"]),
-            ),
-            *(
-                "--atropos-url",
-                urls["service"],
-                "--advantages",
-                "zero",
-                "--distill-coef",
-                "1",
-                "--lr",
-                "1e-4",
-            ),
-            *(
-                "--training-steps",
-                str(STEPS),
-                "--batch-size",
-                "16",
-                "--gradient-accumulation-steps",
-                "1",
-            ),
-            *(
-                "--seq-len",
-                "256",
-                "--save-path",
-                tmp_path / "checkpoints",
-                "--log-dir",
-                log,
-                "--num-threads",
-                "1",
-            ),
-        ],
+    command = trainer_command(
+        STARTER,
+        urls["service"],
+        tmp_path,
+        vllm_port=ports["student"],
+        advantages="zero",
+        distill_coef=1,
+        lr=1e-4,
+        training_steps=STEPS,
+        batch_size=16,
+        gradient_accumulation_steps=1,
+        seq_len=256,
+        num_threads=1,
     )
+    trainer = processes.start("trainer", command)
 
     def rows() -> list[dict[str, Any]]:
-        return json_rows(log / "metrics.jsonl")
+        return json_rows(tmp_path / "trainer" / "metrics.jsonl")
 
     processes.wait_until(
         "two steps", lambda: None if len(rows()) >= STEPS_BEFORE else f"{len(rows())} steps", 240

@@ -7,8 +7,7 @@ conversations each turn has a reward of its own, so their groups bring their own
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,9 @@ import pytest
 from atroposlib.envs.turn_rewards import sampled_runs
 from atroposlib.wire.groups import PROMPT_MASK
 from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.launcher import roles
 from tests.conftest import ROOT, Processes
-from tests.e2e.conftest import start_vllm
+from tests.e2e.conftest import start_vllm, trainer_command
 from tests.environments.standin_judge import judging
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
@@ -37,73 +37,40 @@ def test_all_are_trained_on(
     port = free_port()
     service = processes.start_service(port)
 
-    def environment(name: str, where: Sequence[str | Path], *flags: str | Path) -> ManagedProcess:
-        words = [
-            *(sys.executable, *where, "serve", "--openai.base_url", f"{server.url}/v1"),
-            *(
-                "--env.rollout_server_url",
-                f"http://localhost:{port}",
-                "--env.max_token_length",
-                "24",
-            ),
-            *(
-                "--env.group_size",
-                str(GROUPS[name]),
-                "--env.min_batch_allocation",
-                "0.25",
-                "--env.steps_per_eval",
-                "1",
-            ),
-            *("--env.metrics_path", tmp_path / f"{name}.jsonl", *flags),
-        ]
+    url = f"http://localhost:{port}"
+
+    def environment(name: str, **settings: roles.Value) -> ManagedProcess:
+        common: dict[str, roles.Value] = {
+            "max_token_length": 24,
+            "group_size": GROUPS[name],
+            "min_batch_allocation": 0.25,
+            "steps_per_eval": 1,
+            "metrics_path": tmp_path / f"{name}.jsonl",
+        }
+        file = "tests/e2e/sums_in_turns.py" if name == "turns" else name
+        words = roles.environment(file, url, [f"{server.url}/v1"], settings=common | settings)
         return processes.start(name, words, may_finish=True)
 
     with judging() as judge:
         judge.says = ["Score: 2", "Score: 8"] * 1000
-        few = ("--env.eval_size", "4")
         groups = tmp_path / "groups.jsonl"
         running = {
-            "code": environment(
-                "code", [ROOT / "environments/code_server.py"], *few, "--env.format_reward", "1.0"
-            ),
-            "judge": environment(
-                "judge", [ROOT / "environments/judge_server.py"], *few, "--env.judge_url", judge.url
-            ),
-            "turns": environment(
-                "turns",
-                ["-m", "tests.e2e.sums_in_turns"],
-                "--env.turn_rewards",
-                "to_go",
-                "--env.data_path_to_save_groups",
-                groups,
-            ),
-            "calculator": environment(
-                "calculator", [ROOT / "environments/calculator_server.py"], *few
-            ),
+            "code": environment("code", eval_size=4, format_reward=1.0),
+            "judge": environment("judge", eval_size=4, judge_url=judge.url),
+            "turns": environment("turns", turn_rewards="to_go", data_path_to_save_groups=groups),
+            "calculator": environment("calculator", eval_size=4),
         }
-        trainer = processes.start(
-            "trainer",
-            [
-                *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", MODEL),
-                *(
-                    "--weight-bridge-mode",
-                    "shared_vllm",
-                    "--single-copy",
-                    "--vllm-port",
-                    str(server.port),
-                ),
-                *(
-                    "--atropos-url",
-                    f"http://localhost:{port}",
-                    "--lr",
-                    "1e-4",
-                    "--training-steps",
-                    str(STEPS),
-                ),
-                *("--batch-size", str(BATCH // 2), "--gradient-accumulation-steps", "2"),
-                *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer"),
-            ],
+        command = trainer_command(
+            MODEL,
+            url,
+            tmp_path,
+            vllm_port=server.port,
+            lr=1e-4,
+            training_steps=STEPS,
+            batch_size=BATCH // 2,
+            gradient_accumulation_steps=2,
         )
+        trainer = processes.start("trainer", command)
         processes.finish(trainer, 240)
         for process in running.values():
             processes.finish(process, 120)

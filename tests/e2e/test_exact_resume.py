@@ -10,7 +10,6 @@ up a batch, and the order in which they are trained on.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ import httpx
 import pytest
 
 from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.launcher import roles
 from tests.conftest import ROOT, Processes
-from tests.e2e.conftest import VllmServer, start_vllm
+from tests.e2e.conftest import VllmServer, start_vllm, trainer_command
 from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -53,73 +53,39 @@ class Stack:
 
     def start(self, *resume: str) -> None:
         service = f"http://127.0.0.1:{self.port}"
-        store = ["--port", str(self.port), "--store", self.folder / "rollouts.db"]
+        store = self.folder / "rollouts.db"
         self.service = self.processes.start(
-            "service", [sys.executable, "-m", "atroposlib.cli.run_api", *store]
+            "service", roles.service("127.0.0.1", self.port, store=store)
         )
         self.processes.wait_for_http(service, seconds=180)
+        command = trainer_command(
+            STARTER,
+            service,
+            self.folder,
+            *resume,
+            lr=1e-3,
+            vllm_port=self.vllm.port,
+            training_steps=self.steps,
+            batch_size=8,
+            seq_len=256,
+            gradient_accumulation_steps=2,
+            max_staleness=0,
+            num_threads=1,
+            log_dir=self.folder / "logs",
+            checkpoint_interval=1,
+            keep_checkpoints=1,
+        )
         self.trainer = self.processes.start(
-            "trainer",
-            [
-                *(
-                    sys.executable,
-                    "-u",
-                    ROOT / "example_trainer/grpo.py",
-                    "--model-name",
-                    STARTER,
-                    "--lr",
-                    "1e-3",
-                ),
-                *(
-                    "--weight-bridge-mode",
-                    "shared_vllm",
-                    "--single-copy",
-                    "--vllm-port",
-                    str(self.vllm.port),
-                ),
-                *(
-                    "--atropos-url",
-                    service,
-                    "--training-steps",
-                    str(self.steps),
-                    "--batch-size",
-                    "8",
-                    "--seq-len",
-                    "256",
-                ),
-                *(
-                    "--gradient-accumulation-steps",
-                    "2",
-                    "--max-staleness",
-                    "0",
-                    "--num-threads",
-                    "1",
-                ),
-                *("--save-path", self.folder / "checkpoints", "--log-dir", self.folder / "logs"),
-                *("--checkpoint-interval", "1", "--keep-checkpoints", "1", *resume),
-            ],
-            {"OMP_NUM_THREADS": "1"},
-            may_finish=True,
+            "trainer", command, {"OMP_NUM_THREADS": "1"}, may_finish=True
+        )
+        words = roles.environment(
+            "arithmetic",
+            service,
+            [f"http://localhost:{self.vllm.port}"],
+            settings={"group_size": 4, "max_token_length": 24},
         )
         self.environment = self.processes.start(
-            "environment",
-            [
-                *(
-                    sys.executable,
-                    ROOT / "environments/arithmetic_server.py",
-                    "serve",
-                    "--env.rollout_server_url",
-                    service,
-                ),
-                *("--env.group_size", "4", "--env.max_token_length", "24", *self.environment_flags),
-                *(
-                    "--openai.base_url",
-                    f"http://localhost:{self.vllm.port}",
-                    "--openai.server_type",
-                    "vllm",
-                ),
-            ],
-            may_finish=True,
+            "environment", [*words, *self.environment_flags], may_finish=True
         )
 
     def kill(self) -> None:

@@ -5,7 +5,6 @@ servers that come later.
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +19,12 @@ import pytest
 import torch
 
 from example_trainer.child_processes.readiness import http_probe
+from example_trainer.launcher import roles
 from example_trainer.models.hf_checkpoint import load_model
 from tests import fleet_server
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
+from tests.e2e.conftest import trainer_command
 from tests.e2e.two_hosts import Host, Network, NoNamespaces, hosts
 from tests.fleet_trainer import Trainer, training
 from tests.light_servers import SOON, LightServer, Starter, bring_back, sound, until
@@ -112,23 +113,23 @@ def test_a_fleet_grows_under_a_real_trainer(
     first.start()
     service, on_trainer = "http://127.0.0.1:8000", three.trainer.calling
     start, host = processes.start, three.trainer
-    stored = ("--port", "8000", "--store", tmp_path / "rollouts.db")
-    start(
-        "service",
-        host.command(sys.executable, "-m", "atroposlib.cli.run_api", *stored, directory=ROOT),
+    words = roles.service("127.0.0.1", 8000, store=tmp_path / "rollouts.db")
+    start("service", host.command(*words, directory=ROOT))
+    command = roles.anywhere(
+        trainer_command(
+            tiny_model,
+            service,
+            tmp_path,
+            bridge="broadcast",
+            vllm_servers=f"server-a:{PORT},server-b:{PORT}",
+            server_patience=1,
+            training_steps=2,
+            batch_size=1,
+            gradient_accumulation_steps=4,
+            seq_len=64,
+            num_threads=1,
+        )
     )
-    flags = f"""--weight-bridge-mode shared_vllm --use-shared-memory --vllm-servers server-a:{PORT},server-b:{PORT}
-        --server-patience 1 --atropos-url {service} --training-steps 2 --batch-size 1 --gradient-accumulation-steps 4
-        --seq-len 64 --num-threads 1""".split()
-    folders = ["--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "logs"]
-    command = [
-        sys.executable,
-        ROOT / "example_trainer/grpo.py",
-        "--model-name",
-        tiny_model,
-        *flags,
-        *folders,
-    ]
     environment = {"NUM_INFERENCE_NODES": "2", "MASTER_ADDR": None, "MASTER_PORT": None}
     trainer = start(
         "trainer", host.command(*command, directory=tmp_path), environment, may_finish=True

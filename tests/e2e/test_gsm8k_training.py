@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from example_trainer.launcher import roles
 from tests.conftest import ROOT, Processes
-from tests.e2e.conftest import start_vllm
+from tests.e2e.conftest import start_vllm, trainer_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
@@ -41,86 +41,54 @@ def test_evaluate_and_three_training_steps(
     puzzles = None
     server = start_vllm(processes, free_port, STARTER, tmp_path)
     port = free_port()
-    environment = [sys.executable, ROOT / "environments/gsm8k_server.py"]
-    flags = [
-        "--env.dataset_path",
-        GSM8K,
-        "--env.max_token_length",
-        "64",
-        "--openai.base_url",
-        server.url,
-        "--env.format_reward",
-    ]
-    flags += ["--env.rollout_server_url", f"http://localhost:{port}"]
+    url = f"http://localhost:{port}"
+    settings: dict[str, roles.Value] = {"dataset_path": GSM8K, "max_token_length": 64}
+
+    def environment(action: str = "serve", **more: roles.Value) -> list[str]:
+        words = roles.environment(
+            "gsm8k", url, [server.url], action=action, settings=settings | more
+        )
+        return [*words, "--env.format_reward"]
 
     result = tmp_path / "evaluation.json"
-    evaluate = processes.start(
-        "evaluate",
-        [*environment, "evaluate", *flags, "--env.eval_size", "40", "--env.eval_output", result],
-    )
-    processes.finish(evaluate, 240)
+    command = environment("evaluate", eval_size=40, eval_output=result)
+    processes.finish(processes.start("evaluate", command), 240)
     evaluation = json.loads(result.read_text())
     assert evaluation["num_problems"] == 40
     assert 0 <= evaluation["correct"] <= 40
     assert evaluation["weight_version"] == 0
 
     service = processes.start_service(port)
-    half = ["--env.min_batch_allocation", "0.5"] if PUZZLES else []
-    processes.start("gsm8k", [*environment, "serve", *flags, *half], may_finish=True)
+    half = 0.5 if PUZZLES else None
+    processes.start("gsm8k", environment(min_batch_allocation=half), may_finish=True)
     if PUZZLES:
-        words = [
-            sys.executable,
-            ROOT / "environments/reasoning_gym_server.py",
-            "serve",
-            "--env.tasks",
-            PUZZLES,
-        ]
-        words += [
-            "--env.answer_form",
-            "boxed",
-            "--env.system_prompt",
-            "",
-            "--env.max_token_length",
-            "48",
-            "--env.eval_size",
-            "6",
-        ]
-        words += [
-            "--env.steps_per_eval",
-            "2",
-            "--env.eval_output",
-            tmp_path / "puzzles.json",
-            "--openai.base_url",
-            server.url,
-        ]
-        puzzles = processes.start(
-            "puzzles",
-            [*words, "--env.rollout_server_url", f"http://localhost:{port}", *half],
-            may_finish=True,
+        words = roles.environment(
+            "reasoning_gym",
+            url,
+            [server.url],
+            settings={
+                "tasks": PUZZLES,
+                "answer_form": "boxed",
+                "system_prompt": "",
+                "max_token_length": 48,
+                "eval_size": 6,
+                "steps_per_eval": 2,
+                "eval_output": tmp_path / "puzzles.json",
+                "min_batch_allocation": half,
+            },
         )
-    trainer = processes.start(
-        "trainer",
-        [
-            *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER),
-            *(
-                "--weight-bridge-mode",
-                "shared_vllm",
-                "--single-copy",
-                "--vllm-port",
-                str(server.port),
-            ),
-            *(
-                "--atropos-url",
-                f"http://localhost:{port}",
-                "--lr",
-                "1e-4",
-                "--training-steps",
-                str(STEPS),
-            ),
-            *("--batch-size", "16", "--gradient-accumulation-steps", "2"),
-            *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer"),
-        ],
+        puzzles = processes.start("puzzles", words, may_finish=True)
+    command = trainer_command(
+        STARTER,
+        url,
+        tmp_path,
+        vllm_port=server.port,
+        lr=1e-4,
+        training_steps=STEPS,
+        batch_size=16,
+        gradient_accumulation_steps=2,
     )
+    trainer = processes.start("trainer", command)
     processes.finish(trainer, 240)
     rows = [
         json.loads(line)

@@ -4,7 +4,6 @@ is wrong and what to do, and its page says it to whoever watches."""
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,9 @@ import httpx
 import pytest
 
 from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.launcher import roles
 from tests.conftest import ROOT, Processes
-from tests.e2e.conftest import start_vllm
+from tests.e2e.conftest import start_vllm, trainer_command
 from tests.headless_browser import LIVE, UNANSWERED, Visit, missing
 from tests.still_running import json_rows
 
@@ -55,66 +55,31 @@ def test_the_run_survives_the_death_of_each_process(
     metrics = tmp_path / "trainer" / "metrics.jsonl"
 
     def start_service() -> ManagedProcess:
-        command = [
-            sys.executable,
-            "-m",
-            "atroposlib.cli.run_api",
-            "--port",
-            str(port),
-            "--store",
-            tmp_path / "rollouts.db",
-        ]
-        command += [
-            "--run-folder",
-            tmp_path,
-            "--silent-after",
-            "8",
-        ]  # a trainer tells of its servers every five seconds
-        return processes.start("service", command)
+        # A trainer tells of its servers every five seconds.
+        options = {"store": tmp_path / "rollouts.db", "run_folder": tmp_path, "silent_after": 8}
+        return processes.start("service", roles.service("127.0.0.1", port, **options))
 
     def start_environment() -> ManagedProcess:
-        flags = [
-            "--env.rollout_server_url",
-            url,
-            "--openai.base_url",
-            vllm.url,
-            "--env.max_token_length",
-            "32",
-        ]
-        command = [sys.executable, ROOT / "environments/arithmetic_server.py", "serve", *flags]
+        settings = {"max_token_length": 32}
+        command = roles.environment("arithmetic", url, [vllm.url], settings=settings)
         return processes.start("environment", command, may_finish=True)
 
     def start_trainer(*flags: str) -> ManagedProcess:
-        command = [
-            *(
-                sys.executable,
-                "-u",
-                ROOT / "example_trainer/grpo.py",
-                "--model-name",
-                STARTER,
-                "--lr",
-                "1e-4",
-            ),
-            *(
-                "--weight-bridge-mode",
-                "shared_vllm",
-                "--use-shared-memory",
-                "--vllm-port",
-                str(vllm.port),
-            ),
-            *(
-                "--atropos-url",
-                url,
-                "--batch-size",
-                "16",
-                "--gradient-accumulation-steps",
-                "2",
-                "--training-steps",
-                str(STEPS),
-            ),
-            *("--bridge-timeout", "60", "--checkpoint-interval", "1", "--num-threads", "1"),
-            *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer", *flags),
-        ]
+        command = trainer_command(
+            STARTER,
+            url,
+            tmp_path,
+            *flags,
+            bridge="broadcast",
+            lr=1e-4,
+            vllm_port=vllm.port,
+            batch_size=16,
+            gradient_accumulation_steps=2,
+            training_steps=STEPS,
+            bridge_timeout=60,
+            checkpoint_interval=1,
+            num_threads=1,
+        )
         return processes.start("trainer", command, may_finish=True)
 
     def steps() -> list[int]:

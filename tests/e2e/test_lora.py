@@ -9,7 +9,6 @@ import json
 import re
 import select
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError
+from example_trainer.launcher import roles
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.lora.layers import adapters_of
 from example_trainer.models.lora.peft_format import AdapterWriter
@@ -446,46 +446,23 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
 ) -> None:
     httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
     api = f"http://127.0.0.1:{free_port()}"
-    service = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", api.rpartition(":")[2]]
+    service = roles.service("127.0.0.1", int(api.rpartition(":")[2]))
     processes.start("service", service, environment={"PYTHONPATH": str(ROOT)}, directory=tmp_path)
     processes.wait_for_http(api, seconds=180)
 
     def trainer(steps: int, *options: str) -> str:
-        command = [
-            sys.executable,
-            "-u",
-            ROOT / "example_trainer/grpo.py",
-            "--model-name",
-            lora_server.model,
-        ]
-        command += [
-            "--weight-bridge-mode",
-            "lora_only",
-            "--lora-r",
-            "16",
-            "--lora-alpha",
-            "32",
-            "--lr",
-            "1e-2",
-        ]
-        command += [
-            "--vllm-port",
-            str(lora_server.port),
-            "--atropos-url",
-            api,
-            "--training-steps",
-            str(steps),
-        ]
-        command += [
-            "--batch-size",
-            "4",
-            "--gradient-accumulation-steps",
-            "1",
-            "--seq-len",
-            "64",
-            "--num-threads",
-            "1",
-        ]
+        settings: dict[str, roles.Value] = {
+            "lora_r": 16,
+            "lora_alpha": 32,
+            "lr": 1e-2,
+            "vllm_port": lora_server.port,
+            "training_steps": steps,
+            "batch_size": 4,
+            "gradient_accumulation_steps": 1,
+            "seq_len": 64,
+            "num_threads": 1,
+        }
+        command = roles.anywhere(roles.trainer(lora_server.model, "lora", api, settings))
         process = processes.start(
             "trainer", [*command, *options], directory=tmp_path, may_finish=True
         )

@@ -16,10 +16,11 @@ import httpx
 import pytest
 import torch
 
+from example_trainer.launcher import roles
 from example_trainer.models.hf_checkpoint import load_model
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
-from tests.e2e.conftest import VllmServer, start_vllm
+from tests.e2e.conftest import VllmServer, start_vllm, trainer_command
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, flat_layout, source_view
 
@@ -72,18 +73,29 @@ def test_three_steps_of_a_trainer_of_several_ranks(
         str(free_port()),
     ]
     launcher = ["-u"] if flag == "--single-copy" else torchrun
+    bridge = "single-copy" if flag == "--single-copy" else "broadcast"
+    _, _, *words = roles.anywhere(
+        trainer_command(
+            two_ranks.model,
+            f"http://127.0.0.1:{port}",
+            tmp_path,
+            bridge=bridge,
+            vllm_port=two_ranks.port,
+            lr=1e-3,
+            training_steps=STEPS,
+            batch_size=1,
+            gradient_accumulation_steps=4,
+            seq_len=64,
+            num_threads=1,
+            rank_timeout=60,
+        )
+    )
     trainer = processes.start(
         "trainer",
-        [
-            sys.executable, *launcher, ROOT / "example_trainer/grpo.py", "--model-name", two_ranks.model,
-            "--weight-bridge-mode", "shared_vllm", flag, "--vllm-port", str(two_ranks.port),
-            "--atropos-url", f"http://127.0.0.1:{port}", "--lr", "1e-3", "--training-steps", str(STEPS), "--batch-size", "1",
-            "--gradient-accumulation-steps", "4", "--seq-len", "64", "--num-threads", "1",
-            "--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "logs", "--rank-timeout", "60",
-        ],
+        [sys.executable, *launcher, *words],
         {"PYTHONPATH": str(ROOT)},
         directory=tmp_path,
-    )  # fmt: skip
+    )
     text = processes.finish(trainer, seconds=240)
     assert text.count(f"Training complete: {STEPS} steps") == 1, "rank 0 logs for all"
     started = (
@@ -106,7 +118,7 @@ def test_three_steps_of_a_trainer_of_several_ranks(
     )
     assert state["checksums"] == expected
     rows = [
-        json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line) for line in (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [row["weight_version"] for row in rows] == [1, 2, 3]
     assert all(row["params_mapped"] == row["params_total"] == len(parameters) for row in rows)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from example_trainer.launcher import roles
 from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
@@ -29,7 +30,7 @@ from tests.e2e.bridge_helpers import (
     made_up_group,
     new_weights,
 )
-from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm
+from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm, trainer_command
 
 pytestmark = pytest.mark.e2e
 
@@ -194,19 +195,28 @@ def test_a_trainer_of_two_ranks_that_waits_for_a_batch_brings_a_restarted_server
     port = free_port()
     service = f"http://127.0.0.1:{port}"
     processes.start_service(port)
+    _, _, *words = roles.anywhere(
+        trainer_command(
+            mortal.now.model,
+            service,
+            tmp_path,
+            bridge="broadcast",
+            vllm_port=mortal.now.port,
+            training_steps=2,
+            batch_size=1,
+            gradient_accumulation_steps=4,
+            seq_len=64,
+            num_threads=1,
+            rank_timeout=120,
+        )
+    )
     trainer = processes.start(
         "trainer",
-        [
-            sys.executable, "-m", "tests.forked_ranks", ROOT / "example_trainer/grpo.py", "--model-name", mortal.now.model,
-            "--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port", str(mortal.now.port),
-            "--atropos-url", service, "--training-steps", "2", "--batch-size", "1", "--gradient-accumulation-steps", "4",
-            "--seq-len", "64", "--num-threads", "1", "--save-path", tmp_path / "checkpoints",
-            "--log-dir", tmp_path / "logs", "--rank-timeout", "120",
-        ],
+        [sys.executable, "-m", "tests.forked_ranks", *words],
         # so the trainer takes the port after the ranks' store
         {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "ranks"},
         directory=tmp_path,
-    )  # fmt: skip
+    )
     httpx.post(f"{service}/scored_data", json=made_up_group(0), timeout=30).raise_for_status()
     processes.wait_for_text(trainer, "Step 1/2", seconds=120)
     mortal.kill()

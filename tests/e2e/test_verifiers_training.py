@@ -7,14 +7,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from example_trainer.launcher import roles
 from tests.conftest import ROOT, Processes
-from tests.e2e.conftest import start_vllm
+from tests.e2e.conftest import start_vllm, trainer_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
@@ -43,57 +43,33 @@ def test_three_training_steps(
     port = free_port()
     service = processes.start_service(port)
     result = tmp_path / "evaluation.json"
-    environment = processes.start(
+    url = f"http://localhost:{port}"
+    words = roles.environment(
         "verifiers",
-        [
-            *(PYTHON, ROOT / "environments/verifiers_server.py", "serve"),
-            *(
-                "--env.environment",
-                ROOT / "tests/e2e/verifiers_tasks.py",
-                "--openai.base_url",
-                f"{server.url}/v1",
-            ),
-            *(
-                "--env.rollout_server_url",
-                f"http://localhost:{port}",
-                "--env.max_token_length",
-                "32",
-            ),
-            *(
-                "--env.group_size",
-                str(GROUP),
-                "--env.steps_per_eval",
-                str(STEPS),
-                "--env.eval_output",
-                result,
-            ),
-            *("--env.metrics_path", tmp_path / "metrics.jsonl"),
-        ],
-        may_finish=True,
+        url,
+        [f"{server.url}/v1"],
+        settings={
+            "environment": ROOT / "tests/e2e/verifiers_tasks.py",
+            "max_token_length": 32,
+            "group_size": GROUP,
+            "steps_per_eval": STEPS,
+            "eval_output": result,
+            "metrics_path": tmp_path / "metrics.jsonl",
+        },
+        python=PYTHON,
     )
-    trainer = processes.start(
-        "trainer",
-        [
-            *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER),
-            *(
-                "--weight-bridge-mode",
-                "shared_vllm",
-                "--single-copy",
-                "--vllm-port",
-                str(server.port),
-            ),
-            *(
-                "--atropos-url",
-                f"http://localhost:{port}",
-                "--lr",
-                "1e-4",
-                "--training-steps",
-                str(STEPS),
-            ),
-            *("--batch-size", str(2 * GROUP), "--gradient-accumulation-steps", "2"),
-            *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer"),
-        ],
+    environment = processes.start("verifiers", words, may_finish=True)
+    command = trainer_command(
+        STARTER,
+        url,
+        tmp_path,
+        vllm_port=server.port,
+        lr=1e-4,
+        training_steps=STEPS,
+        batch_size=2 * GROUP,
+        gradient_accumulation_steps=2,
     )
+    trainer = processes.start("trainer", command)
     processes.finish(trainer, 240)
     processes.finish(environment, 120)
     rows = [

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ import pytest
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.launcher import roles
 from example_trainer.training.runs import marked_run, steps_in
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
-from tests.e2e.conftest import CACHE, VllmServer
+from tests.e2e.conftest import CACHE, VllmServer, trainer_command
 from tests.forked_commands import FORK_CHILDREN
 from tests.still_running import json_rows
 
@@ -75,31 +75,22 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
         tmp_path / "checkpoints",
     )
     processes.start_service(port)
-    command = [
-        *(
-            sys.executable,
-            "-u",
-            ROOT / "example_trainer/grpo.py",
-            "--model-name",
-            STARTER,
-            "--lr",
-            "1e-4",
-        ),
-        *("--vllm-port", str(vllm_port), "--metrics-port", str(metrics_port)),
-        *("--vllm-args", " ".join(["--max-model-len 256 --max-num-seqs 32", *CACHE])),
-        *(
-            "--atropos-url",
-            url,
-            "--batch-size",
-            "16",
-            "--gradient-accumulation-steps",
-            "1",
-            "--training-steps",
-            "50",
-        ),
-        *("--checkpoint-interval", "3", "--num-threads", "1", "--seq-len", "256"),
-        *("--save-path", checkpoints, "--log-dir", folder),
-    ]
+    command = trainer_command(
+        STARTER,
+        url,
+        tmp_path,
+        bridge=None,
+        lr=1e-4,
+        vllm_port=vllm_port,
+        metrics_port=metrics_port,
+        vllm_args=" ".join(["--max-model-len 256 --max-num-seqs 32", *CACHE]),
+        batch_size=16,
+        gradient_accumulation_steps=1,
+        training_steps=50,
+        checkpoint_interval=3,
+        num_threads=1,
+        seq_len=256,
+    )
 
     def start_trainer(*flags: str) -> ManagedProcess:
         variables = FORK_CHILDREN | {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}
@@ -149,26 +140,10 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     processes.stop(before)
 
     # An environment comes, and stays while the server that it samples from is started again.
-    flags = [
-        "--env.rollout_server_url",
-        url,
-        "--openai.base_url",
-        vllm,
-        "--env.max_token_length",
-        "24",
-    ]
-    environment = processes.start(
-        "environment",
-        [
-            sys.executable,
-            ROOT / "environments/arithmetic_server.py",
-            "serve",
-            *flags,
-            "--env.group_size",
-            "8",
-        ],
-        may_finish=True,
+    words = roles.environment(
+        "arithmetic", url, [vllm], settings={"max_token_length": 24, "group_size": 8}
     )
+    environment = processes.start("environment", words, may_finish=True)
     post_groups(url, *range(4 * 4, 4 * 5))
     wait_for_step(7)
     # The first trainer's row of step 4, which is in no checkpoint, has given way to the second
@@ -220,45 +195,21 @@ def test_a_server_of_somebody_else_s_is_left_alone_and_no_state_is_kept(
     port = free_port()
     url, checkpoints = f"http://localhost:{port}", tmp_path / "checkpoints"
     processes.start_service(port)
-    command = [
-        *(
-            sys.executable,
-            "-u",
-            ROOT / "example_trainer/grpo.py",
-            "--model-name",
-            server.model,
-            "--lr",
-            "1e-4",
-        ),
-        *(
-            "--vllm-port",
-            str(server.port),
-            "--vllm-restart-interval",
-            "2",
-            "--keep-optimizer-states",
-            "0",
-        ),
-        *(
-            "--atropos-url",
-            url,
-            "--batch-size",
-            "4",
-            "--gradient-accumulation-steps",
-            "1",
-            "--seq-len",
-            "64",
-        ),
-        *(
-            "--checkpoint-interval",
-            "1",
-            "--num-threads",
-            "1",
-            "--save-path",
-            checkpoints,
-            "--log-dir",
-            tmp_path / "trainer",
-        ),
-    ]
+    command = trainer_command(
+        server.model,
+        url,
+        tmp_path,
+        bridge=None,
+        lr=1e-4,
+        vllm_port=server.port,
+        vllm_restart_interval=2,
+        keep_optimizer_states=0,
+        batch_size=4,
+        gradient_accumulation_steps=1,
+        seq_len=64,
+        checkpoint_interval=1,
+        num_threads=1,
+    )
     instance = httpx.get(f"{server.url}/weights", timeout=30).json()["instance"]
     post_groups(url, *range(5))
     trainer = processes.start("trainer", [*command, "--training-steps", "3"], may_finish=True)
