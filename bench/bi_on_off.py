@@ -41,7 +41,8 @@ from bench.gpu.runs import Results
 from bench.gpu.summary import table
 from bench.measured import measured
 from bench.on_off_summary import HEAD, differences, row_of
-from example_trainer.child_processes.processes import ManagedProcess, Supervisor
+from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.child_processes.supervisor import Supervisor
 
 MODES = {"on": "--batch-invariant", "off": "--no-batch-invariant"}
 KEPT = (

@@ -37,8 +37,9 @@ from atroposlib.service.sqlite_store import SqliteStore
 from bench.measured import measured
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
 from example_trainer.child_processes.ports import PortReservations
-from example_trainer.child_processes.processes import ManagedProcess, Supervisor
+from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.child_processes.readiness import http_probe, wait_until
+from example_trainer.child_processes.supervisor import Supervisor
 from example_trainer.launcher import roles
 
 TRACED = ("atroposlib", "environments")

@@ -44,8 +44,8 @@ from example_trainer.batch.local_sampler import HeldOut, SampledBatches, Sampler
 from example_trainer.batch.problems import GSM8K, Problem, Task, find_task
 from example_trainer.batch.reader import BatchReader
 from example_trainer.child_processes.ports import PortReservations
-from example_trainer.child_processes.processes import ProcessError, Supervisor
-from example_trainer.child_processes.readiness import http_probe, wait_until
+from example_trainer.child_processes.processes import ProcessError
+from example_trainer.child_processes.supervisor import Supervisor
 from example_trainer.command_line import add_section, checked_config
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import make_parity, pin_settings
@@ -264,9 +264,9 @@ def start_vllm(
     logger.info("Starting vLLM, log: %s", log)
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        supervisor.start("the vLLM server", command, log, variables, grace=20.0)
-        probe = http_probe(f"http://127.0.0.1:{port}/health_generate")
-        seconds = wait_until("the vLLM server", probe, START_SECONDS, check=supervisor.check)
+        vllm = supervisor.start("the vLLM server", command, log, variables, grace=20.0)
+        url = f"http://127.0.0.1:{port}/health_generate"
+        seconds = supervisor.wait_for_http(vllm, url, START_SECONDS)
     except (ProcessError, OSError) as error:
         raise TrainerError(" | ".join(line.strip() for line in str(error).splitlines())) from error
     logger.info("vLLM is ready after %.0f s", seconds)

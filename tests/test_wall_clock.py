@@ -50,7 +50,7 @@ ALLOWED = {
     "example_trainer/weight_bridge/members.py": SHOWN,
     "example_trainer/launcher/__main__.py": SHOWN,
     "example_trainer/launcher/control.py": SHOWN,
-    "example_trainer/launcher/supervisor.py": SHOWN,
+    "example_trainer/child_processes/guard.py": SHOWN,
     "example_trainer/launcher/rolling.py": SHOWN,
     "example_trainer/launcher/quickstart/run.py": "whether files changed",
     "vllm_patching/server/metrics.py": SHOWN,

@@ -1,11 +1,16 @@
 """Run one command, and let nothing of it outlive whoever asked for it.
 
-    python guard.py CONTROL_FD GRACE_SECONDS COMMAND [ARGUMENT...]
+    python guard.py CONTROL GRACE_SECONDS COMMAND [ARGUMENT...]
 
 The guard stays between whoever starts a process (the quick start, a trainer, a test) and that
 process. It ends the command, with all that the command started, when the control pipe closes. The
 starter closes the pipe to stop the process; the kernel closes it when the starter dies, however it
-dies, so that `kill -9` takes the very same way as a regular stop.
+dies, so that `kill -9` takes the very same way as a regular stop. CONTROL is the number of the file
+descriptor.
+
+A part of the stack outlives the command that starts it. CONTROL is then the path of a file, and
+SIGTERM stops the command. When the command has ended, the file holds {"code", "at"}: the exit status
+and the Unix time.
 
 Linux only: the guard makes itself a child subreaper, so that even a grandchild that left its
 session (vLLM's engine core does) stays below it in the process tree and is found. Standard library
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -26,12 +32,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+if not __package__:  # run by path: import from the repository
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from example_trainer.child_processes.whole_files import cannot_write, write_whole
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LEFTOVER_SECONDS = 3.0
 """How long what the command left behind has between SIGTERM and SIGKILL."""
 KILL_SECONDS = 10.0
 """How long a killed process may take to vanish before the guard gives up on it and says so."""
+ENDING_BYTES = 128
 
 
 def prctl(option: int, value: int) -> None:
@@ -173,6 +185,7 @@ class Guard:
                 break
         if self.status is None:
             send(self.child, signal.SIGTERM)
+            send(self.child, signal.SIGCONT)  # a stopped process gets no signal before
             self.wait_for(lambda: self.status is not None, self.grace)
         self.sweep()
         return self.status if self.status is not None else 128 + signal.SIGKILL
@@ -222,12 +235,57 @@ class Guard:
             self.drain()
 
 
+class Ending:
+    """The file with the command's end.
+
+    Its space is taken at the start, since the disk may be full at the end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._draft, self._file = path, path.with_suffix(".draft"), -1
+        try:
+            self._file = os.open(
+                self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
+            )
+            os.write(self._file, b" " * ENDING_BYTES)
+        except OSError as error:
+            print(
+                f"guard: {cannot_write(path, error, ENDING_BYTES)}; make room there",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def write(self, code: int) -> None:
+        """Write the exit status and the present time."""
+        content = json.dumps({"code": code, "at": time.time()}).encode().ljust(ENDING_BYTES)
+        try:
+            if self._file < 0:
+                write_whole(self._path, content)
+            else:
+                os.pwrite(self._file, content, 0)
+                self._draft.replace(self._path)
+        except OSError as error:
+            reason = cannot_write(self._path, error, ENDING_BYTES)
+            print(
+                f"guard: {reason}; the command's exit status was {code}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
 def main(arguments: list[str]) -> int:
     """See the module's docstring."""
-    control, grace, command = int(arguments[0]), float(arguments[1]), arguments[2:]
-    os.set_inheritable(control, False)
+    control, grace, command = arguments[0], float(arguments[1]), arguments[2:]
+    if control.isdigit():
+        os.set_inheritable(int(control), False)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        return Guard(command, int(control), grace).run()
+    ending = Ending(Path(control))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    return Guard(command, control, grace).run()
+    never_closed, _held_open = os.pipe()
+    code = Guard(command, never_closed, grace).run()
+    ending.write(code)
+    return code
 
 
 if __name__ == "__main__":

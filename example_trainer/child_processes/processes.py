@@ -1,4 +1,4 @@
-"""Start processes, notice when one dies, and stop exactly those that were started."""
+"""Start a process under its guard, notice when it dies, and stop it with all that it started."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from example_trainer.child_processes.guard import descendants, send
 
@@ -95,8 +95,129 @@ def describe_exit(code: int) -> str:
     return f"exited with code {code}"
 
 
-class ManagedProcess:
-    """One running command, its log, and the pipe that keeps it alive.
+class RunningProcess(ABC):
+    """A command under its guard: whether it runs, its log, and how it is stopped.
+
+    Args:
+        name: what to call it in messages, such as `vLLM server`.
+        log_path: file that gets its standard output and error.
+        grace: seconds between SIGTERM and SIGKILL.
+        may_finish: it may end by itself, with status 0, while others still run.
+        started: time of the start, in seconds of `time.monotonic`.
+    """
+
+    def __init__(
+        self, name: str, log_path: Path, grace: float, may_finish: bool, started: float
+    ) -> None:
+        self.name, self.log_path, self.grace = name, log_path, grace
+        self.may_finish, self.started = may_finish, started
+
+    @property
+    @abstractmethod
+    def guard_pid(self) -> int:
+        """Process id of the guard."""
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """The exit status (128 + n for signal n) once the command and all it started are gone, else
+        None.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let the guard begin to stop the command. Safe to call twice."""
+
+    @abstractmethod
+    def wait_for_guard(self, seconds: float) -> None:
+        """Return when the guard has ended, or after so many seconds."""
+
+    def tail(self, lines: int = 8) -> list[str]:
+        """The last lines of its log."""
+        return tail(self.log_path, lines)
+
+    def last_words(self, lines: int = 8) -> str:
+        """The last lines of its log, as they follow the first line of an error."""
+        return "".join(f"\n    {line}" for line in self.tail(lines))
+
+    def is_missed(self) -> bool:
+        """Whether it is gone and should not be."""
+        code = self.poll()
+        return code is not None and not (self.may_finish and code == 0)
+
+    def died(self) -> ProcessDied:
+        """The error that tells of its end: name, exit status, log path, last lines."""
+        code = self.poll()
+        how = "is still running" if code is None else describe_exit(code)
+        head = (
+            f"{self.name} {how} after {time.monotonic() - self.started:.0f} s; log: {self.log_path}"
+        )
+        words = self.last_words()
+        if cause := first_error(self.log_path, since_last=words):
+            head += f"\n    first error: {cause}"
+        return ProcessDied(head + words)
+
+    def stop(self) -> int:
+        """End the command with all that it started and wait until they are gone; returns the exit
+        status.
+        """
+        self.release()
+        self.wait_for_guard(self.grace + GUARD_MARGIN_SECONDS)
+        if self.poll() is None:
+            logger.error(
+                "%s: guard %d did not finish in time, killing it; log: %s",
+                self.name,
+                self.guard_pid,
+                self.log_path,
+            )
+            for pid in [self.guard_pid, *descendants(self.guard_pid)]:
+                send(pid, signal.SIGKILL)
+            self.wait_for_guard(GUARD_MARGIN_SECONDS)
+        code = self.poll()
+        if code is None:  # stuck in the kernel; whoever stops several goes on with the others
+            logger.error(
+                "%s: guard %d does not end though it was killed: see ps -o stat,wchan,args",
+                self.name,
+                self.guard_pid,
+            )
+            return -signal.SIGKILL
+        return code
+
+
+def start_guard(
+    control: int | Path,
+    grace: float,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    directory: Path | None,
+    stdin: int,
+    stdout: int,
+    stderr: int,
+) -> subprocess.Popen[bytes]:
+    """Start a guard, which starts the command.
+
+    Args:
+        control: see guard.py.
+        grace: seconds between SIGTERM and SIGKILL.
+        command: program and arguments.
+        variables: its whole environment.
+        directory: its working directory; None: this process's.
+        stdin, stdout, stderr: as of subprocess.Popen.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(GUARD), str(control), str(grace), *command],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env=variables,
+        cwd=directory,
+        pass_fds=(control,) if isinstance(control, int) else (),
+        # Ctrl-C in the terminal, and its closing, are for whoever started it, who stops the rest
+        start_new_session=True,
+    )
+
+
+class ManagedProcess(RunningProcess):
+    """A command that ends with this process, however this process ends: a pipe keeps it alive.
 
     Args:
         name: what to call it in messages, such as `vLLM server`.
@@ -107,6 +228,8 @@ class ManagedProcess:
         grace: seconds between SIGTERM and SIGKILL.
         may_finish: it may end by itself, with status 0, while others still run.
         append: keep what the log holds.
+        pipes: `guard.stdin` and `guard.stdout` are for this process to talk through; the log gets
+            the standard error alone.
 
     Raises:
         OSError: the log cannot be written.
@@ -122,10 +245,10 @@ class ManagedProcess:
         grace: float = 10.0,
         may_finish: bool = False,
         append: bool = False,
+        pipes: bool = False,
     ) -> None:
-        self.name, self.command, self.log_path, self.grace = name, list(command), log_path, grace
-        self.may_finish = may_finish
-        self.started = time.monotonic()
+        super().__init__(name, log_path, grace, may_finish, time.monotonic())
+        self.command, self.pipes = list(command), pipes
         variables = {
             **os.environ,
             **{k: v for k, v in (environment or {}).items() if v is not None},
@@ -153,25 +276,18 @@ class ManagedProcess:
         Args:
             control: read end of the control pipe.
             log: file descriptor of its output.
-            variables: its whole environment.
-            directory: its working directory; None: this process's.
+            variables, directory: see the function.
         """
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(GUARD), str(control), str(self.grace), *self.command],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            cwd=directory,
-            pass_fds=(control,),
-            # Ctrl-C in the terminal is for whoever started it, who stops the rest
-            start_new_session=True,
+        ours, theirs = (subprocess.PIPE,) * 2 if self.pipes else (subprocess.DEVNULL, log)
+        return start_guard(
+            control, self.grace, self.command, variables, directory, ours, theirs, log
         )
 
+    @property
+    def guard_pid(self) -> int:
+        return self.guard.pid
+
     def poll(self) -> int | None:
-        """The exit status (128 + n for signal n) once the command and all it started are gone, else
-        None.
-        """
         code = self.guard.poll()
         return None if code is None else (code if code >= 0 else 128 - code)
 
@@ -181,68 +297,21 @@ class ManagedProcess:
         Raises:
             ProcessDied: it has ended.
         """
-        children = descendants(self.guard.pid)
-        if not children:
-            raise self.died()
+        deadline = time.monotonic() + GUARD_MARGIN_SECONDS
+        while not (children := descendants(self.guard.pid)):  # the guard has just been started
+            if self.poll() is not None or time.monotonic() > deadline:
+                raise self.died()
+            time.sleep(0.01)
         return children[0]
 
-    def tail(self, lines: int = 8) -> list[str]:
-        """The last lines of its log."""
-        return tail(self.log_path, lines)
-
-    def is_missed(self) -> bool:
-        """Whether it is gone and should not be."""
-        code = self.poll()
-        return code is not None and not (self.may_finish and code == 0)
-
-    def died(self) -> ProcessDied:
-        """The error that tells of its end: name, exit status, log path, last lines."""
-        code = self.poll()
-        how = "is still running" if code is None else describe_exit(code)
-        head = (
-            f"{self.name} {how} after {time.monotonic() - self.started:.0f} s; log: {self.log_path}"
-        )
-        last = self.tail()
-        cause = first_error(self.log_path, since_last="\n".join(last))
-        lines = [
-            *([f"    first error: {cause}"] if cause else []),
-            *(f"    {line}" for line in last),
-        ]
-        return ProcessDied("\n".join([head, *lines]))
-
     def release(self) -> None:
-        """Close the control pipe: the guard begins to stop the command. Safe to call twice."""
         if self.control >= 0:
             os.close(self.control)
             self.control = -1
 
-    def stop(self) -> int:
-        """End the command with all that it started and wait until they are gone; returns the exit
-        status.
-        """
-        self.release()
-        try:
-            self.guard.wait(self.grace + GUARD_MARGIN_SECONDS)
-        except subprocess.TimeoutExpired:
-            logger.error(
-                "%s: guard %d did not finish in time, killing it; log: %s",
-                self.name,
-                self.guard.pid,
-                self.log_path,
-            )
-            for pid in [self.guard.pid, *descendants(self.guard.pid)]:
-                send(pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self.guard.wait(GUARD_MARGIN_SECONDS)
-        code = self.poll()
-        if code is None:  # stuck in the kernel; whoever stops several goes on with the others
-            logger.error(
-                "%s: guard %d does not end though it was killed: see ps -o stat,wchan,args",
-                self.name,
-                self.guard.pid,
-            )
-            return -signal.SIGKILL
-        return code
+    def wait_for_guard(self, seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self.guard.wait(seconds)
 
     def wait(self, seconds: float, idle: Callable[[], None] = lambda: None) -> None:
         """Wait for the command to end well.
@@ -261,85 +330,11 @@ class ManagedProcess:
             idle()
             if time.monotonic() > deadline:
                 self.stop()
-                lines = "\n".join(f"    {line}" for line in self.tail())
                 raise ProcessError(
-                    f"{self.name} was not done after {seconds:.0f} s; log: {self.log_path}\n{lines}"
+                    f"{self.name} was not done after {seconds:.0f} s; log: {self.log_path}"
+                    f"{self.last_words()}"
                 )
             time.sleep(0.1)
         self.release()
         if code != 0:
             raise self.died()
-
-
-class Supervisor:
-    """The processes of one run. Leaving its `with` block stops them all, the last started first."""
-
-    def __init__(self) -> None:
-        self.processes: list[ManagedProcess] = []
-
-    def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        log_path: Path,
-        environment: Mapping[str, str | None] | None = None,
-        directory: Path | None = None,
-        grace: float = 10.0,
-        may_finish: bool = False,
-    ) -> ManagedProcess:
-        """Start one more; see ManagedProcess."""
-        return self.add(
-            ManagedProcess(name, command, log_path, environment, directory, grace, may_finish)
-        )
-
-    def add(self, process: ManagedProcess) -> ManagedProcess:
-        """Look after one that has been started."""
-        self.processes.append(process)
-        return process
-
-    def check(self) -> None:
-        """Raise ProcessDied if one of them is gone that should be running."""
-        for process in self.processes:
-            if process.is_missed():
-                raise process.died()
-
-    def stop(self, process: ManagedProcess) -> int:
-        """Stop one, which `check` then no longer misses; returns its exit status."""
-        code = process.stop()
-        self.processes.remove(process)
-        return code
-
-    def finish(
-        self, process: ManagedProcess, seconds: float, idle: Callable[[], None] = lambda: None
-    ) -> None:
-        """Wait for one to end well while the others go on running; see ManagedProcess.wait.
-
-        Raises:
-            ProcessDied: this or another one ended with an error.
-        """
-        others = [other for other in self.processes if other is not process]
-
-        def look_round() -> None:
-            for other in others:
-                if other.is_missed():
-                    raise other.died()
-            idle()
-
-        process.wait(seconds, look_round)
-        self.processes.remove(process)
-
-    def stop_all(self) -> None:
-        """Stop what is still running, the last started first."""
-        while self.processes:
-            self.processes.pop().stop()
-
-    def __enter__(self) -> Supervisor:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop_all()

@@ -7,18 +7,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from atroposlib.utils.processes import Identity, identify, port_user
-from example_trainer.child_processes.guard import descendants, send
+from example_trainer.child_processes.guard import send
 from example_trainer.child_processes.own_folder import private_files
 from example_trainer.child_processes.ports import is_free
-from example_trainer.child_processes.processes import ProcessError, describe_exit, first_error, tail
-from example_trainer.child_processes.readiness import http_probe, wait_until
+from example_trainer.child_processes.processes import RunningProcess, describe_exit, start_guard
+from example_trainer.child_processes.supervisor import Supervisor
 from example_trainer.child_processes.whole_files import write_whole
 from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.errors import LauncherError
@@ -30,12 +29,11 @@ from example_trainer.launcher.records import Record, Records, owner_is_me
 from example_trainer.launcher.roles import Command
 from example_trainer.launcher.stack import Stack
 
-SUPERVISOR = Path(__file__).with_name("supervisor.py")
 SERVICE_SECONDS = 60.0
 SETTLE_SECONDS = 1.5
 """How long a part without a port must live before its start counts as one."""
-KEEPER_MARGIN_SECONDS = 20.0
-"""What a keeper may need on top of the grace period to end what the command left behind."""
+LEFTOVER_SECONDS = 20.0
+"""How long a process that outlived its keeper may take to vanish after SIGKILL."""
 BRIDGE_CONFIG, BRIDGE_CONFIGS = "vllm_bridge_config.json", "vllm_bridge_config*.json"
 """What a vLLM server publishes in its LOGDIR, and the names that several of them have there."""
 LOCK = ".stack-lock"
@@ -78,7 +76,7 @@ class Starter:
     def __init__(self, stack: Stack, say: Say) -> None:
         self.stack, self.say, self.options = stack, say, stack.options
         self.records = Records(stack.options.run)
-        self.started: list[Record] = []
+        self.supervisor = Supervisor()
         self.keys: dict[str, str] = {}
 
     def run(self) -> None:
@@ -99,8 +97,7 @@ class Starter:
                     self.start(part)
                 self.finish()
             except BaseException:
-                for record in reversed(self.started):
-                    stop(record, self.records, self.say)
+                self.supervisor.stop_all()
                 raise
             if self.options.links:
                 self.link_logs(Path.cwd())
@@ -131,8 +128,7 @@ class Starter:
                     self.say(
                         f"{part}: the last one (process {record.keeper.pid}) was killed; its record is removed"
                     )
-                kill_leftovers(record, self.say)
-                self.records.remove(part)
+                Part(record, self.records, self.say).forget()
         # While a trainer lives, the file tells the next server that it must wait for that trainer's
         # weights.
         if self.records.read("trainer") is not None:
@@ -181,21 +177,21 @@ class Starter:
             command.may_finish,
         )
         self.records.write(record)
-        self.started.append(record)
+        process = self.supervisor.add(Part(record, self.records, self.say))
         self.say(f"{part:<12} started (process {pid}), log {log}")
         if part == "service":
-            self.wait_for(record, f"{self.stack.service_url}/", SERVICE_SECONDS)
+            self.wait_for(process, f"{self.stack.service_url}/", SERVICE_SECONDS)
         elif kind_of(part) != "vllm":
             settled = time.monotonic() + SETTLE_SECONDS
             while time.monotonic() < settled:
-                self.check()
+                self.supervisor.check()
                 time.sleep(0.1)
 
     def finish(self) -> None:
         """Wait for what was not waited for yet."""
         if "trainer" not in self.options.parts:
             self.wait_for_vllm()
-        self.check()
+        self.supervisor.check()
         for part in self.options.joining:
             url = self.stack.vllm_url(server_number(part) or 0)
             join(self.stack.service_url, self.keys[SERVICE], url)
@@ -204,35 +200,16 @@ class Starter:
             )
 
     def wait_for_vllm(self) -> None:
-        for record in self.started:
-            number = server_number(record.part)
+        for process in self.supervisor.processes:
+            number = server_number(process.name)
             if number is not None:
-                self.wait_for(record, f"{self.stack.vllm_url(number)}/health", self.options.wait)
+                self.wait_for(process, f"{self.stack.vllm_url(number)}/health", self.options.wait)
                 # Healthy is not enough: it must have generated a token.
-                self.wait_for(record, f"{self.stack.vllm_url(number)}/health_generate", 60.0)
+                self.wait_for(process, f"{self.stack.vllm_url(number)}/health_generate", 60.0)
 
-    def wait_for(self, record: Record, url: str, seconds: float) -> None:
-        try:
-            waited = wait_until(
-                record.part, http_probe(url, min(seconds, 60.0)), seconds, self.check
-            )
-        except ProcessError as error:
-            raise LauncherError(f"{error}; log: {record.log}") from None
-        self.say(f"{record.part:<12} answers {url} after {waited:.0f} s")
-
-    def check(self) -> None:
-        """Raise LauncherError if something that was started has ended and should not have."""
-        for record in self.started:
-            if record.keeper.is_alive():
-                continue
-            ended = self.records.exit_of(record.part)
-            if ended is None or ended.code != 0 or not record.may_finish:
-                how = describe_exit(ended.code) if ended else "was killed"
-                lines = [f"{record.part} {how}; log: {record.log}"]
-                last = tail(Path(record.log), 6)
-                cause = first_error(Path(record.log), since_last="\n".join(last))
-                lines += [f"    first error: {cause}"] if cause else []
-                raise LauncherError("\n".join([*lines, *(f"    {line}" for line in last)]))
+    def wait_for(self, process: RunningProcess, url: str, seconds: float) -> None:
+        waited = self.supervisor.wait_for_http(process, url, seconds)
+        self.say(f"{process.name:<12} answers {url} after {waited:.0f} s")
 
     def link_logs(self, here: Path) -> None:
         """Let `tail -f trainer.log` work where start.sh was typed."""
@@ -264,28 +241,19 @@ def spawn(command: Command, log: Path, exit_file: Path, environment: Mapping[str
     Raises:
         LauncherError: the log cannot be written.
     """
-    words = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(SUPERVISOR),
-        str(exit_file),
-        str(command.grace),
-        *command.arguments,
-    ]
     exit_file.parent.mkdir(parents=True, exist_ok=True)
     exit_file.unlink(missing_ok=True)
     try:
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env={**environment, **command.variables},
-                # Ctrl-C in this terminal, and its closing, are not meant for it
-                start_new_session=True,
+            process = start_guard(
+                exit_file,
+                command.grace,
+                command.arguments,
+                {**environment, **command.variables},
+                ROOT,
+                subprocess.DEVNULL,
+                output.fileno(),
+                subprocess.STDOUT,
             )
     except OSError as error:
         raise LauncherError(
@@ -299,51 +267,82 @@ _children: list[subprocess.Popen[bytes]] = []
 """Kept so that no warning is given for processes that are meant to outlive this one."""
 
 
-def stop(record: Record, records: Records, say: Say) -> bool:
-    """End a part with all that it started, and forget it. Returns whether it is gone.
+class Part(RunningProcess):
+    """A part of the stack, which outlives the command that started it: its record finds it again.
 
-    A vLLM server that stops takes its published configuration back. Where its trainer lives, that
-    is put there again, as a killed server would have left it: by it the next server of this port
-    knows that it must wait for the trainer's weights instead of serving the checkpoint's.
+    Args:
+        record: of the part.
+        records: of the run.
+        say: gets one line at a time.
     """
-    begun = time.monotonic()
-    left = published_by(record, records)
-    if record.keeper.is_alive():
-        if not owner_is_me(record.keeper):
-            say(
-                f"{record.part}: process {record.keeper.pid} belongs to another user and is left alone"
-            )
-            return False
-        family = descendants(record.keeper.pid)
-        send(record.keeper.pid, signal.SIGTERM)
-        if not gone(record.keeper, record.grace + KEEPER_MARGIN_SECONDS):
-            for pid in [record.keeper.pid, *family, *descendants(record.keeper.pid)]:
-                send(pid, signal.SIGKILL)
-            if not gone(record.keeper, KEEPER_MARGIN_SECONDS):
-                say(f"{record.part}: process {record.keeper.pid} did not end, not even by SIGKILL")
-                return False
-        ended = records.exit_of(record.part)
-        if ended is None or ended.code == 128 + signal.SIGKILL:
-            how = "had to be killed"
+
+    def __init__(self, record: Record, records: Records, say: Say) -> None:
+        started = time.monotonic() - (time.time() - record.since)
+        super().__init__(record.part, Path(record.log), record.grace, record.may_finish, started)
+        self.record, self.records, self.say = record, records, say
+
+    @property
+    def guard_pid(self) -> int:
+        return self.record.keeper.pid
+
+    def poll(self) -> int | None:
+        if self.record.keeper.is_alive():
+            return None
+        ended = self.records.exit_of(self.name)
+        return ended.code if ended else 128 + signal.SIGKILL
+
+    def release(self) -> None:
+        if self.record.keeper.is_alive():
+            send(self.guard_pid, signal.SIGTERM)
+
+    def wait_for_guard(self, seconds: float) -> None:
+        wait_for_end(self.record.keeper, seconds)
+
+    def stop(self) -> int:
+        """End the part with all that it started, and forget it; returns the exit status, below 0 if
+        it still runs.
+
+        A vLLM server that stops takes its published configuration back. Where its trainer lives,
+        that is put there again, as a killed server would have left it: by it the next server of
+        this port knows that it must wait for the trainer's weights instead of serving the
+        checkpoint's.
+        """
+        begun, keeper = time.monotonic(), self.record.keeper
+        published = published_by(self.record, self.records)
+        if keeper.is_alive():
+            if not owner_is_me(keeper):
+                self.say(
+                    f"{self.name}: process {keeper.pid} belongs to another user and is left alone"
+                )
+                return -signal.SIGTERM
+            code = super().stop()
+            if code < 0:
+                self.say(f"{self.name}: process {keeper.pid} did not end, not even by SIGKILL")
+                return code
+            ways = {128 + signal.SIGKILL: "had to be killed"}
+            ways[128 + signal.SIGTERM] = "ended on SIGTERM"
+            how = ways.get(code) or describe_exit(code)
+            self.say(f"{self.name:<12} {how} after {time.monotonic() - begun:.1f} s")
         else:
-            how = (
-                "ended on SIGTERM"
-                if ended.code == 128 + signal.SIGTERM
-                else describe_exit(ended.code)
-            )
-        say(f"{record.part:<12} {how} after {time.monotonic() - begun:.1f} s")
-    else:
-        ended = records.exit_of(record.part)
-        say(
-            f"{record.part:<12} had ended before"
-            + (f": {describe_exit(ended.code)}" if ended else ": it was killed")
-        )
-    kill_leftovers(record, say)
-    for config, text in left.items():
-        if not config.exists():
-            write_whole(config, text.encode(), mode=0o600)
-    records.remove(record.part)
-    return True
+            code, ended = self.poll() or 0, self.records.exit_of(self.name)
+            how = describe_exit(code) if ended else "it was killed"
+            self.say(f"{self.name:<12} had ended before: {how}")
+        self.forget()
+        for config, text in published.items():
+            if not config.exists():
+                write_whole(config, text.encode(), mode=0o600)
+        return code
+
+    def forget(self) -> None:
+        """End what outlived a keeper that was killed: these very processes, known by more than
+        their id. Remove the record.
+        """
+        for process in self.record.leftovers():
+            if owner_is_me(process):
+                send(process.pid, signal.SIGKILL)
+                wait_for_end(process, LEFTOVER_SECONDS)  # its memory is free only then
+                self.say(f"{self.name}: killed process {process.pid}, which had outlived it")
+        self.records.remove(self.name)
 
 
 def published_by(record: Record, records: Records) -> dict[Path, str]:
@@ -375,27 +374,11 @@ def is_locked(file: Path) -> bool:
     return False
 
 
-def gone(identity: Identity, seconds: float) -> bool:
-    """Wait for a process to end; False if it has not by then."""
+def wait_for_end(identity: Identity, seconds: float) -> None:
+    """Return when a process has ended, or after so many seconds."""
     deadline = time.monotonic() + seconds
-    while identity.is_alive():
-        for child in _children:
-            child.poll()
-        if time.monotonic() > deadline:
-            return False
+    while identity.is_alive() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return True
-
-
-def kill_leftovers(record: Record, say: Say) -> None:
-    """End what outlived a keeper that was killed: these very processes, known by more than their
-    id.
-    """
-    for member in record.leftovers():
-        if owner_is_me(member):
-            send(member.pid, signal.SIGKILL)
-            gone(member, KEEPER_MARGIN_SECONDS)  # its memory, on a GPU too, is free only then
-            say(f"{record.part}: killed process {member.pid}, which had outlived it")
 
 
 def stop_parts(run: Path, parts: Sequence[str], say: Say) -> bool:
@@ -408,4 +391,4 @@ def stop_parts(run: Path, parts: Sequence[str], say: Say) -> bool:
         found = [record for part in to_stop(parts) if (record := records.read(part))]
         if not found:
             say(f"nothing to stop in {run}")
-        return all([stop(record, records, say) for record in found])
+        return all([Part(record, records, say).stop() >= 0 for record in found])

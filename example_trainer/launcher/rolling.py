@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from example_trainer.child_processes.own_folder import private_files
-from example_trainer.launcher.control import Say, Starter, claimed, stop
+from example_trainer.child_processes.processes import ProcessError
+from example_trainer.launcher.control import Part, Say, Starter, claimed
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.fleet import (
     GOOD,
@@ -69,7 +70,7 @@ class Roller:
                     rest = ", ".join(parts[done + 1 :]) or "none"
                     before = ", ".join(parts[:done]) or "none"
                     where = f"stopped at {part}; restarted before: {before}; not touched: {rest}"
-                    if isinstance(error, LauncherError):
+                    if isinstance(error, ProcessError):
                         raise LauncherError(f"{where}\n    {error}") from None
                     self.say(f"{where}; scripts/status.sh shows what runs")
                     raise
@@ -104,11 +105,11 @@ class Roller:
             for other in self.servers:
                 if other != part:
                     self.wait(other, f"before {part} is stopped, {other} must serve")
-        if record is not None and not stop(record, self.records, self.say):
+        if record is not None and Part(record, self.records, self.say).stop() < 0:
             raise LauncherError(f"{part} did not end, so it is not started again")
         # A server that was restarted and has come back is no concern of what this one's start
         # watches.
-        self.starter.started.clear()
+        self.starter.supervisor.processes.clear()
         self.starter.start(part)
         self.wait(part, f"{part} is started; it must serve")
 
@@ -123,7 +124,7 @@ class Roller:
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + self.seconds))
         served_at, line_at = None, begun + LINE_SECONDS
         while True:
-            self.starter.check()
+            self.starter.supervisor.check()
             missing, served_at = self.missing(part, served_at)
             if not missing:
                 return

@@ -118,7 +118,8 @@ def test_three_steps_of_a_trainer_of_several_ranks(
     )
     assert state["checksums"] == expected
     rows = [
-        json.loads(line) for line in (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [row["weight_version"] for row in rows] == [1, 2, 3]
     assert all(row["params_mapped"] == row["params_total"] == len(parameters) for row in rows)

@@ -17,14 +17,9 @@ from rich.console import Console
 
 from example_trainer.child_processes.own_folder import private_files
 from example_trainer.child_processes.ports import PortReservations
-from example_trainer.child_processes.processes import (
-    ManagedProcess,
-    ProcessDied,
-    ProcessError,
-    Supervisor,
-)
-from example_trainer.child_processes.readiness import http_probe, wait_until
+from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.child_processes.run_keys import SERVICE, VLLM
+from example_trainer.child_processes.supervisor import Supervisor
 from example_trainer.child_processes.whole_files import cannot_write, write_whole
 from example_trainer.launcher.command_line import ROOT
 from example_trainer.launcher.errors import LauncherError
@@ -234,35 +229,15 @@ class Quickstart:
     def start_servers(self) -> None:
         """Rollout service and vLLM, side by side; returns when both answer."""
         service, vllm = self.start(self.plan.service()), self.start(self.plan.vllm())
-        seconds = self.wait_for(service, f"{self.plan.service_url}/", SERVICE_SECONDS)
+        wait = self.supervisor.wait_for_http
+        seconds = wait(service, f"{self.plan.service_url}/", SERVICE_SECONDS)
         self.say(f"rollout service  ready after {span(seconds)}  {self.plan.service_url}")
         self.say(f"                 see the run, down to the token: {self.plan.page_url}")
         self.say("vLLM             loading the model")
-        seconds += self.wait_for(vllm, f"{self.plan.vllm_url}/health", VLLM_SECONDS)
+        seconds += wait(vllm, f"{self.plan.vllm_url}/health", VLLM_SECONDS)
         # Healthy is not enough: it must have generated a token.
-        seconds += self.wait_for(vllm, f"{self.plan.vllm_url}/health_generate", VLLM_SECONDS)
+        seconds += wait(vllm, f"{self.plan.vllm_url}/health_generate", VLLM_SECONDS)
         self.say(f"vLLM             ready after {span(seconds)}  {self.plan.vllm_url}")
-
-    def wait_for(self, process: ManagedProcess, url: str, seconds: float) -> float:
-        """Wait until a server answers; returns the seconds it took.
-
-        Raises:
-            ProcessDied: it, or another process, died meanwhile.
-            LauncherError: the deadline passed; the message ends with the last lines of the server's
-                log.
-        """
-        try:
-            return wait_until(
-                process.name, http_probe(url, min(seconds, 60.0)), seconds, self.supervisor.check
-            )
-        except ProcessDied:
-            raise
-        except ProcessError as error:
-            lines = [
-                f"{error}; log: {process.log_path}",
-                *(f"    {line}" for line in process.tail()),
-            ]
-            raise LauncherError("\n".join(lines)) from None
 
     def evaluate(self, which: str) -> Evaluation:
         """Let the environment evaluate the model as vLLM serves it now."""

@@ -17,8 +17,9 @@ import pytest
 from atroposlib.utils.processes import Identity, identify
 from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
+from example_trainer.child_processes.processes import ProcessDied
 from example_trainer.launcher import control
-from example_trainer.launcher.control import Starter, claimed, stop, stop_parts
+from example_trainer.launcher.control import Part, Starter, claimed, stop_parts
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.options import parse
 from example_trainer.launcher.parts import PARTS, parts_of
@@ -146,8 +147,8 @@ def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(
         control, "SETTLE_SECONDS", 60.0
     )  # of which it takes what Python takes to start and fail
     with pytest.raises(
-        LauncherError,
-        match=r"trainer exited with code 1; log: .*trainer\.log\n(.|\n)*no rollouts for me",
+        ProcessDied,
+        match=r"trainer exited with code 1 after \d+ s; log: .*trainer\.log\n(.|\n)*no rollouts for me",
     ):
         run.start("service", "vllm", "trainer", trainer_code=FAILS)
     assert run.pids() == {}
@@ -258,7 +259,7 @@ def test_a_process_that_only_has_the_same_id_is_never_touched(
         )  # type: ignore[arg-type]
         run.records.write(record)
         assert run.states() == {"trainer": "down"}
-        assert stop(record, run.records, run.said.append)
+        assert Part(record, run.records, run.said.append).stop() >= 0
         assert stranger.poll() is None
         stranger.kill()
 

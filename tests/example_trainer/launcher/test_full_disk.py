@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from atroposlib.utils.processes import identify
+from example_trainer.child_processes.guard import Ending
 from example_trainer.launcher.errors import LauncherError
 from example_trainer.launcher.quickstart.report import write_summary
 from example_trainer.launcher.quickstart.run import open_output
 from example_trainer.launcher.records import Record, Records
-from example_trainer.launcher.supervisor import Ending
 from tests.full_disks import FullDisk, fill, limited_files, small_disk
 
 ROOT = Path(__file__).resolve().parents[3]
