@@ -246,10 +246,11 @@ class APIServer(InferenceCalls):
         """Most tokens of prompt and completion together that a trainer takes; set by the
         environment."""
         length = config.rolling_buffer_length
-        self.request_timings: deque[float] = deque(maxlen=length)
-        self.eval_request_timings: deque[float] = deque(maxlen=length)
-        self.attempts_list: deque[int] = deque(maxlen=length)
-        self.eval_attempts_list: deque[int] = deque(maxlen=length)
+        self.timings: dict[Split, deque[tuple[float, int]]] = {
+            "train": deque(maxlen=length),
+            "eval": deque(maxlen=length),
+        }
+        """(seconds, attempts) of each answered request."""
 
     @property
     def root_url(self) -> str:
@@ -282,15 +283,6 @@ class APIServer(InferenceCalls):
     def slots(self, split: Split) -> AsyncSemWithAdaptiveWeight:
         """Return the share of the concurrency that a request takes a slot of."""
         return self.eval_sem if split == "eval" else self.sem
-
-    def note_timing(self, split: Split, seconds: float, attempts: int) -> None:
-        """Record a request that was answered."""
-        if split == "eval":
-            self.eval_request_timings.append(seconds)
-            self.eval_attempts_list.append(attempts)
-        else:
-            self.request_timings.append(seconds)
-            self.attempts_list.append(attempts)
 
     @property
     def server_healthy(self) -> bool:
@@ -334,11 +326,14 @@ class APIServer(InferenceCalls):
     @abstractmethod
     async def _completion_wrapper(self, **kwargs: Any) -> Completion: ...
 
-    @abstractmethod
     async def _tokens_and_logprobs_completion_wrapper(
         self, **kwargs: Any
     ) -> tuple[list, list, list, list]:
         """(prompt tokens, [completion][position] tokens, the same of logprobs, finish reasons)."""
+        raise NotImplementedError(
+            f"{type(self).__name__} at {self.root_url} gives no token ids with logprobs to train on: "
+            "use a vLLM server with /generate and --openai.server_type vllm"
+        )
 
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
         answer = await self._tokens_and_logprobs_completion_wrapper(**kwargs)
@@ -353,22 +348,16 @@ class APIServer(InferenceCalls):
     async def wandb_metrics(
         self, metrics_dict: dict[str, Any] | None, server_name: str | None
     ) -> dict[str, Any]:
-        """Request times in seconds and mean attempts, added to `metrics_dict` under
+        """Request times in seconds and mean attempts, added to those in `metrics_dict` under
         `server/<server_name>_…`.
         """
-        metrics = metrics_dict if metrics_dict is not None else {}
-        for prefix, timings, attempts in (
-            ("", self.request_timings, self.attempts_list),
-            ("eval_", self.eval_request_timings, self.eval_attempts_list),
-        ):
+        metrics = metrics_dict or {}
+        for prefix, timings in (("", self.timings["train"]), ("eval_", self.timings["eval"])):
             if timings:
-                metrics[f"server/{server_name}_{prefix}request_time_avg"] = float(np.mean(timings))
-                metrics[f"server/{server_name}_{prefix}request_time_std"] = float(np.std(timings))
-                metrics[f"server/{server_name}_{prefix}request_time_99p"] = float(
-                    np.percentile(timings, 99)
-                )
-            if attempts:
-                metrics[f"server/{server_name}_{prefix}average_num_attempts"] = float(
-                    np.mean(attempts)
-                )
+                seconds, attempts = zip(*timings, strict=True)
+                name = f"server/{server_name}_{prefix}"
+                metrics[f"{name}request_time_avg"] = float(np.mean(seconds))
+                metrics[f"{name}request_time_std"] = float(np.std(seconds))
+                metrics[f"{name}request_time_99p"] = float(np.percentile(seconds, 99))
+                metrics[f"{name}average_num_attempts"] = float(np.mean(attempts))
         return metrics

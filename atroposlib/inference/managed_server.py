@@ -253,7 +253,7 @@ class ManagedServer:
         tracker = self.tracker
         request = tracker.begin(prompt)
         try:
-            if hasattr(self.server, "generate"):
+            if hasattr(self.server, "generate") and not getattr(self.server, "by_text", False):
                 generation = await self.server.generate(input_ids=prompt.tokens, **sampling)
             else:
                 answer = await self.server.tokens_and_logprobs_completion(

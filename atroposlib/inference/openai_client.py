@@ -167,14 +167,6 @@ class OpenAIRoutes(APIServer):
             answers[0].choices.extend(answer.choices)
         return answers[0]
 
-    async def _tokens_and_logprobs_completion_wrapper(
-        self, **kwargs: Any
-    ) -> tuple[list, list, list, list]:
-        raise NotImplementedError(
-            f"the OpenAI interface of {self.root_url} gives no token ids to train on: "
-            "use a vLLM server with /generate and --openai.server_type vllm"
-        )
-
 
 class OpenAIServer(OpenAIRoutes):
     """An OpenAI-compatible endpoint, for evaluation and for data that is not trained token by

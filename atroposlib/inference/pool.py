@@ -557,9 +557,9 @@ class ServerPool(InferenceCalls):
                 if not await self._tries_again(server, began, error, attempts):
                     raise
             else:
-                server.note_timing(split, time.monotonic() - began, attempts.failures + 1)
                 self.choice.answered(server, began)
-                self._last_answer = time.monotonic()
+                self._last_answer = now = time.monotonic()
+                server.timings[split].append((now - began, attempts.failures + 1))
                 return answer
 
     async def _tries_again(
@@ -583,7 +583,10 @@ class ServerPool(InferenceCalls):
                 raise InferenceUnavailable(
                     f"{self.role} at {server.root_url}: {describe(error)} for {waited:.0f} s, giving up"
                 ) from error
-            self._refused(server, began, f"cannot be reached ({describe(error)})")
+            was_away = self.choice.of(server).away
+            self.choice.refused(server, began, now, f"cannot be reached ({describe(error)})")
+            if len(self.servers) > 1:
+                self._log_change(server, was_away)
             return True
         self.choice.failed(server, began, now)
         attempts.failures += 1
@@ -599,15 +602,6 @@ class ServerPool(InferenceCalls):
         if len(set(attempts.tried)) >= len(self.servers):
             await asyncio.sleep(0.5 * attempts.failures)
         return True
-
-    def _refused(self, server: APIServer, began: float, why: str) -> None:
-        """Note that a request found the server away."""
-        standing = self.choice.of(server)
-        if not standing.away and len(self.servers) > 1:
-            logger.info(
-                "%s at %s is away (%s): requests go to the others", self.role, server.root_url, why
-            )
-        self.choice.refused(server, began, time.monotonic(), why)
 
     # ---- looking ----
 
@@ -665,16 +659,16 @@ class ServerPool(InferenceCalls):
         self.choice.looked(
             server, began, time.monotonic(), look, server.sem.in_use + server.eval_sem.in_use
         )
-        if server in self.servers and bool(was_away) != bool(standing.away):
-            self._log_change(server, standing.away)
+        if server in self.servers:
+            self._log_change(server, was_away)
 
-    def _log_change(self, server: APIServer, away: str) -> None:
-        """Log that a server is away, or back if `away` is empty.
+    def _log_change(self, server: APIServer, was_away: str) -> None:
+        """Log that a server is away now, or back.
 
         For a single server without requests, the wait for it is logged instead.
         """
-        waiting = len(self._under_way.get(server, ()))
-        if len(self.servers) == 1 and not waiting:
+        away, waiting = self.choice.of(server).away, len(self._under_way.get(server, ()))
+        if bool(was_away) == bool(away) or (len(self.servers) == 1 and not waiting):
             return
         if not away:
             logger.info("%s at %s is back", self.role, server.root_url)

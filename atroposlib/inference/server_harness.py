@@ -1,74 +1,22 @@
 """Answers from a table, for environments run with `--testing`: no server, no model."""
 
 import json
-import time
-import uuid
-from typing import Any, Literal, get_args
+from typing import Any
 
-from openai.types import Completion, CompletionChoice
-from openai.types.chat import ChatCompletion, ChatCompletionMessage
-from openai.types.chat.chat_completion import Choice
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
-FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+from atroposlib.inference.generation import Generation
+from atroposlib.inference.pool import InferenceCalls
 
 
-def _spread(value: Any, n: int, what: str) -> list[Any]:
-    values = value if isinstance(value, list) else [value] * n
-    if len(values) != n:
-        raise ValueError(f"{len(values)} {what} for {n} completions")
-    return values
-
-
-def create_chat_completion(
-    resp: str | list[str], n: int = 1, finish_reason: FinishReason | list[FinishReason] = "stop"
-) -> ChatCompletion:
-    """A chat completion with the given texts; one text or reason stands for all `n`."""
-    n = len(resp) if isinstance(resp, list) else n
-    reasons = _spread(finish_reason, n, "finish reasons")
-    if unknown := set(reasons) - set(get_args(FinishReason)):
-        raise ValueError(
-            f"finish reason {sorted(unknown)[0]!r}: choose one of {', '.join(get_args(FinishReason))}"
-        )
-    choices = [
-        Choice(
-            index=i,
-            finish_reason=reason,
-            message=ChatCompletionMessage(role="assistant", content=text),
-        )
-        for i, (text, reason) in enumerate(zip(_spread(resp, n, "texts"), reasons, strict=True))
-    ]
-    return ChatCompletion(
-        id=str(uuid.uuid4()),
-        choices=choices,
-        created=int(time.time()),
-        model="test_model",
-        object="chat.completion",
-    )
-
-
-def create_completion(
-    resp: str | list[str], n: int = 1, finish_reason: FinishReason | list[FinishReason] = "stop"
-) -> Completion:
-    """A text completion with the given texts; one text or reason stands for all `n`."""
-    n = len(resp) if isinstance(resp, list) else n
-    reasons = _spread(finish_reason, n, "finish reasons")
-    choices = [
-        CompletionChoice(index=i, finish_reason=reason, text=text)
-        for i, (text, reason) in enumerate(zip(_spread(resp, n, "texts"), reasons, strict=True))
-    ]
-    return Completion(
-        id=str(uuid.uuid4()),
-        choices=choices,
-        created=int(time.time()),
-        model="test_model",
-        object="text_completion",
-    )
-
-
-class ServerHarness:
+class ServerHarness(InferenceCalls):
     """Gives back what was set for exactly the same messages or prompt; anything else is a KeyError
     that shows the request.
     """
+
+    by_text = True
+    """Managed servers send it prompts as text."""
 
     def __init__(self) -> None:
         self.responses: dict[str, Any] = {}
@@ -107,16 +55,15 @@ class ServerHarness:
             finish_reasons,
         )
 
-    def _look_up(self, key: str) -> Any:
+    async def _request(self, method: str, fields: dict[str, Any]) -> Any:
+        prompt = fields.get("prompt", "")
+        keys = {
+            "_chat_completion_wrapper": self.conv_to_dictkey(fields.get("messages", [])),
+            "_completion_wrapper": f"prompt:{prompt}",
+            "_generate_wrapper": f"tokens:{prompt}",
+        }
+        key = keys[method]
         if key not in self.responses:
             raise KeyError(f"no response was set for {key}")
-        return self.responses[key]
-
-    async def chat_completion(self, *args: Any, **kwargs: Any) -> ChatCompletion:
-        return self._look_up(self.conv_to_dictkey(kwargs.get("messages") or args[0]))
-
-    async def completion(self, *args: Any, **kwargs: Any) -> Completion:
-        return self._look_up(f"prompt:{kwargs.get('prompt') or args[0]}")
-
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
-        return self._look_up(f"tokens:{kwargs.get('prompt', '')}")
+        response = self.responses[key]
+        return Generation(*response) if isinstance(response, tuple) else response

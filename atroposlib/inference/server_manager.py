@@ -7,12 +7,10 @@ import inspect
 import logging
 import os
 import subprocess
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from openai.types import Completion
-from openai.types.chat import ChatCompletion
 from pydantic import Field
 
 from atroposlib.errors import UsageError
@@ -21,7 +19,7 @@ from atroposlib.inference.fleet_follower import FleetFollower, same_address
 from atroposlib.inference.generation import Generation
 from atroposlib.inference.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.inference.openai_client import OpenAIServer
-from atroposlib.inference.pool import ServerPool, Split
+from atroposlib.inference.pool import InferenceCalls, ServerPool, Split
 from atroposlib.inference.proxy_client import create_proxy_session
 from atroposlib.inference.server_harness import ServerHarness
 from atroposlib.inference.trl_vllm_server import TrlVllmServer
@@ -64,7 +62,7 @@ class ServerManagerConfig(WarnsOfUnknownKeys, StrictNumbers):
     )
 
 
-class ServerManager:
+class ServerManager(InferenceCalls):
     """The servers, and the calls that environments make on them.
 
     Args:
@@ -94,11 +92,10 @@ class ServerManager:
         self.proxy_url = proxy_url or os.environ.get("ATROPOS_PROXY_URL")
         self.use_proxy = use_proxy or bool(self.proxy_url)
         self.tool_parser = tool_parser
-        self.servers: list[Any]
         self.beside: list[APIServer] = []
         """Servers of another role that rollouts use, such as a judge. They are closed with these, and
         the time of a rollout does not run while one is away."""
-        self._known: list[APIServer] = []
+        self._servers: list[Any] = []
         self._retired: list[APIServer] = []
         self._following: asyncio.Task[None] | None = None
         self._configured: list[str] = []
@@ -126,33 +123,37 @@ class ServerManager:
         self._own_class = None if inspect.isabstract(server_class) else server_class
         self.servers = [self._client(one) for config in configs for one in each_address(config)]
         self._configured = [server.root_url for server in self.servers]
-        self.pools()
 
     def _client(self, config: APIServerConfig) -> APIServer:
         server_class: type[APIServer] = self._own_class or SERVER_CLASSES[config.server_type]
         return server_class(config, reasoning_config=self.reasoning_config)
 
-    def pools(self) -> list[ServerPool]:
-        """Return one pool for each kind of server, also after a change of `servers`."""
-        servers = [server for server in self.servers if isinstance(server, APIServer)]
-        if servers != self._known:
-            for gone in self._known:
-                if gone not in servers:  # An environment that still holds it uses it alone.
-                    gone.pool = ServerPool([gone], gone.role, gone.address_flag)
-            self._known = [server for server in self._known if server in servers]
-            self._group(servers)
-        return list(dict.fromkeys(server.pool for server in servers))
+    @property
+    def servers(self) -> list[Any]:
+        """The servers. Assign a new list to change them: who holds a former one uses it alone."""
+        return self._servers
 
-    def _group(self, servers: list[APIServer]) -> None:
+    @servers.setter
+    def servers(self, servers: list[Any]) -> None:
+        former = [server for server in self._clients() if server not in servers]
+        self._group(servers)
+        for server in former:
+            server.pool = ServerPool([server], server.role, server.address_flag)
+
+    def _clients(self) -> list[APIServer]:
+        return [server for server in self._servers if isinstance(server, APIServer)]
+
+    def pools(self) -> list[ServerPool]:
+        """Return one pool for each kind of server."""
+        return list(dict.fromkeys(server.pool for server in self._clients()))
+
+    def _group(self, servers: list[Any]) -> None:
         """Put servers of one kind into the pool that the first of them had before."""
-        before, self._known = self._known, servers
-        for kind in dict.fromkeys(map(kind_of, servers)):
-            group = [server for server in servers if kind_of(server) == kind]
-            pool = next(
-                (server.pool for server in [*before, *group] if kind_of(server) == kind),
-                group[0].pool,
-            )
-            pool.adopt(group)
+        pools = {kind_of(server): server.pool for server in reversed(self._clients())}
+        self._servers = servers
+        for kind in dict.fromkeys(map(kind_of, self._clients())):
+            group = [server for server in self._clients() if kind_of(server) == kind]
+            pools.get(kind, group[0].pool).adopt(group)
 
     async def wait_until_well(self) -> None:
         """Return once a server of each kind is well, after the service was asked for the servers if
@@ -188,7 +189,7 @@ class ServerManager:
 
     def _use(self, addresses: list[str]) -> None:
         """Replace the servers by the ones at these addresses. Servers that stay keep their object."""
-        old = [server for server in self.servers if isinstance(server, APIServer)]
+        old = self._clients()
         if not old:
             return  # answers come from a table
         addresses = self._trusted(addresses, old)
@@ -204,7 +205,6 @@ class ServerManager:
         if new == old:
             return
         self._retired += [server for server in old if server not in new]
-        self.servers = list(new)
         self._group(new)
         logger.info(
             "the inference servers of the fleet are now: %s",
@@ -266,35 +266,19 @@ class ServerManager:
             return calls
         return calls.pick(split) or calls.servers[0]
 
-    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        return await self._spread("chat_completion", kwargs, _join_choices)
-
-    async def completion(self, **kwargs: Any) -> Completion:
-        return await self._spread("completion", kwargs, _join_choices)
-
-    async def generate(self, **kwargs: Any) -> Generation:
-        return await self._spread("generate", kwargs, _join_generations)
-
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
-        return await self._spread("tokens_and_logprobs_completion", kwargs, _join_tuples)
-
-    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        return await self._calls(kwargs.get("split", "train")).get_logprobs(**kwargs)
-
-    async def _spread(
-        self, call: str, kwargs: dict[str, Any], join: Callable[[list[Any]], Any]
-    ) -> Any:
+    async def _request(self, method: str, fields: dict[str, Any]) -> Any:
         """Split a request for many completions into several, and join the answers in order."""
-        n, most = kwargs.get("n") or 1, self.max_n_completions
+        n, most = fields.get("n") or 1, self.max_n_completions
 
-        async def send(fields: dict[str, Any]) -> Any:
+        async def send(part: dict[str, Any]) -> Any:
             # The pool is chosen when the part before is under way.
-            return await getattr(self._calls(fields.get("split", "train")), call)(**fields)
+            return await self._calls(fields.get("split", "train"))._request(method, part)
 
         if n <= most:
-            return await send(kwargs)
+            return await send(fields)
         sizes = [min(most, n - start) for start in range(0, n, most)]
-        return join(await asyncio.gather(*(send(kwargs | {"n": size}) for size in sizes)))
+        parts = [send(fields | {"n": size}) for size in sizes]
+        return joined_answer(await asyncio.gather(*parts))
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncGenerator[Any, None]:
@@ -405,28 +389,22 @@ def slurm_urls() -> list[str]:
     return [f"http://{node}:{9000 + i}/v1" for node in nodes[training:] for i in range(per_node)]
 
 
-def _join_choices(parts: list[Any]) -> Any:
+def joined_answer(parts: list[Any]) -> Any:
+    """Return the answers to parts of a request as one answer."""
     first = parts[0]
-    for part in parts[1:]:
-        first.choices.extend(part.choices)
+    if isinstance(first, Generation):
+        return joined_generation(parts)
+    first.choices = [choice for part in parts for choice in part.choices]
     for index, choice in enumerate(first.choices):
         choice.index = index
     return first
 
 
-def _join_generations(parts: list[Generation]) -> Generation:
-    def joined(field: str) -> Any:
-        rows = [getattr(part, field) for part in parts]
-        return (
-            None if any(row is None for row in rows) else [entry for row in rows for entry in row]
-        )
-
-    per_completion = [
-        field.name for field in dataclasses.fields(Generation) if field.name != "prompt_tokens"
-    ]
-    return Generation(parts[0].prompt_tokens, **{field: joined(field) for field in per_completion})
-
-
-def _join_tuples(parts: list[tuple[list, list, list, list]]) -> tuple[list, list, list, list]:
-    tokens, logprobs, reasons = ([entry for part in parts for entry in part[i]] for i in (1, 2, 3))
-    return parts[0][0], tokens, logprobs, reasons
+def joined_generation(parts: list[Generation]) -> Generation:
+    """Return the completions of one prompt together. A field that one part lacks is None."""
+    fields: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(Generation)):
+        rows = [getattr(part, name) for part in parts]
+        if None not in rows:
+            fields[name] = [entry for row in rows for entry in row]
+    return Generation(**fields | {"prompt_tokens": parts[0].prompt_tokens})

@@ -9,9 +9,6 @@ from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
-from atroposlib.inference.client import APIServer as APIServer
-from atroposlib.inference.client import APIServerConfig as APIServerConfig
-from atroposlib.inference.client import ReasoningConfig as ReasoningConfig
 from atroposlib.inference.messages import checked_messages
 from atroposlib.inference.openai_client import PROBE_TIMEOUT, OpenAIRoutes
 
@@ -83,11 +80,4 @@ class TrlVllmServer(OpenAIRoutes):
             created=int(time.time()),
             model=kwargs["model"],
             object="text_completion",
-        )
-
-    async def _tokens_and_logprobs_completion_wrapper(
-        self, **kwargs: Any
-    ) -> tuple[list, list, list, list]:
-        raise NotImplementedError(
-            "TRL's server gives no logprobs: use a vLLM server with /generate"
         )

@@ -7,22 +7,16 @@ import httpx
 import orjson
 
 from atroposlib.errors import NoRoom
-from atroposlib.inference.client import APIServer as APIServer
-from atroposlib.inference.client import APIServerConfig as APIServerConfig
-from atroposlib.inference.client import ReasoningConfig as ReasoningConfig
 from atroposlib.inference.generation import Generation, Weights, spans_of
 from atroposlib.inference.openai_client import (
     MAX_TEMPERATURE,
     PROBE_TIMEOUT,
     OpenAIRoutes,
-    resolve_openai_configs,
 )
 from atroposlib.inference.pool import Look
 from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.inference.tokenizers import encode_plain
 from atroposlib.web.keys import VLLM_KEY
-
-__all__ = ["SGLangServer", "VLLMServer", "resolve_openai_configs"]
 
 # Names of max_tokens in other interfaces.
 MAX_TOKENS_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
@@ -119,17 +113,6 @@ class VLLMServer(OpenAIRoutes):
         )
         response.raise_for_status()
         return orjson.loads(response.content)
-
-    async def _tokens_and_logprobs_completion_wrapper(
-        self, **kwargs: Any
-    ) -> tuple[list, list, list, list]:
-        result = await self._generate_wrapper(**kwargs)
-        return (
-            result.prompt_tokens,
-            result.output_tokens,
-            result.output_logprobs,
-            result.finish_reasons,
-        )
 
     def _prompt_tokens(self, kwargs: dict[str, Any]) -> list[int]:
         """Take the prompt out of the request: `input_ids`, else `prompt` encoded, without a second
