@@ -136,8 +136,8 @@ def whole(value: Any) -> int | None:
 # ---- from two stacks ----
 
 
-def happenings(before: Stack | None, after: Stack) -> list[Event]:
-    """The events between two stacks.
+def stack_events(before: Stack | None, after: Stack) -> list[Event]:
+    """Return the events between two stacks.
 
     Args:
         before: None at the first look: what is there then has not just happened.

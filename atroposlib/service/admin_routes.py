@@ -93,7 +93,7 @@ async def publish(request: Request, service: Service) -> Response:
     if body.uuid is not None:
         service.queue.require_trainer(body.uuid)
     if not body.by:
-        service.heard_trainer(publishes=True)
+        service.note_trainer_call(publishes=True)
     rows = [server.model_dump() for server in body.servers]
     service.fleet_status = service.fleet_status.updated(body.by, rows, service.clock(), time.time())
     requests = await service.run(lambda queue: queue.fleet.answered(service.keyed))

@@ -33,7 +33,7 @@ from atroposlib.service.pending_groups import (
 from atroposlib.service.records import (
     BUFFERED,
     COMPUTED,
-    GIVEN,
+    FINAL,
     MISSING,
     NOBODY,
     QUEUED,
@@ -65,7 +65,7 @@ from atroposlib.service.run_state import (
     WeightEpochs,
 )
 from atroposlib.service.scheduling import Replay, choose_multiple
-from atroposlib.wire.weight_lineage import Life, oldest
+from atroposlib.wire.weight_lineage import TrainerSession, oldest
 
 MAX_ENVIRONMENTS = 1024
 """Registered environments, disconnected ones included."""
@@ -261,7 +261,7 @@ class RolloutQueue:
         self._state_changed = True
         return self.epochs.give(proposed, run)
 
-    def register(self, registration: Registration, lives: Sequence[Life] = ()) -> int:
+    def register(self, registration: Registration, sessions: Sequence[TrainerSession] = ()) -> int:
         """Register a trainer, for the first time or again. It takes over; leased batches wait for
         it.
 
@@ -273,7 +273,7 @@ class RolloutQueue:
 
         Args:
             registration: the trainer's. Its `weight_epoch` becomes the one that the service counts.
-            lives: the trainers of its run, as it knows them.
+            sessions: the trainers of its run, as it knows them.
 
         Returns:
             How many groups another run had sampled.
@@ -285,7 +285,7 @@ class RolloutQueue:
         elif another_run:
             self.former_version = None
         self._count_unreported_end(counts=not another_run)
-        self.epochs.register(registration, lives, another_run)
+        self.epochs.register(registration, sessions, another_run)
         self._update_versions()
         self._begin_session(registration)
         if old is not None and old.reference != registration.reference:
@@ -350,7 +350,7 @@ class RolloutQueue:
         """Return True if the weights of a group are not the present trainer's or an earlier one's
         of its run.
         """
-        if not self.epochs.lives:
+        if not self.epochs.sessions:
             return group.version > self.require_trainer(None).starting_step
         return group.version < 0 or (
             group.stated and any(self._is_of_another_run(*weights) for weights in group.weights)
@@ -663,7 +663,7 @@ class RolloutQueue:
         if foreign:
             self._count_drop("another_run", group.longest)
             return Receipt("dropped", reason=self._why_foreign(*foreign[-1]))
-        counts_as, bound = oldest(weights, self.epochs.lives), self.oldest_allowed()
+        counts_as, bound = oldest(weights, self.epochs.sessions), self.oldest_allowed()
         if bound is not None and counts_as < bound:
             self._count_drop("stale", group.longest)
             version = (
@@ -700,7 +700,7 @@ class RolloutQueue:
             stated=bool(posted.weights),
             version=version,
             tokens=posted.tokens,
-            reference=GIVEN if posted.referenced else MISSING,
+            reference=FINAL if posted.referenced else MISSING,
         )
         self._state_changed |= self.streams.add(posted, group.seq)
         self.next_seq += 1
@@ -864,7 +864,7 @@ class RolloutQueue:
         for group in answered:
             body = answers[group.seq]
             self.reference.answer(worker, group, body is not None, now)
-            group.reference = GIVEN if body is None else COMPUTED
+            group.reference = FINAL if body is None else COMPUTED
             self.changes.reference.append((group.seq, group.reference))
             if body is not None:
                 self.held_bytes += len(body) - group.n_bytes
@@ -1362,7 +1362,7 @@ class RolloutQueue:
     def _update_versions(self) -> None:
         """Compute the version of every group again, after the weight lineage has changed."""
         for group in self._held():
-            group.version = oldest(group.weights, self.epochs.lives)
+            group.version = oldest(group.weights, self.epochs.sessions)
 
     # ---- groups that leave without being learned from ----
 

@@ -12,8 +12,9 @@ NOBODY = -1
 QUEUED, BUFFERED, REFERENCE = 0, -1, -2
 """Place of a group: its line, its environment's buffer, or the queue for reference logprobs. A number
 above 0 is the id of its batch."""
-MISSING, GIVEN, COMPUTED = 0, 1, 2
-"""State of a group's ref_logprobs: missing; final as posted; computed by a reference worker."""
+MISSING, FINAL, COMPUTED = 0, 1, 2
+"""State of a group's ref_logprobs: missing; final (posted with it, or none can be computed); computed
+by a reference worker."""
 
 MAX_POSITIONS = 4096
 """Streams whose positions a trainer may name."""
@@ -91,8 +92,8 @@ class Group:
     to date."""
     tokens: int = 0
     """Tokens of all its sequences."""
-    reference: int = GIVEN
-    """MISSING, GIVEN or COMPUTED."""
+    reference: int = FINAL
+    """MISSING, FINAL or COMPUTED."""
     uses: int = 0
     """Batches with it that a trainer has learned from."""
 
@@ -241,7 +242,7 @@ class Changes:
     referenced: list[tuple[int, bytes]] = field(default_factory=list)
     """(sequence number, body): groups that now have ref_logprobs, and the body that holds them."""
     reference: list[tuple[int, int]] = field(default_factory=list)
-    """(sequence number, MISSING, GIVEN or COMPUTED)"""
+    """(sequence number, MISSING, FINAL or COMPUTED)"""
     uses: list[tuple[int, int]] = field(default_factory=list)
     """(sequence number, batches with it that the trainer has learned from)"""
     moved: list[tuple[int, int]] = field(default_factory=list)

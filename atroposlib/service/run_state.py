@@ -20,7 +20,7 @@ from atroposlib.service.records import (
     Registration,
     ValidatedGroup,
 )
-from atroposlib.wire.weight_lineage import Life, begin_life, line_version
+from atroposlib.wire.weight_lineage import TrainerSession, begin_session, effective_version
 
 MAX_EPOCHS = 1024
 """Epochs that the service remembers of each kind. It forgets the oldest first."""
@@ -44,7 +44,7 @@ class WeightEpochs:
     def __init__(self, last: int = 0) -> None:
         self.last = last
         """The highest epoch of any trainer."""
-        self.lives: list[Life] = []
+        self.sessions: list[TrainerSession] = []
         """The trainers of the present run that name epochs, the present one last. Empty if the
         present one names none."""
         self.run_epoch = 0
@@ -60,7 +60,7 @@ class WeightEpochs:
         """Return the state to be stored, as JSON."""
         return {
             "last_epoch": self.last,
-            "lives": [[life.epoch, life.start] for life in self.lives],
+            "lives": [[session.epoch, session.start] for session in self.sessions],
             "run_epoch": self.run_epoch,
             "own_epochs": list(self._own),
             "given_epochs": list(self._run_of_epoch.items()),
@@ -71,9 +71,11 @@ class WeightEpochs:
     def restored(cls, state: Mapping[str, Any]) -> WeightEpochs:
         """Restore what `stored` returned. Stores of earlier versions lack some of it."""
         epochs = cls(state.get("last_epoch", 0))
-        epochs.lives = [Life(*life) for life in state.get("lives", [])]
+        epochs.sessions = [TrainerSession(*pair) for pair in state.get("lives", [])]
         epochs.run_epoch = state.get("run_epoch", 0)
-        epochs._own = dict.fromkeys(state.get("own_epochs", [life.epoch for life in epochs.lives]))
+        epochs._own = dict.fromkeys(
+            state.get("own_epochs", [session.epoch for session in epochs.sessions])
+        )
         epochs._run_of_epoch = {epoch: run for epoch, run in state.get("given_epochs", [])}
         epochs._counted_as = {named: epoch for named, epoch in state.get("counted_epochs", [])}
         return epochs
@@ -81,7 +83,7 @@ class WeightEpochs:
     @property
     def present(self) -> int:
         """Epoch of the present trainer; 0 if it names none."""
-        return self.lives[-1].epoch if self.lives else 0
+        return self.sessions[-1].epoch if self.sessions else 0
 
     def too_high(self, named: Iterable[int]) -> int | None:
         """Return the first epoch that is too high for a trainer to name; None if all are allowed.
@@ -105,38 +107,42 @@ class WeightEpochs:
         return self.last
 
     def register(
-        self, registration: Registration, lives: Iterable[Life], another_run: bool
+        self, registration: Registration, sessions: Iterable[TrainerSession], another_run: bool
     ) -> None:
         """Register a trainer, and set the registration's `weight_epoch` to the epoch that counts.
 
         Args:
             registration: the trainer's.
-            lives: the trainers in its checkpoints, which may include itself.
+            sessions: the trainers in its checkpoints, which may include itself.
             another_run: the last registration was another run's.
         """
         named, start = registration.weight_epoch, registration.starting_step
         if another_run:
-            self.lives, self._own, self._counted_as = [], {}, {}
+            self.sessions, self._own, self._counted_as = [], {}, {}
             self.run_epoch = self.last + 1
         if not named:
-            self.lives = []
+            self.sessions = []
             return
-        starts = {self.counted(life.epoch): life.start for life in lives if life.epoch != named}
-        own = next((life.start for life in lives if life.epoch == named), start)
+        starts = {
+            self.counted(session.epoch): session.start
+            for session in sessions
+            if session.epoch != named
+        }
+        own = next((session.start for session in sessions if session.epoch == named), start)
         present = self.counted(named)
         if present != self.present and present <= max([*self._own, *starts], default=0):
             present = self.last + 1
             self._counted_as.pop(named, None)
             _remember(self._counted_as, named, present)
-        for life in self.lives:
-            starts[life.epoch] = min(life.start, starts.get(life.epoch, life.start))
-        earlier = [Life(epoch, starts[epoch]) for epoch in sorted(starts)]
-        self.lives = begin_life(earlier, present, min(start, own))
+        for session in self.sessions:
+            starts[session.epoch] = min(session.start, starts.get(session.epoch, session.start))
+        earlier = [TrainerSession(epoch, starts[epoch]) for epoch in sorted(starts)]
+        self.sessions = begin_session(earlier, present, min(start, own))
         if another_run:
             self.run_epoch = present
-        self.last = max(self.last, *(life.epoch for life in self.lives))
-        for life in self.lives:
-            _remember(self._own, life.epoch, None)
+        self.last = max(self.last, *(session.epoch for session in self.sessions))
+        for session in self.sessions:
+            _remember(self._own, session.epoch, None)
         registration.weight_epoch = present
 
     def counted(self, epoch: int) -> int:
@@ -151,11 +157,11 @@ class WeightEpochs:
             run: the name of the present run.
         """
         if not epoch:
-            return line_version(epoch, version, self.lives) < 0
-        if not self.lives:
+            return effective_version(epoch, version, self.sessions) < 0
+        if not self.sessions:
             return epoch < self.run_epoch
         own = epoch in self._own or (run is not None and self._run_of_epoch.get(epoch) == run)
-        return not own or line_version(epoch, version, self.lives) < 0
+        return not own or effective_version(epoch, version, self.sessions) < 0
 
 
 def _remember(table: dict[int, Any], epoch: int, value: Any) -> None:
@@ -164,9 +170,9 @@ def _remember(table: dict[int, Any], epoch: int, value: Any) -> None:
         del table[next(iter(table))]
 
 
-def read_lives(pairs: Sequence[Sequence[int]] | None) -> list[Life]:
+def read_sessions(pairs: Sequence[Sequence[int]] | None) -> list[TrainerSession]:
     """Read trainers from JSON: [epoch, starting step] of each."""
-    return [Life(epoch, start) for epoch, start in pairs or ()]
+    return [TrainerSession(epoch, start) for epoch, start in pairs or ()]
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from atroposlib.service.records import MAX_POSITIONS, MAX_SERVERS, Policy
 from atroposlib.web.addresses import MAX_ADDRESS_LENGTH, server_address
 from atroposlib.wire.groups import Key
 from atroposlib.wire.numbers import LARGEST_FLOAT32, SafeInt, Version, refuse_boolean
-from atroposlib.wire.weight_lineage import MOST_LIVES
+from atroposlib.wire.weight_lineage import MAX_SESSIONS
 
 MAX_REASON = 300
 """Characters of the reason for setting a batch aside."""
@@ -176,7 +176,7 @@ class RegisterTrainer(Request):
     """The answer of POST /weight-epoch, which names this trainer process; 0 without one."""
     run: RunName | None = None
     """Names the run, over all its resumes. Null if model and checkpoint_dir name it."""
-    lives: Annotated[list[EpochAndStep], Field(max_length=MOST_LIVES)] | None = None
+    lives: Annotated[list[EpochAndStep], Field(max_length=MAX_SESSIONS)] | None = None
     """[weight epoch, starting step] of each trainer of the run, this one last, as its checkpoints
     name them."""
     positions: Annotated[dict[Name, Version], Field(max_length=MAX_POSITIONS)] | None = None

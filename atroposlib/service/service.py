@@ -111,7 +111,7 @@ class RolloutService:
         """Every request needs the service's key, so that addresses in requests come from those that
         have it."""
         self.trainer_activity = TrainerActivity()
-        self.trainer_heard = self.clock()
+        self.trainer_called = self.clock()
         """When the trainer said anything last, or when this service began."""
         self.trainer_publishes = False
         """It tells of its servers every few seconds, whatever else it does."""
@@ -150,11 +150,11 @@ class RolloutService:
         await self.committer.store_all(self.queue.take_changes())
         return result
 
-    def heard_trainer(self, publishes: bool | None = None) -> None:
+    def note_trainer_call(self, publishes: bool | None = None) -> None:
         """The trainer has just said something: for instance how its servers are, or that it is
         another one.
         """
-        self.trainer_heard = self.clock()
+        self.trainer_called = self.clock()
         if publishes is not None:
             self.trainer_publishes = publishes
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from atroposlib.service.answers import Service, answer, query_int, refuse, takes
 from atroposlib.service.fleet import FleetStatus
 from atroposlib.service.records import NotRegisteredError, Registration
-from atroposlib.service.run_state import FIRST_EPOCHS, read_lives
+from atroposlib.service.run_state import FIRST_EPOCHS, read_sessions
 from atroposlib.service.schemas import (
     AckBatch,
     BatchReport,
@@ -41,12 +41,12 @@ async def register(request: Request, service: Service) -> Response:
     A later registration takes over, with the batches that were not acknowledged yet.
     """
     body = read(RegisterTrainer, await request.body())
-    lives = read_lives(body.lives)
+    sessions = read_sessions(body.lives)
     _check_epochs(service, "weight_epoch", [body.weight_epoch])
-    _check_epochs(service, "lives", [life.epoch for life in lives])
+    _check_epochs(service, "lives", [session.epoch for session in sessions])
     registration = Registration(uuid=secrets.randbits(52), **body.model_dump(exclude={"lives"}))
-    service.heard_trainer(publishes=False)
-    dropped = await service.run(lambda queue: queue.register(registration, lives))
+    service.note_trainer_call(publishes=False)
+    dropped = await service.run(lambda queue: queue.register(registration, sessions))
     service.name_set_aside()
     service.trainer_activity.count()
     if service.recorder is not None:
@@ -94,7 +94,7 @@ async def weight_epoch(request: Request, service: Service) -> Response:
 async def batch(request: Request, service: Service) -> Response:
     """The next batch, exactly batch_size sequences in whole groups, or null if there is none yet."""
     received, uuid = query_int(request, "received"), query_int(request, "uuid")
-    service.heard_trainer()
+    service.note_trainer_call()
     await request.body()  # so that what comes next on this connection is its end
     return BatchResponse(service, received, uuid, accepts_gzip(request.headers))
 
@@ -103,7 +103,7 @@ async def batch(request: Request, service: Service) -> Response:
 async def ack(request: Request, service: Service) -> Response:
     """The trainer has learned from a batch: it is gone for good."""
     body = read(AckBatch, await request.body())
-    service.heard_trainer()
+    service.note_trainer_call()
     handed_out = service.handed_out(body.batch_id) if body.report is not None else []
     groups = await service.run(
         lambda queue: queue.ack(

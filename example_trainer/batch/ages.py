@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from atroposlib.wire.weight_lineage import Life, line_version
+from atroposlib.wire.weight_lineage import TrainerSession, effective_version
 
 
-def version_on_line(version: int, epoch: int | None, present: int, lives: Sequence[Life]) -> int:
+def version_on_line(
+    version: int, epoch: int | None, present: int, lives: Sequence[TrainerSession]
+) -> int:
     """What weights count as on the line of weights that is trained on now. At most `present`.
 
     Args:
@@ -19,7 +21,7 @@ def version_on_line(version: int, epoch: int | None, present: int, lives: Sequen
         lives: of the trainer's run, oldest first, the present one last.
     """
     if epoch:
-        version = line_version(epoch, version, lives)
+        version = effective_version(epoch, version, lives)
     if (
         version > present
     ):  # of an earlier life that did not say so, or of a trainer that this one has replaced
@@ -27,7 +29,7 @@ def version_on_line(version: int, epoch: int | None, present: int, lives: Sequen
     return min(version, present)
 
 
-def age(version: int, epoch: int | None, present: int, lives: Sequence[Life]) -> int:
+def age(version: int, epoch: int | None, present: int, lives: Sequence[TrainerSession]) -> int:
     """How many weight versions lie between the weights that something was sampled under and the
     trainer's. Never negative.
 

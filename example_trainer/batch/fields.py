@@ -49,7 +49,7 @@ def per_sequence(group: Mapping[str, Any], name: str, count: int) -> list[Any]:
     return values
 
 
-def told_of_each(group: Mapping[str, Any], name: str, count: int) -> list[Any]:
+def listed_per_sequence(group: Mapping[str, Any], name: str, count: int) -> list[Any]:
     """As `per_sequence`, of a name that was free once: what is no list is something of an
     environment's own, and says nothing.
 

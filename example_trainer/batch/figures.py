@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.environment_names import safe_names
 from example_trainer.batch.groups import Batch, TrainedSequence
@@ -98,7 +98,7 @@ def figures_of(
     batch: Batch,
     minibatches: Sequence[Sequence[Sequence[PackedBin]]],
     version: int,
-    lives: Sequence[Life] = (),
+    lives: Sequence[TrainerSession] = (),
     environments: Mapping[str, Any] | None = None,
     uses: Sequence[int] = (),
 ) -> BatchFigures:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.algorithm.advantages import Advantages, find_advantages
 from example_trainer.batch import fields
 from example_trainer.batch.ages import age
@@ -164,7 +164,7 @@ class Batch:
         rows = (sequence.teacher_logprobs for sequence in self.sequences)
         return sum(int(np.isfinite(row).sum()) for row in rows if row is not None)
 
-    def ages(self, version: int, lives: Sequence[Life] = ()) -> list[int]:
+    def ages(self, version: int, lives: Sequence[TrainerSession] = ()) -> list[int]:
         """How many weight versions ago each sequence was begun, for those that say so, in a run of
         these lives.
         """
@@ -215,7 +215,7 @@ def parse_batch(
     vocab_size: int,
     rules: Rules | None = None,
     version: int | None = None,
-    lives: Sequence[Life] = (),
+    lives: Sequence[TrainerSession] = (),
 ) -> Batch:
     """Check the groups of a batch, and work out advantages from the scores of all of them.
 
@@ -269,7 +269,7 @@ class _GroupReader:
     vocab_size: int
     rules: Rules
     present: int
-    lives: Sequence[Life]
+    lives: Sequence[TrainerSession]
 
     def read(self, group: Mapping[str, Any], number: int) -> _Group:
         """Check a group.
@@ -302,9 +302,9 @@ class _GroupReader:
         )
         own = fields.own_advantages(group, [len(row) for row in tokens])
         zeroed = fields.zeroed(group, count, self.batch.ignored_overrides)
-        said = fields.told_of_each(group, "sampling_params", count)
-        reasons = fields.told_of_each(group, "finish_reasons", count)
-        successes = fields.told_of_each(group, "successes", count)
+        said = fields.listed_per_sequence(group, "sampling_params", count)
+        reasons = fields.listed_per_sequence(group, "finish_reasons", count)
+        successes = fields.listed_per_sequence(group, "successes", count)
         sequences, shaped, masked, unusable, narrowed, no_logprobs = [], [], [], [], set[str](), 0
         for i, row in enumerate(tokens):
             self._check_tokens(row, masks[i], i)

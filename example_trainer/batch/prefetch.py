@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.api_keys import revealed
 from example_trainer.batch.client import RolloutClient, TrainedBatch
 from example_trainer.batch.figures import BatchFigures
@@ -359,7 +359,7 @@ def make_batches(
     device: torch.device,
     model: Decoder,
     tokens_per_bin: int,
-    lives: Sequence[Life] = (),
+    lives: Sequence[TrainerSession] = (),
 ) -> Batches:
     """The batches of the rollout service that the options name.
 

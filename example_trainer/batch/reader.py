@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.algorithm.distillation import untaught_share
 from example_trainer.batch.bins import PackedBin
@@ -49,7 +49,7 @@ class PackedBatch:
 
     batch: Batch
     minibatches: list[list[list[PackedBin]]]
-    lives: Sequence[Life]
+    lives: Sequence[TrainerSession]
     environments: Mapping[str, Any]
     uses: Sequence[int] = ()
 
@@ -100,7 +100,7 @@ class BatchReader:
         vocab_size: int,
         tokens_per_bin: int,
         data_ranks: int = 1,
-        lives: Sequence[Life] = (),
+        lives: Sequence[TrainerSession] = (),
     ) -> None:
         self.config, self.lives = config, lives
         self._vocab_size, self._tokens_per_bin, self._data_ranks = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.wire.weight_lineage import MOST_LIVES, Life
+from atroposlib.wire.weight_lineage import MAX_SESSIONS, TrainerSession
 from example_trainer.config import TrainerConfig
 
 
@@ -68,7 +68,7 @@ def addresses_of_servers(config: TrainerConfig) -> list[str] | None:
 def registration(
     config: TrainerConfig,
     starting_step: int,
-    lives: Sequence[Life] = (),
+    lives: Sequence[TrainerSession] = (),
     positions: dict[str, int] | None = None,
     reference: dict[str, str | float | bool] | None = None,
     run: str | None = None,
@@ -96,7 +96,7 @@ def registration(
         model=config.model_name,
         weight_epoch=lives[-1].epoch if lives else 0,
         run=run,
-        lives=[[life.epoch, life.start] for life in lives[-MOST_LIVES:]] or None,
+        lives=[[life.epoch, life.start] for life in lives[-MAX_SESSIONS:]] or None,
         positions=positions,
         replay={"policy": config.replay, "max_reuse": config.max_reuse, "seed": config.seed}
         if config.replays

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.batch.ages import version_on_line
 
 
@@ -18,7 +18,7 @@ def versions_of(
     oldest: tuple[int | None, int | None],
     counts: tuple[int, int],
     present: int,
-    lives: Sequence[Life],
+    lives: Sequence[TrainerSession],
 ) -> tuple[npt.NDArray[np.int64] | None, str | None]:
     """The weight version of each trained token of a sequence, on the trainer's line of weights.
 
@@ -62,7 +62,7 @@ def versions_of(
 
 
 def _expand(
-    spans: Any, epochs: Any, sampled: int, present: int, lives: Sequence[Life]
+    spans: Any, epochs: Any, sampled: int, present: int, lives: Sequence[TrainerSession]
 ) -> npt.NDArray[np.int64]:
     """One version for each sampled token, from `[[version, tokens], …]` and, if it is there,
     `[epoch, …]`.

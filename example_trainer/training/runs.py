@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.utils.whole_files import cannot_write, write_whole
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.errors import CheckpointError
 
@@ -41,7 +41,7 @@ class Run:
 
     name: str
     model: str
-    lives: tuple[Life, ...] = ()
+    lives: tuple[TrainerSession, ...] = ()
 
     @property
     def epoch(self) -> int:
@@ -63,7 +63,7 @@ class Run:
 
         Its epoch is at least one above the last.
         """
-        return replace(self, lives=(*self.lives, Life(max(epoch, self.epoch + 1), step)))
+        return replace(self, lives=(*self.lives, TrainerSession(max(epoch, self.epoch + 1), step)))
 
     def with_epoch(self, epoch: int) -> Run:
         """The run, its newest life with another epoch."""
@@ -91,7 +91,7 @@ class Run:
 
         Raises KeyError, TypeError or ValueError for anything else than `record` gave.
         """
-        lives = tuple(Life(int(epoch), int(start)) for epoch, start in record["lives"])
+        lives = tuple(TrainerSession(int(epoch), int(start)) for epoch, start in record["lives"])
         return cls(str(record["name"]), str(record["model"]), lives)
 
     def __str__(self) -> str:
@@ -174,7 +174,9 @@ def new_run(model_name: str, folder: Path, prefix: str, now_ms: int) -> Run:
     name = (
         time.strftime("%Y%m%d-%H%M%S", time.localtime(now_ms / 1000)) + f"-{secrets.token_hex(3)}"
     )
-    return Run(name, model_identity(model_name), (Life(next_epoch(folder, prefix, now_ms), 0),))
+    return Run(
+        name, model_identity(model_name), (TrainerSession(next_epoch(folder, prefix, now_ms), 0),)
+    )
 
 
 def next_epoch(folder: Path, prefix: str, now_ms: int) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer import process
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.child_processes.ports import PortReservations
@@ -31,7 +31,7 @@ from tests.full_disks import FullDisk, fill, small_disk
 from vllm_patching.protocol.timeline import Timeline
 from vllm_patching.server.config_file import ConfigFile, ConfigFileError
 
-RUN = Run("a", "model", (Life(1000, 0),))
+RUN = Run("a", "model", (TrainerSession(1000, 0),))
 WIDE = "x" * 20_000
 
 
@@ -103,7 +103,7 @@ def test_the_marked_run_stays(full_disk: FullDisk) -> None:
             CheckpointError, match=r"cannot write 20,\d+ bytes to .*run\.json: .*--save-path"
         ),
     ):
-        mark_run(Run("b", WIDE, (Life(2000, 0),)), full_disk.path)
+        mark_run(Run("b", WIDE, (TrainerSession(2000, 0),)), full_disk.path)
     assert marked_run(full_disk.path) == RUN
     assert [path.name for path in full_disk.path.iterdir() if path.name != "disk"] == ["run.json"]
 

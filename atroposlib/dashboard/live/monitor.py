@@ -15,12 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.dashboard.events import Drops, Event, happenings, number, restarted, server_events
+from atroposlib.dashboard.events import (
+    Drops,
+    Event,
+    number,
+    restarted,
+    server_events,
+    stack_events,
+)
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.live.servers import Server, ServerWatch, read_versions
 from atroposlib.dashboard.live.signs import RunProcess, read_processes
 from atroposlib.dashboard.live.snapshots import ObservedFolder
-from atroposlib.dashboard.live.stack import TrainerHeard, mark_of, stack_of, worth_telling
+from atroposlib.dashboard.live.stack import TrainerContact, mark_of, stack_of, worth_telling
 from atroposlib.dashboard.run_folders.catalogue import LIVE
 from atroposlib.dashboard.run_folders.folder import RunFiles, environment_rows
 from atroposlib.service.fleet import FORGET_SECONDS
@@ -99,7 +106,7 @@ class LiveSource:
         trainer_part = stack.get("trainer")
         if isinstance(trainer_part, dict) and trainer_part.get("registration") == mark_of(trainer):
             # Otherwise, the page would never miss a trainer that died while the service was down.
-            self.service.heard_trainer(trainer_part.get("publishes") is True)
+            self.service.note_trainer_call(trainer_part.get("publishes") is True)
         rows = stack.get("servers")
         if isinstance(rows, list) and rows:
             self.watch.remembered = {
@@ -189,7 +196,7 @@ class LiveSource:
         self.stack = self._look()
         version = self.stack["service"]["sampling_version"]
         events = [
-            *happenings(before, self.stack),
+            *stack_events(before, self.stack),
             *self._drops.events(self.stack),
             *self._server_events(version),
         ]
@@ -225,8 +232,8 @@ class LiveSource:
         if age is not None and age < FORGET_SECONDS:
             published = {row["url"]: row for row in table.servers}
         rows = [server.row(published.get(url)) for url, server in self.watch.servers.items()]
-        heard = TrainerHeard(
-            since, service.clock() - service.trainer_heard, service.trainer_publishes
+        contact = TrainerContact(
+            since, service.clock() - service.trainer_called, service.trainer_publishes
         )
         ended = self._ended if queue.ended else None
         return stack_of(
@@ -234,7 +241,7 @@ class LiveSource:
             rows,
             time.time(),
             service.clock(),
-            heard,
+            contact,
             self._processes,
             ended,
             service.post_space.figures(),

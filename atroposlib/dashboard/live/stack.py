@@ -31,7 +31,7 @@ NEARLY_FULL = 0.95
 """Share of the queue's bounds."""
 
 
-class TrainerHeard(NamedTuple):
+class TrainerContact(NamedTuple):
     """Times of the trainer's last requests."""
 
     seconds_since_step: float | None = None
@@ -55,7 +55,7 @@ def stack_of(
     servers: Sequence[Mapping[str, Any]],
     now: float,
     monotonic: float,
-    heard: TrainerHeard = TrainerHeard(),  # noqa: B008 - a tuple
+    contact: TrainerContact = TrainerContact(),  # noqa: B008 - a tuple
     processes: Sequence[RunProcess] = (),
     ended: float | None = None,
     store: Mapping[str, Any] | None = None,
@@ -67,7 +67,7 @@ def stack_of(
         servers: rows of `Server.row`.
         now: Unix seconds.
         monotonic: seconds of the queue's clock.
-        heard: of the trainer.
+        contact: times of the trainer's last requests.
         processes: records of the run's folder.
         ended: Unix time of the end of the run, if it is known.
         store: space of the store, as `PostSpace.figures` returns it.
@@ -87,7 +87,7 @@ def stack_of(
             "silent_after": queue.limits.silent_after,
             "store": store and dict(store),
         },
-        "trainer": _trainer_json(queue, heard),
+        "trainer": _trainer_json(queue, contact),
         "queue": stats.backlog(queue, MAX_INSPECTED_GROUPS),
         "leases": stats.leases(queue, MAX_LEASES),
         "dropped": [
@@ -101,7 +101,7 @@ def stack_of(
     return stack
 
 
-def _trainer_json(queue: RolloutQueue, heard: TrainerHeard) -> dict[str, Any]:
+def _trainer_json(queue: RolloutQueue, contact: TrainerContact) -> dict[str, Any]:
     """Return the trainer's part of a stack. Without a trainer, its settings are null."""
     trainer = queue.registration
     settings = {name: getattr(trainer, name, None) for name in _SETTINGS}
@@ -110,9 +110,9 @@ def _trainer_json(queue: RolloutQueue, heard: TrainerHeard) -> dict[str, Any]:
         "step": queue.sampling_version(),
         "of_steps": settings.pop("num_steps"),
         "version": queue.trainer_version(),
-        "seconds_since_step": heard.seconds_since_step,
-        "seconds_silent": round(heard.seconds_silent, 1),
-        "publishes": heard.publishes,
+        "seconds_since_step": contact.seconds_since_step,
+        "seconds_silent": round(contact.seconds_silent, 1),
+        "publishes": contact.publishes,
         "batches_skipped": queue.batches_skipped,
         "registration": mark_of(trainer),
         **settings,

@@ -22,7 +22,7 @@ from atroposlib.service.run_state import MAX_EPOCHS, WeightEpochs
 from atroposlib.service.service import RolloutService
 from atroposlib.service.sqlite_store import SqliteStore
 from atroposlib.service.store import MemoryStore
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 
 from .test_queue import registration
 
@@ -32,7 +32,11 @@ longer than a test."""
 
 
 def register(
-    queue: RolloutQueue, epoch: int, start: int = 0, lives: list[Life] | None = None, **fields: Any
+    queue: RolloutQueue,
+    epoch: int,
+    start: int = 0,
+    lives: list[TrainerSession] | None = None,
+    **fields: Any,
 ) -> int:
     """Register a trainer; returns the epoch that the service counts it as."""
     made: Registration = registration(
@@ -89,7 +93,7 @@ def test_what_came_before_any_trainer_is_judged_when_one_registers() -> None:
     queue = RolloutQueue()
     for weights in ((500, 2), (100, 0), (0, 0), (None, 0)):
         assert post(queue, weights) == "received"
-    register(queue, 600, 2, [Life(100, 0), Life(600, 2)], run="a")
+    register(queue, 600, 2, [TrainerSession(100, 0), TrainerSession(600, 2)], run="a")
     assert [group.weights for group in queue.lines] == [((100, 0),), ((0, 0),), ((0, 0),)]
     assert post(queue, (600, 2)) == "received"
     assert post(queue, (700, 2)) == "dropped", (
@@ -262,7 +266,9 @@ class EpochMachine(RuleBasedStateMachine):
         }
         made = registration(4, model=run.model, run=run.name, **fields)
         made.checkpoint_dir = run.folder
-        self.queue.register(made, [Life(one.epoch, one.start) for one in line] if run.name else [])
+        self.queue.register(
+            made, [TrainerSession(one.epoch, one.start) for one in line] if run.name else []
+        )
         self.remembered.update(line if run.name else [trainer])
         self.commit()
 

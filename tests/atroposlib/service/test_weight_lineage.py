@@ -11,24 +11,30 @@ from hypothesis import strategies as st
 
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Group, ValidatedGroup
-from atroposlib.wire.weight_lineage import MOST_LIVES, Life, begin_life, line_version, oldest
+from atroposlib.wire.weight_lineage import (
+    MAX_SESSIONS,
+    TrainerSession,
+    begin_session,
+    effective_version,
+    oldest,
+)
 
 from .test_queue import registration
 
 
 def test_the_example_of_the_documentation() -> None:
-    lives = [Life(1, 0), Life(2, 10)]
-    assert line_version(1, 5, lives) == 5
-    assert line_version(1, 10, lives) == 10, "the checkpoint that life 2 began with"
-    assert line_version(1, 14, lives) == line_version(1, 17, lives) == 9
-    assert line_version(2, 12, lives) == 12
-    assert line_version(0, 0, lives) == 0
+    lives = [TrainerSession(1, 0), TrainerSession(2, 10)]
+    assert effective_version(1, 5, lives) == 5
+    assert effective_version(1, 10, lives) == 10, "the checkpoint that life 2 began with"
+    assert effective_version(1, 14, lives) == effective_version(1, 17, lives) == 9
+    assert effective_version(2, 12, lives) == 12
+    assert effective_version(0, 0, lives) == 0
 
 
 def test_a_run_that_begins_at_0_has_nothing_of_what_was_before_it() -> None:
-    lives = [Life(1, 0), Life(2, 0)]
-    assert line_version(1, 3, lives) == -1
-    assert line_version(1, 0, lives) == 0, "the weights that both began with"
+    lives = [TrainerSession(1, 0), TrainerSession(2, 0)]
+    assert effective_version(1, 3, lives) == -1
+    assert effective_version(1, 0, lives) == 0, "the weights that both began with"
 
 
 @dataclass
@@ -57,14 +63,14 @@ def histories(draw: st.DrawFn) -> list[Branch]:
 def test_weights_count_as_what_they_are_on_the_line_and_as_too_old_off_it(
     history: list[Branch], data: st.DataObject
 ) -> None:
-    lives: list[Life] = []
+    lives: list[TrainerSession] = []
     for branch in history:
-        lives = begin_life(lives, branch.epoch, branch.start)
+        lives = begin_session(lives, branch.epoch, branch.start)
     made = data.draw(st.sampled_from(history))
     version = data.draw(st.integers(made.start, made.end))
     later = history[history.index(made) + 1 :]
     on_the_line = all(version <= branch.start for branch in later)
-    counted = line_version(made.epoch, version, lives)
+    counted = effective_version(made.epoch, version, lives)
     assert (counted == version) == on_the_line
     if not on_the_line:
         left_at = next(branch.start for branch in later if version > branch.start)
@@ -77,15 +83,15 @@ def test_weights_count_as_what_they_are_on_the_line_and_as_too_old_off_it(
 
 
 def test_the_same_life_again_is_no_new_one() -> None:
-    lives = begin_life(begin_life([], 5, 3), 5, 9)
-    assert lives == [Life(5, 3)]
-    assert begin_life(lives, 4, 1) == [Life(4, 1)], (
+    lives = begin_session(begin_session([], 5, 3), 5, 9)
+    assert lives == [TrainerSession(5, 3)]
+    assert begin_session(lives, 4, 1) == [TrainerSession(4, 1)], (
         "an older trainer takes over: the newer one is not behind it"
     )
-    assert begin_life(lives, 0, 1) == []
-    for epoch in range(6, 6 + MOST_LIVES):
-        lives = begin_life(lives, epoch, 3)
-    assert len(lives) == MOST_LIVES
+    assert begin_session(lives, 0, 1) == []
+    for epoch in range(6, 6 + MAX_SESSIONS):
+        lives = begin_session(lives, epoch, 3)
+    assert len(lives) == MAX_SESSIONS
     assert lives[0].epoch == 6
 
 
@@ -98,7 +104,7 @@ def post(queue: RolloutQueue, *weights: tuple[int | None, int]) -> str:
 
 
 def resumed(**fields: int) -> RolloutQueue:
-    """Life 100 came to version 17 and died; life 200 began with 10."""
+    """TrainerSession 100 came to version 17 and died; life 200 began with 10."""
     queue = RolloutQueue()
     queue.register(registration(4, starting_step=0, ack_batches=True, weight_epoch=100, **fields))
     queue.ack(None, 17)

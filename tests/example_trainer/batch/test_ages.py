@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.batch.ages import age
 
 # Killed at 17, resumed at 10; killed again, resumed at 12.
-LIVES = [Life(100, 0), Life(200, 10), Life(300, 12)]
+LIVES = [TrainerSession(100, 0), TrainerSession(200, 10), TrainerSession(300, 12)]
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_without_lives_versions_alone_count() -> None:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[list[Life], int, int, int]:
+def histories(draw: st.DrawFn) -> tuple[list[TrainerSession], int, int, int]:
     """Lives, each of which resumes from a step that the one before had reached; weights of one; the
     trainer's version.
     """
-    lives, reached = [Life(1, 0)], [draw(st.integers(0, 20))]
+    lives, reached = [TrainerSession(1, 0)], [draw(st.integers(0, 20))]
     for number in range(draw(st.integers(0, 4))):
         start = draw(st.integers(lives[-1].start, reached[-1]))
-        lives.append(Life(number + 2, start))
+        lives.append(TrainerSession(number + 2, start))
         reached.append(start + draw(st.integers(0, 20)))
     which = draw(st.integers(0, len(lives) - 1))
     return (
@@ -63,7 +63,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Life], int, int, int]:
 
 @given(histories())
 def test_the_age_is_that_on_the_line_which_is_trained_on(
-    history: tuple[list[Life], int, int, int],
+    history: tuple[list[TrainerSession], int, int, int],
 ) -> None:
     lives, epoch, version, present = history
     later = [life.start for life in lives if life.epoch > epoch]

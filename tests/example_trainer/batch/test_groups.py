@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.batch.groups import NOT_TRAINED, Batch, Rules, parse_batch
 from example_trainer.batch.lengths import LengthRules
@@ -205,11 +205,15 @@ def test_ages_count_versions_since_sampling() -> None:
 def test_ages_count_on_the_line_of_weights_that_is_trained_on() -> None:
     """Sampled at 17 by a trainer that was killed; the present one went on from 10."""
     group = make_group(weight_versions=[17, 11], weight_epochs=[100, 200])
-    assert parse_batch([group], 100, VOCAB).ages(12, [Life(100, 0), Life(200, 10)]) == [3, 1]
+    assert parse_batch([group], 100, VOCAB).ages(
+        12, [TrainerSession(100, 0), TrainerSession(200, 10)]
+    ) == [3, 1]
     masked = parse_batch([group], 4, VOCAB)
     assert [sequence.weight_epoch for sequence in masked.sequences] == [100, 200]
     no_epochs = make_group(weight_versions=[17, 11], weight_epochs=None)
-    assert parse_batch([no_epochs], 100, VOCAB).ages(12, [Life(100, 0), Life(200, 10)]) == [3, 1]
+    assert parse_batch([no_epochs], 100, VOCAB).ages(
+        12, [TrainerSession(100, 0), TrainerSession(200, 10)]
+    ) == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +313,7 @@ def test_nan_at_a_prompt_position_does_not_matter() -> None:
     assert not batch.invalid
 
 
-LIVES = [Life(100, 0), Life(200, 10)]
+LIVES = [TrainerSession(100, 0), TrainerSession(200, 10)]
 
 
 def versions(batch: Batch) -> list[list[int] | None]:

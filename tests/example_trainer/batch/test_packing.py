@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
 from example_trainer.batch.figures import figures_of
 from example_trainer.batch.groups import Batch, TrainedSequence
@@ -418,7 +418,9 @@ def test_figures_count_what_is_forwarded_and_what_that_spares() -> None:
         replace(rollout((1, 0), [1, 2, 3], []), sampled=2, finish_reason="length")
     )
     batch.sequences[0] = replace(batch.sequences[0], finish_reason="stop")
-    figures = figures_of(batch, [pack(batch, 1000, ranks=2)], version=5, lives=[Life(1, 0)])
+    figures = figures_of(
+        batch, [pack(batch, 1000, ranks=2)], version=5, lives=[TrainerSession(1, 0)]
+    )
     assert (figures.reward_mean, figures.sequences, figures.tokens) == (1.2, 5, 20)
     assert (figures.groups_invalid, figures.sequences_too_long, figures.truncated_share) == (
         1,

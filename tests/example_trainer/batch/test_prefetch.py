@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.batch import prefetch
 from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch
 from example_trainer.batch.prefetch import Batches, Upkeep
@@ -118,7 +118,9 @@ def make() -> Iterator[Make]:
 
     def of(client: Client, ahead: bool = True, last: int = LAST) -> Batches:
         config = TrainerConfig.model_validate({"model_name": "m"})
-        reader = BatchReader(config, vocab_size=1000, tokens_per_bin=64, lives=[Life(5, 0)])
+        reader = BatchReader(
+            config, vocab_size=1000, tokens_per_bin=64, lives=[TrainerSession(5, 0)]
+        )
         made.append(
             Batches(
                 cast(RolloutClient, client),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.models import Decoder, Geometry, load_model
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
@@ -23,7 +23,7 @@ from example_trainer.training.checkpoints import Checkpoints, load_state
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import Run, SavedStep
 
-RUN = Run("a", "model", (Life(1000, 0),))
+RUN = Run("a", "model", (TrainerSession(1000, 0),))
 GEOMETRY = Geometry(
     architecture="LlamaForCausalLM", vocab_size=64, hidden_size=256, intermediate_size=512, num_layers=1, num_heads=4,
     num_kv_heads=2, head_dim=128, max_positions=32, rms_norm_eps=1e-6, rope_theta=1e4,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.head import chosen_logprobs_of
@@ -125,7 +125,7 @@ def check_checkpoints(
     """What is written in the background is the whole state, read back by any rank; one rank's
     failure is every rank's.
     """
-    checkpoints = Checkpoints(folder, Run("a", "model", (Life(1000, 0),)), ranks=ranks)
+    checkpoints = Checkpoints(folder, Run("a", "model", (TrainerSession(1000, 0),)), ranks=ranks)
     write = checkpointing.write_safetensors
 
     def fail(*_: Any, **__: Any) -> None:

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.models import safetensors_writer
 from example_trainer.training import checkpoints as checkpointing
 from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.runs import Run
 from tests.example_trainer.training.tiny_training import load, train
 
-RUN = Run("a", "model", (Life(1000, 0),))
+RUN = Run("a", "model", (TrainerSession(1000, 0),))
 
 
 class Deadline:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.errors import CheckpointError
 from example_trainer.models import load_model
 from example_trainer.training import checkpoints as checkpointing
@@ -22,7 +22,7 @@ from example_trainer.training.runs import Run, SavedStep, TrainedBatch, mark_run
 from tests.example_trainer.training.tiny_training import load, make_start, train
 from tests.forked_commands import run_command
 
-RUN = Run("a", "model", (Life(1000, 0),))
+RUN = Run("a", "model", (TrainerSession(1000, 0),))
 
 
 @pytest.fixture
@@ -366,7 +366,7 @@ def test_a_run_prunes_its_own_optimizer_states_alone(start: Path, tmp_path: Path
     model, optimizer = load(start)
     train(model, optimizer, 4)
     Checkpoints(tmp_path, RUN).save(model, optimizer, {})
-    fresh = Checkpoints(tmp_path, Run("b", "model", (Life(2000, 0),)))
+    fresh = Checkpoints(tmp_path, Run("b", "model", (TrainerSession(2000, 0),)))
     model, optimizer = load(start)
     for step in (1, 2):
         train(model, optimizer, step)

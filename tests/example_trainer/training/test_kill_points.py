@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.batch.client import RolloutClient
 from example_trainer.errors import RolloutServiceError
 from example_trainer.weight_bridge.base import NoBridge
@@ -181,7 +181,7 @@ def test_a_run_that_stops_has_not_ended_and_each_life_has_its_epoch(trainers: Tr
         trainers.train("--resume", "auto", "--training-steps", "9", "--batch-timeout", "0.1")
     assert not trainers.stats()["run_ended"]
     second = trainers.saved()[STEPS].run
-    assert second.lives == (*first.lives, Life(second.epoch, 2))
+    assert second.lives == (*first.lives, TrainerSession(second.epoch, 2))
     assert trainers.stats()["weight_epoch"] == second.epoch > first.epoch
 
 

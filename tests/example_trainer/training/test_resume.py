@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from atroposlib.wire.weight_lineage import Life
+from atroposlib.wire.weight_lineage import TrainerSession
 from example_trainer.errors import CheckpointError, ConfigError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.resume import Start, agreed_start, choose_start
@@ -42,7 +42,7 @@ def test_nothing_to_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level(logging.INFO)
     start = choose_start(None, tmp_path, MODEL, 5000)
     assert start.checkpoint is None
-    assert start.run.lives == (Life(5000, 0),)
+    assert start.run.lives == (TrainerSession(5000, 0),)
     assert caplog.text == ""
     assert choose_start("auto", tmp_path / "none", MODEL, 5000).checkpoint is None
     assert "starting anew" in caplog.text
@@ -70,7 +70,7 @@ def test_a_state_is_preferred_to_later_weights_and_weights_to_nothing(tmp_path: 
     without_state(exact)
     start = choose_start("auto", tmp_path, MODEL, 6000)
     assert start.checkpoint == newest
-    assert start.run.lives[-1] == Life(6000, 9)
+    assert start.run.lives[-1] == TrainerSession(6000, 9)
 
 
 def test_adapters_are_not_continued_without_their_state(tmp_path: Path) -> None:
@@ -93,11 +93,11 @@ def test_auto_continues_the_run_and_its_epoch_grows_whatever_the_clock_says(
     second = begin(tmp_path, "auto", 4000)
     assert second.checkpoint == tmp_path / "step_10"
     assert second.run.name == first.name
-    assert second.run.lives == (Life(5000, 0), Life(5001, 10))
+    assert second.run.lives == (TrainerSession(5000, 0), TrainerSession(5001, 10))
     assert f"run {first.name} goes on from step_10" in caplog.text
     # It served weights, and ended before it saved any; the next life's must not be taken for them.
     third = begin(tmp_path, "auto", 4000)
-    assert third.run.lives == (Life(5000, 0), Life(5002, 10))
+    assert third.run.lives == (TrainerSession(5000, 0), TrainerSession(5002, 10))
 
 
 def test_a_fresh_run_beside_higher_steps_of_an_older_one(
@@ -146,7 +146,10 @@ def test_what_was_asked_for_by_path_is_what_auto_continues_then(tmp_path: Path) 
     save(tmp_path, 20, old)
     begin(tmp_path, None, 6000)
     back = begin(tmp_path, str(first), 7000)
-    assert (back.run.name, back.run.lives) == (old.name, (Life(5000, 0), Life(7000, 10)))
+    assert (back.run.name, back.run.lives) == (
+        old.name,
+        (TrainerSession(5000, 0), TrainerSession(7000, 10)),
+    )
     again = begin(tmp_path, "auto", 8000)
     assert again.checkpoint == first, "20 was left behind by going back to 10"
     save(tmp_path, 12, again.run)
@@ -217,7 +220,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"cannot write .*run\.json: .*; make room or change --save-path"
     ):
-        mark_run(Run("a", MODEL, (Life(1, 0),)), tmp_path / "file")
+        mark_run(Run("a", MODEL, (TrainerSession(1, 0),)), tmp_path / "file")
 
 
 def test_adapters_have_a_run_of_their_own(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_trainer_that_died_while_the_service_was_away_is_missed(
 
     async def run() -> None:
         before = source(tmp_path, TRAINER)
-        before.service.heard_trainer(publishes=True)
+        before.service.note_trainer_call(publishes=True)
         await before.round()
         after = source(tmp_path, replace(TRAINER, uuid=uuid))
         queue, now = after.service.queue, after.service.clock()

@@ -10,11 +10,11 @@ from typing import Any
 from atroposlib.dashboard.events import (
     DROPS_SECONDS,
     Drops,
-    happenings,
     server_events,
+    stack_events,
 )
 from atroposlib.dashboard.live.servers import Server
-from atroposlib.dashboard.live.stack import TrainerHeard, stack_of, worth_telling
+from atroposlib.dashboard.live.stack import TrainerContact, stack_of, worth_telling
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Limits, Registration, ValidatedGroup
 
@@ -26,9 +26,13 @@ def registration(uuid: int = 1, start: int = 0) -> Registration:
     return Registration(uuid, "g", "p", 8, 128, "c", 5, start, 100, model="m", max_staleness=1)
 
 
-def look(queue: RolloutQueue, *servers: Server, now: float = 0.0, **heard: Any) -> dict[str, Any]:
+def look(queue: RolloutQueue, *servers: Server, now: float = 0.0, **contact: Any) -> dict[str, Any]:
     return stack_of(
-        queue, [server.row(None) for server in servers], 1000.0 + now, now, TrainerHeard(**heard)
+        queue,
+        [server.row(None) for server in servers],
+        1000.0 + now,
+        now,
+        TrainerContact(**contact),
     )
 
 
@@ -130,28 +134,28 @@ def test_how_long_a_server_is_silent_is_told_by_its_last_answer_whoever_heard_it
 def test_what_happens_is_told_once() -> None:
     queue = RolloutQueue()
     before = look(queue)
-    assert happenings(None, before) == []
+    assert stack_events(None, before) == []
     queue.register(registration())
     queue.next_batch(0.0, None, None)
     queue.register_env("task", 1.0, 4, 128, None, 0.0, None)
     after = look(queue)
-    assert [event.kind for event in happenings(before, after)] == [
+    assert [event.kind for event in stack_events(before, after)] == [
         "trainer_registered",
         "environment_joined",
     ]
-    assert happenings(after, after) == []
+    assert stack_events(after, after) == []
     quiet = look(queue, now=61.0)
-    assert [event.kind for event in happenings(after, quiet)] == ["environment_silent"]
+    assert [event.kind for event in stack_events(after, quiet)] == ["environment_silent"]
     assert worth_telling(after) == worth_telling(look(queue, now=30.0)), (
         "seconds that pass are no news"
     )
     queue.status_env(0, 62.0)
     queue.register(registration(2, start=5))
     back = look(queue, now=62.0)
-    assert [event.kind for event in happenings(quiet, back)] == ["resumed", "environment_back"]
+    assert [event.kind for event in stack_events(quiet, back)] == ["resumed", "environment_back"]
     queue.disconnect_env(0)
     queue.end(2)
-    end = happenings(back, look(queue, now=63.0))
+    end = stack_events(back, look(queue, now=63.0))
     assert [(event.kind, event.severity) for event in end] == [
         ("run_ended", "info"),
         ("environment_left", "info"),
