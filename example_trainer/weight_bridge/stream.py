@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,33 @@ from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.pieces import BUCKET_BYTES, Piece
 from vllm_patching.transport.lane import Lane, LaneBroken
 from vllm_patching.transport.shared_lane import SendMemory
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One step of a round, as this rank takes part in it. It is prepared once, since its many views
+    cost more time than the GPU needs for what it does with them.
+
+    Attributes:
+        targets, sources: tensors that are copied, from and to this rank's memory.
+        operations: what is sent to other ranks and received from them after the copies.
+    """
+
+    targets: list[Tensor]
+    sources: list[Tensor]
+    operations: list[dist.P2POp]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Add a copy."""
+        self.targets.append(target)
+        self.sources.append(source)
+
+    def begin(self) -> list[Any]:
+        """Copy, and begin to send and receive. Returns what is to be waited for."""
+        if self.targets:
+            with torch.no_grad():
+                torch._foreach_copy_(self.targets, self.sources)
+        return dist.batch_isend_irecv(self.operations) if self.operations else []
 
 
 class WeightStream:
@@ -98,6 +126,8 @@ class WeightStream:
         self._handed = torch.empty(sizes.handed, dtype=torch.uint8, device=device)
         self.buffer_bytes = sizes.total
         self._steps: list[list[list[Transfer]]] = []
+        self._exchanges: list[list[Exchange]] = []
+        self._places: list[int] = []
         if self._gathers:
             mine = ranks.rank
             self._steps = [
@@ -146,6 +176,8 @@ class WeightStream:
         """
         if not cohort.formed:
             raise BridgeError("the cohorts are closed: form them before weights are sent")
+        if self._gathers and self._places != [held.data_ptr() for held in self._local().values()]:
+            self._prepare()
         self._sums.reset()
         with cohort.watch(lost) as watch:
             try:
@@ -198,6 +230,63 @@ class WeightStream:
             self._packed.append(packed)
             self._first_part.append(len(parts))
         self._sums = WeightSums.of_parts(self._rows, parts, self._device)
+        if self._gathers:
+            local = self._local()
+            self._places = [tensor.data_ptr() for tensor in local.values()]
+            self._exchanges = [
+                [self._exchange(number, step, local) for step in steps]
+                for number, steps in enumerate(self._steps)
+            ]
+
+    def _local(self) -> dict[str, Tensor]:
+        """What this rank holds of each parameter."""
+        return {name: self._shards.local(held) for name, held in self._parameters.items()}
+
+    def _exchange(
+        self, number: int, transfers: Sequence[Transfer], local: dict[str, Tensor]
+    ) -> Exchange:
+        """Prepare one step of a round: what this rank copies, hands to others and gets from them.
+
+        Args:
+            local: what this rank holds of each parameter.
+        """
+        me, used = self._ranks.rank, 0
+        exchange = Exchange([], [], [])
+        tags: Counter[tuple[int, int]] = Counter()
+        for transfer in transfers:
+            piece, rows = transfer.piece, transfer.last - transfer.first
+            item = self._cuts.item(transfer.cohort, piece)
+            target = source = torch.empty(0)
+            if transfer.sender == me:
+                bucket = piece.in_buffer(self._buffers[number % 2], item)
+                target = bucket[transfer.first : transfer.last]
+            if transfer.owner == me:
+                source = local[item.name][transfer.local : transfer.local + rows]
+                if item.slice.dim == 1:
+                    source = source.narrow(1, item.slice.source_start, item.slice.length)
+            if transfer.owner == transfer.sender:
+                exchange.copy(target, source)
+                continue
+            size = packed_bytes(self._cuts, transfer, self._dtype)
+            if transfer.owner == me and size:
+                place = self._handed[
+                    used : used + rows * (piece.num_bytes // (piece.last - piece.first))
+                ]
+                packed = place.view(item.dtype).view(rows, *item.shape[1:])
+                exchange.copy(packed, source)
+                source = packed
+                used += size
+            pair = (transfer.owner, transfer.sender)
+            tags[pair] += 1
+            operation, tensor, peer = (
+                (dist.isend, source, transfer.sender)
+                if transfer.owner == me
+                else (dist.irecv, target, transfer.owner)
+            )
+            exchange.operations.append(
+                dist.P2POp(operation, tensor.view(-1).view(torch.uint8), peer, tag=tags[pair])
+            )
+        return exchange
 
     def _place(self, number: int, cohort: int, piece: Piece) -> tuple[Tensor, Tensor | None]:
         """What is sent of a piece: a part of the parameter, or of a buffer; and what is copied
@@ -314,8 +403,8 @@ class WeightStream:
                 target.copy_(source)
         if not self._gathers:
             return lambda: None
-        steps = self._steps[number]
-        begun = self._exchange(number, steps[0])
+        steps = self._exchanges[number]
+        begun = steps[0].begin()
 
         def rest() -> None:
             works = begun
@@ -323,49 +412,6 @@ class WeightStream:
                 for work in works:
                     work.wait()
                 if step is not None:
-                    works = self._exchange(number, step)
+                    works = step.begin()
 
         return rest
-
-    def _exchange(self, number: int, step: Sequence[Transfer]) -> list[Any]:
-        """Hand rows over, and take others' for the bucket that this rank sends."""
-        me = self._ranks.rank
-        used = 0
-        operations: list[dist.P2POp] = []
-        tags: Counter[tuple[int, int]] = Counter()
-        with torch.no_grad():
-            for transfer in step:
-                piece, rows = transfer.piece, transfer.last - transfer.first
-                item = self._cuts.item(transfer.cohort, piece)
-                target = source = torch.empty(0)
-                if transfer.sender == me:
-                    target = piece.in_buffer(self._buffers[number % 2], item)[
-                        transfer.first : transfer.last
-                    ]
-                if transfer.owner == me:
-                    local = self._shards.local(self._parameters[item.name])
-                    source = local[transfer.local : transfer.local + rows]
-                    if item.slice.dim == 1:
-                        source = source.narrow(1, item.slice.source_start, item.slice.length)
-                if transfer.owner == transfer.sender:
-                    target.copy_(source)
-                    continue
-                size = packed_bytes(self._cuts, transfer, self._dtype)
-                if transfer.owner == me and size:
-                    shape = (rows, *item.shape[1:])
-                    place = self._handed[
-                        used : used + rows * (piece.num_bytes // (piece.last - piece.first))
-                    ]
-                    source = place.view(item.dtype).view(shape).copy_(source)
-                    used += size
-                pair = (transfer.owner, transfer.sender)
-                tags[pair] += 1
-                operation, tensor, peer = (
-                    (dist.isend, source, transfer.sender)
-                    if transfer.owner == me
-                    else (dist.irecv, target, transfer.owner)
-                )
-                operations.append(
-                    dist.P2POp(operation, tensor.view(-1).view(torch.uint8), peer, tag=tags[pair])
-                )
-        return dist.batch_isend_irecv(operations) if operations else []
