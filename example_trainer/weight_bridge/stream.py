@@ -239,7 +239,7 @@ class WeightStream:
             ]
 
     def _local(self) -> dict[str, Tensor]:
-        """What this rank holds of each parameter."""
+        """Look up the part of each parameter that this rank holds."""
         return {name: self._shards.local(held) for name, held in self._parameters.items()}
 
     def _exchange(
