@@ -54,7 +54,7 @@ def message_key(message: Any) -> MessageKey:
     """Return the key of a message, a dict or one of OpenAI's models."""
     fields = as_dict(message)
     role = str(fields.get("role"))
-    text = text_of(fields.get("content"))
+    text = fields.get("content") or ""
     calls = tuple(_call_key(as_dict(call)) for call in fields.get("tool_calls") or ())
     pieces: tuple[str, ...] = (text,)
     if role == "assistant":
@@ -70,11 +70,6 @@ def message_key(message: Any) -> MessageKey:
     return MessageKey(
         role, str(fields.get("name") or ""), str(fields.get("tool_call_id") or ""), pieces, calls
     )
-
-
-def text_of(content: Any) -> str:
-    """Return the text of a message's content: a string, or nothing."""
-    return content or ""
 
 
 def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
@@ -131,7 +126,7 @@ class Exchange:
             or later.keys[:length] != self.chat.keys
         ):
             return 0
-        return 1 + (text_of(later.messages[length].get("content")) == self.content)
+        return 1 + ((later.messages[length].get("content") or "") == self.content)
 
 
 def exchange(chat: Chat, message: Any, text: str, opened: str) -> Exchange:
@@ -144,7 +139,7 @@ def exchange(chat: Chat, message: Any, text: str, opened: str) -> Exchange:
         opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
     """
     fields = {"tool_calls": None} | as_dict(message)
-    parts = read_reasoning(content := text_of(fields.get("content")), opened)
+    parts = read_reasoning(content := (fields.get("content") or ""), opened)
     apart = {"content": parts.answer, REASONING_FIELDS[0]: parts.reasoning}
     forms = [fields, fields | apart, {"role": "assistant", "content": text}]
     return Exchange(chat, content, frozenset(map(message_key, forms)))
@@ -343,7 +338,7 @@ class ChatTemplate:
             (place, text)
             for place, message in enumerate(messages)
             if message.get("role") == "assistant"
-            and _TAG.search(text := text_of(message.get("content")))
+            and _TAG.search(text := (message.get("content") or ""))
         ]
         marks = [f"{self._stand_in}{number:06d}" for number in range(len(kept))]
         for (place, _), mark in zip(kept, marks, strict=True):

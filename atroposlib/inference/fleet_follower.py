@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Annotated
 
 import httpx
+from pydantic import AfterValidator, BaseModel
 
 from atroposlib.web.addresses import server_address
 from atroposlib.web.connections import direct_async_client
@@ -42,23 +43,22 @@ class FleetFollower:
         try:
             response = await self._http.get("/fleet")
             response.raise_for_status()
-            answer = response.json()
-            addresses = servers_of(answer)
-            self.keyed = self._has_key and answer.get("keyed") is True
+            answer = FleetAnswer.model_validate_json(response.content)
+            self.keyed = self._has_key and answer.keyed
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
-            wrong = f"/fleet answered {status}" + (
-                "; is it an earlier version?" if status == 404 else ""
-            )
+            wrong = f"/fleet answered {status}"
+            if status == 404:
+                wrong += "; is it an earlier version?"
         except httpx.HTTPError as error:
             wrong = f"no answer to /fleet ({type(error).__name__})"
         except ValueError as error:
-            wrong = f"/fleet answered what is no fleet: {error}"
+            wrong = f"/fleet answered something else: {' '.join(str(error).split())}"
         else:
             if self._wrong:
                 logger.info("the rollout service at %s tells of the fleet again", self.url)
                 self._wrong = ""
-            return addresses
+            return answer.addresses()
         if wrong != self._wrong:
             logger.info(
                 "the rollout service at %s does not tell of the fleet: %s; the servers stay",
@@ -73,26 +73,35 @@ class FleetFollower:
         await self._http.aclose()
 
 
-def servers_of(fleet: Any) -> list[str] | None:
-    """Return the addresses to follow from an answer of GET /fleet; None if the trainer has published
-    none.
+class FleetServer(BaseModel):
+    """A server in an answer of GET /fleet."""
 
-    A joining server is left out, because it still serves other weights. A server that is away or in
-    quarantine stays: the pool polls it.
+    url: Annotated[str, AfterValidator(server_address)]
+    standing: str
 
-    Raises:
-        ValueError: the answer has another form.
-    """
-    try:
-        if fleet["published"] is None:
+
+class FleetAnswer(BaseModel):
+    """The part of an answer of GET /fleet that environments use."""
+
+    published: float | None
+    servers: list[FleetServer]
+    left: list[Annotated[str, AfterValidator(server_address)]] = []
+    keyed: bool = False
+
+    def addresses(self) -> list[str] | None:
+        """Return the addresses to follow; None if the trainer has published none.
+
+        A joining server is left out, because it still serves other weights. A server that is away
+        or in quarantine stays: the pool polls it.
+        """
+        if self.published is None:
             return None
-        left = {server_address(url) for url in fleet.get("left", [])}
-        standings = {
-            server_address(server["url"]): server["standing"] for server in fleet["servers"]
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-    return [url for url, standing in standings.items() if standing != "joining" and url not in left]
+        standings = {server.url: server.standing for server in self.servers}
+        return [
+            url
+            for url, standing in standings.items()
+            if standing != "joining" and url not in self.left
+        ]
 
 
 def same_address(one: str, other: str) -> bool:

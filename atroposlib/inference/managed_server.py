@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from openai.types import Completion, CompletionChoice
@@ -173,10 +174,7 @@ class ManagedServer:
         """`nodes`: the sequences in order; with `track_tree`, `sequences` (and its alias `tree`):
         text -> sequence.
         """
-        if self.track_tree:
-            sequences = {node.full_text: node for node in self.tracker.nodes}
-            return {"sequences": sequences, "tree": sequences}
-        return {"nodes": list(self.tracker.nodes)}
+        return state_of(self.tracker.nodes, self.track_tree)
 
     def reset(self) -> None:
         """Forget all sequences."""
@@ -187,9 +185,8 @@ class ManagedServer:
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Logprobs of a prompt given as `prompt`, `messages` or `input_ids`."""
         if "messages" in kwargs:
-            kwargs["input_ids"] = self.prompt_tokens(
-                kwargs.pop("messages"), kwargs.pop("tools", None)
-            )
+            messages, tools = kwargs.pop("messages"), kwargs.pop("tools", None)
+            kwargs["input_ids"] = self.prompt_tokens(messages, tools)
         if "input_ids" not in kwargs:
             kwargs["input_ids"] = self.tracker.whole(kwargs.pop("prompt"), rendered=False).tokens
         return await self.server.get_logprobs(**kwargs)
@@ -273,6 +270,14 @@ class ManagedServer:
         return getattr(getattr(self.server, "config", None), "model_name", "unknown")
 
 
+def state_of(nodes: list[SequenceNode], as_tree: bool) -> dict[str, Any]:
+    """Return sequences as a managed server's state: in order, or by their text."""
+    if not as_tree:
+        return {"nodes": list(nodes)}
+    sequences = {node.full_text: node for node in nodes}
+    return {"sequences": sequences, "tree": sequences}
+
+
 def tokenizer_of(server: Any) -> Any:
     """Return the server's tokenizer, or load the one that its settings name. None if they name none."""
     tokenizer = getattr(server, "tokenizer", None)
@@ -350,10 +355,7 @@ class DummyManagedServer:
         )
 
     def get_state(self) -> dict[str, Any]:
-        if self.track_tree:
-            sequences = {node.full_text: node for node in self.nodes}
-            return {"sequences": sequences, "tree": sequences}
-        return {"nodes": list(self.nodes)}
+        return state_of(self.nodes, self.track_tree)
 
     def reset(self) -> None:
         self.nodes = []
@@ -362,18 +364,6 @@ class DummyManagedServer:
         raise NotImplementedError(
             "placeholders have no logprobs: use a server that gives token ids"
         )
-
-
-class _Create:
-    """An object with a coroutine function `create`."""
-
-    def __init__(self, create: Any):
-        self.create = create
-
-
-class _Chat:
-    def __init__(self, create: Any):
-        self.completions = _Create(create)
 
 
 class ManagedServerAdapter:
@@ -388,8 +378,9 @@ class ManagedServerAdapter:
     def __init__(self, managed_server: Any, base_url: str):
         self.managed_server = managed_server
         self.base_url = base_url
-        self.chat = _Chat(managed_server.chat_completion)
-        self.completions = _Create(managed_server.completion)
+        self.completions = SimpleNamespace(create=managed_server.completion)
+        chats = SimpleNamespace(create=managed_server.chat_completion)
+        self.chat = SimpleNamespace(completions=chats)
 
     async def post(self, path: str, body: dict[str, Any], cast_to: type) -> Any:
         """Raw requests would go past the record of tokens, so there are none."""

@@ -92,16 +92,23 @@ class OpenAIRoutes(APIServer):
     async def probe(self) -> str | None:
         if not self.config.base_url:
             return None
+        return await self._fault_of(f"{self.openai_url}/models")
+
+    async def _fault_of(self, path: str, good: range = range(500)) -> str | None:
+        """GET a path, and return what is wrong with the server.
+
+        Args:
+            path: of the route.
+            good: statuses of a server that is well. By default it may lack the route, or require
+                another key: it is there all the same.
+        """
         try:
-            response = await self.http.get(f"{self.openai_url}/models", timeout=PROBE_TIMEOUT)
+            response = await self.http.get(path, timeout=PROBE_TIMEOUT)
         except httpx.HTTPError as error:
             return f"no answer ({type(error).__name__})"
-        # An endpoint without this route, or one that wants another key, is there all the same.
-        return (
-            f"{response.url.path} answered {response.status_code}"
-            if response.status_code >= 500
-            else None
-        )
+        if response.status_code in good:
+            return None
+        return f"{response.url.path} answered {response.status_code}"
 
     async def served_model(self) -> dict[str, Any]:
         """The first entry of /v1/models: `id`, and with vLLM `max_model_len`."""

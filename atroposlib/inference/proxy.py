@@ -64,20 +64,6 @@ class SessionState:
     busy: int = 0
 
 
-class TooManySessions(HTTPRefusal):
-    """No more sessions can be opened now."""
-
-    def __init__(self, detail: str):
-        super().__init__(429, detail)
-
-
-class UnknownSession(HTTPRefusal):
-    """A session that was never made, or that has ended."""
-
-    def __init__(self, detail: str):
-        super().__init__(404, detail)
-
-
 class Sessions:
     """The open sessions.
 
@@ -102,13 +88,14 @@ class Sessions:
         """Open a session.
 
         Raises:
-            TooManySessions: as many sessions as allowed are open.
+            HTTPRefusal: as many sessions as allowed are open.
         """
         self._forget()
         if len(self._open) >= self.most:
-            raise TooManySessions(
+            raise HTTPRefusal(
+                429,
                 f"{len(self._open)} sessions are open, as many as may be: end some with DELETE /<session>, wait (they expire "
-                f"{self.seconds:g} s after their last request), or raise --max-sessions"
+                f"{self.seconds:g} s after their last request), or raise --max-sessions",
             )
         session = SessionState(
             str(uuid.uuid4()), managed_server, model_name, base_url, used=self.clock()
@@ -121,12 +108,9 @@ class Sessions:
         """Return a session, which cannot expire in the block.
 
         Raises:
-            UnknownSession: the session does not exist.
+            HTTPRefusal: the session does not exist.
         """
-        self._forget()
-        session = self._open.get(session_uuid)
-        if session is None:
-            raise self._unknown(session_uuid)
+        session = self._find(session_uuid)
         session.busy += 1
         try:
             yield session
@@ -138,24 +122,28 @@ class Sessions:
         """End a session.
 
         Raises:
-            UnknownSession: the session does not exist.
+            HTTPRefusal: the session does not exist.
         """
-        self._forget()
-        if self._open.pop(session_uuid, None) is None:
-            raise self._unknown(session_uuid)
+        session = self._find(session_uuid)
+        del self._open[session.uuid]
 
-    def _unknown(self, session_uuid: str) -> UnknownSession:
-        return UnknownSession(
-            f"Session {session_uuid[:64]} not found: it was never made, was ended, or expired "
-            f"{self.seconds:g} s after its last request (--session-timeout)"
-        )
+    def _find(self, session_uuid: str) -> SessionState:
+        self._forget()
+        if session_uuid not in self._open:
+            raise HTTPRefusal(
+                404,
+                f"Session {session_uuid[:64]} not found: it was never made, was ended, or expired "
+                f"{self.seconds:g} s after its last request (--session-timeout)",
+            )
+        return self._open[session_uuid]
 
     def _forget(self) -> None:
         oldest = self.clock() - self.seconds
-        for session in [
-            entry for entry in self._open.values() if not entry.busy and entry.used < oldest
-        ]:
-            del self._open[session.uuid]
+        self._open = {
+            session_uuid: session
+            for session_uuid, session in self._open.items()
+            if session.busy or session.used >= oldest
+        }
 
 
 class ChatMessage(BaseModel):
@@ -201,24 +189,6 @@ class SetupRequest(BaseModel):
 
     servers: list[APIServerConfig]
     model_name: str | None = None
-
-
-class SessionCreateResponse(BaseModel):
-    """A new session, for its client."""
-
-    uuid: str
-    model_name: str
-    tool_parser: str
-    base_url: str | None = None
-    created_at: float
-
-
-class RenderResponse(BaseModel):
-    """A prompt as the model gets it."""
-
-    prompt_text: str
-    token_ids: list[int]
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +329,7 @@ async def servers(proxy: TheProxy) -> dict[str, Any]:
 
 
 @router.post("/sessions/create")
-async def create_session(request: SessionCreateRequest, proxy: TheProxy) -> SessionCreateResponse:
+async def create_session(request: SessionCreateRequest, proxy: TheProxy) -> dict[str, Any]:
     """Open a session."""
     server = proxy.server_manager.pick()
     if request.base_url is not None:
@@ -374,13 +344,13 @@ async def create_session(request: SessionCreateRequest, proxy: TheProxy) -> Sess
     except ValueError as error:
         raise HTTPRefusal(400, str(error)) from error
     session = proxy.sessions.create(managed, proxy.model_name, url_of(server))
-    return SessionCreateResponse(
-        uuid=session.uuid,
-        model_name=proxy.model_name,
-        tool_parser=request.tool_parser,
-        base_url=session.base_url,
-        created_at=session.created_at,
-    )
+    return {
+        "uuid": session.uuid,
+        "model_name": proxy.model_name,
+        "tool_parser": request.tool_parser,
+        "base_url": session.base_url,
+        "created_at": session.created_at,
+    }
 
 
 @router.get("/sessions")
@@ -410,17 +380,13 @@ async def chat_completions(
 
 
 @router.post("/{session_uuid}/v1/chat/completions/render")
-async def render(request: ChatCompletionProxyRequest, session: TheSession) -> RenderResponse:
+async def render(request: ChatCompletionProxyRequest, session: TheSession) -> dict[str, Any]:
     """Return the prompt of a chat, as text and as tokens."""
-    managed, messages, options = (
-        session.managed_server,
-        request.plain_messages(),
-        request.chat_template_kwargs,
-    )
+    managed = session.managed_server
+    chat = (request.plain_messages(), request.tools, request.chat_template_kwargs)
     with failures_as_refusals():
-        text = managed.render(messages, request.tools, options)
-        ids = managed.prompt_tokens(messages, request.tools, options)
-    return RenderResponse(prompt_text=text, token_ids=ids, num_tokens=len(ids))
+        text, ids = managed.render(*chat), managed.prompt_tokens(*chat)
+    return {"prompt_text": text, "token_ids": ids, "num_tokens": len(ids)}
 
 
 @router.get("/{session_uuid}/nodes")

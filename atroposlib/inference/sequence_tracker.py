@@ -7,13 +7,20 @@ sequence's text. Then only the text in between is tokenised: tokens that the mod
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from atroposlib.inference.chat_template import Exchange
-from atroposlib.inference.generation import Generation, Span, Weights, joined, weight_fields
+from atroposlib.inference.generation import (
+    Generation,
+    Span,
+    Weights,
+    joined,
+    weight_fields,
+    weights_of,
+)
 from atroposlib.inference.sampling_record import SamplingSpan, continued, on_the_wire
 from atroposlib.inference.tokenizers import Continuation, encode_plain, encode_rendered
 from atroposlib.utils.control_tokens import behind, plain
@@ -48,7 +55,7 @@ class SequenceNode(BaseModel):
     weight_epoch: int | None = None
     weight_spans: list[Span] | None = None
     sampling: list[SamplingSpan] | None = None
-    metadata: dict[str, Any] | None = Field(default=None)
+    metadata: dict[str, Any] | None = None
 
     @property
     def weights(self) -> Weights | None:
@@ -110,7 +117,7 @@ class Turn:
     Attributes:
         text: characters of the sequence's text; see `Kept`.
         tokens: tokens.
-        version, epoch: of the oldest weights of the sequence up to there; None if not known.
+        weights: the oldest of the sequence up to there; None if not known.
         spans: of the weights of its sampled tokens up to there; None if not known.
         sampling: of the parameters that they were sampled with; None where they are not known.
         place: of the sequence that ended there; see `Kept`.
@@ -119,8 +126,7 @@ class Turn:
 
     text: int
     tokens: int
-    version: int | None
-    epoch: int | None
+    weights: Weights | None
     spans: list[Span] | None
     sampling: list[SamplingSpan] | None
     place: tuple[int, ...]
@@ -146,7 +152,7 @@ class Kept:
     text: str
     place: tuple[int, ...]
     turns: list[Turn]
-    claims: int = field(default=0)
+    claims: int = 0
 
 
 @dataclass(frozen=True)
@@ -328,8 +334,7 @@ class SequenceTracker:
             end = Turn(
                 text=len(whole),
                 tokens=len(node.tokens),
-                version=node.weight_version,
-                epoch=node.weight_epoch,
+                weights=node.weights,
                 spans=node.weight_spans,
                 sampling=node.sampling,
                 place=(*(request.turn.place if request.turn else ()), request.number, index),
@@ -433,14 +438,14 @@ def completed_node(
     """
     output = generation.output_tokens[index]
     parameters = None if generation.sampling is None else generation.sampling[index]
-    version, epoch = oldest_of(generation, index, beginning.turn)
+    weights = oldest_of(generation, index, beginning.turn)
     return SequenceNode(
         full_text="",
         tokens=beginning.tokens + output,
         masked_tokens=beginning.masks + output,
         logprobs=beginning.logprobs + generation.output_logprobs[index],
-        weight_version=version,
-        weight_epoch=epoch,
+        weight_version=weights and weights.version,
+        weight_epoch=(weights and weights.epoch) or None,
         weight_spans=(
             None if spans is None or beginning.spans is None else joined(beginning.spans, spans)
         ),
@@ -448,17 +453,10 @@ def completed_node(
     )
 
 
-def oldest_of(
-    generation: Generation, index: int, before: Turn | None
-) -> tuple[int | None, int | None]:
-    """Return (version, epoch) of the oldest weights of a completion and of the turns before it.
-
-    None stands for an unknown version or epoch.
-    """
-    pairs: list[tuple[int, int | None]] = []
-    if versions := generation.weight_versions:
-        epochs: Sequence[int | None] = generation.weight_epochs or [None] * len(versions)
-        pairs.append((versions[index], epochs[index]))
-    if before is not None and before.version is not None:
-        pairs.append((before.version, before.epoch))
-    return min(pairs, key=lambda pair: Weights(pair[1] or 0, pair[0]), default=(None, None))
+def oldest_of(generation: Generation, index: int, before: Turn | None) -> Weights | None:
+    """Return the oldest weights of a completion and of the turns before it, if known."""
+    met = weights_of(generation.weight_versions, generation.weight_epochs) or []
+    weights = met[index : index + 1]
+    if before is not None and before.weights is not None:
+        weights.append(before.weights)
+    return min(weights, default=None)

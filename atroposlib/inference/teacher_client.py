@@ -106,13 +106,7 @@ class TeacherServer(VLLMServer):
     async def probe(self) -> str | None:
         # Asked after an outage: what comes back may be another server.
         self._options, self._served, self._same_vocabulary = None, None, False
-        try:
-            response = await self.http.get("/health", timeout=PROBE_TIMEOUT)
-        except httpx.HTTPError as error:
-            return f"no answer ({type(error).__name__})"
-        # Somebody else's may have no such route, or want a key: it is there all the same, and will
-        # say so itself.
-        return f"/health answered {response.status_code}" if response.status_code >= 500 else None
+        return await self._fault_of("/health")
 
     async def start(self) -> None:
         """Wait until it answers, compare the vocabularies, and have it score a sequence.

@@ -4,13 +4,12 @@ import time
 import uuid
 from typing import Any
 
-import httpx
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 from atroposlib.inference.messages import checked_messages
-from atroposlib.inference.openai_client import PROBE_TIMEOUT, OpenAIRoutes
+from atroposlib.inference.openai_client import OpenAIRoutes
 
 
 class TrlVllmServer(OpenAIRoutes):
@@ -20,11 +19,7 @@ class TrlVllmServer(OpenAIRoutes):
     """Renders messages and decodes completions; set by the environment."""
 
     async def probe(self) -> str | None:
-        try:
-            response = await self.http.get("/health/", timeout=PROBE_TIMEOUT)
-        except httpx.HTTPError as error:
-            return f"no answer ({type(error).__name__})"
-        return None if response.status_code == 200 else f"/health/ answered {response.status_code}"
+        return await self._fault_of("/health/", good=range(200, 201))
 
     async def model(self) -> str:
         return self.config.model_name

@@ -60,11 +60,7 @@ class VLLMServer(OpenAIRoutes):
         return await super().look()
 
     async def probe(self) -> str | None:
-        try:
-            response = await self.http.get("/health", timeout=PROBE_TIMEOUT)
-        except httpx.HTTPError as error:
-            return f"no answer ({type(error).__name__})"
-        return None if response.status_code == 200 else f"/health answered {response.status_code}"
+        return await self._fault_of("/health", good=range(200, 201))
 
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
         prompt_tokens = self._prompt_tokens(kwargs)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.inference.client import APIServerConfig
-from atroposlib.inference.fleet_follower import FleetFollower, same_address, servers_of
+from atroposlib.inference.fleet_follower import FleetAnswer, FleetFollower, same_address
 from atroposlib.inference.server_manager import ServerManager
 from example_trainer.child_processes.readiness import wait_until
 from tests.atroposlib.envs.env_stack import OFFLINE, STANDIN, Stack
@@ -44,7 +44,7 @@ def test_whatever_the_table_says_those_with_the_trainers_weights_are_followed(
     told: dict[str, str], data: st.DataObject
 ) -> None:
     left = data.draw(st.lists(st.sampled_from(sorted(told) or ["http://h:9"])))
-    found = servers_of(table(*told.items(), left=left))
+    found = FleetAnswer.model_validate(table(*told.items(), left=left)).addresses()
     assert found is not None
     assert set(found) == {url for url, standing in told.items() if standing != "joining"} - set(
         left
@@ -52,7 +52,7 @@ def test_whatever_the_table_says_those_with_the_trainers_weights_are_followed(
 
 
 def test_what_is_no_table_is_told() -> None:
-    assert servers_of(table(("http://h:1", "good"), published=None)) is None
+    assert FleetAnswer.model_validate(table(published=None)).addresses() is None
     for wrong in (
         [],
         {},
@@ -61,7 +61,7 @@ def test_what_is_no_table_is_told() -> None:
         table(("http://h:1", "good")) | {"servers": [1]},
     ):
         with pytest.raises(ValueError):  # noqa: PT011  # each names something else
-            servers_of(wrong)
+            FleetAnswer.model_validate(wrong)
     assert same_address("http://H:1/v1", "http://h:1/")
     assert not same_address("http://h:1", "https://h:1")
 

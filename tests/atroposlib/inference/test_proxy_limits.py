@@ -16,15 +16,13 @@ from atroposlib.errors import InferenceUnavailable
 from atroposlib.inference.proxy import (
     ProxyLimits,
     Sessions,
-    TooManySessions,
-    UnknownSession,
     create_app,
     parse_arguments,
 )
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.web.access import Access
 from atroposlib.web.middleware import RequestLimitsMiddleware
-from atroposlib.web.refusal import openai_answer
+from atroposlib.web.refusal import HTTPRefusal, openai_answer
 from tests.atroposlib.envs.env_stack import OFFLINE
 
 ASK: Any = [{"role": "user", "content": "What is 40 plus 2?"}]
@@ -280,15 +278,15 @@ def test_a_session_expires_after_its_last_request_but_not_during_one() -> None:
     with sessions.used(made.uuid):
         clock.now += 600
         assert sessions.all() == [made]
-        with pytest.raises(TooManySessions):
+        with pytest.raises(HTTPRefusal, match="sessions are open"):
             sessions.create(managed, "m", None)
     clock.now += 60
     assert sessions.all() == [made], "its time began anew when the request ended"
     clock.now += 1
-    with pytest.raises(UnknownSession), sessions.used(made.uuid):
+    with pytest.raises(HTTPRefusal, match="not found"), sessions.used(made.uuid):
         pass
     assert sessions.create(managed, "m", None).uuid != made.uuid
-    with pytest.raises(UnknownSession):
+    with pytest.raises(HTTPRefusal, match="not found"):
         sessions.delete(made.uuid)
 
 
