@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-Start = Callable[[Sequence[str | Path], int, Path], AbstractContextManager[int]]
+Start = Callable[[Sequence[str], int, Path], AbstractContextManager[int]]
 """Starts a server: command, port, working directory."""
 Load = Callable[[int], dict[str, float]]
 """Puts the load on a port and returns what it printed."""

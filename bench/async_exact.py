@@ -39,6 +39,7 @@ from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import read_rows, wait_for_end
+from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.run_keys import read_keys
 
 GROUP, CAP, MODEL_LENGTH, CACHE_BYTES = 4, 24, 256, 2 << 30
@@ -113,9 +114,7 @@ class Run:
             str(self.config),
         ]
         log = self.args.output / f"{self.name}-driver-{self.starts}.log"
-        self.driver = Child(
-            "driver", [*command, "--steps", str(self.args.steps)], log, {}, pipes=False
-        )
+        self.driver = Child("driver", [*command, "--steps", str(self.args.steps)], log, {})
         self.stack.callback(self.driver.stop)
 
     def taken(self) -> list[dict[str, Any]]:
@@ -127,7 +126,8 @@ class Run:
         service.
         """
         found = re.findall(
-            r"\[Async\] service on (\S+) port (\d+)", self.driver.log.read_text(errors="replace")
+            r"\[Async\] service on (\S+) port (\d+)",
+            self.driver.log_path.read_text(errors="replace"),
         )
         if not found:
             return False
@@ -152,8 +152,7 @@ class Run:
             BenchError: something of it lives on.
         """
         family = [
-            self.driver.process.pid,
-            *(child.pid for child in self.driver.descendants()),
+            *descendants(self.driver.guard_pid),
             *self._writers(),
         ]
         deadline = time.monotonic() + END_SECONDS
@@ -167,7 +166,7 @@ class Run:
                 raise BenchError(
                     f"processes {family} of {self.name} live on after SIGKILL for {END_SECONDS:g} s"
                 )
-        self.driver.process.wait(END_SECONDS)
+        self.driver.wait_for_guard(END_SECONDS)
         return int(max((row["step"] for row in self.taken()), default=0))
 
     def _writers(self) -> list[int]:

@@ -25,6 +25,7 @@ sys.path[0] = str(ROOT)
 import argparse
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -65,7 +66,7 @@ class Faults:
         trainer = stage.joined(mode)
         before, mark = stage.snapshot(), stage.log_mark()
         stage.hold(trainer, point)
-        trainer.process.kill()
+        trainer.signal(signal.SIGKILL)
         outcome = Outcome(f"trainer killed, {mode}, in {point}", self.limit)
         outcome.seconds = stage.settled(self.limit)
         return self._told_by_server(
@@ -78,7 +79,7 @@ class Faults:
         """
         stage = self.stage
         trainer = stage.joined(mode)
-        before, mark, heard = stage.snapshot(), stage.log_mark(), trainer.log.stat().st_size
+        before, mark, heard = stage.snapshot(), stage.log_mark(), trainer.log_path.stat().st_size
         stage.hold(trainer, point)
         outcome = Outcome(
             f"trainer stopped for longer than the deadline, {mode}, in {point}", self.limit
@@ -89,7 +90,7 @@ class Faults:
         message = trainer.message(self.limit + stage.timeout + 15, "the stopped update")
         told = re.search(
             rb"joining it again to send|doing the update to version \d+ anew",
-            trainer.log.read_bytes()[heard:],
+            trainer.log_path.read_bytes()[heard:],
         )
         if "error" not in message and not told:
             outcome.problems.append(f"the trainer was not told: {message}")
@@ -228,7 +229,7 @@ class Faults:
         trainer = stage.joined(mode)
         version = stage.snapshot()["version"] + 1
         stage.hold(trainer, point)
-        mark = trainer.log.stat().st_size
+        mark = trainer.log_path.stat().st_size
         stage.server.worker_process(0).kill()
         stage.release(trainer)
         outcome = Outcome(f"vLLM worker killed, {mode}, in {point}", self.limit)
@@ -251,7 +252,7 @@ class Faults:
         """
         stage = self.stage
         trainer = stage.joined(mode)
-        mark = trainer.log.stat().st_size
+        mark = trainer.log_path.stat().st_size
         stage.server.kill()
         outcome = Outcome(f"server killed and started again between updates, {mode}", self.limit)
         trainer.send("sync", count=1)
@@ -268,7 +269,7 @@ class Faults:
         """
         stage = self.stage
         trainer = stage.joined(mode)
-        before, mark, heard = stage.snapshot(), stage.log_mark(), trainer.log.stat().st_size
+        before, mark, heard = stage.snapshot(), stage.log_mark(), trainer.log_path.stat().st_size
         version = before["version"] + 1
         who = "vLLM worker" if stage.tp == 1 else f"vLLM rank {tp_rank}"
         # Noticed at the latest when the check of what it received has taken as long as an update

@@ -148,7 +148,7 @@ class Load:
         """The server's count of tokens, the seconds of processor time that its processes have used
         so far, and its clocks.
         """
-        processes = {"front end": _processor_seconds(psutil.Process(self._server.pid))}
+        processes = {"front end": _processor_seconds(psutil.Process(self._server.command_pid()))}
         for process in self._server.engine_processes():
             name = _name(process)
             processes[name] = processes.get(name, 0.0) + _processor_seconds(process)

@@ -50,7 +50,7 @@ from bench.gpu.training_stack import RowsAsTheyCome
 from example_trainer.child_processes.ports import PortReservations
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
-LOGS = ("api.log", "gsm8k.log", "vllm.log", "trainer.log", "shell.log")
+LOGS = ("api.log", "gsm8k.log", "vllm.log", "trainer.log_path", "shell.log")
 SERVER_LINES = (
     "[vLLM Patch] ✓ Shared memory setup complete!",
     "[vLLM Patch] ✓ Exported ",
@@ -236,7 +236,7 @@ class GuideCommands:
             self._type_services(flags)
             self._type_training(model, self.args.vllm_flags)
         except BenchError:
-            trainer = self.shell.read("trainer.log")
+            trainer = self.shell.read("trainer.log_path")
             if not (share := re.search(SMALLER_SHARE, trainer)) or self.args.vllm_flags:
                 raise
             self.found["refused_share_of_vllm"] = next(
@@ -288,13 +288,13 @@ class GuideCommands:
             on_devices(COMMANDS[self.guide.trainer], self.trainer_gpus, 1), model
         )
         command = command.replace("grpo.py", f"grpo.py {self.args.trainer_flags}".rstrip())
-        if "trainer.log" not in command:  # where the guide leaves its lines on the terminal
-            command += " 2>&1 | tee trainer.log"
+        if "trainer.log_path" not in command:  # where the guide leaves its lines on the terminal
+            command += " 2>&1 | tee trainer.log_path"
         self.shell.type(f"{command} > /dev/null &")
         self._say(f"typed: {command}")
         self.found["commands"] = self.shell.at_its_ports(command)
         self.found["seconds_to_first_step"] = round(
-            self._wait("trainer.log", "Step 1/", "grpo.py"), 1
+            self._wait("trainer.log_path", "Step 1/", "grpo.py"), 1
         )
 
     def _with_model(self, command: str, model: Path) -> str:
@@ -314,7 +314,7 @@ class GuideCommands:
                 if len(rows.rows) >= self.guide.steps and self._restarts() >= self.guide.restarts:
                     break
                 raise BenchError(
-                    f"the trainer ended after {len(rows.rows)} steps:\n{tail(self.shell.folder / 'trainer.log')}"
+                    f"the trainer ended after {len(rows.rows)} steps:\n{tail(self.shell.folder / 'trainer.log_path')}"
                 )
             if self._left() <= 0:
                 self._figures(rows)
@@ -327,10 +327,13 @@ class GuideCommands:
         return rows
 
     def _restarts(self) -> int:
-        return max(0, self.shell.read("trainer.log").count(SERVES) - 1)
+        return max(0, self.shell.read("trainer.log_path").count(SERVES) - 1)
 
     def _figures(self, rows: RowsAsTheyCome) -> None:
-        trainer, everything = self.shell.read("trainer.log"), "".join(map(self.shell.read, LOGS))
+        trainer, everything = (
+            self.shell.read("trainer.log_path"),
+            "".join(map(self.shell.read, LOGS)),
+        )
         moments = [moment for moment, _ in rows.rows]
         gaps = [after - before for before, after in pairwise(moments)]
         plan = re.search(r"Memory plan: .*", trainer)
@@ -397,7 +400,7 @@ class GuideCommands:
             self.next_progress = time.monotonic() + PROGRESS_SECONDS
             last = {
                 name: tail(self.shell.folder / name, 1)[:150]
-                for name in ("vllm.log", "trainer.log")
+                for name in ("vllm.log", "trainer.log_path")
             }
             self._say(" | ".join(f"{name}: {line}" for name, line in last.items() if line))
 

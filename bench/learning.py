@@ -153,9 +153,7 @@ class Learning:
             if free and waiting and self._may_start(len(waiting)):
                 self._start(waiting.pop(0), free.pop(0))
             for one in [
-                one
-                for one in self.running
-                if one.child.process.poll() is not None or self._late(one)
+                one for one in self.running if one.child.poll() is not None or self._late(one)
             ]:
                 self.running.remove(one)
                 free.append(one.slot)
@@ -313,7 +311,7 @@ class Learning:
             environment["CUDA_VISIBLE_DEVICES"] = gpus_of(training, slot[0], self.gpus)
         command += ["--model", str(self.args.model), "--output", str(folder)]
         self._last_start = time.monotonic()
-        child = Child(training.name, command, folder / "run.log", environment, pipes=False)
+        child = Child(training.name, command, folder / "run.log", environment)
         self.running.append(Running(training, slot, child, folder, self._last_start))
 
     def _late(self, one: Running) -> bool:
@@ -321,14 +319,14 @@ class Learning:
 
     def _finish(self, one: Running) -> None:
         """Keep what a training that has ended, or has not in time, came to."""
-        status = one.child.process.poll()
+        status = one.child.poll()
         seconds = round(time.monotonic() - one.began, 1)
         one.child.stop()
         shutil.rmtree(one.folder / "checkpoints", ignore_errors=True)  # the curves are what is kept
         rows, evaluations = (
             read_rows(one.folder / name) for name in ("metrics.jsonl", "evaluations.jsonl")
         )
-        last = tail(one.child.log, 1)[:500]
+        last = tail(one.child.log_path, 1)[:500]
         wrong = divergence(rows, last if status else "")
         failed = bool(status is None or (status and not wrong))
         found = {

@@ -136,9 +136,7 @@ class Benchmark(Sitting):
         )
         log = self.args.output / f"parameter-server-{mark}.log"
         threads = {} if self.on_gpu else {"OMP_NUM_THREADS": "1"}
-        holder = Child(
-            "parameter server", command, log, {VARIABLE: str(folder), **threads}, pipes=False
-        )
+        holder = Child("parameter server", command, log, {VARIABLE: str(folder), **threads})
         self.stack.callback(holder.stop)
         wait_all({"parameter server": lambda: answers(f"http://127.0.0.1:{port}/weights")}, 90)
         arguments = trainer_arguments(self.args.shape, port, self.args.device, TRAINER_TIMEOUT)

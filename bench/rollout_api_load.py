@@ -41,8 +41,10 @@ from bench import arrival_order
 from bench.gpu.processes import free_port
 from bench.measured import measured
 from bench.public_server import PUBLIC, public_python
+from example_trainer.child_processes.supervisor import Supervisor
 from example_trainer.launcher import roles
 
+START_SECONDS = 180.0
 LOAD = ROOT.parent / "shared" / "bench" / "api_load.py"
 RESULT = re.compile(
     r"posted=(?P<posted>\d+) drained=(?P<drained>\d+) p50=(?P<p50>[\d.]+)ms p99=(?P<p99>[\d.]+)ms "
@@ -51,35 +53,13 @@ RESULT = re.compile(
 
 
 @contextmanager
-def server(command: Sequence[str | Path], port: int, directory: Path) -> Iterator[int]:
+def server(command: Sequence[str], port: int, directory: Path) -> Iterator[int]:
     """A server process, from its first answer on. Yields its process id."""
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [str(part) for part in command], cwd=directory, stdout=log, stderr=log
-        )
-        try:
-            deadline = time.monotonic() + 180
-            while True:
-                try:
-                    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-                    connection.request("GET", "/")
-                    connection.getresponse().read()
-                    break
-                except OSError:
-                    if process.poll() is not None or time.monotonic() > deadline:
-                        log.seek(0)
-                        sys.exit(
-                            f"error: {command[0]} did not start: {log.read()[-1000:].decode(errors='replace')}"
-                        )
-                    time.sleep(0.05)
-            yield process.pid
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
+    with tempfile.TemporaryDirectory() as folder, Supervisor() as supervisor:
+        log = Path(folder) / "server.log"
+        process = supervisor.start("the server", command, log, directory=directory, grace=30.0)
+        supervisor.wait_for_http(process, f"http://127.0.0.1:{port}/", START_SECONDS)
+        yield process.command_pid()
 
 
 def cpu_seconds(pid: int) -> float:
@@ -108,9 +88,7 @@ def put_load(port: int, clients: int, groups: int = 1024) -> dict[str, float]:
     return {name: float(value) for name, value in match.groupdict().items()}
 
 
-def measure(
-    command: Sequence[str | Path], port: int, directory: Path, clients: int
-) -> dict[str, float]:
+def measure(command: Sequence[str], port: int, directory: Path, clients: int) -> dict[str, float]:
     """One run of the load on a fresh server."""
     with server(command, port, directory) as pid:
         before = cpu_seconds(pid)

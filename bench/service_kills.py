@@ -24,21 +24,23 @@ sys.path[0] = str(
 import argparse
 import http.client
 import json
+import os
 import random
+import signal
 import sqlite3
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import IO, Any
+from typing import Any
 
 from bench.gpu.processes import free_port
 from bench.measured import measured
 from bench.rollout_api_load import machine, ours
+from example_trainer.child_processes.supervisor import Supervisor
 
 SEQUENCES, TOKENS = 4, 32
 """Sizes of each group."""
@@ -214,36 +216,22 @@ class Trainer(threading.Thread):
 class Service:
     """The service's process, which can be killed and started again."""
 
-    def __init__(self, port: int, folder: Path, log: IO[bytes]) -> None:
-        self._command = ours(port, folder)
-        self._port, self._log = port, log
+    def __init__(self, port: int, folder: Path, supervisor: Supervisor) -> None:
+        self._command, self._log = ours(port, folder), folder / "service.log"
+        self._port, self._supervisor = port, supervisor
         self.start()
 
     def start(self) -> float:
         """Start the service, and return the seconds until it answers."""
-        began = time.monotonic()
-        self.process = subprocess.Popen(self._command, cwd=ROOT, stdout=self._log, stderr=self._log)
-        while time.monotonic() - began < START_SECONDS:
-            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
-            try:
-                connection.request("GET", "/")
-                connection.getresponse().read()
-                return time.monotonic() - began
-            except (OSError, http.client.HTTPException):
-                if self.process.poll() is not None:
-                    break
-                time.sleep(0.02)
-            finally:
-                connection.close()
-        self._log.seek(0)
-        sys.exit(
-            f"error: the service did not start: {self._log.read()[-1000:].decode(errors='replace')}"
-        )
+        began, url = time.monotonic(), f"http://127.0.0.1:{self._port}/"
+        self._process = self._supervisor.start("the service", self._command, self._log)
+        self._supervisor.wait_for_http(self._process, url, START_SECONDS, interval=0.02)
+        return time.monotonic() - began
 
     def kill(self) -> None:
         """Kill the service as a crash would, and wait for its end."""
-        self.process.kill()
-        self.process.wait(60)
+        os.kill(self._process.command_pid(), signal.SIGKILL)
+        self._supervisor.stop(self._process)
 
 
 def put_load(clients: int, seconds: float, kills: int) -> dict[str, Any]:
@@ -253,25 +241,22 @@ def put_load(clients: int, seconds: float, kills: int) -> dict[str, Any]:
     (ROOT / "runs").mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="rollouts", dir=ROOT / "runs") as folder,
-        tempfile.TemporaryFile() as log,
+        Supervisor() as supervisor,
     ):
-        service = Service(port, Path(folder), log)
-        try:
-            trainer = Trainer(port, ledger)
-            register(trainer.connection)
-            posters = [Poster(port, index, ledger, lock, over) for index in range(clients)]
-            for thread in (trainer, *posters):
-                thread.start()
-            restarts = []
-            for _ in range(kills):
-                time.sleep(seconds / (kills + 1) * chance.uniform(0.8, 1.2))
-                service.kill()
-                restarts.append(service.start())
-            time.sleep(seconds / (kills + 1))
-            over.set()
-            finish(trainer, posters, ledger)
-        finally:
+        service = Service(port, Path(folder), supervisor)
+        trainer = Trainer(port, ledger)
+        register(trainer.connection)
+        posters = [Poster(port, index, ledger, lock, over) for index in range(clients)]
+        for thread in (trainer, *posters):
+            thread.start()
+        restarts = []
+        for _ in range(kills):
+            time.sleep(seconds / (kills + 1) * chance.uniform(0.8, 1.2))
             service.kill()
+            restarts.append(service.start())
+        time.sleep(seconds / (kills + 1))
+        over.set()
+        finish(trainer, posters, ledger)
     failures = [thread.failure for thread in (trainer, *posters) if thread.failure]
     broken = sum(thread.connection.broken for thread in (trainer, *posters))
     times = {

@@ -190,7 +190,7 @@ class TrainerSpeed(Sitting):
             ):
                 held[waiting[0][0]] = self._start(*waiting[0], self._gpus(waiting[0][1], 0))
             for place, task in list(running.items()):
-                if task.ended:
+                if task.answers:
                     self.results.measure(part, task.name, run=task.answer)
                     running.pop(place).stop()
                     if part == "longest" and not self._is_longer(task.name):

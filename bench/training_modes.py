@@ -245,7 +245,7 @@ class Run:
                 len(rows) // 2
             ],
             "served": served,
-            "ranks": ranks_in(self.trainer.log),
+            "ranks": ranks_in(self.trainer.log_path),
             "compared_tokens": sum(row.get("compared_tokens", 0) for row in rows),
             "mismatched_tokens": sum(row.get("mismatched_tokens", 0) for row in rows),
             "checksums": [row["checksum"] for row in rows],

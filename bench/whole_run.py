@@ -323,7 +323,7 @@ class WholeRun:
             "TRL_EXPERIMENTAL_SILENCE": "1",
             **OFFLINE,
         }
-        trainer = Child("trainer", command, args.output / "trl-trainer.log", variables, pipes=False)
+        trainer = Child("trainer", command, args.output / "trl-trainer.log_path", variables)
         self.stack.callback(trainer.stop)
         rows = RowsAsTheyCome(file)
         deadline, enough = time.monotonic() + seconds - 2, args.leave_out + 3
@@ -373,14 +373,12 @@ class TrlServer(Child):
             "VLLM_API_KEY": "",
             **OFFLINE,
         }
-        super().__init__("vllm trl", command, output / "vllm-trl.log", variables, pipes=False)
+        super().__init__("vllm trl", command, output / "vllm-trl.log", variables)
 
     def ready(self) -> bool:
         """Whether it answers. Raises BenchError if it has ended."""
-        if self.process.poll() is not None:
-            raise BenchError(
-                f"{self.name} ended with status {self.process.returncode}; see {self.log.name}"
-            )
+        if self.poll() is not None:
+            raise BenchError(f"{self.name} ended with status {self.poll()}; see {self.log.name}")
         return answers(f"{self.url}/health")
 
 

@@ -286,12 +286,19 @@ class ForkServer:
         return Forked(int(pid), status)
 
     def fork_with_pipes(
-        self, command: Command, variables: Mapping[str, str], directory: Path | None, log: int
+        self,
+        command: Command,
+        variables: Mapping[str, str],
+        directory: Path | None,
+        log: int,
+        *guard: int,
+        grace: float = 0.0,
     ) -> Forked:
         """The same with pipes to its standard input and from its output."""
         (stdin, write), (read, stdout) = os.pipe(), os.pipe()
         try:
-            forked = self.fork(command, variables, directory, log, talks=(stdin, stdout))
+            talks = (stdin, stdout)
+            forked = self.fork(command, variables, directory, log, *guard, grace=grace, talks=talks)
         finally:
             os.close(stdin)
             os.close(stdout)
@@ -341,7 +348,8 @@ def start_guard(
     if (found := what_forks(self.command, variables)) is None:
         return execute_guard(self, control, log, variables, directory)
     server, command = found
-    return server.fork(command, variables, directory, log, control, grace=self.grace)
+    fork = server.fork_with_pipes if self.pipes else server.fork
+    return fork(command, variables, directory, log, control, grace=self.grace)
 
 
 class ForkedProcess(ManagedProcess):

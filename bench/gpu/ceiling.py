@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.gpu.processes import BenchError, Child, free_port, tail
+from bench.gpu.processes import BenchError, Child, free_port
 from bench.gpu.shapes import SHAPES, shard_shapes
 from bench.gpu.summary import gigabytes_per_second, spread_ms
 
@@ -84,21 +83,17 @@ def measure(
         command += ["--pairs"] if pairs else []
         environment = {} if gpu == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu}
         children.append(
-            Child(
-                f"ceiling rank {rank}",
-                command,
-                output / f"ceiling-{rank}.log",
-                environment,
-                pipes=False,
-            )
+            Child(f"ceiling rank {rank}", command, output / f"ceiling-{rank}.log", environment)
         )
     deadline = time.monotonic() + seconds
     try:
         for child in children:
-            status = child.process.wait(max(0.1, deadline - time.monotonic()))
-            if status:
-                raise BenchError(f"{child.name} ended with status {status}:\n{tail(child.log)}")
-    except (BenchError, subprocess.TimeoutExpired) as error:
+            child.wait_for_guard(max(0.1, deadline - time.monotonic()))
+            if child.poll() is None:
+                raise BenchError(f"{child.name} has not ended")
+            if child.poll():
+                raise child.ended()
+    except BenchError as error:
         if not result_file.exists():
             raise BenchError(
                 f"the ceiling was not measured within {seconds:g} s: {error}"
@@ -106,7 +101,7 @@ def measure(
         return _read(result_file) | {"not_measured": str(error).splitlines()[0]}
     finally:
         for child in children:
-            child.stop(grace=5)
+            child.stop()
     return _read(result_file)
 
 

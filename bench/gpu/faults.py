@@ -131,7 +131,7 @@ class Stage:
         once.
         """
         self._starts += 1
-        log = self.server.log
+        log = self.server.log_path
         log.rename(log.with_name(f"{log.stem}-{self._starts}.log"))
         self.server = VllmServer(
             self._name, self._model, self.output, self._options, port=self.server.port
@@ -140,14 +140,14 @@ class Stage:
     def usable(self) -> bool:
         """Whether the server can go on after a row that could not be judged."""
         try:
-            return self.server.process.poll() is None and not self.server.state()["engine_dead"]
+            return self.server.poll() is None and not self.server.state()["engine_dead"]
         except OSError:
             return False
 
     def close(self) -> None:
         """Stop everything."""
         for worker in self._trainers:
-            worker.stop(grace=5)
+            worker.stop()
         self.server.stop()
 
     def end_row(self) -> None:
@@ -160,12 +160,12 @@ class Stage:
         ]
         for worker in self._trainers:
             if worker not in staying:
-                worker.stop(grace=5)
+                worker.stop()
         self._trainers = staying
 
     def keep(self, worker: Worker) -> None:
         """A trainer whose last update was good may serve in the next row."""
-        self._kept[self._kinds[worker.pid]] = worker
+        self._kept[self._kinds[worker.name]] = worker
 
     # -- trainers
 
@@ -175,7 +175,7 @@ class Stage:
         The next ones of its kind begin to load meanwhile.
         """
         kept = self._kept.pop(kind, None)
-        if kept is not None and kept.process.poll() is None:
+        if kept is not None and kept.poll() is None:
             return kept
         ahead = self._ahead[kind]
         worker = ahead.pop(0) if ahead else self._start_trainer(kind)
@@ -209,9 +209,7 @@ class Stage:
     @staticmethod
     def release(worker: Worker) -> None:
         """Let a held trainer go on."""
-        assert worker.process.stdin is not None
-        worker.process.stdin.write(b"go\n")
-        worker.process.stdin.flush()
+        worker.write("go")
 
     def _start_trainer(self, kind: str) -> Worker:
         self._count += 1
@@ -232,7 +230,7 @@ class Stage:
             self._ranks,
         )
         self._trainers.append(worker)
-        self._kinds[worker.pid] = kind
+        self._kinds[worker.name] = kind
         worker.send("load", seed=self._count)
         return worker
 
@@ -264,7 +262,7 @@ class Stage:
         """What the server serves compared with a snapshot; `unhealthy` only if it also refuses to
         generate.
         """
-        if self.server.process.poll() is not None or self.server.health() == 0:
+        if self.server.poll() is not None or self.server.health() == 0:
             return "gone"
         state = self.server.state()
         if state["engine_dead"]:
@@ -294,14 +292,14 @@ class Stage:
         """The lines on updates that the server has logged since `mark` (see log_mark), and its last
         error.
         """
-        text = self.server.log.read_bytes()[mark:].decode(errors="replace")
+        text = self.server.log_path.read_bytes()[mark:].decode(errors="replace")
         lines = [line[line.index("[Bridge]") :] for line in text.splitlines() if "[Bridge]" in line]
         lines = [line for line in lines if re.search(r"failed|refus|gave|UNHEALTHY|died", line)]
         return "\n".join(dict.fromkeys(lines))[:2000]
 
     def log_mark(self) -> int:
         """Where the server's log ends now."""
-        return self.server.log.stat().st_size
+        return self.server.log_path.stat().st_size
 
     def attempt(self, worker: Worker, mode: str, connect: bool) -> str:
         """Update once more, joining anew if asked, and compare what is served with what was sent:
@@ -334,11 +332,13 @@ def note_absence(outcome: Outcome, trainer: Worker, mark: int) -> None:
     """
     started = time.monotonic()
     while not (
-        found := ABSENCE.findall(text := trainer.log.read_bytes()[mark:].decode(errors="replace"))
+        found := ABSENCE.findall(
+            text := trainer.log_path.read_bytes()[mark:].decode(errors="replace")
+        )
     ):
         if time.monotonic() - started > 2 * outcome.limit:
             outcome.problems.append(
-                f"the trainer did not say that its server has gone: {tail(trainer.log)}"
+                f"the trainer did not say that its server has gone: {tail(trainer.log_path)}"
             )
             break
         time.sleep(0.1)

@@ -10,7 +10,6 @@ could run vLLM.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -57,14 +56,14 @@ class LightFleet(Child):
                 httpx.get(f"http://127.0.0.1:{port}/bridge/info", timeout=10).raise_for_status()
                 return port
             except httpx.HTTPError as error:
-                if time.monotonic() > deadline or self.process.poll() is not None:
+                if time.monotonic() > deadline or self.poll() is not None:
                     raise BenchError(
-                        f"{self.name}: no server at port {port} ({error}):\n{tail(self.log)}"
+                        f"{self.name}: no server at port {port} ({error}):\n{tail(self.log_path)}"
                     ) from error
                 time.sleep(0.1)
 
     def _tell(self, line: dict[str, Any]) -> dict[str, Any]:
-        pipes: subprocess.Popen[bytes] = self.process
+        pipes = self.guard
         assert pipes.stdin is not None
         assert pipes.stdout is not None
         try:
@@ -72,7 +71,7 @@ class LightFleet(Child):
             pipes.stdin.flush()
             answer: dict[str, Any] = json.loads(pipes.stdout.readline())
         except (OSError, ValueError) as error:
-            raise BenchError(f"{self.name} ended:\n{tail(self.log)}") from error
+            raise BenchError(f"{self.name} ended:\n{tail(self.log_path)}") from error
         return answer
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
-import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +23,8 @@ from typing import Any
 
 import psutil
 
+from example_trainer.child_processes import processes
+from example_trainer.child_processes.guard import descendants, send
 from example_trainer.child_processes.ports import PortReservations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,6 @@ NO_MULTICAST = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 """NVLink multicast stays off for every child, unless the environment says otherwise."""
-_ERROR_LINE = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b")
 
 
 class BenchError(RuntimeError):
@@ -87,20 +86,21 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def tail(path: Path, lines: int = 12) -> str:
-    """The last lines of a log, without control characters."""
-    if not path.exists():
-        return ""
-    text = path.read_bytes()[-20_000:].decode(errors="replace")
-    kept = [
-        "".join(c for c in line if c.isprintable() or c == "\t")
-        for line in text.splitlines()
-        if line.strip()
-    ]
-    return "\n".join(line[:400] for line in kept[-lines:])
+    """The last lines of a log."""
+    return "\n".join(processes.tail(path, lines, columns=400))
 
 
-class Child:
-    """A process in a session of its own, with a log; `stop` ends it and all that it started."""
+class Child(processes.ManagedProcess):
+    """A process of a benchmark, in the repository's root.
+
+    Args:
+        name: for messages.
+        command: program and arguments.
+        log: what it writes to stderr, and to stdout unless `pipes`.
+        environment: on top of this process's own.
+        pipes: stdin and stdout are ours to talk through.
+        grace: seconds between SIGTERM and SIGKILL.
+    """
 
     def __init__(
         self,
@@ -108,85 +108,49 @@ class Child:
         command: Sequence[str],
         log: Path,
         environment: Mapping[str, str],
-        pipes: bool,
+        pipes: bool = False,
+        grace: float = 20.0,
     ) -> None:
-        """
-        Args:
-            name: for messages.
-            command: program and arguments; run in the repository's root.
-            log: what it writes to stderr, and to stdout unless `pipes`.
-            environment: on top of this process's own.
-            pipes: stdin and stdout are ours to talk through.
-        """
-        self.name, self.log = name, log
-        log.parent.mkdir(parents=True, exist_ok=True)
         paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        merged = {
-            **NO_MULTICAST,
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONUNBUFFERED": "1",
-            **environment,
-        }
+        variables = {name: os.environ.get(name, value) for name, value in NO_MULTICAST.items()}
+        variables |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **environment}
         if environment.get("CUDA_VISIBLE_DEVICES"):
-            merged["CUDA_VISIBLE_DEVICES"] = among_visible(environment["CUDA_VISIBLE_DEVICES"])
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                list(command),
-                cwd=ROOT,
-                env=merged,
-                start_new_session=True,
-                stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if pipes else file,
-                stderr=file,
-            )
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+            variables["CUDA_VISIBLE_DEVICES"] = among_visible(environment["CUDA_VISIBLE_DEVICES"])
+        super().__init__(name, command, log, variables, ROOT, grace, pipes=pipes)
 
     def descendants(self) -> list[psutil.Process]:
-        """Everything it has started that still lives."""
-        try:
-            return psutil.Process(self.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+        """Everything that the command has started and that still lives."""
+        found = []
+        for pid in descendants(self.guard_pid)[1:]:
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+        return found
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process itself."""
-        os.kill(self.pid, number)
+        """Send a signal to the command itself."""
+        os.kill(self.command_pid(), number)
 
     def kill(self) -> None:
-        """SIGKILL for it and all that it started."""
-        family = self.descendants()
-        self.process.kill()
-        self._bury(family, 20.0)
-        self.process.wait(20.0)
+        """End the command and all that it started at once, as a failure of the machine would, and
+        wait until they are gone.
+        """
+        for pid in descendants(self.guard_pid):
+            send(pid, signal.SIGKILL)
+        self.stop()
 
-    @staticmethod
-    def _bury(family: list[psutil.Process], seconds: float) -> None:
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, timeout=seconds)
-
-    def stop(self, grace: float = 20.0) -> None:
-        """SIGTERM, then SIGKILL for whatever is left of it. Safe to call twice."""
-        family = self.descendants()
-        if self.process.poll() is None:
-            with suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGCONT)
-            self.process.terminate()
-            try:
-                self.process.wait(grace)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(grace)
-        self._bury(family, grace)
-        for pipe in (self.process.stdin, self.process.stdout):
+    def stop(self) -> int:
+        code = super().stop()
+        for pipe in (self.guard.stdin, self.guard.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):
                     pipe.close()
+        return code
+
+    def ended(self) -> BenchError:
+        """The error for a process that is needed and has ended."""
+        return BenchError(
+            f"{self.name} ended with status {self.poll()}:\n{tail(self.log_path, 25)}"
+        )
 
 
 HELD_SECONDS = 900.0
@@ -233,7 +197,6 @@ class Task(Child):
             [*module_command(module, ranks), *map(str, files)],
             log,
             environment or {},
-            pipes=False,
         )
         self._answer = files[1]
 
@@ -245,31 +208,34 @@ class Task(Child):
         part.replace(self._asked)
 
     @property
-    def ended(self) -> bool:
+    def answers(self) -> bool:
         """Whether `answer` returns, or raises, without waiting."""
-        return self.process.poll() is not None or time.monotonic() - self._began > self._seconds
+        return self.poll() is not None or time.monotonic() - self._began > self._seconds
 
     def answer(self) -> dict[str, Any]:
         """What it has written, once it has ended.
 
         Raises BenchError if it did not end in time, or ended without an answer.
         """
-        try:
-            status = self.process.wait(max(0.0, self._began + self._seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        self.wait_for_guard(max(0.0, self._began + self._seconds - time.monotonic()))
+        status = self.poll()
+        if status is None:
             raise BenchError(
-                f"{self.name} did not end within {self._seconds:g} s:\n{tail(self.log)}"
-            ) from None
+                f"{self.name} did not end within {self._seconds:g} s:\n{tail(self.log_path)}"
+            )
         if status != 0 or not self._answer.exists():
-            errors = filter(_ERROR_LINE.match, tail(self.log, 400).splitlines())
-            reason = next(errors, "")  # of several ranks the first to fail is the cause
-            raise BenchError(f"{self.name} ended with status {status}: {reason}\n{tail(self.log)}")
+            # Of several ranks the first to fail is the cause.
+            reason = processes.first_error(self.log_path) or ""
+            raise BenchError(
+                f"{self.name} ended with status {status}: {reason}\n{tail(self.log_path)}"
+            )
         answer: dict[str, Any] = json.loads(self._answer.read_text(encoding="utf-8"))
         return answer
 
-    def stop(self, grace: float = 20.0) -> None:
-        super().stop(grace)
+    def stop(self) -> int:
+        code = super().stop()
         self._folder.cleanup()
+        return code
 
 
 def answer_once(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -336,14 +302,18 @@ class Worker(Child):
 
     def send(self, command: str, **arguments: Any) -> None:
         """Send a command without waiting; `answer` fetches what it says."""
-        assert self.process.stdin is not None
         try:
-            self.process.stdin.write((json.dumps({"do": command, **arguments}) + "\n").encode())
-            self.process.stdin.flush()
+            self.write(json.dumps({"do": command, **arguments}))
         except BrokenPipeError:
             raise BenchError(
-                f"{self.name} has ended before {command}; its log ends with:\n{tail(self.log)}"
+                f"{self.name} has ended before {command}; its log ends with:\n{tail(self.log_path)}"
             ) from None
+
+    def write(self, line: str) -> None:
+        """Write a line to its standard input."""
+        assert self.guard.stdin is not None
+        self.guard.stdin.write(f"{line}\n".encode())
+        self.guard.stdin.flush()
 
     def answer(self, timeout: float, to: str = "") -> Any:
         """The next answer. Raises BenchError as `ask` does."""
@@ -358,20 +328,20 @@ class Worker(Child):
             line = self._lines.get(timeout=timeout)
         except queue.Empty:
             raise BenchError(
-                f"{self.name} did not answer {to} within {timeout:g} s:\n{tail(self.log)}"
+                f"{self.name} did not answer {to} within {timeout:g} s:\n{tail(self.log_path)}"
             ) from None
         if line is None:
             self._lines.put(None)
-            status = self.process.wait(10)
+            self.wait_for_guard(10)
             raise BenchError(
-                f"{self.name} ended with status {status} during {to}:\n{tail(self.log)}"
+                f"{self.name} ended with status {self.poll()} during {to}:\n{tail(self.log_path)}"
             )
         message: dict[str, Any] = json.loads(line)
         return message
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        assert self.guard.stdout is not None
+        for line in self.guard.stdout:
             self._lines.put(line)
         self._lines.put(None)
 

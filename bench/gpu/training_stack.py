@@ -50,7 +50,7 @@ class TrainingStack:
         }
         variables |= {"OMP_NUM_THREADS": "1"} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": gpus}
         log = self.output / f"{self.name.replace(' ', '_')}-{what}.log"
-        child = Child(what, command, log, variables, pipes=False)
+        child = Child(what, command, log, variables)
         self.stack.callback(child.stop)
         return child
 
@@ -128,17 +128,17 @@ def wait_for_end(
         BenchError: it failed, or has not ended after so many seconds.
     """
     deadline = time.monotonic() + seconds
-    while child.process.poll() is None:
+    while child.poll() is None:
         if time.monotonic() > deadline:
-            raise BenchError(f"{child.name}: not finished after {seconds:g} s:\n{tail(child.log)}")
+            raise BenchError(
+                f"{child.name}: not finished after {seconds:g} s:\n{tail(child.log_path)}"
+            )
         if meanwhile():
             return
         time.sleep(0.02)
     meanwhile()
-    if child.process.returncode:
-        raise BenchError(
-            f"{child.name} ended with status {child.process.returncode}:\n{tail(child.log)}"
-        )
+    if child.poll():
+        raise BenchError(f"{child.name} ended with status {child.poll()}:\n{tail(child.log_path)}")
 
 
 class RowsAsTheyCome:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.gpu.processes import BenchError, Child, free_port, tail
+from bench.gpu.processes import BenchError, Child, free_port
 from example_trainer.launcher import roles
 
 NUMBERS = {"ignore_eos": True, "return_text": False, "token_logprobs": True}
@@ -113,15 +111,12 @@ class VllmServer(Child):
             roles.vllm_server(model, self.port, [*server_flags, *options.flags]),
             output / f"{name.replace(' ', '-')}.log",
             environment | dict(options.environment),
-            pipes=False,
         )
 
     def ready(self) -> bool:
         """Whether it samples a token now. Raises BenchError if it has ended."""
-        if self.process.poll() is not None:
-            raise BenchError(
-                f"{self.name} ended with status {self.process.returncode}:\n{tail(self.log, 25)}"
-            )
+        if self.poll() is not None:
+            raise self.ended()
         try:
             return httpx.get(f"{self.url}/health_generate", timeout=40).status_code == 200
         except httpx.TransportError:
@@ -201,16 +196,6 @@ class VllmServer(Child):
                 f"{self.name}: {len(cores)} processes look like rank {tp_rank}'s worker among {titles}"
             )
         return cores[0]
-
-    def kill(self) -> None:
-        """End it and its workers at once, as a machine failure would, and wait until they are gone."""
-        family = self.descendants()
-        for pid in [self.pid, *(p.pid for p in family)]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        self.stop()
 
 
 def _title(process: psutil.Process) -> str:

@@ -50,7 +50,9 @@ class Supervisor:
             if process.is_missed():
                 raise process.died()
 
-    def wait_for_http(self, process: RunningProcess, url: str, seconds: float) -> float:
+    def wait_for_http(
+        self, process: RunningProcess, url: str, seconds: float, interval: float = 0.2
+    ) -> float:
         """Wait until a server answers GET `url` with a status below 400; returns the seconds it
         took.
 
@@ -60,7 +62,7 @@ class Supervisor:
         """
         missing = http_probe(url, min(seconds, 60.0))
         try:
-            return wait_until(process.name, missing, seconds, self.check)
+            return wait_until(process.name, missing, seconds, self.check, interval)
         except ProcessDied:
             raise
         except ProcessError as error:

@@ -41,7 +41,7 @@ class FakeRun:
         self.found, self.taken, self.driver = (
             found,
             taken,
-            SimpleNamespace(process=SimpleNamespace(poll=lambda: 0, returncode=0)),
+            SimpleNamespace(poll=lambda: 0),
         )
 
     def start(self) -> None: ...

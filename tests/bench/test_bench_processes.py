@@ -27,7 +27,7 @@ def test_a_worker_answers_fails_and_is_stopped(tmp_path: Path) -> None:
         seen = worker.ask("stop", timeout=60)
         assert seen["finished"] == 0
         assert not any(seen["streams"])
-    assert worker.process.poll() is not None
+    assert worker.poll() is not None
 
 
 def test_a_worker_that_ends_is_named_with_its_last_lines(
@@ -76,10 +76,10 @@ def test_of_several_ranks_the_first_ones_answer_is_kept(
 def test_what_a_trainer_says_of_an_absent_server_is_found_behind_the_mark(
     tmp_path: Path, line: str, noted: bool
 ) -> None:
-    trainer = Worker("trainer", "bench.gpu.load", [], tmp_path / "trainer.log", {})
+    trainer = Worker("trainer", "bench.gpu.load", [], tmp_path / "trainer.log_path", {})
     with all_stopped(trainer):
         before = b"[Fleet] waiting for servers: of an earlier row\n"
-        trainer.log.write_bytes(before + line.encode())
+        trainer.log_path.write_bytes(before + line.encode())
         outcome = Outcome("x", limit=0.1)
         note_absence(outcome, trainer, len(before))
     assert (outcome.error, bool(outcome.problems)) == ((line, False) if noted else ("", True))
