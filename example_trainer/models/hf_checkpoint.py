@@ -30,6 +30,8 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one weight file; the size that Hugging Face's own checkpoints have."""
 _HUB_FILES = ["*.safetensors", INDEX_FILE, "*.json", "*.txt", "*.model", "*.jinja"]
+_NOT_FROM_HUB = ["consolidated*"]
+"""The weights again under other names, in Mistral's repositories."""
 _COPIED_SUFFIXES = {
     ".json",
     ".txt",
@@ -62,7 +64,9 @@ def find_checkpoint(name: str) -> Path:
         )
     unknown = f"no folder {path.resolve()}, and the Hugging Face hub"
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(
+            snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_FROM_HUB)
+        )
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"model {name!r}: {unknown} cannot be reached, nor is the model in its local cache; "

@@ -238,8 +238,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
     window = config.get(family.window_key)
     if window or "sliding_attention" in (config.get("layer_types") or []):
         raise UnsupportedModel(
-            f"{where}: sliding-window attention is not supported ({family.window_key} is "
-            f"{window!r}); set {family.window_key} to false if unused"
+            f"{where}: sliding-window attention is not supported; switch {family.window_key} off "
+            f"(it is {window!r}) if the model was trained without a window"
         )
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from example_trainer.errors import ModelError
-from example_trainer.models import load_model, save_model
-from example_trainer.models.hf_checkpoint import checkpoint_dtype, hf_tensors
+from example_trainer.models import hf_checkpoint, load_model, save_model
+from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint, hf_tensors
 from tests.example_trainer.models.conftest import CASES, MakeCheckpoint
 
 
@@ -126,6 +127,22 @@ def test_a_tensor_of_another_shape_is_named(make_checkpoint: MakeCheckpoint) -> 
         ModelError, match=r"model\.norm\.weight has shape \[47\], config\.json implies \[48\]"
     ):
         load_model(str(folder), torch.float32)
+
+
+def test_weights_come_from_the_hub_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Mistral-7B-v0.3 has them."""
+    weights = ["model-00001-of-00003.safetensors", "model.safetensors.index.json"]
+    others = ["config.json", "params.json", "tokenizer.json", "tokenizer.model.v3"]
+    again = ["consolidated.safetensors", "pytorch_model.bin"]
+
+    def download(name: str, **patterns: list[str]) -> str:
+        fetched.extend(filter_repo_objects([*weights, *others, *again], **patterns))
+        return str(tmp_path)
+
+    fetched: list[str] = []
+    monkeypatch.setattr(hf_checkpoint, "snapshot_download", download)
+    assert find_checkpoint("mistralai/Mistral-7B-v0.3") == tmp_path
+    assert fetched == [*weights, *others[:3]]
 
 
 def test_an_unsupported_config_is_refused_in_one_line(make_checkpoint: MakeCheckpoint) -> None:

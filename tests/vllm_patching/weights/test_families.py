@@ -122,7 +122,7 @@ def test_every_projection_of_a_layer_can_have_an_adapter() -> None:
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
         ({"quantization_config": {"bits": 4}}, "a quantised checkpoint cannot be trained"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for Qwen3ForCausalLM"),
-        ({"use_sliding_window": True}, "use_sliding_window to false if unused"),
+        ({"use_sliding_window": True}, "switch use_sliding_window off"),
         ({"layer_types": ["sliding_attention"]}, "sliding-window attention is not supported"),
         ({"rope_scaling": {"type": "yarn"}}, "rope scaling 'yarn' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' lacks factor"),
