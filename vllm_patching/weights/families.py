@@ -91,6 +91,11 @@ FAMILIES = {
             qk_norm=True,
             defaults={"head_dim": 128, "num_key_value_heads": 32},
         ),
+        Family(
+            "MistralForCausalLM",
+            window_key="sliding_window",
+            defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        ),
     )
 }
 """The supported families, by architecture."""

@@ -56,6 +56,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
     ),
+    "mistral-untied": ("Mistral", {"sliding_window": None}),
+    "mistral-wide-heads": (
+        "Mistral",
+        {
+            "sliding_window": None,
+            "head_dim": 20,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
     "llama-biases": (
         "Llama",
         {

@@ -47,6 +47,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         draw(st.integers(1, 40)),
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
+        sliding_window=None,
         tie_word_embeddings=draw(st.booleans()),
     )
     absent = draw(st.sets(st.sampled_from(OPTIONAL)))
@@ -81,6 +82,28 @@ def test_qwen3_has_heads_of_128_and_a_bias_in_o_proj() -> None:
     assert (geometry.head_dim, geometry.qkv_bias, geometry.o_bias) == (128, True, True)
     bias = "model.layers.0.self_attn.o_proj.bias"
     assert checkpoint_of(config)[bias] == parameters(geometry)[bias].shape == (64,)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "elements"),
+    [
+        ((32, 4096, 14336, 32, 8, 128, 32768), 7_248_023_552),
+        ((40, 5120, 32768, 32, 8, 128, 131072), 23_572_403_200),
+    ],
+    ids=["Mistral-7B-v0.3", "Mistral-Small-24B-2501"],
+)
+def test_mistral_has_as_many_parameters_as_its_page_states(
+    sizes: tuple[int, ...], elements: int
+) -> None:
+    geometry = geometry_of("Mistral", *sizes, sliding_window=None)
+    assert sum(parameter.size for parameter in parameters(geometry).values()) == elements
+
+
+@pytest.mark.parametrize("keys", [{}, {"sliding_window": 4096}])
+def test_mistral_has_a_window_unless_the_key_is_null(keys: dict[str, Any]) -> None:
+    """Without the key, transformers takes a window of 4096 tokens."""
+    with pytest.raises(UnsupportedModel, match=r"switch sliding_window off \(it is 4096\)"):
+        geometry_of("Mistral", 1, 8, 6, 4, 2, 2, 10, **keys)
 
 
 def test_parts_of_a_parameter_lie_one_below_the_other() -> None:

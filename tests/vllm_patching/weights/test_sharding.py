@@ -17,7 +17,7 @@ TP_SIZES = (1, 2, 4, 8)
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
     return geometry_of(
-        draw(st.sampled_from(["Llama", "Qwen2", "Qwen3"])),
+        draw(st.sampled_from(["Llama", "Qwen2", "Qwen3", "Mistral"])),
         draw(st.integers(1, 2)),
         draw(st.sampled_from([8, 24])),
         8 * draw(st.integers(1, 4)),
@@ -28,6 +28,7 @@ def geometries(draw: st.DrawFn) -> Geometry:
         tie_word_embeddings=draw(st.booleans()),
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
+        sliding_window=None,
     )
 
 

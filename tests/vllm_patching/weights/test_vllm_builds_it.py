@@ -53,7 +53,10 @@ print(json.dumps(shapes))
 
 
 def config(case: str) -> dict[str, Any]:
-    return config_of(case.split()[0], 1, 64, 80, 4, 2, 16, 97, hidden_act="silu") | CASES[case]
+    return (
+        config_of(case.split()[0], 1, 64, 80, 4, 2, 16, 97, hidden_act="silu", sliding_window=None)
+        | CASES[case]
+    )
 
 
 @pytest.fixture(scope="module")
