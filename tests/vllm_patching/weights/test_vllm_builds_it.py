@@ -31,6 +31,9 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.models import ModelRegistry
 
 shapes = {}
+for architecture in json.loads(sys.argv[3]):
+    lazy = ModelRegistry.models[architecture]
+    ModelRegistry.register_model(architecture, lazy.load_model_cls())  # without a process for each
 for name, folder in json.loads(sys.argv[1]).items():
     model_config = ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32")
     config = VllmConfig(model_config=model_config, device_config=DeviceConfig("cpu"))
@@ -70,7 +73,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[
         (folder / "config.json").write_text(json.dumps(config(case)))
         folders[case] = str(folder)
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, json.dumps(folders), json.dumps(DEGREES)],
+        [
+            sys.executable,
+            "-c",
+            BUILD,
+            json.dumps(folders),
+            json.dumps(DEGREES),
+            json.dumps(list(FAMILIES)),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
