@@ -373,7 +373,7 @@ def make_page(
             observed.path,
             most_bytes=keep_rollouts,
             tokenizer=tokenizer,
-            on_kept=lambda newest, groups: hub.tell_from_thread(
+            on_kept=lambda newest, groups: hub.publish_from_thread(
                 LIVE, "rollouts", {"newest": newest, "count": groups}
             ),
         )

@@ -74,7 +74,7 @@ class RunPage:
 
     def _tell(self, run: Run, change: Change) -> None:
         for event, data in change.to_json(run):
-            self.hub.tell_from_thread(run.files.id, event, data)
+            self.hub.publish_from_thread(run.files.id, event, data)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

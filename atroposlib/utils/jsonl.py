@@ -395,6 +395,7 @@ class JsonLinesFollower(LineFollower):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._no_objects = 0
+        self._reported = ""
 
     @property
     def unreadable(self) -> int:
@@ -411,6 +412,33 @@ class JsonLinesFollower(LineFollower):
         rows = [parse_object(line) for line in new.lines if line.strip()]
         self._no_objects += sum(row is None for row in rows)
         return NewRows([row for row in rows if row is not None], new.rewritten, new.more)
+
+    def new_rows(self) -> Iterator[NewRows]:
+        """Yield the objects since the last reading, a piece at a time.
+
+        A file that cannot be read has none. The log names it, and the number of skipped lines.
+        """
+        more = True
+        while more:
+            try:
+                new = self.read_rows()
+            except OSError as error:
+                self._report(
+                    f"cannot read {self.path}: {error.strerror or error}; let this user read it"
+                )
+                return
+            more = new.more
+            yield new
+        if self.unreadable:
+            self._report(
+                f"{self.unreadable} lines of {self.path} are damaged and skipped: each line must be "
+                "a JSON object; the rest of the file is shown"
+            )
+
+    def _report(self, line: str) -> None:
+        if line != self._reported:
+            self._reported = line
+            logger.warning("%s", line)
 
     def _forget(self) -> None:
         super()._forget()

@@ -106,7 +106,7 @@ class Subscription:
 
 
 class Hub:
-    """Every page that is open. All of it runs on one event loop, but for `tell_from_thread`."""
+    """Every page that is open. All of it runs on one event loop, but for `publish_from_thread`."""
 
     def __init__(self) -> None:
         self._pages: set[Subscription] = set()
@@ -140,7 +140,7 @@ class Hub:
         finally:
             self._pages.discard(page)
 
-    def tell(self, run: str, event: str, data: Any) -> None:
+    def publish(self, run: str, event: str, data: Any) -> None:
         """Tell the pages that show a run, or all of them (EVERY_RUN).
 
         Encoded once, however many there are.
@@ -156,11 +156,11 @@ class Hub:
                     max(loop.time(), self._woken + PACE_SECONDS), self._send
                 )
 
-    def tell_from_thread(self, run: str, event: str, data: Any) -> None:
-        """Call `tell` from any thread."""
+    def publish_from_thread(self, run: str, event: str, data: Any) -> None:
+        """Call `publish` from any thread."""
         loop = self._loop
         if loop is not None and self._pages and not loop.is_closed():
-            loop.call_soon_threadsafe(self.tell, run, event, data)
+            loop.call_soon_threadsafe(self.publish, run, event, data)
 
     def _send(self) -> None:
         self._waking, self._woken = None, asyncio.get_running_loop().time()

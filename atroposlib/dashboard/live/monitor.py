@@ -15,19 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.dashboard.events import (
-    Drops,
-    Event,
-    number,
-    restarted,
-    server_events,
-    stack_events,
-)
+from atroposlib.dashboard.events import Drops, Event, events_between, number, restarted
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.live.servers import Server, ServerWatch, read_versions
-from atroposlib.dashboard.live.signs import RunProcess, read_processes
 from atroposlib.dashboard.live.snapshots import ObservedFolder
-from atroposlib.dashboard.live.stack import TrainerContact, mark_of, stack_of, worth_telling
+from atroposlib.dashboard.live.stack import (
+    RunProcess,
+    TrainerContact,
+    mark_of,
+    read_processes,
+    stack_of,
+    without_clocks,
+)
 from atroposlib.dashboard.run_folders.catalogue import LIVE
 from atroposlib.dashboard.run_folders.folder import RunFiles, environment_rows
 from atroposlib.service.fleet import FORGET_SECONDS
@@ -84,9 +83,8 @@ class LiveSource:
         self.service, self.observed, self.hub, self.place = service, observed, hub, place
         self.watch = watch or ServerWatch()
         self.stack: dict[str, Any] = {}
-        self._thread = ThreadPoolExecutor(
-            1, "page-notes"
-        )  # one, so that what is written stays in order
+        # One thread, so that the files are written in order.
+        self._thread = ThreadPoolExecutor(1, "page-notes")
         self._drops = Drops()
         self._servers: dict[str, dict[str, Any]] = {}
         self._versions_written: dict[str, Any] = {}
@@ -102,21 +100,22 @@ class LiveSource:
         in this process; else empty.
         """
         trainer = self.service.queue.registration
-        stack = self.observed.stack if trainer is not None else {}
-        trainer_part = stack.get("trainer")
-        if isinstance(trainer_part, dict) and trainer_part.get("registration") == mark_of(trainer):
-            # Otherwise, the page would never miss a trainer that died while the service was down.
-            self.service.note_trainer_call(trainer_part.get("publishes") is True)
-        rows = stack.get("servers")
-        if isinstance(rows, list) and rows:
-            self.watch.remembered = {
-                row["url"]: row
-                for row in rows
-                if isinstance(row, dict) and isinstance(row.get("url"), str)
-            }
-            self.watch.versions = read_versions(self.observed.path / "servers.jsonl")
+        if trainer is None:
+            return {}
+        stack = self.observed.stack
+        # Otherwise, the page would never miss a trainer that died while the service was down.
+        match stack.get("trainer"):
+            case {"registration": mark, "publishes": bool(publishes)} if mark == mark_of(trainer):
+                self.service.note_trainer_call(publishes)
+        rows = stack.get("servers") or []
+        self.watch.remembered = {
+            row["url"]: row
+            for row in rows
+            if isinstance(row, dict) and isinstance(row.get("url"), str)
+        }
+        self.watch.versions = read_versions(self.observed.path / "servers.jsonl")
         self._servers = {
-            url: Server.remembered(url, row).row(None) for url, row in self.watch.remembered.items()
+            url: Server.remembered(url, row).row({}) for url, row in self.watch.remembered.items()
         }
         return stack
 
@@ -130,21 +129,21 @@ class LiveSource:
         name = model.rstrip("/").rpartition("/")[2]
         if self.place.run_folder is not None:
             name = root.absolute().name
-        figures = (folder / "metrics.jsonl", folder / "evaluations.jsonl")
         return RunFiles(
             LIVE,
             name or "this run",
             root,
-            *figures,
+            folder / "metrics.jsonl",
+            folder / "evaluations.jsonl",
             self.observed.path,
             environment=environment_rows(root),
         )
 
     def _figures(self) -> Path:
         """Return the trainer's folder: from its registration, else from the run's folder."""
-        registered_dir = getattr(self.service.queue.registration, "log_dir", None)
-        if registered_dir and Path(registered_dir).is_absolute() and Path(registered_dir).is_dir():
-            return Path(registered_dir)
+        registered = Path(getattr(self.service.queue.registration, "log_dir", None) or "")
+        if registered.is_absolute() and registered.is_dir():
+            return registered
         if self.place.run_folder is None:
             return self.observed.path
         trainer = self.place.run_folder / "trainer"
@@ -194,20 +193,19 @@ class LiveSource:
         before, loop = self.stack or None, asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._read_files)
         self.stack = self._look()
-        version = self.stack["service"]["sampling_version"]
         events = [
-            *stack_events(before, self.stack),
+            *events_between(before, self.stack, self._servers),
             *self._drops.events(self.stack),
-            *self._server_events(version),
         ]
+        self._servers = {row["url"]: row for row in self.stack["servers"]}
         if before is None:
             events += restarted(self._before, self.stack)
-        if before is None or worth_telling(before) != worth_telling(self.stack):
-            self.hub.tell(LIVE, "stack", self.stack)
+        if before is None or without_clocks(before) != without_clocks(self.stack):
+            self.hub.publish(LIVE, "stack", self.stack)
         versions = self._new_versions()
         if versions:
             rows = [server.weights(history=False) for server in self.watch.servers.values()]
-            self.hub.tell(LIVE, "weights", {"servers": rows})
+            self.hub.publish(LIVE, "weights", {"servers": rows})
         keep: dict[str, Any] = {}
         if events or time.monotonic() - self._kept >= KEEP_SECONDS:
             self._kept, keep = time.monotonic(), self.stack
@@ -226,24 +224,23 @@ class LiveSource:
         service, queue, now = self.service, self.service.queue, time.monotonic()
         if queue.acked_version != self._acked[0]:
             self._acked = (queue.acked_version, now)
-        since = None if self._acked[1] is None else round(now - self._acked[1], 1)
+        acked_at = self._acked[1]
         table, published = service.fleet_status, {}
         age = table.age(service.clock())
         if age is not None and age < FORGET_SECONDS:
             published = {row["url"]: row for row in table.servers}
-        rows = [server.row(published.get(url)) for url, server in self.watch.servers.items()]
-        contact = TrainerContact(
-            since, service.clock() - service.trainer_called, service.trainer_publishes
-        )
-        ended = self._ended if queue.ended else None
         return stack_of(
             queue,
-            rows,
+            [server.row(published.get(url, {})) for url, server in self.watch.servers.items()],
             time.time(),
             service.clock(),
-            contact,
+            TrainerContact(
+                None if acked_at is None else round(now - acked_at, 1),
+                service.clock() - service.trainer_called,
+                service.trainer_publishes,
+            ),
             self._processes,
-            ended,
+            self._ended if queue.ended else None,
             service.post_space.figures(),
         )
 
@@ -252,26 +249,13 @@ class LiveSource:
         self._processes = read_processes(self.files().folder)
         self._ended = number(self.observed.run.get("ended"))
 
-    def _server_events(self, version: int) -> list[Event]:
-        now, ended = time.time(), self.service.queue.ended
-        before, self._servers = self._servers, {row["url"]: row for row in self.stack["servers"]}
-        return [
-            event
-            for url, row in self._servers.items()
-            if url in before
-            for event in server_events(before[url], row, now, version, ended)
-        ]
-
     def _new_versions(self) -> list[Mapping[str, Any]]:
-        new: list[Mapping[str, Any]] = []
+        """Return the newest version of each server, unless it was returned before."""
+        before = self._versions_written
         self._versions_written = {
-            url: row for url, row in self._versions_written.items() if url in self.watch.servers
+            url: server.history[-1] for url, server in self.watch.servers.items() if server.history
         }
-        for url, server in self.watch.servers.items():
-            if server.history and self._versions_written.get(url) is not server.history[-1]:
-                self._versions_written[url] = server.history[-1]
-                new.append(server.history[-1])
-        return new
+        return [row for url, row in self._versions_written.items() if before.get(url) is not row]
 
     def _run_json(self) -> dict[str, Any]:
         """Return the run's settings, for run.json; empty before a trainer has registered."""
@@ -307,13 +291,13 @@ class LiveSource:
         run |= {"began": now, "ended": now if is_over else None}
         if before and is_same and not is_new:
             run["began"] = before.get("began", now)
-            if is_over and isinstance(before.get("ended"), int | float):
-                run["ended"] = before["ended"]
+            if is_over:
+                run["ended"] = number(before.get("ended")) or now
             self.observed.write("run.json", run)
-        else:
-            self.observed.begin(run)
-            if before and self.service.recorder is not None:
-                self.service.recorder.another_run()
+            return
+        self.observed.begin(run)
+        if before and self.service.recorder is not None:
+            self.service.recorder.another_run()
 
 
 def _address(text: str) -> str:

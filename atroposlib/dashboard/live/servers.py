@@ -181,13 +181,13 @@ class Server:
         self.longest_before = self.longest_gap, self.longest_gap_at
         self._note_gap(gap, now)
 
-    def row(self, published: Mapping[str, Any] | None) -> dict[str, Any]:
+    def row(self, published: Mapping[str, Any]) -> dict[str, Any]:
         """Return the server's row in GET /ui/api/stack.
 
         Args:
-            published: the trainer's row about the server; None if there is none.
+            published: the trainer's row about the server; empty if there is none.
         """
-        published, version, epoch = published or {}, self.weight_version, self.weight_epoch
+        version, epoch = self.weight_version, self.weight_epoch
         return {
             "url": self.url,
             "standing": published.get("standing") or "",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ class RunCatalogue:
         self._live = live
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[str, Path, Path | None, Path | None], Run] = OrderedDict()
-        self._found: list[RunFiles] = []
+        self._listed: list[RunFiles] = []
         self._looked = -LOOK_SECONDS
-        self._summaries: dict[str, _Glance] = {}
+        self._glances: dict[str, _Glance] = {}
         self._rewards: dict[Path, _Rewards] = {}
         self._reading = threading.Lock()
 
@@ -67,16 +68,16 @@ class RunCatalogue:
         with self._lock:
             if time.monotonic() - self._looked >= LOOK_SECONDS:
                 runs = {run.metrics: run for root in self.roots for run in find_runs(root)}
-                self._found = sorted(runs.values(), key=lambda run: -changed(run))
+                self._listed = sorted(runs.values(), key=lambda run: -changed(run))
                 self._looked = time.monotonic()
             if live is None:
-                return list(self._found)
-            return [live, *(run for run in self._found if run.metrics != live.metrics)]
+                return list(self._listed)
+            return [live, *(run for run in self._listed if run.metrics != live.metrics)]
 
     def default(self) -> str:
         """Return the run that a page shows by default; empty if there is none."""
         live = self._live()
-        if live is not None:
+        if live is not None:  # whose page never waits for a look into folders
             return live.id
         runs = self.list_runs()
         return runs[0].id if runs else ""
@@ -93,8 +94,7 @@ class RunCatalogue:
         live = self._live()
         if live is not None and run in ("", live.id):
             return live
-        runs = self.list_runs()
-        matching = runs[:1] if not run else [files for files in runs if files.id == run]
+        matching = [files for files in self.list_runs() if run in ("", files.id)]
         if not matching:
             where = ", ".join(map(str, self.roots)) or "no folder"
             raise UnknownRunError(
@@ -109,12 +109,10 @@ class RunCatalogue:
             UnknownRunError: there is no such run.
         """
         files = self.files(run)
+        paths = (files.id, files.metrics, files.observed, files.environment)
         with self._lock:
-            paths = (files.id, files.metrics, files.observed, files.environment)
-            opened = self._open.get(paths)
-            is_new = opened is None
-            if opened is None:
-                opened = self._open[paths] = Run(files)
+            is_new = paths not in self._open
+            opened = self._open.setdefault(paths, Run(files))
             self._open.move_to_end(paths)
         change = opened.refresh()
         with self._lock:
@@ -147,35 +145,18 @@ class RunCatalogue:
             return {files.id: self._rewards[files.metrics].best(until) for files in runs}
 
     def summaries(self) -> list[dict[str, Any]]:
-        """All runs, for the page of the history.
-
-        A run that has not changed since is not looked at again.
-        """
+        """Return all runs, for the page of the history."""
+        runs = self.list_runs()
+        self._glances = {run.id: self._glances.get(run.id) or _Glance() for run in runs}
         listed = []
-        before, self._summaries = self._summaries, {}
-        for files in self.list_runs():
-            stamp = changed(files)
-            known = before.get(files.id)
-            now = time.monotonic()
-            if known is None:
-                known = _Glance(stamp, glance(files), now, None)
-            elif known.stamp != stamp:
-                grew = now if now - known.looked < quiet_seconds(files) else None
-                known = _Glance(stamp, glance(files), now, grew)
-            else:
-                known.looked = now
-            self._summaries[files.id] = known
-            summary, live = known.summary, files.id == LIVE
-            state = summary["state"]
-            if state == "unknown" and (live or known.is_fresh(quiet_seconds(files))):
-                state = "running"
-            identity = {
-                "id": files.id,
-                "name": files.name,
-                "folder": str(files.folder),
-                "live": live,
-            }
-            listed.append({**identity, **summary, "state": state})
+        for files in runs:
+            seen, live = self._glances[files.id], files.id == LIVE
+            seen.refresh(files)
+            identity = {"id": files.id, "name": files.name, "folder": str(files.folder)}
+            row = identity | {"live": live} | seen.summary
+            if row["state"] == "unknown" and (live or seen.is_fresh(quiet_seconds(files))):
+                row["state"] = "running"
+            listed.append(row)
         return listed
 
 
@@ -189,13 +170,21 @@ def quiet_seconds(files: RunFiles) -> float:
 class _Glance:
     """A run as it was seen last."""
 
-    stamp: float
+    stamp: float = -1.0
     """When its files changed last, by the clock of the machine that writes them."""
-    summary: dict[str, Any]
-    looked: float
+    summary: dict[str, Any] = field(default_factory=dict)
+    looked: float = -math.inf
     """When this process looked at them last, in seconds of `time.monotonic`."""
-    grew: float | None
+    grew: float | None = None
     """When it saw them change, shortly after a look before; None if it has not."""
+
+    def refresh(self, files: RunFiles) -> None:
+        """Read a run that has changed since the last look."""
+        stamp, now = changed(files), time.monotonic()
+        if stamp != self.stamp:
+            self.grew = now if now - self.looked < quiet_seconds(files) else None
+            self.stamp, self.summary = stamp, glance(files)
+        self.looked = now
 
     def is_fresh(self, seconds: float) -> bool:
         """Return True if the files changed within so many seconds. Without a change that this
@@ -221,19 +210,16 @@ class _Rewards:
         Args:
             until: seconds of the monotonic clock at which no more is read.
         """
-        more = True
-        while more and time.monotonic() < until:
-            try:
-                news = self._file.read_rows()
-            except OSError:  # said where the run is opened
-                self._is_read = True
-                break
-            if news.rewritten:
-                self._columns.clear()
-            self._columns.extend(
-                [{name: row.get(name) for name in ("step", REWARD)} for row in news.rows]
-            )
-            more = news.more
-            self._is_read = not more
+        if time.monotonic() < until:
+            self._is_read = True
+            for new in self._file.new_rows():
+                if new.rewritten:
+                    self._columns.clear()
+                self._columns.extend(
+                    [{name: row.get(name) for name in ("step", REWARD)} for row in new.rows]
+                )
+                if time.monotonic() >= until:
+                    self._is_read = not new.more
+                    break
         value, step = self._columns.peak(REWARD) or (None, None)
         return {"reward_best": value, "best_step": step, "is_read": self._is_read}

@@ -186,9 +186,9 @@ class Columns:
         at = rows[np.argmax(column[rows])]
         return float(column[at]), int(self._step[at])
 
-    def beside(self, other: Columns) -> dict[str, Floats]:
-        """Return the columns of other rows at the steps of these, [rows] float64 each, NaN for a
-        step that the other rows lack.
+    def beside(self, other: Columns, names: Sequence[str]) -> dict[str, Floats]:
+        """Return columns of other rows at the steps of these, [rows] float64 each, NaN for a step
+        that the other rows lack.
         """
         steps, theirs = self._step[: self._kept], other._step[: other._kept]
         if not len(steps) or not len(theirs):
@@ -198,6 +198,7 @@ class Columns:
         return {
             name: np.where(same, column[places], math.nan)
             for name, column in other._columns.items()
+            if name in names
         }
 
     def series(

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
+from pydantic import BaseModel, ValidationError
 
 METRICS = re.compile(r"metrics(\.\d+)?\.jsonl")
 """The trainer's rows; an earlier run's in the same folder have a number."""
@@ -20,10 +21,11 @@ OBSERVED = "observed"
 DEPTH = 3
 """Depth to which folders below a named one are searched."""
 MAX_RUNS = 500
-_MAX_FOLDERS = 20_000
+_MAX_ENTRIES = 20_000
 _MAX_OBJECT = 1 << 22
 MAX_GROUP_BYTES = 64 << 20
 _NO_GROUPS = frozenset({"metrics.jsonl", "evaluations.jsonl", "events.jsonl", "servers.jsonl"})
+M = TypeVar("M", bound=BaseModel)
 _PASSED_OVER = frozenset(
     {
         "checkpoints",
@@ -90,9 +92,10 @@ def find_runs(root: Path) -> list[RunFiles]:
     for folder in list(observed.values()):
         if log_dir := registered_log_dir(folder):
             observed[log_dir] = folder
-    paths = [path for path in metrics if not _is_environments(path)]
     runs = [
-        _of_metrics(path, root, _observed_beside(path.parent, root, observed)) for path in paths
+        _of_metrics(path, root, _observed_beside(path.parent, root, observed))
+        for path in metrics
+        if path.parent.name != "environment"  # the rows of an environment have the same name
     ]
     shown = {run.observed for run in runs}
     runs += [
@@ -154,6 +157,14 @@ def read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def read_model(path: Path, model: type[M]) -> M | None:
+    """Return the record in a small file of JSON; None if there is none, or it cannot be read."""
+    try:
+        return model.model_validate(read_object(path))
+    except ValidationError:
+        return None
+
+
 def changed(run: RunFiles) -> float:
     """Return the Unix time of the last change of the run's files; 0 if it has none."""
     paths = [run.metrics, *run.groups]
@@ -171,30 +182,22 @@ def modified(path: Path) -> float:
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Return the folders from `root` down, with the names of their files."""
-    waiting, looked = [(root, 0)], 0
-    while waiting and looked < _MAX_FOLDERS:
-        folder, depth = waiting.pop(0)
-        names = []
-        try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    looked += 1
-                    if entry.is_file(follow_symlinks=False):
-                        names.append(entry.name)
-                    elif (
-                        depth < DEPTH
-                        and _may_hold_runs(entry.name)
-                        and entry.is_dir(follow_symlinks=False)
-                    ):
-                        waiting.append((folder / entry.name, depth + 1))
-        except OSError:  # another user's folder, or one that has just been removed
-            continue
-        yield folder, sorted(names)
-
-
-def _may_hold_runs(name: str) -> bool:
-    return name not in _PASSED_OVER and not name.startswith(".")
+    """Return the folders from `root` down, with the names of their files. No link is followed, and a
+    folder that cannot be read is skipped.
+    """
+    entries = 0
+    for path, folders, names in os.walk(root):
+        folder = Path(path)
+        entries += len(folders) + len(names)
+        depth = len(folder.relative_to(root).parts)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if depth < DEPTH and name not in _PASSED_OVER and not name.startswith(".")
+        )
+        yield folder, [name for name in sorted(names) if not (folder / name).is_symlink()]
+        if entries > _MAX_ENTRIES:
+            return
 
 
 def _is_observed(folder: Path) -> bool:
@@ -205,11 +208,6 @@ def environment_rows(folder: Path) -> Path | None:
     """Return the rows of a run's environment, if it writes some beside the trainer's."""
     path = folder / "environment" / "metrics.jsonl"
     return path if path.is_file() else None
-
-
-def _is_environments(path: Path) -> bool:
-    """Return whether these are an environment's rows, which have the same name."""
-    return path.parent.name == "environment"
 
 
 def _observed_beside(folder: Path, root: Path, observed: dict[Path, Path]) -> Path | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +20,7 @@ from atroposlib.dashboard.events import (
 )
 from atroposlib.dashboard.run_folders.columns import Columns, Series
 from atroposlib.dashboard.run_folders.folder import RunFiles, changed, read_object
-from atroposlib.utils.jsonl import JsonLinesFollower, last_rows
-
-logger = logging.getLogger(__name__)
+from atroposlib.utils.jsonl import JsonLinesFollower, NewRows, last_rows
 
 COUNTS = ("compared_tokens", "mismatched_tokens")
 """Figures that are added up over the whole run."""
@@ -81,165 +78,116 @@ class Run:
         self._lock = threading.Lock()
         self._metrics = JsonLinesFollower(files.metrics)
         self._evaluations_file = JsonLinesFollower(files.evaluations)
-        self._events_file = (
-            JsonLinesFollower(files.observed / "events.jsonl") if files.observed else None
-        )
-        self._environment = JsonLinesFollower(files.environment) if files.environment else None
+        self._events_file = files.observed and JsonLinesFollower(files.observed / "events.jsonl")
+        self._environment = files.environment and JsonLinesFollower(files.environment)
         self._columns, self._sampled = Columns(), Columns()
         # Apart from the others: a table of so few columns keeps every row of millions, and a sum
         # wants them all.
         self._counts = Columns()
         self._sampled_last: dict[str, Any] = {}
-        self._beside: OrderedDict[int, dict[str, Any]] = OrderedDict()
-        self._untold: set[int] = set()
+        self._sampled_new: dict[int, dict[str, Any]] = {}
+        """Figures of the environment, by step, that no page has yet."""
         self._updates: deque[dict[str, Any]] = deque(maxlen=MAX_UPDATES)
-        self._evaluations: OrderedDict[Any, dict[str, Any]] = OrderedDict()
-        self._events: dict[str, OrderedDict[str, Event]] = {
-            name: OrderedDict() for name in ("rows", "evaluations", "file")
-        }
+        self._evaluations: dict[Any, dict[str, Any]] = {}
+        self._events: dict[str, dict[str, Event]] = {"rows": {}, "evaluations": {}, "file": {}}
         self._left_out = 0
-        self._complained: set[str] = set()
 
     def refresh(self) -> Change:
         """Read what is new."""
         with self._lock:
             change = Change()
-            self._read(self._metrics, change, self._take_rows)
-            self._read(self._evaluations_file, change, self._take_evaluations)
-            if self._environment is not None:
-                self._read(self._environment, change, self._take_environment)
-                self._tell_beside(change)
-            if self._events_file is not None:
-                self._read(self._events_file, change, self._take_events)
+            for new in self._metrics.new_rows():
+                self._take_rows(new, change)
+            for new in self._evaluations_file.new_rows():
+                self._take_evaluations(new, change)
+            if self._environment:
+                for new in self._environment.new_rows():
+                    self._take_environment(new)
+                self._add_sampled(change)
+            if self._events_file:
+                for new in self._events_file.new_rows():
+                    # A file that was full is begun again: its events stay.
+                    self._add("file", filter(None, map(read_event, new.rows)), change)
             if change.rewritten:
                 self.generation = next(_generations)
             return change
 
-    def _read(self, file: JsonLinesFollower, change: Change, take: Any) -> None:
-        more = True
-        while more:
-            try:
-                news = file.read_rows()
-            except OSError as error:
-                if str(file.path) not in self._complained:
-                    self._complained.add(str(file.path))
-                    logger.warning(
-                        "the page cannot read %s: %s; let this user read it",
-                        file.path,
-                        error.strerror or error,
-                    )
-                return
-            more = news.more
-            take(news.rows, news.rewritten, change)
-
-    def _take_rows(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
-        if rewritten:
+    def _take_rows(self, new: NewRows, change: Change) -> None:
+        if new.rewritten:
             self._columns.clear()
             self._counts.clear()
             self._updates.clear()
             self._events["rows"].clear()
             change.rows.clear()
+        rows = new.rows
         cut = self._columns.extend(rows)
         self._counts.extend([{name: row.get(name) for name in ("step", *COUNTS)} for row in rows])
         if cut:
             first = min(step for row in rows if (step := whole(row.get("step"))) is not None)
             kept = [update for update in self._updates if (whole(update["step"]) or 0) < first]
             self._updates = deque(kept, MAX_UPDATES)
-            self._events["rows"] = OrderedDict(
-                (event.id, event)
-                for event in self._events["rows"].values()
-                if (event.step or 0) < first
-            )
-        change.rewritten |= rewritten or cut
+            events = self._events["rows"].values()
+            self._events["rows"] = {one.id: one for one in events if (one.step or 0) < first}
+        change.rewritten |= new.rewritten or cut
         self._updates.extend(map(update_of, rows[-MAX_UPDATES:]))
         change.rows = [*change.rows, *rows][-MAX_SENT_ROWS - 1 :]
         self._add("rows", [event for row in rows for event in events_of_row(row)], change)
 
-    def _take_environment(
-        self, rows: list[dict[str, Any]], rewritten: bool, change: Change
-    ) -> None:
-        if rewritten:
+    def _take_environment(self, new: NewRows) -> None:
+        if new.rewritten:
             self._sampled.clear()
-            self._beside.clear()
-            self._untold.clear()
+            self._sampled_new.clear()
         merged: list[dict[str, Any]] = []
-        for row in rows:
+        for row in new.rows:
             figures = {
                 f"environment/{name[6:]}": row[name] for name in row if name.startswith("train/")
             }
             # It writes several rows at one step, and each figure in some of them.
             if self._sampled_last.get("step") != row.get("step"):
-                self._sampled_last = {}
-            self._sampled_last = self._sampled_last | {"step": row.get("step")} | figures
+                self._sampled_last = {"step": row.get("step")}
+            self._sampled_last = self._sampled_last | figures
             merged.append(self._sampled_last)
         self._sampled.extend(merged)
-        for row in merged:
-            if (step := whole(row["step"])) is not None:
-                self._beside[step] = row
-                self._untold.add(step)
-        while len(self._beside) > MAX_SENT_ROWS:
-            self._untold.discard(self._beside.popitem(last=False)[0])
+        newest = [*self._sampled_new.values(), *merged][-MAX_SENT_ROWS:]
+        self._sampled_new = {
+            step: row for row in newest if (step := whole(row["step"])) is not None
+        }
 
-    def _tell_beside(self, change: Change) -> None:
+    def _add_sampled(self, change: Change) -> None:
         """Add the environment's figures to the trainer's rows of the same steps.
 
         Either file may be ahead, so figures of an earlier step are a row of their own.
         """
-        new = [whole(row.get("step")) for row in change.rows]
         last = self._columns.last_step
-        late = [
-            step
-            for step in sorted(self._untold.difference(new))
-            if last is not None and step <= last
-        ]
-        rows = [
-            row | self._beside.get(step or 0, {})
-            for step, row in zip(new, change.rows, strict=True)
-        ]
-        change.rows = [*(self._beside[step] for step in late), *rows]
-        self._untold.difference_update(new, late)
+        if last is None:
+            return
+        due: dict[int | None, dict[str, Any]] = {}
+        for step in sorted(self._sampled_new):
+            if step <= last:
+                due[step] = self._sampled_new.pop(step)
+        rows = [row | due.pop(whole(row.get("step")), {}) for row in change.rows]
+        change.rows = [*due.values(), *rows]
 
-    def _take_evaluations(
-        self, rows: list[dict[str, Any]], rewritten: bool, change: Change
-    ) -> None:
-        if rewritten:
+    def _take_evaluations(self, new: NewRows, change: Change) -> None:
+        if new.rewritten:
             self._evaluations.clear()
             self._events["evaluations"].clear()
             change.rewritten = True
-        for row in rows:
-            metrics = row.get("metrics")
-            if not isinstance(metrics, dict):
-                continue
-            numbers = {
-                str(name)[:200]: value
-                for name, metric in metrics.items()
-                if (value := number(metric)) is not None
-            }
-            evaluation = {
-                "id": whole(row.get("id")), "time": number(row.get("time")), "step": whole(row.get("step")),
-                "name": str(row.get("name", "?"))[:200], "weight_version": whole(row.get("weight_version")),
-                "weight_epoch": whole(row.get("weight_epoch")), "metrics": numbers,
-            }  # fmt: skip
-            self._evaluations[evaluation["id"], evaluation["time"], evaluation["name"]] = evaluation
-            change.evaluations = [*change.evaluations, evaluation][-MAX_SENT_ROWS:]
+        evaluations = [
+            read_evaluation(row) for row in new.rows if isinstance(row.get("metrics"), dict)
+        ]
+        self._evaluations |= {(one["id"], one["time"], one["name"]): one for one in evaluations}
+        change.evaluations = [*change.evaluations, *evaluations][-MAX_SENT_ROWS:]
         while len(self._evaluations) > MAX_EVALUATIONS:
-            self._evaluations.popitem(last=False)
-        self._add(
-            "evaluations",
-            [event for row in rows if (event := event_of_evaluation(row)) is not None],
-            change,
-        )
+            del self._evaluations[next(iter(self._evaluations))]
+        self._add("evaluations", map(event_of_evaluation, evaluations), change)
 
-    def _take_events(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
-        # A file that was full is begun again: its events stay.
-        self._add("file", [event for row in rows if (event := read_event(row)) is not None], change)
-
-    def _add(self, source: str, events: Sequence[Event], change: Change) -> None:
-        kept = self._events[source]
+    def _add(self, source: str, new: Iterable[Event], change: Change) -> None:
+        events, kept = list(new), self._events[source]
         kept.update((event.id, event) for event in events)
         change.events = [*change.events, *events][-MAX_SENT_ROWS:]
         while len(kept) > MAX_EVENTS:
-            kept.popitem(last=False)
+            del kept[next(iter(kept))]
             self._left_out += 1
 
     # ---- what the page shows ----
@@ -269,9 +217,7 @@ class Run:
     ) -> Series:
         """Return points of figures; see Columns.series."""
         with self._lock:
-            more = None
-            if set(names) & set(self._sampled.names):
-                more = self._columns.beside(self._sampled)
+            more = self._columns.beside(self._sampled, names)
             return self._columns.series(names, points, first, last, more)
 
     def newest(self, names: Sequence[str]) -> dict[str, float | None]:
@@ -305,10 +251,19 @@ class Run:
         """
         with self._lock:
             merged = [event for events in self._events.values() for event in events.values()]
-            merged.sort(
-                key=lambda event: (event.step if event.step is not None else -1, event.time or 0.0)
-            )
+            merged.sort(key=lambda one: (-1 if one.step is None else one.step, one.time or 0.0))
             return merged[-MAX_EVENTS:], self._left_out + max(0, len(merged) - MAX_EVENTS)
+
+
+def read_evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of evaluations with the metrics that are numbers."""
+    numbers = {str(name)[:200]: number(metric) for name, metric in row["metrics"].items()}
+    return {
+        "id": whole(row.get("id")), "time": number(row.get("time")), "step": whole(row.get("step")),
+        "name": str(row.get("name", "?"))[:200], "weight_version": whole(row.get("weight_version")),
+        "weight_epoch": whole(row.get("weight_epoch")),
+        "metrics": {name: value for name, value in numbers.items() if value is not None},
+    }  # fmt: skip
 
 
 def update_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,9 +284,7 @@ def glance(files: RunFiles) -> dict[str, Any]:
     """Return a run's row of GET /ui/api/runs, from the ends of its files: there may be hundreds."""
     rows = [row for row in last_rows(files.metrics) if whole(row.get("step")) is not None]
     rewards = [reward for row in rows if (reward := number(row.get("reward_mean"))) is not None]
-    run: Mapping[str, Any] = {}
-    if files.observed is not None:
-        run = read_object(files.observed / "run.json")
+    run = read_object(files.observed / "run.json") if files.observed else {}
     ended, model = number(run.get("ended")), run.get("model")
     return {
         "model": model if isinstance(model, str) else None,

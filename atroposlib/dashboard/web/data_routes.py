@@ -21,7 +21,7 @@ from starlette.routing import Route
 from atroposlib.dashboard.events import number
 from atroposlib.dashboard.live.hub import EventStream
 from atroposlib.dashboard.live.servers import Server, read_versions
-from atroposlib.dashboard.live.signs import Known, read_processes, signs_of
+from atroposlib.dashboard.live.stack import Sighting, read_processes, signs_of
 from atroposlib.dashboard.page import RunPage, json_answer, page_of
 from atroposlib.dashboard.rollouts.archive import (
     ORDERS,
@@ -244,7 +244,7 @@ def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
     ]
     try:
         signs = signs_of(
-            stack, Known(now, max(times, default=now), ended, read_processes(files.folder))
+            stack, Sighting(now, max(times, default=now), ended, read_processes(files.folder))
         )
     except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or damaged
         signs = {}

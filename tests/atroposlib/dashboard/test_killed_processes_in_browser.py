@@ -113,7 +113,7 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
         headline.filter(has_text="Training: 1 environment, 1 of 1 server well.").wait_for()
         for happened in (
             f"{url} does not answer",
-            "the rollout service was started anew",
+            "the rollout service was restarted",
             f"{url} answers again",
         ):
             late.page.get_by_role("row").filter(has_text=happened).first.wait_for()

@@ -12,10 +12,10 @@ from atroposlib.dashboard.live.hub import EVERY_RUN, Hub, encode
 
 async def test_a_page_is_told_what_concerns_its_run() -> None:
     hub = Hub()
-    hub.tell("a", "rows", {})
+    hub.publish("a", "rows", {})
     with hub.subscribed("a") as first, hub.subscribed("b") as second:
-        hub.tell("a", "rows", {"n": float("nan")})
-        hub.tell(EVERY_RUN, "stack", {"text": "two\nlines"})
+        hub.publish("a", "rows", {"n": float("nan")})
+        hub.publish(EVERY_RUN, "stack", {"text": "two\nlines"})
         assert (
             await first.next(1)
             == b'event: rows\ndata: {"n":null}\n\nevent: stack\ndata: {"text":"two\\nlines"}\n\n'
@@ -34,7 +34,7 @@ async def test_a_page_that_does_not_keep_up_is_let_go_of(monkeypatch: pytest.Mon
     with hub.subscribed("a") as slow:
         assert "close some" in hub.full
         for number in range(10):
-            hub.tell("a", "rows", {"number": number})
+            hub.publish("a", "rows", {"number": number})
         assert slow.over == "too_slow"
         assert await slow.next(1) is None, "what waited is gone with it"
     assert not hub.full
@@ -46,12 +46,12 @@ async def test_what_is_told_within_a_moment_is_sent_together(
     monkeypatch.setattr(hub_module, "PACE_SECONDS", 1e6)
     hub = Hub()
     with hub.subscribed("a") as page:
-        hub.tell("a", "rows", 1)
+        hub.publish("a", "rows", 1)
         assert await page.next(5) == encode("rows", 1), "the first goes out at once"
         waiting = asyncio.create_task(page.next(5))
         await asyncio.sleep(0.01)  # the first sending is over
-        hub.tell("a", "rows", 2)
-        hub.tell("a", "event", 3)
+        hub.publish("a", "rows", 2)
+        hub.publish("a", "event", 3)
         await asyncio.sleep(0.01)
         assert not waiting.done()
         hub.wake()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.dashboard.live.signs import RunProcess, read_processes
+from atroposlib.dashboard.live.stack import RunProcess, read_processes
 from atroposlib.utils.processes import Identity, boot_id, identify
 from example_trainer.launcher.records import Exit, Record, Records
 

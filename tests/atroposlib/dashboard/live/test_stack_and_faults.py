@@ -10,11 +10,10 @@ from typing import Any
 from atroposlib.dashboard.events import (
     DROPS_SECONDS,
     Drops,
-    server_events,
-    stack_events,
+    events_between,
 )
 from atroposlib.dashboard.live.servers import Server
-from atroposlib.dashboard.live.stack import TrainerContact, stack_of, worth_telling
+from atroposlib.dashboard.live.stack import TrainerContact, stack_of, without_clocks
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Limits, Registration, ValidatedGroup
 
@@ -28,17 +27,19 @@ def registration(uuid: int = 1, start: int = 0) -> Registration:
 
 def look(queue: RolloutQueue, *servers: Server, now: float = 0.0, **contact: Any) -> dict[str, Any]:
     return stack_of(
-        queue,
-        [server.row(None) for server in servers],
-        1000.0 + now,
-        now,
-        TrainerContact(**contact),
+        queue, [server.row({}) for server in servers], 1000.0 + now, now, TrainerContact(**heard)
     )
 
 
 def faults(stack: dict[str, Any]) -> dict[str, str]:
     assert all(fault["remedy"] and fault["text"].endswith(".") for fault in stack["faults"])
     return {fault["part"]: fault["severity"] for fault in stack["faults"]}
+
+
+def kinds_of(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The kinds of events between two rows of a server."""
+    stack = stack_of(RolloutQueue(), [after], 9.0, 9.0)
+    return [event.kind for event in events_between(None, stack, {URL: before})]
 
 
 def running() -> RolloutQueue:
@@ -72,7 +73,7 @@ def test_each_fault_names_its_part() -> None:
     silent.missed(1.0, "connection refused")
     bad.answer(1.0, GOOD | {"serving": False, "trouble": "in quarantine"}, None)
     row = away.row({"standing": "away", "reason": "timed out", "since": 3.0})
-    stack = stack_of(RolloutQueue(), [silent.row(None), bad.row(None), row], 0.0, 0.0)
+    stack = stack_of(RolloutQueue(), [silent.row({}), bad.row({}), row], 0.0, 0.0)
     assert set(faults(stack)) == {f"server {URL}", "server http://b:1", "server http://c:1"}
     queue.end(1)
     assert "trainer" not in faults(look(queue, now=502.0, seconds_since_step=5000.0)), (
@@ -94,11 +95,11 @@ def test_a_trainer_that_should_speak_and_does_not_is_named() -> None:
         "its keeper speaks meanwhile"
     )
     (mute,) = look(queue, seconds_silent=65.0, publishes=True)["faults"]
-    assert mute["text"] == "Nothing was heard of the trainer for a minute."
+    assert mute["text"] == "The trainer has sent nothing for a minute."
     assert "scripts/start.sh --resume trainer" in mute["remedy"]
     queue.limits = replace(queue.limits, silent_after=5.0)
     (mute,) = look(queue, seconds_silent=6.0, publishes=True)["faults"]
-    assert mute["text"] == "Nothing was heard of the trainer for 6 s."
+    assert mute["text"] == "The trainer has sent nothing for 6 s."
 
 
 def test_how_long_a_server_is_silent_is_told_by_its_last_answer_whoever_heard_it() -> None:
@@ -113,49 +114,52 @@ def test_how_long_a_server_is_silent_is_told_by_its_last_answer_whoever_heard_it
         "and not since the trainer took it for good"
     )
     assert "connection refused" in fault["text"]
-    after = Server.remembered(URL, server.row(None))  # by the next process of the service
+    after = Server.remembered(URL, server.row({}))  # by the next process of the service
     after.missed(400.0, "connection refused")
     assert (after.health, after.since, after.weight_version) == ("silent", 200.0, 1)
-    assert list(server_events(server.row(None), after.row(None), 400.0, 1)) == []
+    assert kinds_of(server.row({}), after.row({})) == []
     after.answer(500.0, GOOD | {"instance": "two"}, {"failures": 0})
-    kinds = [event.kind for event in server_events(server.row(None), after.row(None), 500.0, 1)]
+    kinds = kinds_of(server.row({}), after.row({}))
     assert (after.since, kinds) == (500.0, ["server_back", "server_restarted"])
     died = Server.remembered(
-        URL, Server.remembered(URL, {"health": "good", "answered": 7.0}).row(None)
+        URL, Server.remembered(URL, {"health": "good", "answered": 7.0}).row({})
     )
     for now in (8.0, 9.0):
         died.missed(now, "connection refused")
     assert (died.health, died.since) == ("silent", 7.0)
     assert Server.remembered(URL, {"health": [], "since": "x", "weight_version": 1.5}).row(
-        None
-    ) == Server(URL).row(None)
+        {}
+    ) == Server(URL).row({})
 
 
 def test_what_happens_is_told_once() -> None:
     queue = RolloutQueue()
     before = look(queue)
-    assert stack_events(None, before) == []
+    assert events_between(None, before, {}) == []
     queue.register(registration())
     queue.next_batch(0.0, None, None)
     queue.register_env("task", 1.0, 4, 128, None, 0.0, None)
     after = look(queue)
-    assert [event.kind for event in stack_events(before, after)] == [
+    assert [event.kind for event in events_between(before, after, {})] == [
         "trainer_registered",
         "environment_joined",
     ]
-    assert stack_events(after, after) == []
+    assert events_between(after, after, {}) == []
     quiet = look(queue, now=61.0)
-    assert [event.kind for event in stack_events(after, quiet)] == ["environment_silent"]
-    assert worth_telling(after) == worth_telling(look(queue, now=30.0)), (
+    assert [event.kind for event in events_between(after, quiet, {})] == ["environment_silent"]
+    assert without_clocks(after) == without_clocks(look(queue, now=30.0)), (
         "seconds that pass are no news"
     )
     queue.status_env(0, 62.0)
     queue.register(registration(2, start=5))
     back = look(queue, now=62.0)
-    assert [event.kind for event in stack_events(quiet, back)] == ["resumed", "environment_back"]
+    assert [event.kind for event in events_between(quiet, back, {})] == [
+        "resumed",
+        "environment_back",
+    ]
     queue.disconnect_env(0)
     queue.end(2)
-    end = stack_events(back, look(queue, now=63.0))
+    end = events_between(back, look(queue, now=63.0), {})
     assert [(event.kind, event.severity) for event in end] == [
         ("run_ended", "info"),
         ("environment_left", "info"),
@@ -182,10 +186,10 @@ def test_what_a_server_says_and_does() -> None:
     server = Server(URL)
 
     def seen() -> dict[str, Any]:
-        return server.row(None)
+        return server.row({})
 
     def kinds(before: dict[str, Any]) -> list[str]:
-        return [event.kind for event in server_events(before, seen(), 9.0, 1)]
+        return kinds_of(before, seen())
 
     bridge = {
         "checksums": ["a", "b"],
@@ -268,4 +272,4 @@ def test_a_store_without_space_is_a_fault_and_one_without_its_reserve_a_warning(
         stack_of(RolloutQueue(), [], 0.0, 0.0, store=figures | {"free_bytes": free})
         for free in (1, 2)
     )
-    assert worth_telling(first) == worth_telling(second), "its free space alone is no news"
+    assert without_clocks(first) == without_clocks(second), "its free space alone is no news"

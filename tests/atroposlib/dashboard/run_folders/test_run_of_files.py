@@ -292,7 +292,7 @@ def test_files_that_cannot_be_read_are_named_once(
     )
     for _ in range(3):
         assert not run.refresh()
-    assert caplog.text.count("the page cannot read") == 1
+    assert caplog.text.count("cannot read") == 1
     assert glance(run.files)["steps"] == 0
     monkeypatch.setattr(run_module, "MAX_EVENTS", 2)
     run = Run(
@@ -307,3 +307,22 @@ def test_files_that_cannot_be_read_are_named_once(
     run.refresh()
     events, left_out = run.events()
     assert ([event.step for event in events], left_out) == ([3, 4], 3)
+
+
+def test_damaged_lines_are_skipped_and_named_and_the_rest_of_the_run_is_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = write(tmp_path / "metrics.jsonl", row(1))
+    with metrics.open("ab") as file:
+        file.write(b'\x00\xff{"step\n[1]\n' + json.dumps(row(2)).encode() + b'\n{"step": 3, "rew')
+    run = Run(find_runs(tmp_path)[0])
+    for _ in range(2):
+        run.refresh()
+    assert run.extent()["last_step"] == 2
+    (line,) = caplog.messages
+    assert line.startswith(f"2 lines of {metrics} are damaged and skipped")
+    with metrics.open("ab") as file:
+        file.write(b'ard_mean": 0.5}\nnonsense\n')
+    run.refresh()
+    assert run.extent()["last_step"] == 3, "its end has been written"
+    assert caplog.messages[1].startswith(f"3 lines of {metrics} are damaged")

@@ -79,9 +79,9 @@ async def test_one_that_reads_nothing_is_let_go_of(
         client, status = await asyncio.to_thread(stalled, port)
         with client:
             assert (status, len(hub)) == (200, 1)
-            hub.tell("a", "rows", "x" * (7 << 20))
+            hub.publish("a", "rows", "x" * (7 << 20))
             while len(hub):
-                hub.tell("a", "rows", "x" * (1 << 20))
+                hub.publish("a", "rows", "x" * (1 << 20))
                 await asyncio.sleep(0.01)
             left = await asyncio.to_thread(rest_of, client)
     assert left < MUCH, "what was not taken is not kept for it"
