@@ -52,7 +52,7 @@ class OpenArchives:
         Raises:
             ArchiveError: it cannot be read.
         """
-        path = files.observed and newest_archive(files.observed)
+        path = newest_archive(files.recorded(""))
         stamp = path and _stamp([path])
         if not path or not stamp:
             return None

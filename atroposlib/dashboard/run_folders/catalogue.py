@@ -162,8 +162,9 @@ class RunCatalogue:
 
 def quiet_seconds(files: RunFiles) -> float:
     """Return for how long a run's files may stay unchanged while it runs."""
-    served = files.observed is not None and (files.observed / "stack.json").exists()
-    return SERVED_QUIET_SECONDS if served else QUIET_SECONDS
+    if files.recorded("stack.json").exists():
+        return SERVED_QUIET_SECONDS
+    return QUIET_SECONDS
 
 
 @dataclass(slots=True)

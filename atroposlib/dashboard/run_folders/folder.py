@@ -6,13 +6,14 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import BaseModel, ValidationError
+
+from atroposlib.utils.jsonl import parse_object
 
 METRICS = re.compile(r"metrics(\.\d+)?\.jsonl")
 """The trainer's rows; an earlier run's in the same folder have a number."""
@@ -64,6 +65,10 @@ class RunFiles:
     groups: tuple[Path, ...] = ()
     environment: Path | None = None
 
+    def recorded(self, name: str) -> Path:
+        """Return a file of the service's record. It does not exist if there is no record."""
+        return (self.observed or self.metrics.with_suffix(".unrecorded")) / name
+
 
 def find_runs(root: Path) -> list[RunFiles]:
     """Return the runs in a folder and below it, newest first, at most MAX_RUNS. A file of groups
@@ -84,7 +89,7 @@ def find_runs(root: Path) -> list[RunFiles]:
             if METRICS.fullmatch(name):
                 metrics.append(folder / name)
             elif name in ("run.json", "events.jsonl", "rollouts.db") and _is_observed(folder):
-                observed[folder.parent if folder.name == OBSERVED else folder] = folder
+                observed[_run_of(folder)] = folder
             elif (
                 name.endswith(".jsonl") and not _is_observed(folder) and holds_groups(folder / name)
             ):
@@ -121,15 +126,8 @@ def holds_groups(path: Path) -> bool:
 @lru_cache(4096)
 def _begins_with_group(path: Path, inode: int) -> bool:
     with path.open("rb") as file:
-        try:
-            group = orjson.loads(file.readline(MAX_GROUP_BYTES))
-        except ValueError:
-            return False
-    return (
-        isinstance(group, dict)
-        and bool(group.get("scores"))
-        and bool(group.get("tokens") or group.get("messages"))
-    )
+        group = parse_object(file.readline(MAX_GROUP_BYTES)) or {}
+    return bool(group.get("scores") and (group.get("tokens") or group.get("messages")))
 
 
 def groups_of(folder: Path) -> tuple[Path, ...]:
@@ -151,10 +149,10 @@ def registered_log_dir(observed: Path) -> Path | None:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a small file; empty if there is none, or it cannot be read."""
     try:
-        value = orjson.loads(path.read_bytes()) if path.stat().st_size < _MAX_OBJECT else None
-    except (OSError, ValueError):
+        with path.open("rb") as file:
+            return parse_object(file.read(_MAX_OBJECT)) or {}
+    except OSError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def read_model(path: Path, model: type[M]) -> M | None:
@@ -167,9 +165,7 @@ def read_model(path: Path, model: type[M]) -> M | None:
 
 def changed(run: RunFiles) -> float:
     """Return the Unix time of the last change of the run's files; 0 if it has none."""
-    paths = [run.metrics, *run.groups]
-    if run.observed:
-        paths += [run.observed / "stack.json", run.observed / "run.json"]
+    paths = [run.metrics, *run.groups, run.recorded("stack.json"), run.recorded("run.json")]
     return max(map(modified, paths))
 
 
@@ -200,6 +196,11 @@ def _folders(root: Path) -> Iterator[tuple[Path, list[str]]]:
             return
 
 
+def _run_of(observed: Path) -> Path:
+    """Return the folder of the run that a service's record belongs to."""
+    return observed.parent if observed.name == OBSERVED else observed
+
+
 def _is_observed(folder: Path) -> bool:
     return folder.name == OBSERVED or folder.name.endswith(f".{OBSERVED}")
 
@@ -222,27 +223,27 @@ def _observed_beside(folder: Path, root: Path, observed: dict[Path, Path]) -> Pa
 
 def _of_metrics(path: Path, root: Path, observed: Path | None) -> RunFiles:
     number = path.name.removeprefix("metrics").removesuffix(".jsonl")
-    folder = path.parent.parent if path.parent.name == "trainer" else path.parent
-    evaluations = path.with_name(f"evaluations{number}.jsonl")
+    folder = path.parent
+    if folder.name == "trainer":
+        folder = folder.parent
     name = _name(folder, root)
     if number:
         name += f" (earlier run {number[1:]})"
-        return RunFiles(_id(path, name), name, folder, path, evaluations)
-    return RunFiles(
-        _id(path, name),
-        name,
-        folder,
-        path,
-        evaluations,
-        observed,
-        groups_of(folder),
+    evaluations = path.with_name(f"evaluations{number}.jsonl")
+    run = RunFiles(_id(path, name), name, folder, path, evaluations)
+    if number:
+        return run
+    return replace(
+        run,
+        observed=observed,
+        groups=groups_of(folder),
         environment=environment_rows(folder),
     )
 
 
 def _of_observed(folder: Path, root: Path) -> RunFiles:
     """A run whose trainer wrote elsewhere, or nothing."""
-    run = folder.parent if folder.name == OBSERVED else folder
+    run = _run_of(folder)
     name = _name(run, root).removesuffix(f".{OBSERVED}")
     figures = registered_log_dir(folder) or run
     return RunFiles(

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel, FiniteFloat
+
 from atroposlib.dashboard.events import (
     MAX_EVENTS,
     Event,
@@ -19,7 +21,7 @@ from atroposlib.dashboard.events import (
     whole,
 )
 from atroposlib.dashboard.run_folders.columns import Columns, Series
-from atroposlib.dashboard.run_folders.folder import RunFiles, changed, read_object
+from atroposlib.dashboard.run_folders.folder import RunFiles, changed, read_model
 from atroposlib.utils.jsonl import JsonLinesFollower, NewRows, last_rows
 
 COUNTS = ("compared_tokens", "mismatched_tokens")
@@ -78,7 +80,7 @@ class Run:
         self._lock = threading.Lock()
         self._metrics = JsonLinesFollower(files.metrics)
         self._evaluations_file = JsonLinesFollower(files.evaluations)
-        self._events_file = files.observed and JsonLinesFollower(files.observed / "events.jsonl")
+        self._events_file = JsonLinesFollower(files.recorded("events.jsonl"))
         self._environment = files.environment and JsonLinesFollower(files.environment)
         self._columns, self._sampled = Columns(), Columns()
         # Apart from the others: a table of so few columns keeps every row of millions, and a sum
@@ -104,10 +106,9 @@ class Run:
                 for new in self._environment.new_rows():
                     self._take_environment(new)
                 self._add_sampled(change)
-            if self._events_file:
-                for new in self._events_file.new_rows():
-                    # A file that was full is begun again: its events stay.
-                    self._add("file", filter(None, map(read_event, new.rows)), change)
+            for new in self._events_file.new_rows():
+                # A file that was full is begun again: its events stay.
+                self._add("file", filter(None, map(read_event, new.rows)), change)
             if change.rewritten:
                 self.generation = next(_generations)
             return change
@@ -280,20 +281,28 @@ def update_of(row: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class _RunRecord(BaseModel):
+    """Fields of run.json, which a trainer's registration has filled."""
+
+    model: str | None = None
+    num_steps: int | None = None
+    began: FiniteFloat | None = None
+    ended: FiniteFloat | None = None
+
+
 def glance(files: RunFiles) -> dict[str, Any]:
     """Return a run's row of GET /ui/api/runs, from the ends of its files: there may be hundreds."""
     rows = [row for row in last_rows(files.metrics) if whole(row.get("step")) is not None]
     rewards = [reward for row in rows if (reward := number(row.get("reward_mean"))) is not None]
-    run = read_object(files.observed / "run.json") if files.observed else {}
-    ended, model = number(run.get("ended")), run.get("model")
+    run = read_model(files.recorded("run.json"), _RunRecord) or _RunRecord()
     return {
-        "model": model if isinstance(model, str) else None,
-        "of_steps": whole(run.get("num_steps")),
-        "began": number(run.get("began")),
-        "ended": ended,
-        "state": "unknown" if ended is None else "ended",
+        "model": run.model,
+        "of_steps": run.num_steps,
+        "began": run.began,
+        "ended": run.ended,
+        "state": "unknown" if run.ended is None else "ended",
         "updated": changed(files) or None,
-        "steps": rows[-1]["step"] if rows else 0,
-        "reward_last": rewards[-1] if rewards else None,
+        "steps": next((row["step"] for row in reversed(rows)), 0),
+        "reward_last": next(reversed(rewards), None),
         "evaluated": bool(last_rows(files.evaluations)),
     }

@@ -232,15 +232,15 @@ def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
         files: of the run.
         now: Unix seconds.
     """
-    stack = read_object(files.observed / "stack.json") if files.observed is not None else {}
+    stack = read_object(files.recorded("stack.json"))
     written = number(stack.get("time"))
-    if files.observed is None or written is None:
+    if written is None:
         return {"time": None, "live": False}
-    ended = number(read_object(files.observed / "run.json").get("ended"))
+    ended = number(read_object(files.recorded("run.json")).get("ended"))
     # A time in the future comes from another clock. If the service's clock is behind, the file's
     # own time is more accurate.
     times = [
-        at for at in (written, modified(files.observed / "stack.json")) if at <= now + CLOCK_SECONDS
+        at for at in (written, modified(files.recorded("stack.json"))) if at <= now + CLOCK_SECONDS
     ]
     try:
         signs = signs_of(
@@ -334,9 +334,7 @@ def kept_parity(page: RunPage, run: Run) -> dict[str, Any] | None:
 
 def past_servers(run: Run) -> list[dict[str, Any]]:
     """Return the servers of a run from its files."""
-    if run.files.observed is None:
-        return []
-    versions = read_versions(run.files.observed / "servers.jsonl")
+    versions = read_versions(run.files.recorded("servers.jsonl"))
     return [Server.remembered(url, {}, history).weights() for url, history in versions.items()]
 
 

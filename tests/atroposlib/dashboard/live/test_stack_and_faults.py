@@ -27,7 +27,7 @@ def registration(uuid: int = 1, start: int = 0) -> Registration:
 
 def look(queue: RolloutQueue, *servers: Server, now: float = 0.0, **contact: Any) -> dict[str, Any]:
     return stack_of(
-        queue, [server.row({}) for server in servers], 1000.0 + now, now, TrainerContact(**heard)
+        queue, [server.row({}) for server in servers], 1000.0 + now, now, TrainerContact(**contact)
     )
 
 
