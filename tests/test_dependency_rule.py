@@ -112,8 +112,7 @@ SERVICE_ROOMS = (
     "group_schema",
     "schemas",
     "sqlite_store",
-    "disk_reserve",
-    "file_lock",
+    "store_files",
     "store",
     "records",
 )

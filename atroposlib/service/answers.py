@@ -21,20 +21,27 @@ from atroposlib.service.service import RolloutService
 PREFIX = "#/components/schemas/"
 MODELS: dict[str, type[Any]] = {}
 """Bodies that routes take, by name: pydantic models and typed dictionaries. `takes` adds them."""
-REFUSALS = {
-    400: "The body is no valid gzip",
-    401: "No bearer token, or a wrong one",
-    403: "Without a key: a web page, or a Host that is not this service's",
-    404: "No such environment, batch or inference server",
-    408: "The body did not arrive in time",
-    409: "No trainer has registered, or another one has taken over, or it has another model",
-    413: "The body is too large",
-    415: "A Content-Encoding other than gzip",
-    422: "The body does not validate; the answer names field, index and value",
-    429: "The queue, or the list of servers, is at its bound; see Retry-After",
-    503: "Not done in time; see Retry-After",
-    507: "The store cannot take more data",
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": text,
+        "content": {"application/json": {"schema": {"type": "object", "required": ["detail"]}}},
+    }
+    for status, text in {
+        400: "The body is no valid gzip",
+        401: "No bearer token, or a wrong one",
+        403: "Without a key: a web page, or a Host that is not this service's",
+        404: "No such environment, batch or inference server",
+        408: "The body did not arrive in time",
+        409: "No trainer has registered, or another one has taken over, or it has another model",
+        413: "The body is too large",
+        415: "A Content-Encoding other than gzip",
+        422: "The body does not validate; the answer names field, index and value",
+        429: "The queue, or the list of servers, is at its bound; see Retry-After",
+        503: "Not done in time; see Retry-After",
+        507: "The store cannot take more data",
+    }.items()
 }
+"""Answers that refuse a request, for /openapi.json."""
 
 
 async def _service(request: Request) -> RolloutService:
@@ -103,7 +110,7 @@ def takes(model: type[Any], many: bool = False, required: bool = True) -> dict[s
 
 
 def describe(app: FastAPI) -> None:
-    """Add the bodies and refusals of the routes to /openapi.json."""
+    """Add the bodies of the routes to /openapi.json."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -111,13 +118,6 @@ def describe(app: FastAPI) -> None:
             bodies = [(name, "validation", TypeAdapter(model)) for name, model in MODELS.items()]
             _, models = TypeAdapter.json_schemas(bodies, ref_template=PREFIX + "{model}")  # type: ignore[arg-type]
             schema.setdefault("components", {}).setdefault("schemas", {}).update(models["$defs"])
-            refused = {"application/json": {"schema": {"type": "object", "required": ["detail"]}}}
-            for methods in schema["paths"].values():
-                for operation in methods.values():
-                    for status, text in REFUSALS.items():
-                        operation["responses"].setdefault(
-                            str(status), {"description": text, "content": refused}
-                        )
             app.openapi_schema = schema
         return app.openapi_schema
 

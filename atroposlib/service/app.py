@@ -14,8 +14,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.routing import BaseRoute
 
-from atroposlib.service import admin_routes, environment_routes, reference_routes, trainer_routes
-from atroposlib.service.answers import describe, refuse
+from atroposlib.service import (
+    admin_routes,
+    answers,
+    environment_routes,
+    reference_routes,
+    trainer_routes,
+)
 from atroposlib.service.fleet import FleetFullError, TooManyPublishersError, UnknownServerError
 from atroposlib.service.group_reader import GroupReader, ReaderError, TooComplexError
 from atroposlib.service.records import (
@@ -65,7 +70,8 @@ def make_app(
         reader.close()
         await service.close()
 
-    app = FastAPI(title="Lockstep rollout service", version="0.1.0", lifespan=lifespan)
+    title = "Lockstep rollout service"
+    app = FastAPI(title=title, version="0.1.0", lifespan=lifespan, responses=answers.REFUSALS)
     service.require_key(limits.access.api_key is not None)
     app.add_middleware(RequestLimitsMiddleware, limits=limits, answered=service.metrics.answered)
     app.state.service, app.state.reader = service, reader
@@ -74,7 +80,7 @@ def make_app(
         app.include_router(module.router)
     if page is not None:
         app.router.routes.append(page.route)
-    describe(app)
+    answers.describe(app)
     return app
 
 
@@ -101,7 +107,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(InvalidRequestError)
     async def _(_: Request, error: InvalidRequestError) -> Response:
-        return refuse(422, error.errors)
+        return answers.refuse(422, error.errors)
 
     def handler(
         status: int, seconds: str | None
@@ -109,7 +115,7 @@ def add_error_handlers(app: FastAPI) -> None:
         async def handle(_: Request, error: Exception) -> Response:
             if isinstance(error, ReaderError | TooComplexError):
                 logger.error("%s", error)
-            return refuse(status, str(error), {"Retry-After": seconds} if seconds else None)
+            return answers.refuse(status, str(error), {"Retry-After": seconds} if seconds else None)
 
         return handle
 

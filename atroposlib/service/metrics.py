@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +17,91 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Methods that are counted by name; each further label is a row that is kept for ever."""
+
+
+GAUGES: dict[str, tuple[str, Callable[[RolloutQueue], float]]] = {
+    "rollout_queue_groups": ("Groups ready for a batch", lambda queue: queue.lines.groups),
+    "rollout_queue_sequences": (
+        "Sequences ready for a batch",
+        lambda queue: queue.lines.total_sequences(),
+    ),
+    "rollout_buffered_groups": (
+        "Groups that wait to be recombined",
+        lambda queue: sum(map(len, queue.buffers.values())),
+    ),
+    "rollout_used_groups_waiting": (
+        "Groups that may be learned from again",
+        lambda queue: queue.lines.used_groups,
+    ),
+    "rollout_reference_waiting_groups": (
+        "Groups that wait for ref_logprobs",
+        lambda queue: len(queue.reference.waiting),
+    ),
+    "rollout_reference_leased_groups": (
+        "Groups at reference workers, overdue ones too",
+        lambda queue: len(queue.reference.loans),
+    ),
+    "rollout_leased_batches": ("Batches not yet acknowledged", lambda queue: len(queue.leases)),
+    "rollout_held_groups": ("Groups held in all", lambda queue: queue.held_groups),
+    "rollout_held_bytes": ("Bytes held in all", lambda queue: queue.held_bytes),
+    "rollout_batches_skipped": (
+        "Batches that the trainer could not learn from",
+        lambda queue: queue.batches_skipped,
+    ),
+    "rollout_batches_set_aside": (
+        "Batches that ended trainers and are handed out no more",
+        lambda queue: queue.failures.total,
+    ),
+    "rollout_current_step": ("Batches handed out", lambda queue: queue.current_step),
+    "rollout_trainer_version": (
+        "Weight version of the next batch",
+        lambda queue: queue.trainer_version(),
+    ),
+    "rollout_environments": (
+        "Connected environments",
+        lambda queue: sum(
+            one.connected for one in queue.registry.by_id.values() if one.env_id != NOBODY
+        ),
+    ),
+}
+"""Name -> help text and value."""
+COUNTERS: dict[str, tuple[str, Callable[[RolloutQueue], float]]] = {
+    "rollout_group_uses": (
+        "Groups in batches that were learned from, each time",
+        lambda queue: queue.uses,
+    ),
+    "rollout_groups_used": (
+        "Groups that were learned from at all",
+        lambda queue: queue.groups_used,
+    ),
+    "rollout_references_answered": (
+        "Groups that got their ref_logprobs from workers",
+        lambda queue: queue.reference.answered,
+    ),
+    "rollout_references_unusable": (
+        "Groups for which workers could compute none",
+        lambda queue: queue.reference.unusable,
+    ),
+    "rollout_reference_leases_expired": (
+        "Groups that a worker kept for too long",
+        lambda queue: queue.reference.expired,
+    ),
+}
+SPACE_GAUGES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
+    "rollout_store_free_bytes": (
+        "Free bytes of the store's disk",
+        lambda space: space["free_bytes"],
+    ),
+    "rollout_store_refusing_posts": (
+        "1 while posts are refused for want of disk space",
+        lambda space: space["refusing_posts"] is not None,
+    ),
+    "rollout_store_reserve_is_whole": (
+        "1 if the reserve for batches is there",
+        lambda space: space["reserve_is_whole"],
+    ),
+}
+"""For a store on a disk; see `PostSpace.figures`."""
 
 
 class Metrics:
@@ -65,8 +151,7 @@ class Metrics:
             buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
             registry=self.registry,
         )
-        self.registry.register(_QueueState(queue))
-        self.registry.register(_StoreSpace(post_space))
+        self.registry.register(_State(queue, post_space))
         self._queue = queue
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -92,110 +177,27 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _QueueState(Collector):
-    """Reads the queue when Prometheus asks."""
+class _State(Collector):
+    """Reads the queue, and the space of the store's disk as it was last measured, when Prometheus
+    asks.
+    """
 
-    def __init__(self, queue: Callable[[], RolloutQueue]) -> None:
-        self._queue = queue
+    def __init__(self, queue: Callable[[], RolloutQueue], post_space: PostSpace) -> None:
+        self._queue, self._post_space = queue, post_space
 
     def collect(self) -> Iterator[Metric]:
-        """Totals of the queue as they are now."""
-        queue = self._queue()
-        gauges = {
-            "rollout_queue_groups": ("Groups ready for a batch", queue.lines.groups),
-            "rollout_queue_sequences": (
-                "Sequences ready for a batch",
-                queue.lines.total_sequences(),
-            ),
-            "rollout_buffered_groups": (
-                "Groups that wait to be recombined",
-                sum(len(b) for b in queue.buffers.values()),
-            ),
-            "rollout_used_groups_waiting": (
-                "Groups that may be learned from again",
-                queue.lines.used_groups,
-            ),
-            "rollout_reference_waiting_groups": (
-                "Groups that wait for ref_logprobs",
-                len(queue.reference.waiting),
-            ),
-            "rollout_reference_leased_groups": (
-                "Groups at reference workers, overdue ones too",
-                len(queue.reference.loans),
-            ),
-            "rollout_leased_batches": ("Batches not yet acknowledged", len(queue.leases)),
-            "rollout_held_groups": ("Groups held in all", queue.held_groups),
-            "rollout_held_bytes": ("Bytes held in all", queue.held_bytes),
-            "rollout_batches_skipped": (
-                "Batches that the trainer could not learn from",
-                queue.batches_skipped,
-            ),
-            "rollout_batches_set_aside": (
-                "Batches that ended trainers and are handed out no more",
-                queue.failures.total,
-            ),
-            "rollout_current_step": ("Batches handed out", queue.current_step),
-            "rollout_trainer_version": (
-                "Weight version of the next batch",
-                queue.trainer_version(),
-            ),
-            "rollout_environments": (
-                "Connected environments",
-                sum(e.connected for e in queue.registry.by_id.values() if e.env_id != NOBODY),
-            ),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(name, text, value)
-        counted = {
-            "rollout_group_uses": (
-                "Groups in batches that were learned from, each time",
-                queue.uses,
-            ),
-            "rollout_groups_used": ("Groups that were learned from at all", queue.groups_used),
-            "rollout_references_answered": (
-                "Groups that got their ref_logprobs from workers",
-                queue.reference.answered,
-            ),
-            "rollout_references_unusable": (
-                "Groups for which workers could compute none",
-                queue.reference.unusable,
-            ),
-            "rollout_reference_leases_expired": (
-                "Groups that a worker kept for too long",
-                queue.reference.expired,
-            ),
-        }
-        for name, (text, value) in counted.items():
-            yield CounterMetricFamily(name, text, value)
+        """Yield the totals as they are now. A store in memory has no disk."""
+        queue, space = self._queue(), self._post_space.figures()
+        for name, (text, value_of) in GAUGES.items():
+            yield GaugeMetricFamily(name, text, value_of(queue))
+        for name, (text, value_of) in COUNTERS.items():
+            yield CounterMetricFamily(name, text, value_of(queue))
         drops = CounterMetricFamily(
             "rollout_groups_dropped", "Groups dropped", labels=["reason", "longest_up_to"]
         )
         for (reason, bucket), count in sorted(queue.drops.items()):
             drops.add_metric([reason, str(bucket)], count)
         yield drops
-
-
-class _StoreSpace(Collector):
-    """Space of the store's disk, as it was last measured; nothing for a store in memory."""
-
-    def __init__(self, post_space: PostSpace) -> None:
-        self._post_space = post_space
-
-    def collect(self) -> Iterator[Metric]:
-        """The space, and whether posts are refused for want of it."""
-        figures = self._post_space.figures()
-        if figures is None:
-            return
-        yield GaugeMetricFamily(
-            "rollout_store_free_bytes", "Free bytes of the store's disk", figures["free_bytes"]
-        )
-        refusing = figures["refusing_posts"] is not None
-        yield GaugeMetricFamily(
-            "rollout_store_refusing_posts",
-            "1 while posts are refused for want of disk space",
-            refusing,
-        )
-        whole = figures["reserve_is_whole"]
-        yield GaugeMetricFamily(
-            "rollout_store_reserve_is_whole", "1 if the reserve for batches is there", whole
-        )
+        if space is not None:
+            for name, (text, value_in) in SPACE_GAUGES.items():
+                yield GaugeMetricFamily(name, text, value_in(space))

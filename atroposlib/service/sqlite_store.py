@@ -20,8 +20,6 @@ from typing import TypeVar
 
 import orjson
 
-from atroposlib.service.disk_reserve import RESERVE_BYTES, Reserve
-from atroposlib.service.file_lock import lock_file, require_same_files
 from atroposlib.service.records import (
     BUFFERED,
     QUEUED,
@@ -40,6 +38,12 @@ from atroposlib.service.store import (
     Store,
     StoreError,
     megabytes,
+)
+from atroposlib.service.store_files import (
+    RESERVE_BYTES,
+    Reserve,
+    lock_file,
+    require_same_files,
 )
 
 logger = logging.getLogger(__name__)
@@ -228,9 +232,10 @@ class RecentBodies:
             self._bytes -= len(self._bodies.popitem(last=False)[1])
 
     def get(self, seqs: Sequence[int]) -> list[bytes] | None:
-        """All of them, or None."""
-        bodies = [self._bodies.get(seq) for seq in seqs]
-        return [body for body in bodies if body is not None] if None not in bodies else None
+        """Return the bodies, or None unless all are there."""
+        if not all(seq in self._bodies for seq in seqs):
+            return None
+        return [self._bodies[seq] for seq in seqs]
 
     def clear(self) -> None:
         """Let go of all."""

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from atroposlib import service_client
 from atroposlib.service.app import make_app
-from atroposlib.service.disk_reserve import Reserve
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import Changes, Registration, ValidatedGroup
 from atroposlib.service.service import RolloutService
@@ -34,6 +33,7 @@ from atroposlib.service.store import (
     PostSpace,
     StoreError,
 )
+from atroposlib.service.store_files import Reserve
 from atroposlib.service_client import RolloutServiceClient
 from tests.atroposlib.service.conftest import Service, group, marks, trainer
 from tests.full_disks import FullDisk, fill, small_disk
