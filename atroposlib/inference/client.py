@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import Field
 
 from atroposlib.inference.generation import Generation
-from atroposlib.inference.pool import InferenceCalls, Look, ServerPool, Split
+from atroposlib.inference.pool import HealthReport, InferenceCalls, ServerPool, Split
 from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.utils.unknown_keys import WarnsOfUnknownKeys
 from atroposlib.web.addresses import HttpAddresses
@@ -231,7 +231,7 @@ class APIServer(InferenceCalls):
     address_flag = "--openai.base_url"
     highest_temperature: float | None = None
     """The limit of the server, if it has one. Requests above it are refused here."""
-    looked_at_always = False
+    polled_always = False
     """The pool polls it all the time if it has other servers; otherwise only while it is away."""
     pool: ServerPool
     """Servers that answer for each other; one of its own until a manager has several."""
@@ -300,9 +300,9 @@ class APIServer(InferenceCalls):
         if hasattr(self, "tokenizer"):
             self.tokenizer = getattr(other, "tokenizer", None)
 
-    async def look(self) -> Look:
+    async def health(self) -> HealthReport:
         """Return the server's health."""
-        return Look(wrong=(await self.probe() if self.config.health_check else None) or "")
+        return HealthReport(wrong=(await self.probe() if self.config.health_check else None) or "")
 
     async def model(self) -> str:
         """The name of the model to ask for."""

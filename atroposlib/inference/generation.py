@@ -154,18 +154,7 @@ class VersionRecord:
     """
 
     oldest_weights: Weights | None = None
-    newest_weights: Weights | None = None
     sampled: SampledRecord | None = field(default_factory=SampledRecord)
-
-    @property
-    def oldest(self) -> int | None:
-        """The version of the weights that were served first."""
-        return None if self.oldest_weights is None else self.oldest_weights.version
-
-    @property
-    def newest(self) -> int | None:
-        """The version of the weights that were served last."""
-        return None if self.newest_weights is None else self.newest_weights.version
 
     def note(
         self, versions: Sequence[int] | None, epochs: Sequence[int | None] | None = None
@@ -175,7 +164,6 @@ class VersionRecord:
         """
         for weights in weights_of(versions, epochs) or ():
             self.oldest_weights = min(self.oldest_weights or weights, weights)
-            self.newest_weights = max(self.newest_weights or weights, weights)
 
     def note_generation(self, generation: Generation, training: bool = True) -> None:
         """Record the answer to a request.

@@ -11,13 +11,11 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from atroposlib.errors import UsageError
 from atroposlib.inference.client import (
     MODEL_NOT_NAMED,
     APIServer,
     APIServerConfig,
     ReasoningConfig,
-    ServerBaseline,
 )
 from atroposlib.inference.pool import ServerIsAway
 from atroposlib.web.addresses import proxy_for
@@ -203,47 +201,3 @@ class OpenAIServer(OpenAIRoutes):
     @property
     def honours_proxies(self) -> bool:
         return host_of(self.config.base_url) not in LOOPBACK
-
-
-def resolve_openai_configs(
-    default_server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig],
-    openai_config_dict: dict[str, Any],
-    yaml_config: dict[str, Any],
-    cli_passed_flags: dict[str, Any],
-    logger: logging.Logger = logger,
-) -> ServerBaseline | APIServerConfig | list[APIServerConfig]:
-    """The servers that a run uses.
-
-    Several servers come from a YAML list or from `config_init`; flags set one server, so they
-    cannot be combined.
-
-    Args:
-        default_server_configs: what `config_init` returned.
-        openai_config_dict: the settings of a single server, merged from default, YAML and flags.
-        yaml_config: the whole YAML file.
-        cli_passed_flags: the flags that were given, with their namespace (`openai.base_url`).
-
-    Raises:
-        UsageError: flags for one server, where several are configured.
-    """
-    from_yaml = yaml_config.get("openai")
-    flags = sorted(flag for flag in cli_passed_flags if flag.startswith("openai."))
-    several: list[Any] | None = None
-    if isinstance(from_yaml, list) and len(from_yaml) > 1:
-        several = [APIServerConfig(**entry) for entry in from_yaml]
-    elif (
-        isinstance(default_server_configs, list)
-        and len(default_server_configs) > 1
-        and not from_yaml
-    ):
-        several = default_server_configs
-    if several is not None:
-        if flags:
-            raise UsageError(
-                f"--{flags[0]}: {len(several)} servers are configured, so set it in the YAML file's `openai` list"
-            )
-        return several
-    if type(default_server_configs) is ServerBaseline and not from_yaml and not flags:
-        return default_server_configs
-    single = APIServerConfig(**openai_config_dict)
-    return single if isinstance(default_server_configs, APIServerConfig) else [single]

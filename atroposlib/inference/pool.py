@@ -1,11 +1,11 @@
 """Pools of inference servers that answer for each other: choice of a server, health and retries.
 
-`Choice` decides, without I/O and without a clock. It has two sources. A *look* polls a server: does it
+`Choice` decides, without I/O and without a clock. It has two sources. A *poll* asks a server: does it
 serve, which weights has it, how many requests are in flight there. A *request* meets the server: it was
-answered, was refused because the server is away, or failed although the server is there. A look may
-find a server well that fails every request, so both count:
+answered, was refused because the server is away, or failed although the server is there. A server may
+look well in a poll and fail every request, so both count:
 
-* a server that is away, by either source, gets nothing until a later look finds it well;
+* a server that is away, by either source, gets nothing until a later poll shows that it is well;
 * one that fails gets nothing for a pause that doubles with every failure in a row, and then one
   request, as a trial;
 * of the others, the pool asks those with the freshest weights, and among them the one with the least
@@ -55,19 +55,19 @@ reports new weights would get all requests."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
 """Seconds for which a server gets nothing after its first failure, and at most."""
 
-LOOK_SECONDS = 1.0
-"""Seconds between two looks at a server while requests are under way."""
+POLL_SECONDS = 1.0
+"""Seconds between two polls of a server while requests are under way."""
 MOVE_AFTER_SECONDS = 15.0
 """A server that is silent or does not serve for this many seconds loses its requests, if another
 server can answer them."""
 QUIET_SECONDS = 30.0
-"""The pool looks at a single server once its requests have had no answer for this many seconds."""
-LOOKS_AFTER_WORK = 5
-"""Rounds of looks after the last request; then they stop."""
+"""The pool polls a single server once its requests have had no answer for this many seconds."""
+POLLS_AFTER_WORK = 5
+"""Rounds of polls after the last request; then they stop."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class HealthReport:
     """A server's answer to a health probe."""
 
     wrong: str = ""
@@ -89,7 +89,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Standing:
+class ServerState:
     """State of one server."""
 
     away: str = ""
@@ -97,7 +97,7 @@ class Standing:
     away_since: float = 0.0
     """Begin of the present outage."""
     refused_at: float = 0.0
-    """Time of the last refused request: only a look that began later can end the outage."""
+    """Time of the last refused request: only a poll that began later can end the outage."""
     weights: Weights | None = None
     in_flight: int | None = None
     ours_then: int = 0
@@ -123,75 +123,77 @@ class Standing:
 
 @dataclass
 class Choice(Generic[Key]):
-    """The servers' standings, and the choice among them."""
+    """The servers' states, and the choice among them."""
 
-    standings: dict[Key, Standing] = field(default_factory=dict)
+    states: dict[Key, ServerState] = field(default_factory=dict)
     _newest: deque[tuple[float, Weights]] = field(default_factory=deque)
-    """(time, weights) of each look that reported newer weights than all before."""
+    """(time, weights) of each poll that reported newer weights than all before."""
 
-    def of(self, key: Key) -> Standing:
-        """Return a server's standing. An unknown server counts as well."""
-        standing = self.standings.get(key)
-        if standing is None:
-            standing = self.standings[key] = Standing()
-        return standing
+    def of(self, key: Key) -> ServerState:
+        """Return a server's state. An unknown server counts as well."""
+        state = self.states.get(key)
+        if state is None:
+            state = self.states[key] = ServerState()
+        return state
 
     def keep_only(self, keys: Collection[Key]) -> None:
         """Forget all other servers."""
-        self.standings = {key: standing for key, standing in self.standings.items() if key in keys}
+        self.states = {key: state for key, state in self.states.items() if key in keys}
 
     # ---- events ----
 
-    def looked(self, key: Key, began: float, now: float, look: Look, ours: int = 0) -> None:
-        """Note the result of a look.
+    def polled(
+        self, key: Key, began: float, now: float, report: HealthReport, ours: int = 0
+    ) -> None:
+        """Note the result of a poll.
 
         Args:
             key: the server.
             began: when it was sent.
             now: when it was answered, or given up.
-            look: the result.
+            report: the result.
             ours: requests that this process has there now.
         """
-        standing = self.of(key)
-        if look.wrong:
-            self._away(standing, now, look.wrong)
+        state = self.of(key)
+        if report.wrong:
+            self._away(state, now, report.wrong)
             # The reason is known: once the server is back, it gets requests at once.
-            standing.failures, standing.avoid_until = 0, 0.0
+            state.failures, state.avoid_until = 0, 0.0
             return
-        standing.in_flight, standing.ours_then = look.in_flight, ours
-        if look.weights is not None:
-            standing.weights = look.weights
-            if not self._newest or look.weights > self._newest[-1][1]:
-                self._newest.append((now, look.weights))
-        if began >= standing.refused_at:
-            standing.away = ""
+        state.in_flight, state.ours_then = report.in_flight, ours
+        if report.weights is not None:
+            state.weights = report.weights
+            if not self._newest or report.weights > self._newest[-1][1]:
+                self._newest.append((now, report.weights))
+        if began >= state.refused_at:
+            state.away = ""
 
     def refused(self, key: Key, began: float, now: float, why: str) -> None:
         """Note that a request, sent at `began`, found the server away."""
-        standing = self.of(key)
-        standing.refused_at = now
-        self._away(standing, now, why)
+        state = self.of(key)
+        state.refused_at = now
+        self._away(state, now, why)
         self.failed(key, began, now)
 
     def failed(self, key: Key, began: float, now: float) -> None:
         """Note that a request, sent at `began`, failed by the server's fault."""
-        standing = self.of(key)
-        if began < standing.failed_at:
+        state = self.of(key)
+        if began < state.failed_at:
             return  # The request was under way when another one failed: the same fault.
-        standing.failures += 1
-        standing.failed_at, standing.avoid_until = now, now + standing.pause
+        state.failures += 1
+        state.failed_at, state.avoid_until = now, now + state.pause
 
     def answered(self, key: Key, began: float) -> None:
         """Note that a request, sent at `began`, was answered."""
-        standing = self.of(key)
-        if began >= standing.failed_at:
-            standing.failures, standing.avoid_until = 0, 0.0
+        state = self.of(key)
+        if began >= state.failed_at:
+            state.failures, state.avoid_until = 0, 0.0
 
     @staticmethod
-    def _away(standing: Standing, now: float, why: str) -> None:
-        if not standing.away:
-            standing.away_since = now
-        standing.away = why
+    def _away(state: ServerState, now: float, why: str) -> None:
+        if not state.away:
+            state.away_since = now
+        state.away = why
 
     # ---- decisions ----
 
@@ -199,7 +201,7 @@ class Choice(Generic[Key]):
         """Return the servers that accept requests."""
         return [key for key in keys if not self.of(key).away]
 
-    def lost(self, keys: Sequence[Key], now: float, seconds: float) -> list[Key]:
+    def overdue(self, keys: Sequence[Key], now: float, seconds: float) -> list[Key]:
         """Return the servers that should lose their requests: away for `seconds` or longer, while
         another server accepts requests.
         """
@@ -236,16 +238,16 @@ class Choice(Generic[Key]):
         settled = self.settled_weights(now)
 
         def merit(key: Key) -> tuple[bool, bool, float, tuple[int, int]]:
-            standing = self.of(key)
-            avoided = now < standing.avoid_until
+            state = self.of(key)
+            avoided = now < state.avoid_until
             behind = (0, 0)
-            if settled is not None and standing.weights is not None and standing.weights < settled:
+            if settled is not None and state.weights is not None and state.weights < settled:
                 # Servers with settled weights come first, then the freshest of the others.
                 behind = (
-                    1 + settled.epoch - standing.weights.epoch,
-                    settled.version - standing.weights.version,
+                    1 + settled.epoch - state.weights.epoch,
+                    settled.version - state.weights.version,
                 )
-            return key in tried, avoided, standing.avoid_until if avoided else 0.0, behind
+            return key in tried, avoided, state.avoid_until if avoided else 0.0, behind
 
         def burden(key: Key, load: Load) -> tuple[bool, int]:
             return load.ours >= load.most, self.of(key).load(load.ours)
@@ -264,9 +266,9 @@ class Choice(Generic[Key]):
 
         After failures it is a trial: the server gets no other request until its pause is over.
         """
-        standing = self.of(key)
-        if standing.failures:
-            standing.avoid_until = now + standing.pause
+        state = self.of(key)
+        if state.failures:
+            state.avoid_until = now + state.pause
 
 
 class ServerIsAway(Exception):
@@ -426,7 +428,7 @@ class ServerPool(InferenceCalls):
         self._away_since: float | None = None
         self._turn = 0
         self._under_way: dict[APIServer, set[asyncio.Timeout]] = {}
-        self._looking: dict[APIServer, asyncio.Task[None]] = {}
+        self._polls: dict[APIServer, asyncio.Task[None]] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._last_answer = 0.0
         """time.monotonic() of the last answer, or of the first request after a time without any."""
@@ -481,7 +483,7 @@ class ServerPool(InferenceCalls):
         return self.choice.choose(loads, time.monotonic(), preferred, tried)
 
     @contextlib.asynccontextmanager
-    async def carrying(self, server: APIServer) -> AsyncGenerator[None, None]:
+    async def track_request(self, server: APIServer) -> AsyncGenerator[None, None]:
         """Note that a request is under way at a server during the block.
 
         Raises:
@@ -542,7 +544,7 @@ class ServerPool(InferenceCalls):
             began = time.monotonic()
             self.choice.sent(server, began)
             try:
-                async with self.carrying(server), server.slots(split):
+                async with self.track_request(server), server.slots(split):
                     began = time.monotonic()
                     answer = await getattr(server, method)(
                         **{"model": await server.model(), **fields}
@@ -603,61 +605,59 @@ class ServerPool(InferenceCalls):
             await asyncio.sleep(0.5 * attempts.failures)
         return True
 
-    # ---- looking ----
+    # ---- polling ----
 
     def _keep_watch(self) -> None:
-        """Look at the servers while there are requests."""
+        """Poll the servers while there are requests."""
         if self._can_be_watched() and (self._watcher is None or self._watcher.done()):
-            self._watcher = asyncio.create_task(
-                self._watch(), name="looks at the inference servers"
-            )
+            self._watcher = asyncio.create_task(self._watch(), name="polls the inference servers")
 
     def _can_be_watched(self) -> bool:
-        return len(self.servers) > 1 or self.servers[0].looked_at_always
+        return len(self.servers) > 1 or self.servers[0].polled_always
 
-    def _is_looked_at(self, server: APIServer) -> bool:
-        """Return whether to look at a server now.
+    def _is_polled(self, server: APIServer) -> bool:
+        """Return whether to poll a server now.
 
         A single server is not polled while it answers requests.
         """
         if self.choice.of(server).away:
             return True
         quiet = bool(self._under_way) and time.monotonic() - self._last_answer >= QUIET_SECONDS
-        return server.looked_at_always and (len(self.servers) > 1 or quiet)
+        return server.polled_always and (len(self.servers) > 1 or quiet)
 
     async def _watch(self) -> None:
         idle = 0
-        while idle < LOOKS_AFTER_WORK and self._can_be_watched():
+        while idle < POLLS_AFTER_WORK and self._can_be_watched():
             try:
                 for server in self._all():
-                    if self._is_looked_at(server):
-                        self._look_at(server)
-                self._move_what_is_lost()
-            except Exception:  # Looks must go on; without them, requests still meet the servers.
-                logger.exception("looking at the inference servers failed; it is tried again")
+                    if self._is_polled(server):
+                        self._start_poll(server)
+                self._move_overdue()
+            except Exception:  # Polls must go on; without them, requests still meet the servers.
+                logger.exception("polling the inference servers failed; it is tried again")
             idle += 1
             if self._under_way or not self._is_open():
                 idle = 0
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
-    def _look_at(self, server: APIServer) -> asyncio.Task[None]:
+    def _start_poll(self, server: APIServer) -> asyncio.Task[None]:
         """Poll one server, unless a poll is under way."""
-        task = self._looking.get(server)
+        task = self._polls.get(server)
         if task is None or task.done():
-            task = self._looking[server] = asyncio.create_task(
-                self._look(server), name=f"look at {server.root_url}"
+            task = self._polls[server] = asyncio.create_task(
+                self._poll(server), name=f"poll of {server.root_url}"
             )
         return task
 
-    async def _look(self, server: APIServer) -> None:
-        began, standing = time.monotonic(), self.choice.of(server)
+    async def _poll(self, server: APIServer) -> None:
+        began, state = time.monotonic(), self.choice.of(server)
         try:
-            look = await server.look()
+            report = await server.health()
         except Exception as error:  # noqa: BLE001  # An answer that cannot be read is not a healthy one.
-            look = Look(wrong=f"{type(error).__name__}: {error}")
-        was_away = standing.away
-        self.choice.looked(
-            server, began, time.monotonic(), look, server.sem.in_use + server.eval_sem.in_use
+            report = HealthReport(wrong=f"{type(error).__name__}: {error}")
+        was_away = state.away
+        self.choice.polled(
+            server, began, time.monotonic(), report, server.sem.in_use + server.eval_sem.in_use
         )
         if server in self.servers:
             self._log_change(server, was_away)
@@ -685,9 +685,9 @@ class ServerPool(InferenceCalls):
                 waiting,
             )
 
-    def _move_what_is_lost(self) -> None:
+    def _move_overdue(self) -> None:
         now = time.monotonic()
-        for server in self.choice.lost(list(self._all()), now, MOVE_AFTER_SECONDS):
+        for server in self.choice.overdue(list(self._all()), now, MOVE_AFTER_SECONDS):
             under_way = [moved for moved in self._under_way.get(server, ()) if moved.when() is None]
             if under_way and self.choice.available(self.servers):
                 logger.warning("%d requests at %s are asked elsewhere: it is away (%s)", len(under_way), server.root_url,
@@ -696,8 +696,8 @@ class ServerPool(InferenceCalls):
                     moved.reschedule(asyncio.get_running_loop().time())
 
     async def probe(self) -> str | None:
-        """Look at all servers. Return None if one accepts requests, else the reason of each."""
-        await asyncio.gather(*(self._look_at(server) for server in self.servers))
+        """Poll all servers. Return None if one accepts requests, else the reason of each."""
+        await asyncio.gather(*(self._start_poll(server) for server in self.servers))
         if self.choice.available(self.servers):
             return None
         return self._reasons()
@@ -725,7 +725,7 @@ class ServerPool(InferenceCalls):
         """Return once a server accepts requests. All callers wait together, with one line in the log.
 
         Args:
-            why: the reason for which no server does; empty to look at them first.
+            why: the reason for which no server does; empty to poll them first.
 
         Raises:
             InferenceUnavailable: none did within `outage_timeout` seconds; also for every later
@@ -762,10 +762,10 @@ class ServerPool(InferenceCalls):
             self._recovery, self._away_before, self._away_since = None, self.seconds_away, None
 
     async def close(self) -> None:
-        """End all looks."""
+        """End all polls."""
         tasks = [
             task
-            for task in (self._watcher, *self._looking.values())
+            for task in (self._watcher, *self._polls.values())
             if task is not None and not task.done()
         ]
         for task in tasks:

@@ -146,21 +146,10 @@ class Sessions:
         }
 
 
-class ChatMessage(BaseModel):
-    """A message. `atroposlib.inference.messages` checks its fields."""
-
-    role: Any = None
-    content: Any = None
-    reasoning_content: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    name: Any = None
-
-
 class ChatCompletionProxyRequest(BaseModel):
     """The fields of OpenAI's chat request that the proxy passes on."""
 
-    messages: list[ChatMessage]
+    messages: list[dict[str, Any]]
     max_tokens: int = Field(1024, ge=1)
     temperature: float = 1.0
     n: int = Field(1, ge=1, le=1024)
@@ -170,8 +159,11 @@ class ChatCompletionProxyRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def plain_messages(self) -> list[dict[str, Any]]:
-        """Return the messages as ManagedServer takes them."""
-        return [message.model_dump(exclude_none=True) for message in self.messages]
+        """Return the messages without empty fields. `atroposlib.inference.messages` checks them."""
+        return [
+            {name: value for name, value in message.items() if value is not None}
+            for message in self.messages
+        ]
 
 
 class SessionCreateRequest(BaseModel):

@@ -29,7 +29,7 @@ ALIASES = {
 }
 """Other interfaces' names for parameters of `Sampling`."""
 
-HARMLESS = frozenset(
+NEUTRAL_FIELDS = frozenset(
     {
         *(
             "model",
@@ -106,7 +106,7 @@ def sampling_of(
 
     Args:
         request: its fields by the names of `Sampling` or of `ALIASES`; None counts as absent. Other
-            fields that are not `HARMLESS` and not empty are counted as `CONSTRAINED`, and named in
+            fields that are not `NEUTRAL_FIELDS` and not empty are counted as `CONSTRAINED`, and named in
             the log once.
         completions: their number.
         temperature: the server's default; None where that is not known.
@@ -129,7 +129,7 @@ def sampling_of(
     unusual = sorted(
         name
         for name, value in parameters.items()
-        if name not in HARMLESS | own and has_something(value)
+        if name not in NEUTRAL_FIELDS | own and has_something(value)
     )
     if unusual:
         say_that_it_may_be_constrained(tuple(unusual))
@@ -173,7 +173,7 @@ def continued(
     return [*spans, SamplingSpan(parameters, tokens)]
 
 
-def on_the_wire(spans: Sequence[SamplingSpan]) -> Sampling | list[Sampling]:
+def to_wire(spans: Sequence[SamplingSpan]) -> Sampling | list[Sampling]:
     """Return a sequence's entry of a group's `sampling_params`.
 
     It is one object where all tokens have the same parameters, else one for each span, with the
@@ -184,14 +184,14 @@ def on_the_wire(spans: Sequence[SamplingSpan]) -> Sampling | list[Sampling]:
     return [{**span.parameters, "tokens": span.tokens} for span in spans]
 
 
-class Place(NamedTuple):
+class PrefixHash(NamedTuple):
     """A position in a sequence and a digest of the tokens before it, in place of the tokens."""
 
     tokens: int
     digest: bytes
 
 
-def places_of(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, Place]:
+def prefix_hashes(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, PrefixHash]:
     """Return the places of a sequence at these lengths, by length; none beyond its end.
 
     Raises:
@@ -200,12 +200,12 @@ def places_of(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, Place]
     digest, begin, places = blake2b(digest_size=16), 0, {}
     for end in sorted(length for length in lengths if length <= len(tokens)):
         digest.update(array("q", [*tokens[begin:end]]).tobytes())
-        places[end] = Place(end, digest.digest())
+        places[end] = PrefixHash(end, digest.digest())
         begin = end
     return places
 
 
-class Sampled(NamedTuple):
+class RecordedSample(NamedTuple):
     """A sequence that one request sampled.
 
     A rollout makes many requests, each with the whole conversation before it, so the tokens are not
@@ -218,8 +218,8 @@ class Sampled(NamedTuple):
         finish_reason: why the sampling ended; None where that is not known.
     """
 
-    prompt: Place
-    whole: Place
+    prompt: PrefixHash
+    whole: PrefixHash
     sampling: list[SamplingSpan] | None
     finish_reason: str | None
 
@@ -232,7 +232,7 @@ class SampledRecord:
     """
 
     def __init__(self) -> None:
-        self._by_end: dict[Place, list[Sampled]] = {}
+        self._by_end: dict[PrefixHash, list[RecordedSample]] = {}
         """By `whole`, without duplicates."""
 
     def note(
@@ -246,14 +246,14 @@ class SampledRecord:
         begin = len(prompt)
         for output, spans, reason in zip(outputs, sampling, reasons, strict=True):
             end = begin + len(output)
-            places = places_of([*prompt, *output], (begin, end))
-            sampled = Sampled(places[begin], places[end], spans, reason)
+            places = prefix_hashes([*prompt, *output], (begin, end))
+            sampled = RecordedSample(places[begin], places[end], spans, reason)
             same_end = self._by_end.setdefault(sampled.whole, [])
             if sampled not in same_end:
                 same_end.append(sampled)
 
     @property
-    def sequences(self) -> list[Sampled]:
+    def sequences(self) -> list[RecordedSample]:
         """All that differ, in the order in which they were noted first."""
         return [sampled for same_end in self._by_end.values() for sampled in same_end]
 
@@ -275,7 +275,7 @@ class SampledRecord:
         parameters, reasons = [], []
         for row, mask in zip(tokens, masks, strict=True):
             try:
-                places = places_of(row, lengths)
+                places = prefix_hashes(row, lengths)
             except (TypeError, OverflowError):  # the check of the group's shape reports it
                 places = {}
             prompts = [
@@ -286,7 +286,7 @@ class SampledRecord:
             whole = places.get(len(mask))
             equal = [sampled for sampled in prompts if sampled.whole == whole]
             parameters.append(parameters_of(prompts, equal, mask))
-            reasons.append(only([sampled.finish_reason for sampled in equal]))
+            reasons.append(single_value([sampled.finish_reason for sampled in equal]))
         fields: dict[str, list[Any]] = {"sampling_params": parameters, "finish_reasons": reasons}
         return {
             name: values
@@ -304,7 +304,7 @@ class SampledRecord:
 
 
 def parameters_of(
-    prompts: Sequence[Sampled], equal: Sequence[Sampled], mask: Sequence[int]
+    prompts: Sequence[RecordedSample], equal: Sequence[RecordedSample], mask: Sequence[int]
 ) -> Sampling | list[Sampling] | None:
     """Return the parameters that a sequence was sampled with; None where they are not known.
 
@@ -317,7 +317,7 @@ def parameters_of(
         equal: those of `prompts` that are equal to the sequence.
         mask: of the sequence.
     """
-    spans = only(
+    spans = single_value(
         [
             sampled.sampling
             for sampled in equal
@@ -325,11 +325,11 @@ def parameters_of(
         ]
     )
     if spans:
-        return on_the_wire(spans)
+        return to_wire(spans)
     return common_of([sampled for sampled in prompts if sampled.prompt.tokens or sampled in equal])
 
 
-def common_of(sequences: Sequence[Sampled]) -> Sampling | None:
+def common_of(sequences: Sequence[RecordedSample]) -> Sampling | None:
     """Return the parameters of all sequences, without `max_tokens` where they differ in it.
 
     None if they differ in anything else, or if one is not known.
@@ -339,7 +339,7 @@ def common_of(sequences: Sequence[Sampled]) -> Sampling | None:
     parameters = [span.parameters for sampled in sequences for span in sampled.sampling or []]
     if not parameters or not all(same_distribution(parameters[0], other) for other in parameters):
         return None
-    limit = only([entry.get("max_tokens") for entry in parameters])
+    limit = single_value([entry.get("max_tokens") for entry in parameters])
     return {
         name: value
         for name, value in parameters[0].items()
@@ -347,7 +347,7 @@ def common_of(sequences: Sequence[Sampled]) -> Sampling | None:
     }
 
 
-def only(values: Sequence[Any]) -> Any:
+def single_value(values: Sequence[Any]) -> Any:
     """Return the value that all entries have; None if they differ, or if there are none."""
     if values and all(value == values[0] for value in values):
         return values[0]

@@ -21,7 +21,7 @@ from atroposlib.inference.generation import (
     weight_fields,
     weights_of,
 )
-from atroposlib.inference.sampling_record import SamplingSpan, continued, on_the_wire
+from atroposlib.inference.sampling_record import SamplingSpan, continued, to_wire
 from atroposlib.inference.tokenizers import Continuation, encode_plain, encode_rendered
 from atroposlib.utils.control_tokens import behind, plain
 from atroposlib.utils.thinking import opened_by
@@ -80,7 +80,7 @@ def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
     fields: dict[str, list[Any]] = {}
     if len(weights) == len(nodes):
         fields = weight_fields(weights, [node.weight_spans for node in nodes])
-    sampling = [on_the_wire(node.sampling) if node.sampling else None for node in nodes]
+    sampling = [to_wire(node.sampling) if node.sampling else None for node in nodes]
     reasons = [(node.metadata or {}).get("finish_reason") for node in nodes]
     group_fields: dict[str, list[Any]] = {"sampling_params": sampling, "finish_reasons": reasons}
     fields.update(

@@ -35,7 +35,7 @@ MAX_REQUEST_SECONDS = 300.0
 """Seconds without an answer after which a request is sent again: the server may hang until its next
 start."""
 VOCABULARY_SECONDS = 60.0
-LOOK_AGAIN_SECONDS = 5.0
+MODEL_CHECK_SECONDS = 5.0
 """Longest age of the answer of /v1/models when a sequence is scored. A restart takes longer, so the
 client notices an exchanged server before that server scores anything."""
 IDENTITY = ("id", "root", "max_model_len")
@@ -63,7 +63,7 @@ class TeacherServer(VLLMServer):
     `/generate`, any other by `/v1/completions` with `prompt_logprobs`, which vLLM has. Before the
     first sequence, and again after the server was away, its vocabulary is compared with that of
     `tokenizer`, which must be set; and so it is when /v1/models names another model than before,
-    for which it is asked every LOOK_AGAIN_SECONDS at most.
+    for which it is asked every MODEL_CHECK_SECONDS at most.
 
     Args:
         url: address, with or without /v1.
@@ -74,7 +74,7 @@ class TeacherServer(VLLMServer):
     """
 
     key_variable = TEACHER_KEY
-    tells_weights = False  # it stands alone, and its probe has more to do
+    reports_weights = False  # it stands alone, and its probe has more to do
     role = "teacher"
     address_flag = "--env.teacher_url"
 
@@ -99,7 +99,7 @@ class TeacherServer(VLLMServer):
         self.pool.outage_timeout = self._timeout = timeout
         self._comparing = asyncio.Lock()
         self._same_vocabulary = False
-        self._looked = -math.inf
+        self._checked = -math.inf
         self._scores = False
         """It has scored a sequence: from then on what is wrong with one is wrong with that one."""
 
@@ -164,7 +164,7 @@ class TeacherServer(VLLMServer):
         return TeacherRefused(f"teacher at {self.root_url} will not score: {what}")
 
     async def _score_wrapper(self, tokens: list[int], model: str) -> list[float | None]:
-        await self._look_again()
+        await self._check_model()
         model = await self.model()  # if it is not named, that which is served now
         await self._compare_vocabularies(model)
         context = await self._context_length()
@@ -197,10 +197,10 @@ class TeacherServer(VLLMServer):
             "and without logits in place of logprobs (--logprobs-mode)"
         )
 
-    async def _look_again(self) -> None:
+    async def _check_model(self) -> None:
         """See now and then whether it is still the same model that is served."""
         async with self._comparing:
-            if time.monotonic() - self._looked < LOOK_AGAIN_SECONDS:
+            if time.monotonic() - self._checked < MODEL_CHECK_SECONDS:
                 return
             before, self._served = self._served, None  # where this fails, the next one compares
             now = await self.served_model()
@@ -212,7 +212,7 @@ class TeacherServer(VLLMServer):
                         self.root_url,
                         now.get("id"),
                     )
-            self._looked = time.monotonic()
+            self._checked = time.monotonic()
 
     async def _by_generate(self, tokens: list[int]) -> list[Any]:
         body = {"prompt": {"prompt_token_ids": tokens}, "max_tokens": 1, "temperature": 0.0}

@@ -13,7 +13,7 @@ from atroposlib.inference.openai_client import (
     PROBE_TIMEOUT,
     OpenAIRoutes,
 )
-from atroposlib.inference.pool import Look
+from atroposlib.inference.pool import HealthReport
 from atroposlib.inference.sampling_record import sampling_of
 from atroposlib.inference.tokenizers import encode_plain
 from atroposlib.web.keys import VLLM_KEY
@@ -21,7 +21,7 @@ from atroposlib.web.keys import VLLM_KEY
 # Names of max_tokens in other interfaces.
 MAX_TOKENS_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 
-LOOK_TIMEOUT = 5.0
+POLL_TIMEOUT = 5.0
 """Longest time in seconds for an answer to GET /weights."""
 MIN_TEMPERATURE = 0.01
 """vLLM raises a temperature between 0 and this one to it, which only its log shows."""
@@ -38,26 +38,26 @@ class VLLMServer(OpenAIRoutes):
     """Encodes prompts given as text; set by the environment. Prompts given as token ids need
     none."""
     _options: list[str] | None = None
-    looked_at_always = True
-    tells_weights = True
+    polled_always = True
+    reports_weights = True
     """The client polls GET /weights. Cleared once the server has answered that it lacks the route."""
 
-    async def look(self) -> Look:
+    async def health(self) -> HealthReport:
         """Poll GET /weights, or GET /health on servers without that route."""
-        if not (self.tells_weights and self.config.health_check):
-            return await super().look()
+        if not (self.reports_weights and self.config.health_check):
+            return await super().health()
         try:
-            response = await self.http.get("/weights", timeout=LOOK_TIMEOUT)
+            response = await self.http.get("/weights", timeout=POLL_TIMEOUT)
         except httpx.TimeoutException:
-            return Look(wrong=f"silent for {LOOK_TIMEOUT:g} s")
+            return HealthReport(wrong=f"silent for {POLL_TIMEOUT:g} s")
         except httpx.HTTPError as error:
-            return Look(wrong=f"no answer ({type(error).__name__})")
+            return HealthReport(wrong=f"no answer ({type(error).__name__})")
         if response.status_code == 200:
-            return read_look(orjson.loads(response.content))
+            return read_health(orjson.loads(response.content))
         if response.status_code >= 500:
-            return Look(wrong=f"/weights answered {response.status_code}")
-        self.tells_weights = False
-        return await super().look()
+            return HealthReport(wrong=f"/weights answered {response.status_code}")
+        self.reports_weights = False
+        return await super().health()
 
     async def probe(self) -> str | None:
         return await self._fault_of("/health", good=range(200, 201))
@@ -172,7 +172,7 @@ class SGLangServer(VLLMServer):
 
     key_variable = None
     highest_temperature = None
-    tells_weights = False
+    reports_weights = False
 
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
         prompt_tokens = self._prompt_tokens(kwargs)
@@ -202,7 +202,7 @@ class SGLangServer(VLLMServer):
         raise NotImplementedError("SGLangServer cannot give the logprobs of a prompt")
 
 
-def read_look(answer: Any) -> Look:
+def read_health(answer: Any) -> HealthReport:
     """Read the answer of GET /weights. Missing fields and fields that are not numbers become None.
 
     Raises:
@@ -219,7 +219,7 @@ def read_look(answer: Any) -> Look:
     wrong = ""
     if not answer.get("serving", True):
         wrong = str(answer.get("trouble") or "it does not serve")[:300]
-    return Look(
+    return HealthReport(
         wrong=wrong,
         weights=None if version is None else Weights(epoch or 0, version),
         in_flight=in_flight,

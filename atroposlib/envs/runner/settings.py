@@ -21,7 +21,6 @@ from atroposlib.envs.config import (
     BaseEnvConfig,
 )
 from atroposlib.errors import UsageError
-from atroposlib.inference.openai_client import resolve_openai_configs
 from atroposlib.inference.server_manager import APIServerConfig, ServerBaseline, ServerManagerConfig
 from atroposlib.utils.yaml_files import YamlError, load_yaml, read_yaml
 from atroposlib.web.keys import all_settings, is_secret
@@ -315,9 +314,22 @@ def merged_servers(
     validated(APIServerConfig, single, namespace)
     for entry in entries:
         validated(APIServerConfig, entry, namespace)
-    prefixed = {f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}{name}": value for name, value in flags.items()}
-    content = entries if isinstance(in_yaml, list) else entries[0]
-    return resolve_openai_configs(default, single, {OPENAI_NAMESPACE: content}, prefixed)
+    several: list[APIServerConfig] = []
+    if len(entries) > 1:
+        several = [APIServerConfig(**entry) for entry in entries]
+    elif isinstance(default, list) and len(default) > 1 and not any(entries):
+        several = default
+    if several and flags:
+        raise UsageError(
+            f"--{namespace}{NAMESPACE_SEP}{min(flags)}: {len(several)} servers are configured, "
+            f"so set it in the YAML file's `{namespace}` list"
+        )
+    if several:
+        return several
+    if type(default) is ServerBaseline and not any(entries) and not flags:
+        return default
+    server = APIServerConfig(**single)
+    return server if isinstance(default, APIServerConfig) else [server]
 
 
 def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from atroposlib.envs.runner.rollout import say_that_sampling_differs
 from atroposlib.inference.client import APIServerConfig
-from atroposlib.inference.generation import Generation, VersionRecord, current_versions
+from atroposlib.inference.generation import Generation, VersionRecord, Weights, current_versions
 from atroposlib.inference.sampling_record import (
     SampledRecord,
     SamplingSpan,
@@ -210,7 +210,7 @@ def test_requests_of_an_evaluation_are_not_noted() -> None:
         current_versions.set(record)
         await server.generate(input_ids=[1], split="eval")
         assert record.sampled is not None
-        assert (record.sampled.sequences, record.oldest) == ([], 4)
+        assert (record.sampled.sequences, record.oldest_weights) == ([], Weights(0, 4))
         await server.generate(input_ids=[1])
         return record
 

@@ -283,7 +283,7 @@ def test_a_teacher_that_is_exchanged_while_nobody_asks_is_compared_again(
         teacher.paths.clear()
         await env._runner.rollouts.work_on("item")
         assert "/v1/models" not in teacher.paths, "it was looked at a moment ago"
-        monkeypatch.setattr(teacher_client, "LOOK_AGAIN_SECONDS", 0.0)
+        monkeypatch.setattr(teacher_client, "MODEL_CHECK_SECONDS", 0.0)
         await env._runner.rollouts.work_on("item")
         assert "/v1/models" in teacher.paths
         assert compared not in teacher.paths, "it is the same"

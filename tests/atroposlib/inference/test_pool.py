@@ -18,7 +18,7 @@ from atroposlib.errors import InferenceUnavailable, UsageError
 from atroposlib.inference import pool
 from atroposlib.inference.client import APIServer, APIServerConfig
 from atroposlib.inference.generation import Generation, Weights
-from atroposlib.inference.pool import Look, ServerIsAway
+from atroposlib.inference.pool import HealthReport, ServerIsAway
 from atroposlib.inference.server_manager import ServerManager
 from tests.atroposlib.inference.played_servers import ask, fleet, seen
 
@@ -29,7 +29,7 @@ STATES = ("ok", "ok", "away", "fails", "hangs", "quarantined", "sick")
 def quick() -> Iterator[None]:
     """Looks, pauses and patience a hundred times as fast."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "LOOK_SECONDS", 0.01)
+        patch.setattr(pool, "POLL_SECONDS", 0.01)
         patch.setattr(pool, "MOVE_AFTER_SECONDS", 0.05)
         patch.setattr(pool, "FIRST_PAUSE", 0.005)
         patch.setattr(pool, "MAX_PAUSE", 0.05)
@@ -45,7 +45,7 @@ def quick() -> Iterator[None]:
 class Fake(APIServer):
     """A server that does what its state says."""
 
-    looked_at_always = True
+    polled_always = True
     failures: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, config: APIServerConfig, reasoning_config: Any = None):
@@ -59,15 +59,15 @@ class Fake(APIServer):
         self.changed.set()
         self.changed = asyncio.Event()
 
-    async def look(self) -> Look:
+    async def health(self) -> HealthReport:
         while self.state == "hangs":
             try:
                 await asyncio.wait_for(self.changed.wait(), 0.02)
             except TimeoutError:
-                return Look(wrong="silent")
+                return HealthReport(wrong="silent")
         if self.state in ("away", "quarantined"):
-            return Look(wrong=self.state)
-        return Look(weights=Weights(1, 1))
+            return HealthReport(wrong=self.state)
+        return HealthReport(weights=Weights(1, 1))
 
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
         number = kwargs["input_ids"][0]
@@ -212,7 +212,7 @@ async def test_the_freshest_weights_are_asked_for(monkeypatch: pytest.MonkeyPatc
 async def test_requests_at_a_server_that_hangs_are_asked_elsewhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("atroposlib.inference.vllm_client.LOOK_TIMEOUT", 0.5)
+    monkeypatch.setattr("atroposlib.inference.vllm_client.POLL_TIMEOUT", 0.5)
     async with fleet(2) as (manager, lights):
         await ask(manager, 2)
         lights[0].hold.clear()
@@ -228,7 +228,7 @@ async def test_one_that_stands_alone_is_named_when_it_is_silent_and_goes_on_with
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr("atroposlib.inference.vllm_client.LOOK_TIMEOUT", 0.5)
+    monkeypatch.setattr("atroposlib.inference.vllm_client.POLL_TIMEOUT", 0.5)
     async with fleet(1) as (manager, (light,)):
         await ask(manager, 2)
         assert "/weights" not in light.asked, "while it answers, it is left alone"

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.inference.generation import Weights
-from atroposlib.inference.pool import MAX_PAUSE, SETTLING_SECONDS, Choice, Load, Look
-from atroposlib.inference.vllm_client import read_look
+from atroposlib.inference.pool import MAX_PAUSE, SETTLING_SECONDS, Choice, HealthReport, Load
+from atroposlib.inference.vllm_client import read_health
 
 IDLE = Load(0, 8)
-WELL = Look(weights=Weights(1, 1), in_flight=0)
+WELL = HealthReport(weights=Weights(1, 1), in_flight=0)
 
 
-def choice_after(*looks: Look, at: float = 0.0) -> Choice[int]:
+def choice_after(*looks: HealthReport, at: float = 0.0) -> Choice[int]:
     """Servers 0, 1, … each seen as the look says."""
     choice: Choice[int] = Choice()
     for number, look in enumerate(looks):
-        choice.looked(number, at, at, look)
+        choice.polled(number, at, at, look)
     return choice
 
 
@@ -43,14 +43,14 @@ def fleets(draw: st.DrawFn) -> tuple[Choice[int], list[tuple[int, Load]], float]
         match draw(st.sampled_from(["look", "wrong", "refused", "failed", "answered"])):
             case "look":
                 weights = draw(st.none() | st.builds(Weights, st.integers(0, 2), st.integers(0, 3)))
-                choice.looked(
+                choice.polled(
                     server,
                     now,
                     now,
-                    Look(weights=weights, in_flight=draw(st.none() | st.integers(0, 20))),
+                    HealthReport(weights=weights, in_flight=draw(st.none() | st.integers(0, 20))),
                 )
             case "wrong":
-                choice.looked(server, now, now, Look(wrong="silent"))
+                choice.polled(server, now, now, HealthReport(wrong="silent"))
             case "refused":
                 choice.refused(server, now, now, "503")
             case "failed":
@@ -109,33 +109,37 @@ def test_the_best_one_that_can_be_asked_is_asked(
 
 def test_new_weights_draw_requests_only_once_the_others_should_have_them() -> None:
     choice = choice_after(WELL, WELL)
-    choice.looked(0, 10.0, 10.0, Look(weights=Weights(1, 2), in_flight=5))
+    choice.polled(0, 10.0, 10.0, HealthReport(weights=Weights(1, 2), in_flight=5))
     now = 10.0 + SETTLING_SECONDS / 2
     assert chosen(choice, now, IDLE, IDLE) == 1, "it may be a moment late only, and has less to do"
     now = 10.0 + SETTLING_SECONDS
     assert chosen(choice, now, IDLE, IDLE) == 0
-    choice.looked(1, now, now, Look(weights=Weights(1, 2), in_flight=0))
+    choice.polled(1, now, now, HealthReport(weights=Weights(1, 2), in_flight=0))
     assert chosen(choice, now, IDLE, IDLE) == 1
 
 
 def test_a_server_that_stays_behind_is_noticed_while_versions_fly_by() -> None:
     choice = choice_after(WELL, WELL)
     for step in range(40):
-        choice.looked(0, step * 0.5, step * 0.5, Look(weights=Weights(1, step + 2), in_flight=9))
-        choice.looked(1, step * 0.5, step * 0.5, WELL)
+        choice.polled(
+            0, step * 0.5, step * 0.5, HealthReport(weights=Weights(1, step + 2), in_flight=9)
+        )
+        choice.polled(1, step * 0.5, step * 0.5, WELL)
     assert chosen(choice, 20.0, IDLE, IDLE) == 0
     assert len(choice._newest) < 10, "what is old is forgotten"
 
 
 def test_a_later_life_of_the_trainer_is_fresher_whatever_its_version() -> None:
-    choice = choice_after(Look(weights=Weights(5, 17)), Look(weights=Weights(6, 11)))
+    choice = choice_after(
+        HealthReport(weights=Weights(5, 17)), HealthReport(weights=Weights(6, 11))
+    )
     assert chosen(choice, SETTLING_SECONDS, IDLE, IDLE) == 1
 
 
 def test_requests_of_others_count_and_ours_are_not_counted_twice() -> None:
     choice: Choice[int] = Choice()
-    choice.looked(0, 0.0, 0.0, Look(in_flight=6), ours=4)
-    choice.looked(1, 0.0, 0.0, Look(in_flight=5), ours=0)
+    choice.polled(0, 0.0, 0.0, HealthReport(in_flight=6), ours=4)
+    choice.polled(1, 0.0, 0.0, HealthReport(in_flight=5), ours=0)
     assert choice.of(0).load(4) == 6
     assert choice.of(0).load(1) == 3
     assert choice.of(1).load(3) == 8
@@ -150,7 +154,7 @@ def test_a_server_that_fails_at_once_gets_trials_and_no_more() -> None:
     choice = choice_after(WELL, WELL, WELL)
     now, sent = 0.0, [0, 0, 0]
     while now < 300.0:
-        choice.looked(0, now, now, WELL)
+        choice.polled(0, now, now, WELL)
         server = chosen(choice, now, Load(0, 8), Load(4, 8), Load(5, 8))
         assert server is not None
         sent[server] += 1
@@ -188,9 +192,9 @@ def test_a_server_that_comes_back_is_asked_at_once() -> None:
     choice = choice_after(WELL, WELL)
     for second in range(10):
         choice.refused(0, float(second), float(second), "connection refused")
-        choice.looked(0, float(second), float(second), Look(wrong="no answer"))
+        choice.polled(0, float(second), float(second), HealthReport(wrong="no answer"))
     assert chosen(choice, 10.0, IDLE, IDLE) == 1
-    choice.looked(0, 10.0, 10.1, WELL)
+    choice.polled(0, 10.0, 10.1, WELL)
     assert chosen(choice, 10.1, Load(0, 8), Load(1, 8)) == 0
 
 
@@ -199,7 +203,7 @@ def test_one_that_refuses_with_good_health_is_not_asked_all_the_time() -> None:
     asked = 0
     for tick in range(600):
         now = tick * 0.5
-        choice.looked(0, now, now, WELL)
+        choice.polled(0, now, now, WELL)
         if chosen(choice, now, Load(0, 8), Load(4, 8)) == 0:
             asked += 1
             choice.sent(0, now)
@@ -207,28 +211,28 @@ def test_one_that_refuses_with_good_health_is_not_asked_all_the_time() -> None:
     assert asked <= math.log2(MAX_PAUSE) + 2 + 300.0 / MAX_PAUSE
 
 
-def test_a_look_that_was_sent_before_a_refusal_does_not_outweigh_it() -> None:
+def test_a_poll_that_was_sent_before_a_refusal_does_not_outweigh_it() -> None:
     choice = choice_after(WELL)
     choice.refused(0, 1.0, 2.0, "503")
-    choice.looked(0, 1.5, 2.5, WELL)
+    choice.polled(0, 1.5, 2.5, WELL)
     assert choice.of(0).away
-    choice.looked(0, 2.5, 2.6, WELL)
+    choice.polled(0, 2.5, 2.6, WELL)
     assert not choice.of(0).away
 
 
 def test_requests_are_moved_only_when_another_server_can_take_them() -> None:
-    choice = choice_after(Look(wrong="silent"), WELL, at=10.0)
-    assert choice.lost([0, 1], 24.0, 15.0) == []
-    choice.looked(0, 20.0, 20.0, Look(wrong="silent for longer"))
-    assert choice.lost([0, 1], 25.0, 15.0) == [0], "it has been away since it was first seen so"
-    choice.looked(1, 25.0, 25.0, Look(wrong="silent"))
-    assert choice.lost([0, 1], 90.0, 15.0) == []
+    choice = choice_after(HealthReport(wrong="silent"), WELL, at=10.0)
+    assert choice.overdue([0, 1], 24.0, 15.0) == []
+    choice.polled(0, 20.0, 20.0, HealthReport(wrong="silent for longer"))
+    assert choice.overdue([0, 1], 25.0, 15.0) == [0], "it has been away since it was first seen so"
+    choice.polled(1, 25.0, 25.0, HealthReport(wrong="silent"))
+    assert choice.overdue([0, 1], 90.0, 15.0) == []
 
 
 # ---- what a server says ----
 
 
-def test_a_look_is_read() -> None:
+def test_a_health_report_is_read() -> None:
     told = {
         "instance": "a",
         "weight_version": 3,
@@ -237,13 +241,16 @@ def test_a_look_is_read() -> None:
         "trouble": "",
         "in_flight": 4,
     }
-    assert read_look(told) == Look("", Weights(9, 3), 4)
+    assert read_health(told) == HealthReport("", Weights(9, 3), 4)
     assert (
-        read_look(told | {"serving": False, "trouble": "quarantined: late"}).wrong
+        read_health(told | {"serving": False, "trouble": "quarantined: late"}).wrong
         == "quarantined: late"
     )
-    assert read_look(told | {"serving": False}).wrong
-    assert read_look({}) == Look()
-    assert read_look({"weight_version": True, "weight_epoch": None, "in_flight": "many"}) == Look()
+    assert read_health(told | {"serving": False}).wrong
+    assert read_health({}) == HealthReport()
+    assert (
+        read_health({"weight_version": True, "weight_epoch": None, "in_flight": "many"})
+        == HealthReport()
+    )
     with pytest.raises(ValueError, match="/weights answered"):
-        read_look(["serving"])
+        read_health(["serving"])

@@ -67,7 +67,7 @@ async def test_the_versions_that_a_rollout_met_are_noted(
             await asyncio.create_task(manager.generate(input_ids=[1, 2], max_tokens=4))
     finally:
         current_versions.reset(token)
-    assert (record.oldest, record.newest) == (5, 8)
+    assert record.oldest_weights == Weights(0, 5)
 
 
 async def test_a_failing_request_is_tried_again(manager: ServerManager) -> None:
