@@ -148,7 +148,7 @@ _SKIPPED = ("-h, --help",)
 
 
 def options_of(text: str) -> Iterator[Option]:
-    """Yield the options in a help text of argparse, or of an environment."""
+    """Yield the options in a help text of argparse."""
     section, flag, parts = "", "", list[str]()
     for line in [*text.splitlines(), "end:"]:
         heading, entry = _HEADING.match(line), _ENTRY.match(line)
@@ -169,11 +169,7 @@ def _option(section: str, flag: str, text: str) -> Option:
     default = ""
     if at_the_end:
         default = "required" if at_the_end["required"] else at_the_end["default"]
-        # An environment prints the default before the text, where argparse prints it behind the
-        # text.
         text = text[: at_the_end.start()]
-    elif before := re.match(r"\(default: (.*?)\) (.*)$", text):
-        default, text = before[1], before[2]
     return Option(section, flag, "" if default in ("None", "none", "[]") else default, text)
 
 

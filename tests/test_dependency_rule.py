@@ -126,6 +126,7 @@ SDK_ROOMS = (
     "dashboard",
     "service",
     "service_client",
+    "command_line",
     "web",
     "sandbox",
     "utils",

@@ -1,5 +1,5 @@
-"""What `atropos-sft-gen` and `atropos-dpo-gen` share: be the trainer of a rollout service, and
-write what is worth keeping of each group to a file of JSON lines.
+"""The common part of `atropos-sft-gen` and `atropos-dpo-gen`: a trainer of a rollout service that
+writes rows of each group to a file of JSON lines.
 
 The rows of a batch are on the disk before the batch is acknowledged. A run that is killed in
 between gets the batch again, finds its rows at the end of the file, and does not write them twice.
@@ -7,24 +7,26 @@ between gets the batch again, finds its rows at the end of the file, and does no
 
 from __future__ import annotations
 
-import argparse
 import fcntl
+import functools
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import orjson
+from pydantic import BaseModel, Field, model_validator
 
+from atroposlib.command_line import AtLeastOne
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable, UsageError
 from atroposlib.service_client import BlockingServiceClient, RejectedByService
 from atroposlib.utils.log_lines import LogLines
 from atroposlib.utils.waiting import Patience
 from atroposlib.utils.whole_files import append_whole, cannot_write
-from atroposlib.web.addresses import argument, http_address
+from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.keys import SERVICE_KEY, given_or_variable
 from atroposlib.wire.groups import PROMPT_MASK
 
@@ -33,79 +35,70 @@ logger = logging.getLogger(__name__)
 Group = dict[str, Any]
 Row = dict[str, Any]
 ENDLESS = 2**31 - 1
-"""Steps that are told to environments: who collects says itself when it is over."""
+"""Steps of the run, as the service knows it. The collector itself ends the run."""
 
 
-def collector_parser(prog: str, description: str, what: str) -> argparse.ArgumentParser:
-    """The options that both commands have. `what` names a row, in the plural."""
-    parser = argparse.ArgumentParser(prog=prog, description=description)
-    parser.add_argument(
-        "filepath",
-        nargs="?",
-        type=Path,
-        default=Path("sft_data.jsonl"),
-        help="file of JSON lines to write",
+class CollectorOptions(BaseModel):
+    """The options that both commands have."""
+
+    filepath: Path = Field(
+        default=Path("sft_data.jsonl"), description="file of JSON lines to write"
     )
-    parser.add_argument(
-        "--api-url",
-        type=argument(http_address),
+    api_url: HttpAddress = Field(
         default="http://localhost:8000",
-        help="the rollout service; its key is $ROLLOUT_API_KEY",
+        description="the rollout service; its key is $ROLLOUT_API_KEY",
     )
-    parser.add_argument(
-        "--group-size",
-        type=_at_least_one,
-        default=2,
-        help="sequences of a group, as environments make them",
+    group_size: AtLeastOne = Field(
+        default=2, description="sequences of a group, as environments make them"
     )
-    parser.add_argument(
-        "--max-token-len", type=_at_least_one, default=2048, help="tokens that a sequence may have"
+    max_token_len: AtLeastOne = Field(default=2048, description="tokens that a sequence may have")
+    tokenizer: str | None = Field(
+        default=None,
+        description="folder or name of the tokenizer of the model that is sampled",
     )
-    parser.add_argument(
-        "--tokenizer", help="folder or name of the tokenizer of the model that is sampled"
+    save_messages: bool = Field(
+        default=False, description="write messages, which not every environment posts"
     )
-    parser.add_argument(
-        "--save-messages",
-        action="store_true",
-        help="write messages, which not every environment posts",
+    num_seqs_to_save: AtLeastOne = Field(default=100, description="rows after which it ends")
+    allow_negative_scores: bool = Field(
+        default=False, description="keep responses with a score of 0 or below, too"
     )
-    parser.add_argument(
-        "--num-seqs-to-save", type=_at_least_one, default=100, help=f"{what} after which it ends"
+    append_to_previous: bool = Field(
+        default=False, description="add as many rows to a file that exists"
     )
-    parser.add_argument(
-        "--allow-negative-scores",
-        action="store_true",
-        help="keep what has a score of 0 or below, too",
+    resume: bool = Field(
+        default=False, description="go on with a file that exists, until it has as many rows in all"
     )
-    parser.add_argument(
-        "--append-to-previous",
-        action="store_true",
-        help=f"add as many {what} to a file that exists",
+    tasks_per_step: AtLeastOne = Field(default=64, description="groups in a batch")
+    take_over: bool = Field(
+        default=False, description="take the place of a trainer whose run has not ended"
     )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with a file that exists, until it has as many in all",
+    service_timeout: float = Field(
+        default=600.0, description="longest wait for the service, or for groups, in seconds"
     )
-    parser.add_argument("--tasks-per-step", type=_at_least_one, help="groups in a batch")
-    parser.add_argument(
-        "--take-over",
-        action="store_true",
-        help="take the place of a trainer whose run has not ended",
-    )
-    parser.add_argument(
-        "--service-timeout",
-        type=float,
-        default=600.0,
-        help="seconds that it waits for the service, or for groups",
-    )
-    return parser
+
+    @model_validator(mode="after")
+    def _has_text_and_one_target(self) -> Self:
+        if self.tokenizer is None and not self.save_messages:
+            raise ValueError(
+                "groups hold tokens: name the sampled model's tokenizer (--tokenizer), or pass "
+                "--save-messages"
+            )
+        if self.resume and self.append_to_previous:
+            raise ValueError(
+                "--resume counts the rows in the file and --append-to-previous does not: give one"
+            )
+        return self
 
 
-def _at_least_one(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return int(text)
+Options = TypeVar("Options", bound=CollectorOptions)
+Options_contra = TypeVar("Options_contra", bound=CollectorOptions, contravariant=True)
+
+
+class Select(Protocol[Options_contra]):
+    """A function that makes the rows of a group. `tokenizer` is None with --save-messages."""
+
+    def __call__(self, group: Group, tokenizer: Any, options: Options_contra) -> list[Row]: ...
 
 
 class RowsFile:
@@ -122,13 +115,15 @@ class RowsFile:
     def __init__(self, path: Path, may_exist: bool) -> None:
         self.path, self._is_new = path, not may_exist
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        if not may_exist:
+            flags |= os.O_EXCL
         try:
-            self._file = os.open(path, flags | (0 if may_exist else os.O_EXCL), 0o644)
+            self._file = os.open(path, flags, 0o644)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileExistsError:
             raise UsageError(
-                f"{path} exists: --resume goes on until it has as many rows in all, --append-to-previous adds as many; "
-                "or name another file"
+                f"{path} exists: --resume goes on until it has as many rows in all, "
+                "--append-to-previous adds as many; or name another file"
             ) from None
         except BlockingIOError:
             raise UsageError(
@@ -154,10 +149,10 @@ class RowsFile:
             os.close(folder)
 
     def ends_with(self, rows: Sequence[bytes]) -> int:
-        """How many of these rows, from the first one on, the file ends with."""
+        """Return how many of these rows, from the first one on, the file ends with."""
         size = os.fstat(self._file).st_size
-        wanted = sum(map(len, rows))
-        end = os.pread(self._file, wanted, max(0, size - wanted))
+        length = sum(map(len, rows))
+        end = os.pread(self._file, length, max(0, size - length))
         return next(
             (count for count in range(len(rows), 0, -1) if end.endswith(b"".join(rows[:count]))), 0
         )
@@ -213,25 +208,25 @@ class Service(BlockingServiceClient):
                 raise
             return {}
 
-    def register(self, name: str, batch_size: int, max_token_len: int, take_over: bool) -> None:
-        """Become its trainer. Nothing that it holds is thrown away.
+    def register(self, name: str, options: CollectorOptions) -> None:
+        """Become its trainer. The service keeps all that it holds.
 
         Raises:
             UsageError: another trainer's run has not ended.
         """
         project = self.request("GET", "/wandb_info")["project"]
-        registered = self.request("GET", "/info")["batch_size"] > 0
-        busy = registered and not self.optional("GET", "/stats").get("run_ended")
-        if busy and project != name and not take_over:
+        has_trainer = self.request("GET", "/info")["batch_size"] > 0
+        run_ended = self.optional("GET", "/stats").get("run_ended")
+        if has_trainer and not run_ended and project != name and not options.take_over:
             raise UsageError(
-                f"{self.url} has a trainer (project {project!r}) whose run has not ended, and its groups would come "
-                "here instead: start another service, or pass --take-over"
+                f"{self.url} has a trainer (project {project!r}) whose run has not ended, and its "
+                "groups would come here instead: start another service, or pass --take-over"
             )
         registration = {
             "wandb_group": name,
             "wandb_project": name,
-            "batch_size": batch_size,
-            "max_token_len": max_token_len,
+            "batch_size": options.group_size * options.tasks_per_step,
+            "max_token_len": options.max_token_len,
             "checkpoint_dir": "",
             "save_checkpoint_interval": 0,
             "starting_step": 0,
@@ -241,14 +236,19 @@ class Service(BlockingServiceClient):
         self.uuid = self.request("POST", "/register", registration).get("uuid")
 
     def batch(self) -> tuple[list[Group], int | None]:
-        """The next batch, when there is one, and its id; None from a service that has none.
+        """Wait for the next batch. Its id is None from a service without acknowledgements.
 
         Raises:
-            ServiceUnavailable: there was none in time.
+            ServiceUnavailable: no batch was complete in time.
         """
-        remedy = "is an environment running, and does its group_size divide the batch (--group-size, --tasks-per-step)?"
+        remedy = (
+            "is an environment running, and does its group_size divide the batch (--group-size, "
+            "--tasks-per-step)?"
+        )
         patience = Patience("groups", self.timeout, ServiceUnavailable, logger, remedy)
-        query = None if self.uuid is None else {"uuid": self.uuid}
+        query = {}
+        if self.uuid is not None:
+            query = {"uuid": self.uuid}
         while True:
             answer = self.request("GET", "/batch", query=query)
             if answer.get("batch"):
@@ -257,14 +257,14 @@ class Service(BlockingServiceClient):
             why = answer.get("message") or self.optional("GET", "/stats").get("waiting_because")
             patience.wait_blocking(why or "no batch is complete yet")
 
-    def done(self, batch_id: int | None) -> None:
-        """A batch is written. The weights that sample are as they were: no version passes."""
+    def acknowledge(self, batch_id: int | None) -> None:
+        """Acknowledge a batch that is written. The sampling weights stay at version 0."""
         if batch_id is not None:
             body = {"batch_id": batch_id, "weight_version": 0, "uuid": self.uuid}
             self.request("POST", "/batch/ack", body)
 
     def end(self) -> None:
-        """Nothing more is wanted: environments end, too."""
+        """End the run, so that environments end too."""
         if self.uuid is not None:
             self.optional("POST", "/run/end", {"uuid": self.uuid})
 
@@ -278,84 +278,88 @@ def prompts_and_completions(group: Group, tokenizer: Any) -> list[tuple[str, str
     return divided
 
 
-def collect(
-    arguments: argparse.Namespace,
-    name: str,
-    tasks_per_step: int,
-    select: Callable[[Group, Any], list[Row]],
-) -> None:
+def collect(options: Options, name: str, select: Select[Options]) -> None:
     """Take batches until the file has as many rows as were asked for.
 
     Args:
-        arguments: of `collector_parser`.
+        options: of the command.
         name: of the command, under which it registers.
-        tasks_per_step: groups in a batch, where none are given.
-        select: the rows of a group, given the tokenizer: None with --save-messages.
+        select: makes the rows of a group.
 
     Raises:
-        EnvironmentFailure: something is missing or wrong; the message says what to do.
+        EnvironmentFailure: something is missing or wrong; the message names the remedy.
     """
-    if arguments.tokenizer is None and not arguments.save_messages:
-        raise UsageError(
-            "groups hold tokens: name the sampled model's tokenizer (--tokenizer), or pass --save-messages"
-        )
-    if arguments.resume and arguments.append_to_previous:
-        raise UsageError(
-            "--resume counts the rows that are there and --append-to-previous does not: give one of them"
-        )
     tokenizer = None
-    if not arguments.save_messages:
-        from atroposlib.inference.tokenizers import (
-            load_tokenizer,
-        )  # seconds, which nobody waits for who writes messages
+    if options.tokenizer is not None and not options.save_messages:
+        # Its import takes seconds, which --save-messages does without.
+        from atroposlib.inference.tokenizers import load_tokenizer
 
-        tokenizer = load_tokenizer(arguments.tokenizer)
-    file = RowsFile(arguments.filepath, arguments.resume or arguments.append_to_previous)
-    wanted = arguments.num_seqs_to_save + (file.rows if arguments.append_to_previous else 0)
-    before, groups, groups_without_rows = file.rows, 0, 0
+        tokenizer = load_tokenizer(options.tokenizer)
+    file = RowsFile(options.filepath, options.resume or options.append_to_previous)
+    target = options.num_seqs_to_save
+    if options.append_to_previous:
+        target += file.rows
+    key = given_or_variable(None, SERVICE_KEY)
+    service = Service(options.api_url, options.service_timeout, key)
     try:
-        if file.rows >= wanted:
-            logger.info("%s has %d rows already, %d are wanted", file.path, file.rows, wanted)
+        if file.rows >= target:
+            logger.info("%s has %d rows already, of %d", file.path, file.rows, target)
             return
-        key = given_or_variable(None, SERVICE_KEY)
-        service = Service(arguments.api_url, arguments.service_timeout, key)
-        batch_size = arguments.group_size * (arguments.tasks_per_step or tasks_per_step)
-        service.register(name, batch_size, arguments.max_token_len, arguments.take_over)
-        first = before > 0
-        while file.rows < wanted:
-            batch, batch_id = service.batch()
-            if arguments.save_messages and not any(group.get("messages") for group in batch):
-                raise EnvironmentFailure(
-                    "the environments post no messages: leave --save-messages out and name the --tokenizer"
-                )
-            found = [select(group, tokenizer) for group in batch]
-            rows = [orjson.dumps(row) + b"\n" for rows in found for row in rows]
-            there = file.ends_with(rows) if first else 0
-            if there:
-                logger.info("%d rows of batch %s are in %s already", there, batch_id, file.path)
-            file.write(rows[there:][: wanted - file.rows])
-            service.done(batch_id)
-            first = False
-            groups += len(batch)
-            groups_without_rows += sum(not rows for rows in found)
-            logger.info(
-                "%s: %d of %d rows, %d of %d groups gave none",
-                file.path,
-                file.rows,
-                wanted,
-                groups_without_rows,
-                groups,
-            )
+        service.register(name, options)
+        rows_of = functools.partial(select, tokenizer=tokenizer, options=options)
+        fill(file, target, service, rows_of, options.save_messages)
         service.end()
     finally:
+        service.close()
         file.close()
 
 
-def run_collector(call: Callable[[], None]) -> None:
-    """Run a command until it is done, or is told to stop; what goes wrong is one line.
+def fill(
+    file: RowsFile,
+    target: int,
+    service: Service,
+    rows_of: Callable[[Group], list[Row]],
+    needs_messages: bool,
+) -> None:
+    """Write the rows of batches to a file until it has as many as the target.
 
     Raises:
-        SystemExit: it was stopped, or something went wrong.
+        EnvironmentFailure: a batch has no messages where they are needed.
+    """
+    may_repeat = file.rows > 0
+    groups = groups_without_rows = 0
+    while file.rows < target:
+        batch, batch_id = service.batch()
+        if needs_messages and not any(group.get("messages") for group in batch):
+            raise EnvironmentFailure(
+                "the environments post no messages: leave --save-messages out and name the "
+                "--tokenizer"
+            )
+        rows_by_group = [rows_of(group) for group in batch]
+        rows = [orjson.dumps(row) + b"\n" for rows in rows_by_group for row in rows]
+        if may_repeat and (repeated := file.ends_with(rows)):
+            logger.info("%d rows of batch %s are in %s already", repeated, batch_id, file.path)
+            rows = rows[repeated:]
+        file.write(rows[: target - file.rows])
+        service.acknowledge(batch_id)
+        may_repeat = False
+        groups += len(batch)
+        groups_without_rows += sum(not rows for rows in rows_by_group)
+        logger.info(
+            "%s: %d of %d rows, %d of %d groups gave none",
+            file.path,
+            file.rows,
+            target,
+            groups_without_rows,
+            groups,
+        )
+
+
+def run_collector(options: Options, name: str, select: Select[Options]) -> None:
+    """Collect until the file is complete or a signal stops the process.
+
+    Raises:
+        SystemExit: it was stopped, or something went wrong, which stderr names in one line.
     """
     logging.basicConfig(
         level=logging.INFO,
@@ -371,7 +375,7 @@ def run_collector(call: Callable[[], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     try:
-        call()
+        collect(options, name, select)
     except EnvironmentFailure as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

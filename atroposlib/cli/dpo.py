@@ -7,40 +7,39 @@ where `pos` and `neg` are lists of messages. The score is the better one's.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from typing import Any
 
+from pydantic import Field
+
 from atroposlib.cli.collecting import (
+    CollectorOptions,
     Group,
     Row,
-    collect,
-    collector_parser,
     prompts_and_completions,
     run_collector,
 )
+from atroposlib.command_line import AtLeastOne, parse_options
 
-TASKS_PER_STEP = 8
 NAME = "atropos-dpo-gen"
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = collector_parser(
-        NAME, "Write pairs of a better and a worse response to a file of JSON lines.", "pairs"
+class PairOptions(CollectorOptions):
+    """The options of this command."""
+
+    tasks_per_step: AtLeastOne = Field(default=8, description="groups in a batch")
+    save_n_pairs_per_group: int = Field(
+        default=3, description="pairs that are kept of a group at most"
     )
-    parser.add_argument(
-        "--save-n-pairs-per-group",
-        type=int,
-        default=3,
-        help="pairs that are kept of a group at most (default: %(default)s)",
+    minimum_score_diff_max_min: float = Field(
+        default=0.5, description="the better score must be more than this above the worse"
     )
-    parser.add_argument(
-        "--minimum-score-diff-max-min",
-        type=float,
-        default=0.5,
-        help="the better score must be more than this above the worse (default: %(default)s)",
-    )
-    return parser.parse_args(argv)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> PairOptions:
+    """Read the command line."""
+    description = "Write pairs of a better and a worse response to a file of JSON lines."
+    return parse_options(PairOptions, arguments, NAME, description, positional=("filepath",))
 
 
 def pairs_of_group(
@@ -79,20 +78,20 @@ def pairs_of_group(
     return pairs
 
 
+def select(group: Group, tokenizer: Any, options: PairOptions) -> list[Row]:
+    """Return the pairs of one group by the options."""
+    return pairs_of_group(
+        group,
+        tokenizer,
+        options.save_n_pairs_per_group,
+        options.minimum_score_diff_max_min,
+        options.allow_negative_scores,
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     """Collect until the file is complete."""
-    arguments = parse_arguments(argv)
-
-    def select(group: Group, tokenizer: Any) -> list[Row]:
-        return pairs_of_group(
-            group,
-            tokenizer,
-            arguments.save_n_pairs_per_group,
-            arguments.minimum_score_diff_max_min,
-            arguments.allow_negative_scores,
-        )
-
-    run_collector(lambda: collect(arguments, NAME, TASKS_PER_STEP, select))
+    run_collector(parse_arguments(argv), NAME, select)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import errno
 import logging
@@ -14,8 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
+from pydantic import BaseModel, Field
 
-from atroposlib.cli import argument_types
+from atroposlib.command_line import (
+    AtLeastOne,
+    ByteCount,
+    Network,
+    Port,
+    Seconds,
+    parse_options,
+)
 from atroposlib.dashboard.app import PageRoute
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.live.monitor import LiveSource, Place
@@ -35,7 +42,7 @@ from atroposlib.utils.log_lines import log_to_stderr
 from atroposlib.utils.private_files import use_private_files
 from atroposlib.utils.processes import port_user
 from atroposlib.web.access import Access
-from atroposlib.web.addresses import argument, listening_host, server_address
+from atroposlib.web.addresses import ListeningHost, ServerAddress
 from atroposlib.web.bounded_protocol import StoppingServer, bounded_protocol
 from atroposlib.web.connections import (
     ACCEPT_AT_ONCE,
@@ -53,152 +60,104 @@ SWITCH_INTERVAL = 0.0005
 every parsed group."""
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="run-api", description="The rollout service: takes scored groups, hands out batches."
-    )
-    parser.add_argument(
-        "--host",
-        type=argument(listening_host),
-        help="address to listen on (default: 127.0.0.1; 0.0.0.0 if there is an API key)",
-    )
-    parser.add_argument(
-        "--port",
-        type=argument_types.port_number,
-        default=8000,
-        help="port to listen on (default: 8000)",
-    )
-    add_access_options(parser)
-    add_store_options(parser)
-    add_page_options(parser)
-    parser.add_argument("--access-log", action="store_true", help="log every request")
-    parser.add_argument(
-        "--reload",
-        action="store_true",
-        help="taken as the public command takes it, and ignored: start it again",
-    )
-    return parser.parse_args(argv)
+QUEUE_LIMITS, REQUEST_LIMITS = Limits(), RequestLimits()
+"""The defaults."""
 
 
-def add_access_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of keys, hosts and proxies."""
-    parser.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="PATH",
-        help="file with the bearer token that every request must carry (default: the environment variable ROLLOUT_API_KEY; "
-        "without either, only programs that call this service by its address are answered, and no web pages)",
+class ApiOptions(BaseModel):
+    """The options of the rollout service."""
+
+    host: ListeningHost | None = Field(
+        default=None,
+        description="address to listen on (default: 127.0.0.1; 0.0.0.0 if there is an API key)",
     )
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="the token itself, which every user of this machine then sees in ps: use one of the above",
+    port: Port = Field(default=8000, description="port to listen on; 0 for any free one")
+    api_key_file: Path | None = Field(
+        default=None,
+        description="file with the bearer token that every request must carry (default: the "
+        "environment variable ROLLOUT_API_KEY; without either, only programs that call this "
+        "service by its address are answered, and no web pages)",
     )
-    parser.add_argument(
-        "--allow-host",
-        action="append",
+    api_key: str | None = Field(
+        default=None,
+        description="the token itself, which every user of this machine then sees in ps: use one "
+        "of the above",
+    )
+    allow_host: list[str] = Field(
         default=[],
-        metavar="NAME",
-        help="without a key: another name by which clients call this service, such as that of a proxy or container; "
-        "may be given several times",
+        description="without a key: another name by which clients call this service, such as that "
+        "of a proxy or container; may be given several times",
     )
-    parser.add_argument(
-        "--trusted-proxy",
-        action="append",
+    trusted_proxy: list[Network] = Field(
         default=[],
-        type=argument_types.network,
-        metavar="ADDRESS",
-        help="address, or network such as 10.0.0.0/8, of a proxy whose X-Forwarded-For and X-Forwarded-Proto are believed; "
-        "whoever can ask from there can say so too (default: nobody's are; may be given several times)",
+        description="address, or network such as 10.0.0.0/8, of a proxy whose X-Forwarded-For and "
+        "X-Forwarded-Proto are believed; every program at that address can send them (default: "
+        "none; may be given several times)",
     )
-
-
-def add_store_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the store, the queue's limits and requests."""
-    queue, request = Limits(), RequestLimits()
-    parser.add_argument(
-        "--store",
-        metavar="PATH",
-        help="file that keeps everything, to be continued when it exists, or 'memory' (default: runs/rollouts-PORT.db, "
-        "continued until its trainer has said that the run is over)",
+    store: str | None = Field(
+        default=None,
+        description="file that keeps everything, to be continued when it exists, or 'memory' "
+        "(default: runs/rollouts-PORT.db, continued until its trainer has ended the run)",
     )
-    parser.add_argument(
-        "--new-run",
-        action="store_true",
-        help="begin a new run in any case; what the store held is moved to NAME.previous.db beside it",
+    new_run: bool = Field(
+        default=False,
+        description="begin a new run in any case; what the store held is moved to "
+        "NAME.previous.db beside it",
     )
-    parser.add_argument(
-        "--max-queue-groups",
-        type=argument_types.positive,
-        default=queue.max_groups,
-        help="groups held at most",
+    max_queue_groups: AtLeastOne = Field(
+        default=QUEUE_LIMITS.max_groups, description="groups held at most"
     )
-    parser.add_argument(
-        "--max-queue-bytes",
-        type=argument_types.bytes_of,
-        default=queue.max_bytes,
-        help="bytes held at most, such as 4G",
+    max_queue_bytes: ByteCount = Field(
+        default=QUEUE_LIMITS.max_bytes, ge=1, description="bytes held at most, such as 4G"
     )
-    parser.add_argument(
-        "--max-body-bytes",
-        type=argument_types.bytes_of,
-        default=request.max_body,
-        help="bytes of one request, such as 256M",
+    max_body_bytes: ByteCount = Field(
+        default=REQUEST_LIMITS.max_body, ge=1, description="bytes of one request, such as 256M"
     )
-    parser.add_argument(
-        "--silent-after",
-        type=argument_types.seconds,
-        default=queue.silent_after,
-        help="seconds without a word from an environment after which no batch waits for the share that it reserved, and "
-        "after which the page calls it, or a trainer, silent "
-        f"(default: {queue.silent_after:g})",
+    silent_after: Seconds = Field(
+        default=QUEUE_LIMITS.silent_after,
+        description="seconds without a call after which no batch waits for an environment's "
+        "reserved share, and after which the page shows it, or a trainer, as silent",
     )
-    parser.add_argument(
-        "--request-timeout",
-        type=argument_types.seconds,
-        default=request.seconds,
-        help="seconds for one request",
+    request_timeout: Seconds = Field(
+        default=REQUEST_LIMITS.seconds, description="seconds for one request"
     )
-
-
-def add_page_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the page at /ui."""
-    parser.add_argument(
-        "--run-folder",
-        type=Path,
-        metavar="RUN",
-        help="folder of the run, where the page at /ui finds what the trainer writes and keeps what is to be seen later "
-        "(default: the trainer says where it writes, and the rest is kept beside the store)",
+    run_folder: Path | None = Field(
+        default=None,
+        description="folder of the run, where the page at /ui finds what the trainer writes and "
+        "keeps what is to be seen later (default: the folder that the trainer names, and the rest "
+        "is kept beside the store)",
     )
-    parser.add_argument(
-        "--keep-rollouts",
-        type=argument_types.bytes_or_none,
+    keep_rollouts: ByteCount = Field(
         default=MAX_BYTES,
-        metavar="BYTES",
-        help="rollouts that are kept for the page, the newest ones, such as 4G; 0 for none (default: 1G)",
+        ge=0,
+        description="bytes of the newest rollouts that are kept for the page, such as 4G; 0 for none",
     )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FOLDER",
-        help="folder or name of the tokenizer that makes text of rollouts (default: that of the model that the trainer names)",
+    tokenizer: str | None = Field(
+        default=None,
+        description="folder or name of the tokenizer that makes text of rollouts (default: that "
+        "of the model that the trainer names)",
     )
-    parser.add_argument(
-        "--vllm-server",
-        action="append",
+    vllm_server: list[ServerAddress] = Field(
         default=[],
-        type=argument(server_address),
-        metavar="URL",
-        help="address of a vLLM server, such as http://10.0.0.5:9001, to which the page may send VLLM_API_KEY to read its "
-        "bridge state; other servers are polled without the key (may be given several times)",
+        description="address of a vLLM server, such as http://10.0.0.5:9001, to which the page may "
+        "send VLLM_API_KEY to read its bridge state; other servers are polled without the key (may "
+        "be given several times)",
     )
-    parser.add_argument("--no-ui", action="store_true", help="serve no page for people at /ui")
-    parser.add_argument(
-        "--ui-session-seconds",
-        type=argument_types.seconds,
-        default=SESSION_SECONDS,
-        help=f"seconds that a sign-in on the page lasts (default: {SESSION_SECONDS:g})",
+    no_ui: bool = Field(default=False, description="serve no page for people at /ui")
+    ui_session_seconds: Seconds = Field(
+        default=SESSION_SECONDS, description="seconds that a sign-in on the page lasts"
     )
+    access_log: bool = Field(default=False, description="log every request")
+    reload: bool = Field(
+        default=False,
+        description="taken as the public command takes it, and ignored: start it again",
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> ApiOptions:
+    """Read the command line."""
+    description = "The rollout service: takes scored groups, hands out batches."
+    return parse_options(ApiOptions, arguments, "run-api", description)
 
 
 def read_api_key(given: str | None, path: Path | None) -> str | None:
@@ -351,116 +310,102 @@ def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
     return SqliteStore(path)
 
 
-def make_page(
-    service: RolloutService,
-    auth: PageAuth,
-    port: int,
-    run_folder: Path | None,
-    keep_rollouts: int = MAX_BYTES,
-    tokenizer: str | None = None,
-    vllm_servers: Sequence[str] = (),
-) -> RunPage:
-    """The page at /ui, over the run of this service and those that lie beside it; from now on its
-    rollouts are kept.
+def make_page(service: RolloutService, auth: PageAuth, port: int, options: ApiOptions) -> RunPage:
+    """Return the page at /ui, over the run of this service and the runs beside it.
+
+    From now on the service keeps rollouts for the page.
     """
-    hub = Hub()
+    hub, run_folder = Hub(), options.run_folder
     store = service.store.path if isinstance(service.store, SqliteStore) else None
     observed = observed_folder(run_folder, store)
     if auth.sessions is not None and observed.is_kept:
         auth.sessions.keep_in(observed.path / STATE_FILE)
-    if keep_rollouts:
+    if options.keep_rollouts:
         service.recorder = RolloutRecorder(
             observed.path,
-            most_bytes=keep_rollouts,
-            tokenizer=tokenizer,
+            most_bytes=options.keep_rollouts,
+            tokenizer=options.tokenizer,
             on_kept=lambda newest, groups: hub.publish_from_thread(
                 LIVE, "rollouts", {"newest": newest, "count": groups}
             ),
         )
     place = Place(port=port, run_folder=run_folder)
-    watch = ServerWatch(os.environ.get(VLLM_KEY) or None, frozenset(vllm_servers))
+    watch = ServerWatch(os.environ.get(VLLM_KEY) or None, frozenset(options.vllm_server))
     live = LiveSource(service, observed, hub, place, watch)
-    beside = (
-        run_folder.absolute().parent
-        if run_folder is not None
-        else store.parent
-        if store is not None
-        else None
-    )
-    return RunPage([beside] if beside is not None else [], auth, hub, live)
+    run_or_store = run_folder or store
+    folders = [run_or_store.absolute().parent] if run_or_store else []
+    return RunPage(folders, auth, hub, live)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; requests under way are answered first."""
-    arguments = parse_arguments(argv)
-    log_to_stderr()
-    if arguments.reload:
-        logger.warning(
-            "--reload is ignored: to run changed code, start the service again; what it holds is in its store"
-        )
-    api_key = read_api_key(arguments.api_key, arguments.api_key_file)
-    host = arguments.host or ("0.0.0.0" if api_key else "127.0.0.1")
-    sock = listen(host, arguments.port)
-    try:
-        if api_key:
-            use_private_files(
-                files_of(arguments.store, sock.getsockname()[1], arguments.run_folder)
-            )
-        store = open_store(arguments.store, sock.getsockname()[1], arguments.new_run)
-        service = RolloutService(
-            store,
-            Limits(arguments.max_queue_groups, arguments.max_queue_bytes, arguments.silent_after),
-        )
-    except (StoreError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+def make_service(options: ApiOptions, port: int) -> RolloutService:
+    """Open the store, and return the service over it.
+
+    Raises:
+        StoreError: the store cannot be opened.
+    """
+    store = open_store(options.store, port, options.new_run)
+    limits = Limits(options.max_queue_groups, options.max_queue_bytes, options.silent_after)
+    service = RolloutService(store, limits)
     if isinstance(store, SqliteStore):
+        queue = service.queue
         logger.info(
-            "store %s: %d groups, step %d",
-            store.path,
-            service.queue.held_groups,
-            service.queue.current_step,
+            "store %s: %d groups, step %d", store.path, queue.held_groups, queue.current_step
         )
-    names = frozenset(name.lower() for name in arguments.allow_host)
-    page = None
-    if not arguments.no_ui:
-        auth = PageAuth.of_key(api_key, names, arguments.ui_session_seconds)
-        port, keep = sock.getsockname()[1], arguments.keep_rollouts
-        page = make_page(
-            service,
-            auth,
-            port,
-            arguments.run_folder,
-            keep,
-            arguments.tokenizer,
-            arguments.vllm_server,
-        )
-    limits = RequestLimits(
-        arguments.max_body_bytes, arguments.request_timeout, Access(api_key, host, names)
-    )
+    return service
+
+
+def make_server(service: RolloutService, options: ApiOptions, access: Access, port: int) -> Server:
+    """Return the web server of a service and its page."""
+    server_page: PageRoute | None = None
+    when_stopping = [service.trainer_activity.count]
+    if not options.no_ui:
+        auth = PageAuth.of_key(access.api_key, access.hosts, options.ui_session_seconds)
+        page = make_page(service, auth, port, options)
+        server_page = PageRoute(page)
+        when_stopping.append(page.hub.close)
+    limits = RequestLimits(options.max_body_bytes, options.request_timeout, access)
     config = uvicorn.Config(
-        make_app(service, limits, PageRoute(page) if page is not None else None),
-        access_log=arguments.access_log,
+        make_app(service, limits, server_page),
+        access_log=options.access_log,
         log_config=None,
-        http=bounded_protocol(arguments.request_timeout, connections_allowed(logger.info)),
+        http=bounded_protocol(options.request_timeout, connections_allowed(logger.info)),
         ws="none",
         backlog=ACCEPT_AT_ONCE,
         timeout_graceful_shutdown=10,
         timeout_keep_alive=SERVER_KEEPS_SECONDS,
-        # uvicorn by itself believes whoever asks from 127.0.0.1, which is every user of this
-        # machine.
-        proxy_headers=bool(arguments.trusted_proxy),
-        forwarded_allow_ips=arguments.trusted_proxy,
+        # By default uvicorn believes the proxy headers of every program on this machine.
+        proxy_headers=bool(options.trusted_proxy),
+        forwarded_allow_ips=options.trusted_proxy,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    logging.getLogger("httpx").setLevel(
-        logging.WARNING
-    )  # a line for every question to a vLLM server
+    # httpx logs each request to a vLLM server.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     server = Server(config)
-    server.has_page = page is not None
-    server.when_stopping = [
-        service.trainer_activity.count,
-        *([page.hub.close] if page is not None else []),
-    ]
+    server.has_page = server_page is not None
+    server.when_stopping = when_stopping
+    return server
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; requests under way are answered first."""
+    options = parse_arguments(argv)
+    log_to_stderr()
+    if options.reload:
+        logger.warning(
+            "--reload is ignored: to run changed code, start the service again; what it holds is in its store"
+        )
+    api_key = read_api_key(options.api_key, options.api_key_file)
+    host = options.host or ("0.0.0.0" if api_key else "127.0.0.1")
+    sock = listen(host, options.port)
+    port = sock.getsockname()[1]
+    try:
+        if api_key:
+            use_private_files(files_of(options.store, port, options.run_folder))
+        service = make_service(options, port)
+    except (StoreError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+    names = frozenset(name.lower() for name in options.allow_host)
+    server = make_server(service, options, Access(api_key, host, names), port)
 
     def stop(*_: object) -> None:
         # uvicorn handles the signals while it serves, and raises them once more when all is

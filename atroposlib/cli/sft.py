@@ -6,40 +6,40 @@ A row is `{"prefix", "completion", "score"}`, or with --save-messages `{"message
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from typing import Any
 
+from pydantic import Field
+
 from atroposlib.cli.collecting import (
+    CollectorOptions,
     Group,
     Row,
-    collect,
-    collector_parser,
     prompts_and_completions,
     run_collector,
 )
+from atroposlib.command_line import parse_options
 
-TASKS_PER_STEP = 64
 NAME = "atropos-sft-gen"
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = collector_parser(
-        NAME, "Write the best responses of each group to a file of JSON lines.", "sequences"
+class BestOptions(CollectorOptions):
+    """The options of this command."""
+
+    save_top_n_per_group: int = Field(
+        default=3, description="responses that are kept of a group at most"
     )
-    parser.add_argument(
-        "--save-top-n-per-group",
-        type=int,
-        default=3,
-        help="responses that are kept of a group at most (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--minimum-score-diff-max-min",
-        type=float,
+    minimum_score_diff_max_min: float = Field(
         default=0.0,
-        help="keep a response only if its score is more than this above the group's lowest (default: 0, whatever it is)",
+        description="keep a response only if its score is more than this above the group's lowest "
+        "(default: 0, whatever it is)",
     )
-    return parser.parse_args(argv)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> BestOptions:
+    """Read the command line."""
+    description = "Write the best responses of each group to a file of JSON lines."
+    return parse_options(BestOptions, arguments, NAME, description, positional=("filepath",))
 
 
 def best_of_group(
@@ -72,20 +72,20 @@ def best_of_group(
     return kept[:most]
 
 
+def select(group: Group, tokenizer: Any, options: BestOptions) -> list[Row]:
+    """Return the rows of one group by the options."""
+    return best_of_group(
+        group,
+        tokenizer,
+        options.save_top_n_per_group,
+        options.minimum_score_diff_max_min,
+        options.allow_negative_scores,
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     """Collect until the file is complete."""
-    arguments = parse_arguments(argv)
-
-    def select(group: Group, tokenizer: Any) -> list[Row]:
-        return best_of_group(
-            group,
-            tokenizer,
-            arguments.save_top_n_per_group,
-            arguments.minimum_score_diff_max_min,
-            arguments.allow_negative_scores,
-        )
-
-    run_collector(lambda: collect(arguments, NAME, TASKS_PER_STEP, select))
+    run_collector(parse_arguments(argv), NAME, select)
 
 
 if __name__ == "__main__":

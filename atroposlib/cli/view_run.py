@@ -6,66 +6,59 @@ Without a path it says where a rollout service serves the page itself.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import uvicorn
+from pydantic import BaseModel, Field
 
 from atroposlib.cli.run_api import listen
+from atroposlib.command_line import Port, parse_options
 from atroposlib.dashboard.app import make_offline_app
 from atroposlib.dashboard.live.hub import Hub
 from atroposlib.dashboard.page import RunPage
 from atroposlib.dashboard.run_folders.folder import find_runs
 from atroposlib.dashboard.web.auth import PageAuth
 from atroposlib.errors import EnvironmentFailure, UsageError
-from atroposlib.web.addresses import argument, http_address
+from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.bounded_protocol import StoppingServer, bounded_protocol
 from atroposlib.web.connections import connections_allowed
 
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+NO_EFFECT = "of the public view-run; without effect: the page shows all of a group"
 ASK_SECONDS = 10.0
 REQUEST_SECONDS = 60.0
 """For the head of a request, for its body, and for which a browser may leave an answer untaken."""
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="view-run",
-        description="See runs, from their folders or as a rollout service has them.",
+class ViewOptions(BaseModel):
+    """The options of this command."""
+
+    paths: list[Path] = Field(
+        default=[], description="folders of runs, or files of groups (JSON lines)"
     )
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        type=Path,
-        metavar="FOLDER_OR_FILE",
-        help="folders of runs, or files of groups (JSON lines)",
+    port: Port = Field(default=9001, description="port of the page; 0 for any free one")
+    tokenizer: str | None = Field(
+        default=None,
+        description="of the sampled model, for files of groups: a folder or a name; files with "
+        "messages can do without",
     )
-    parser.add_argument(
-        "--port", type=int, default=9001, help="where the page is (default: 9001; 0 for any)"
+    api_url: HttpAddress = Field(
+        default="http://localhost:8000", description="without a path: the rollout service"
     )
-    parser.add_argument(
-        "--tokenizer",
-        help="of the sampled model, for files of groups: a folder or a name; files with messages can do without",
-    )
-    parser.add_argument(
-        "--api-url",
-        type=argument(http_address),
-        default="http://localhost:8000",
-        help="without a folder: the rollout service (default: %(default)s)",
-    )
-    for name in ("--group-size", "--max-token-len"):
-        parser.add_argument(
-            name,
-            type=int,
-            help="of the public view-run; without effect: the page shows all of a group",
-        )
-    return parser.parse_args(argv)
+    group_size: int | None = Field(default=None, description=NO_EFFECT)
+    max_token_len: int | None = Field(default=None, description=NO_EFFECT)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> ViewOptions:
+    """Read the command line."""
+    description = "See runs, from their folders or as a rollout service has them."
+    return parse_options(ViewOptions, arguments, "view-run", description, positional=("paths",))
 
 
 def check_paths(paths: list[Path]) -> None:

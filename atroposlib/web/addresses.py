@@ -198,6 +198,8 @@ HttpAddresses = Annotated[str, AfterValidator(http_addresses)]
 """A setting that holds the addresses of servers, or nothing."""
 HostName = Annotated[str, AfterValidator(host_name)]
 """A setting that holds a host, kept as it stands in a URL."""
+ServerAddress = Annotated[str, AfterValidator(server_address)]
+"""A setting that holds the address of one server, with a port and without a path."""
 ListeningHost = Annotated[str, AfterValidator(listening_host)]
 """A setting that holds a host to listen on."""
 

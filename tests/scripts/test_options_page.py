@@ -1,5 +1,5 @@
-"""scripts/options_page.py: the page of all options is what the programs print, and help texts of
-both kinds are read.
+"""scripts/options_page.py: the page of all options is what the programs print, and help
+texts are read.
 """
 
 from __future__ import annotations
@@ -30,17 +30,6 @@ Model:
   --name TEXT  its name (required)
   --bare
 """
-ENVIRONMENT = """usage: e [serve|process]
-
-Sums.
-
-  --env.group_size  (default: 16)
-        Responses per item
-  --env.seed  (default: none)
-        Seed of everything
-
-A YAML file holds the same names under `env:`.
-"""
 
 
 def test_options_of_argparse_are_read() -> None:
@@ -51,13 +40,6 @@ def test_options_of_argparse_are_read() -> None:
         Option("options", "--kind {a,b}", "a (see b)", "which | kind of thing"),
         Option("Model", "--name TEXT", "required", "its name"),
         Option("Model", "--bare", "", ""),
-    ]
-
-
-def test_options_of_an_environment_are_read() -> None:
-    assert list(options_of(ENVIRONMENT)) == [
-        Option("", "--env.group_size", "16", "Responses per item"),
-        Option("", "--env.seed", "", "Seed of everything"),
     ]
 
 

