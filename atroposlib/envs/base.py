@@ -20,13 +20,11 @@ from pydantic import BaseModel
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum  # noqa: F401
 from atroposlib.envs.runner import command_line
 from atroposlib.envs.runner.runner import Runner
-from atroposlib.envs.runner.state import RunningItem, View
+from atroposlib.envs.runner.state import View
 from atroposlib.errors import UsageError
 from atroposlib.inference.client import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
 from atroposlib.inference.server_manager import ServerManager
-from atroposlib.service_client import RolloutServiceClient
 from atroposlib.type_definitions import Item
-from atroposlib.utils.jsonl import JsonLinesWriter
 from atroposlib.wire.groups import DropCounter, ScoredDataGroup, ScoredDataItem  # noqa: F401
 
 # What is not used here is imported for environments, which find it here in the public SDK.
@@ -60,38 +58,19 @@ class BaseEnv(ABC):
     # The run's state, which a subclass may read or set
     config = View[Any]("state")
     server = View[ServerManager]("connections")
-    service = View[RolloutServiceClient]("connections")
     loaded_tokenizer = View[Any]("connections")  # None until `tokenizer` is used
     curr_step = View[int]("state")
     status_dict = View[dict[str, Any]]("state")
-    env_id = View[int | None]("state")
     wandb_prepend = View[str | None]("state")
-    wandb_project = View[str | None]("state")
-    wandb_group = View[str | None]("state")
     max_token_len = View[int]("state")
     checkpoint_dir = View[str]("state")
-    checkpoint_interval = View[int]("state")
     workers = View[set[asyncio.Task[Any]]]("state")
-    eval_workers = View[set[asyncio.Task[Any]]]("state")
-    eval_runner = View[asyncio.Task[Any] | None]("state")
-    running_items = View[dict[str, RunningItem]]("state")
-    backlog = View[list[Item]]("state")
-    last_completed_item = View[Item]("state")
     max_num_workers = View[int]("state")
     drops = View[DropCounter]("state")
     items_sent_this_step = View[int]("state")
     completion_lengths = View[list[int]]("state")
     rollouts_for_wandb = View[list[list[tuple[str, float]]]]("state")
-    task_duration = View[list[float]]("state")
-    succeeded_task_duration = View[list[float]]("state")
-    failed_task_duration = View[list[float]]("state")
-    task_successful = View[list[int]]("state")
-    mainloop_timings = View[list[float]]("state")
-    workers_added_list = View[list[int]]("state")
-    jsonl_writer = View[JsonLinesWriter | None]("state")
     process_mode = View[bool]("state")
-    n_groups_to_process = View[int]("state")
-    group_size_to_process = View[int]("state")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Drop a subclass's own defaults of the run's state, which `__init__` replaces anyway."""
@@ -298,13 +277,6 @@ class BaseEnv(ABC):
         """
         self._runner.serving.keep_state(step, data)
 
-    @property
-    def derived_batch_size(self) -> int:
-        """Sequences per batch that this environment may fill: what is not reserved, and its own
-        reserve.
-        """
-        return self._runner.workers.batch_share()
-
     async def add_train_workers(self) -> None:
         """Start workers up to the number allowed: the backlog first, then new items."""
         await self._runner.workers.add()
@@ -319,7 +291,7 @@ class BaseEnv(ABC):
         return await self._runner.workers.work(item_uuid)
 
     async def process_manager(self) -> None:
-        """Make `n_groups_to_process` groups, `max_num_workers` at a time, and write them to
+        """Make `total_steps` groups, `max_num_workers` at a time, and write them to
         `data_path_to_save_groups`.
 
         Raises:

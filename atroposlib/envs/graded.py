@@ -242,13 +242,13 @@ class GradedEnv(BaseEnv):
                 return await self.attempt(problem, samples, temperature)
 
         tasks = [asyncio.create_task(one(problem)) for problem in problems]
-        self.eval_workers.update(tasks)
+        self._runner.state.eval_workers.update(tasks)
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
-            self.eval_workers.difference_update(tasks)
+            self._runner.state.eval_workers.difference_update(tasks)
 
     def summary(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The metrics of an evaluation, of the samples of all its problems."""

@@ -139,7 +139,7 @@ class MultiTurnEnv(GradedEnv):
                 spread_over_tokens(n.masked_tokens, row)
                 for n, row in zip(nodes, advantages, strict=True)
             ]
-        if self.config.include_messages or self.jsonl_writer is not None:
+        if self.config.include_messages or self._runner.state.jsonl_writer is not None:
             group["messages"] = [talk.transcript for talk, _ in played]
         return group
 

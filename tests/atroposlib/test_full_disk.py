@@ -127,7 +127,7 @@ def test_an_evaluation_that_cannot_be_kept_is_posted_all_the_same(
         posted.append((name, metrics))
 
     env._runner.reports._post_evaluation = post  # type: ignore[method-assign, assignment]
-    env.env_id = 0
+    env._runner.state.env_id = 0
     asyncio.run(env.evaluate_log({"right": 1.0}))
     before = output.read_bytes()
     with full_disk.full():
@@ -135,7 +135,7 @@ def test_an_evaluation_that_cannot_be_kept_is_posted_all_the_same(
     assert [metrics for _, metrics in posted] == [{"right": 1.0}, {"right": 0.5}]
     assert output.read_bytes() == before
     assert "an evaluation is posted but not kept: cannot write" in caplog.text
-    env.env_id = None
+    env._runner.state.env_id = None
     with full_disk.full(), pytest.raises(EnvironmentFailure, match="make room there"):
         asyncio.run(env.evaluate_log({"right": 0.5}))
 

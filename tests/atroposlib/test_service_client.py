@@ -210,16 +210,16 @@ class Evaluated(ScriptedEnv):
 
 def evaluated(server: Scripted, times: int = 1, **settings: Any) -> Evaluated:
     env = Evaluated([], rollout_server_url=f"http://127.0.0.1:{server.server_port}", **settings)
-    env.env_id = 3
+    env._runner.state.env_id = 3
 
     async def run() -> None:
         for _ in range(times):
             env._runner.serving.start_evaluation()
-            assert env.eval_runner is not None
-            await env.eval_runner
+            assert env._runner.state.eval_runner is not None
+            await env._runner.state.eval_runner
             await asyncio.sleep(0)
-            assert env.eval_runner is None, "nothing is held on to until the next one"
-        await env.service.close()
+            assert env._runner.state.eval_runner is None, "nothing is held on to until the next one"
+        await env._runner.connections.service.close()
 
     asyncio.run(run())
     return env

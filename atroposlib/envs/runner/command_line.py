@@ -161,8 +161,6 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
             given_or_variable(settings.env.rollout_server_api_key, SERVICE_KEY),
         )
     if command == "process":
-        env.n_groups_to_process = settings.env.total_steps
-        env.group_size_to_process = settings.env.group_size
         await env.process_manager()
         say_where_groups_are(settings.env.data_path_to_save_groups, env)
     elif command == "evaluate":

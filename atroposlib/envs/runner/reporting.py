@@ -150,22 +150,15 @@ class Reports:
 
     def add_durations(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """See `BaseEnv.perf_stats`."""
-        series: dict[str, list[Any]] = {
-            "task_duration": self.state.task_duration,
-            "succeeded_task_duration": self.state.succeeded_task_duration,
-            "failed_task_duration": self.state.failed_task_duration,
-            "mainloop_timings": self.state.mainloop_timings,
-            "workers_added_per_attempt": self.state.workers_added_list,
-        }
         if self.state.groups_sent:
             metrics["train/items_sent_to_api"] = self.state.groups_sent
             self.state.groups_sent = 0
-        if self.state.failed_task_duration:
-            metrics["train/items_rejected"] = len(self.state.failed_task_duration)
-        for name, values in series.items():
+        if rejected := len(self.state.timings["failed_task_duration"]):
+            metrics["train/items_rejected"] = rejected
+        for name, values in self.state.timings.items():
             if values:
                 get_std_min_max_avg(f"train_perf/{name}", values, metrics)
-                values.clear()
+        self.state.timings.clear()
         return metrics
 
     def keep_rollouts(self, scored_data: Any) -> None:

@@ -55,7 +55,6 @@ class Runner:
     async def process(self) -> None:
         """See `BaseEnv.process_manager`."""
         self.state.process_mode = True
-        self.state.config.group_size = self.state.group_size_to_process
         try:
             await self.author.setup()
             await self.author.wait_for_servers()
@@ -67,12 +66,13 @@ class Runner:
             self.reports.close()
 
     async def make_groups(self) -> None:
-        """Work on items, `max_num_workers` at a time, until there are `n_groups_to_process` groups."""
+        """Work on items, `max_num_workers` at a time, until there are `total_steps` groups."""
         state, running = self.state, set[asyncio.Task[bool]]()
+        target = state.config.total_steps
         groups, failed_in_a_row, exhausted = 0, 0, False
         try:
-            while groups < state.n_groups_to_process and (running or not exhausted):
-                missing = state.n_groups_to_process - groups
+            while groups < target and (running or not exhausted):
+                missing = target - groups
                 while not exhausted and len(running) < min(state.max_num_workers, missing):
                     item = state.backlog.pop() if state.backlog else await self.author.next_item()
                     if item is None:
@@ -85,9 +85,7 @@ class Runner:
                     groups += task.result()
                     failed_in_a_row = 0 if task.result() else failed_in_a_row + 1
                 state.curr_step = groups
-                logger.info(
-                    "%d of %d groups (%s dropped)", groups, state.n_groups_to_process, state.drops
-                )
+                logger.info("%d of %d groups (%s dropped)", groups, target, state.drops)
                 if 0 < state.config.max_consecutive_failures <= failed_in_a_row:
                     raise EnvironmentFailure(
                         f"the last {failed_in_a_row} items gave no group ({state.drops})"

@@ -75,7 +75,7 @@ class Serving:
         """Ask for the state, start what is due. True when training is over."""
         now = time.monotonic()
         if self._last_round is not None:
-            self.state.mainloop_timings.append(now - self._last_round)
+            self.state.timings["mainloop_timings"].append(now - self._last_round)
         self._last_round = now
         if self.connections.server.follower is not None and self.state.config.max_num_workers <= 0:
             self.state.max_num_workers = self.state.config.max_num_workers_per_node * len(

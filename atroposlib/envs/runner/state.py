@@ -1,6 +1,7 @@
 """The state of a run that the runner's parts share, and the methods of an environment that they call."""
 
 import asyncio
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
 
@@ -59,7 +60,6 @@ class RunState:
         self.eval_runner: asyncio.Task[Any] | None = None
         self.running_items: dict[str, RunningItem] = {}
         self.backlog: list[Item] = []
-        self.last_completed_item: Item = None
         at_once = config.max_num_workers_per_node * servers
         self.max_num_workers = config.max_num_workers if config.max_num_workers > 0 else at_once
 
@@ -69,18 +69,10 @@ class RunState:
         self.items_sent_this_step = 0
         self.completion_lengths: list[int] = []
         self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
-        self.task_duration: list[float] = []
-        self.succeeded_task_duration: list[float] = []
-        self.failed_task_duration: list[float] = []
-        self.task_successful: list[int] = []
-        self.mainloop_timings: list[float] = []
-        self.workers_added_list: list[int] = []
+        self.timings: defaultdict[str, list[float]] = defaultdict(list)
         self.jsonl_writer: JsonLinesWriter | None = None
 
-        # `process` only
         self.process_mode = False
-        self.n_groups_to_process = 0
-        self.group_size_to_process = config.group_size
 
 
 class View(Generic[T]):

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,14 +126,6 @@ class Workers:
         """The service's name for the order of items that this environment serves."""
         return f"{label_of(self.author, self.state.config)} seed {self.state.config.seed}"
 
-    def batch_share(self) -> int:
-        """See `BaseEnv.derived_batch_size`."""
-        config, status = self.state.config, self.state.status_dict
-        if not status or config.batch_size <= 0:
-            return config.batch_size
-        share = status.get("unallocated_fraction", 1.0) + (config.min_batch_allocation or 0.0)
-        return int(config.batch_size * min(1.0, share))
-
     def wanted(self) -> int:
         """Return the number of items that may be in work now."""
         config, status = self.state.config, self.state.status_dict
@@ -161,7 +153,7 @@ class Workers:
         # A worker that has posted since the service was asked is in neither number: with it, a
         # batch would be exceeded.
         missing = self.wanted() - max(len(self.state.workers), self.busy_when_asked)
-        self.state.workers_added_list.append(max(0, missing))
+        self.state.timings["workers_added_per_attempt"].append(max(0, missing))
         for _ in range(missing):
             number, item = await self._next_of_stream()
             if item is None:
@@ -174,24 +166,18 @@ class Workers:
             worker = asyncio.create_task(self.author.handle_env(item_id), name=f"rollout {item_id}")
             self.state.running_items[item_id] = RunningItem(item, worker, position)
             self.state.workers.add(worker)
-            worker.add_done_callback(self._worker_done(item))
+            worker.add_done_callback(self._worker_done)
 
-    def _worker_done(self, item: Any) -> Callable[[asyncio.Task[Any]], None]:
-        def done(task: asyncio.Task[Any]) -> None:
-            self.state.workers.discard(task)
-            if task.cancelled():
-                return
-            if (error := task.exception()) is not None:
-                self.fatal = (
-                    error
-                    if isinstance(error, EnvironmentFailure)
-                    else EnvironmentFailure(f"a worker died: {error!r}")
-                )
-            elif task.result():
-                self.state.last_completed_item = item
-            self.wake.set()
-
-        return done
+    def _worker_done(self, task: asyncio.Task[Any]) -> None:
+        self.state.workers.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, EnvironmentFailure):
+            self.fatal = error
+        elif error is not None:
+            self.fatal = EnvironmentFailure(f"a worker died: {error!r}")
+        self.wake.set()
 
     async def work(self, item_id: str) -> Any:
         """See `BaseEnv.handle_env`."""
@@ -212,14 +198,11 @@ class Workers:
                 and running.position is not None
             ):
                 running.position.window.finish(running.position.number, done)
-        duration = time.monotonic() - started
-        self.state.task_duration.append(duration)
-        self.state.task_successful.append(int(groups is not None))
-        (
-            self.state.succeeded_task_duration
-            if groups is not None
-            else self.state.failed_task_duration
-        ).append(duration)
+        outcome = "failed_task_duration"
+        if groups is not None:
+            outcome = "succeeded_task_duration"
+        for name in ("task_duration", outcome):
+            self.state.timings[name].append(time.monotonic() - started)
         return groups
 
     def put_back(self, item_id: str) -> None:

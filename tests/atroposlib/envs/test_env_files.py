@@ -197,7 +197,7 @@ def test_metrics_that_the_service_would_refuse_are_not_posted() -> None:
 
 def test_a_full_disk_loses_no_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     env = ScriptedEnv([], metrics_path="/dev/full")
-    env.jsonl_writer = JsonLinesWriter("/dev/full")
+    env._runner.state.jsonl_writer = JsonLinesWriter("/dev/full")
     good = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
     asyncio.run(env.handle_send_to_api(dict(good)))
     asyncio.run(env.wandb_log({"train/x": 1.5}))

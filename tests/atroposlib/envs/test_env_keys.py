@@ -174,7 +174,9 @@ def test_a_servers_key_comes_from_the_variable_of_its_kind(
 
 def test_the_services_key_comes_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     def sent(**settings: Any) -> str | None:
-        header: str | None = ScriptedEnv([], **settings).service._http.headers.get("Authorization")
+        header: str | None = ScriptedEnv(
+            [], **settings
+        )._runner.connections.service._http.headers.get("Authorization")
         return header
 
     assert sent() is None

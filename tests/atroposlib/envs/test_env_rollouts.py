@@ -17,7 +17,7 @@ def test_responses_become_a_group_and_their_items_the_backlog() -> None:
     run(env)
     (group,) = env.posted
     assert group["scores"] == [1.0, -1.0]
-    assert env.backlog == ["after item", "after item"]
+    assert env._runner.state.backlog == ["after item", "after item"]
     assert env.completion_lengths == [2, 4]
     assert env.drops.total == 0
 
@@ -170,8 +170,7 @@ def test_process_stops_when_items_run_out() -> None:
         async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
             return response(), []
 
-    env = Runs([], ensure_scores_are_not_same=False)
-    env.n_groups_to_process = 5
+    env = Runs([], ensure_scores_are_not_same=False, total_steps=5)
     asyncio.run(env._runner.make_groups())
     assert env.curr_step == 2
 
@@ -198,9 +197,8 @@ def test_process_counts_the_drops_of_each_item_alone() -> None:
                 neighbours.set()
 
     async def whole() -> Runs:
-        env = Runs([], max_num_workers=3)
+        env = Runs([], max_num_workers=3, total_steps=3)
         env.items = [0, 1, 2]
-        env.n_groups_to_process = 3
         await env._runner.make_groups()
         return env
 

@@ -41,9 +41,9 @@ def serving_env(
     *statuses: dict[str, Any], kind: type[ScriptedEnv] = ScriptedEnv, **settings: Any
 ) -> Any:
     env = kind([], **({"max_num_workers": 2, "steps_per_eval": 0} | settings))
-    env.env_id, env._runner.serving.trainer_steps = 0, 4
+    env._runner.state.env_id, env._runner.serving.trainer_steps = 0, 4
     env.config.batch_size = 8
-    env.service = StandInService(
+    env._runner.connections.service = StandInService(
         *({"queue_size": 0, "env_weight": 1.0} | status for status in statuses)
     )
     return env
@@ -178,17 +178,17 @@ async def test_the_service_waits_for_the_trainer_where_nothing_else_can_happen(
     for _ in range(3):  # nothing is wanted; two groups are; they are in work
         assert not await env._runner.serving.one_round()
         await env._runner.serving._rest()
-    assert env.service.waited == [(None, 0.0), (7, 0.25), (None, 0.0)]
+    assert env._runner.connections.service.waited == [(None, 0.0), (7, 0.25), (None, 0.0)]
     await stop_workers(env)
 
 
 async def test_an_evaluation_that_ends_is_not_kept_waiting() -> None:
     env = serving_env({"current_step": 0, "groups_wanted": 0, "moves": 7})
-    env.eval_runner = asyncio.create_task(asyncio.Event().wait())
+    env._runner.state.eval_runner = asyncio.create_task(asyncio.Event().wait())
     for _ in range(2):
         assert not await env._runner.serving.one_round()
-    assert env.service.waited == [(None, 0.0)] * 2
-    env.eval_runner.cancel()
+    assert env._runner.connections.service.waited == [(None, 0.0)] * 2
+    env._runner.state.eval_runner.cancel()
 
 
 # ---- outages
@@ -227,7 +227,7 @@ async def test_an_item_that_waits_for_the_service_is_never_cut_off() -> None:
         env._runner.workers.failures_in_a_row,
         env._runner.workers.fatal,
     ) == (0, 0, None)
-    assert "item" not in env.backlog, "what is sampled is not sampled again"
+    assert "item" not in env._runner.state.backlog, "what is sampled is not sampled again"
 
 
 @pytest.mark.parametrize("away", ["the inference server", "a judge"])

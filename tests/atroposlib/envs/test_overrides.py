@@ -105,7 +105,8 @@ async def test_what_is_overridden_is_what_a_run_uses() -> None:
     calls: list[str] = []
     script = [response(float(number % 2)) for number in range(400)]
     env = overriding(calls, *SERVING)(script, steps_per_eval=2, max_num_workers=2)
-    env.server, env.service = ServerManager([], testing=True), StandInService()  # type: ignore[assignment]
+    env.server = ServerManager([], testing=True)
+    env._runner.connections.service = StandInService()  # type: ignore[assignment]
     await asyncio.wait_for(env.env_manager(), 60)
     assert set(calls) == set(SERVING)
     assert calls[:5] == ["env_manager", "setup", "wait_for_servers", "setup_wandb", "register_env"]
