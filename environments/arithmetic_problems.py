@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -153,24 +153,21 @@ def _training_stream(rng: random.Random, levels: tuple[int, ...]) -> Iterator[Pr
 
 
 def _levels(difficulty: int | Sequence[int]) -> tuple[int, ...]:
-    levels = (difficulty,) if isinstance(difficulty, int) else tuple(difficulty)
-    unknown = [level for level in levels if level not in OPERAND_DIGITS]
-    if unknown or not levels:
-        raise ValueError(
-            f"difficulty={difficulty!r}: choose one or more of {sorted(OPERAND_DIGITS)}"
-        )
-    return levels
+    if isinstance(difficulty, int):
+        difficulty = (difficulty,)
+    return checked_levels(tuple(difficulty))
 
 
 def _make_problem(rng: random.Random, difficulty: int, *, held_out: bool) -> Problem:
     operator: Operator = rng.choice(("+", "-"))
     left, right = _draw_operands(rng, difficulty, operator, held_out=held_out)
-    templates = ADDITION_TEMPLATES if operator == "+" else SUBTRACTION_TEMPLATES
+    templates, answer = ADDITION_TEMPLATES, left + right
+    if operator == "-":
+        templates, answer = SUBTRACTION_TEMPLATES, left - right
     name, other = rng.sample(NAMES, 2)
     question = rng.choice(templates).format(
         a=left, b=right, name=name, other=other, item=rng.choice(ITEMS), place=rng.choice(PLACES)
     )
-    answer = left + right if operator == "+" else left - right
     return Problem(question, answer, difficulty, left, operator, right)
 
 
@@ -188,13 +185,35 @@ def _draw_operands(
         if is_held_out(large, small) is not held_out:
             continue
         if operator == "+":
-            return (large, small) if rng.random() < 0.5 else (small, large)
+            return in_any_order(rng, large, small)
         if large > small:
             return large, small
+
+
+def in_any_order(rng: random.Random, first: int, second: int) -> tuple[int, int]:
+    """Return both numbers, in either order with the same probability."""
+    if rng.random() < 0.5:
+        return first, second
+    return second, first
 
 
 def read_levels(value: object) -> object:
     """Read a flag's levels, `2` or `1,2`, as a tuple. Other values are returned unchanged."""
     if isinstance(value, int):
         return (value,)
-    return tuple(value.strip("[]() ").split(",")) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return tuple(value.strip("[]() ").split(","))
+    return value
+
+
+def checked_levels(
+    levels: tuple[int, ...], known: Collection[int] = OPERAND_DIGITS
+) -> tuple[int, ...]:
+    """Return the levels.
+
+    Raises:
+        ValueError: there is none, or one that does not exist.
+    """
+    if not levels or not set(levels) <= set(known):
+        raise ValueError(f"levels {levels!r}: choose one or more of {sorted(known)}")
+    return levels

@@ -6,24 +6,26 @@ r"""Word problems with one addition or subtraction, made on the fly: an environm
 The reward is +1 when the last \boxed{} holds the right number, else -1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.base import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.type_definitions import Message
-from atroposlib.utils.boxed import last_boxed
-from atroposlib.utils.math_scoring import number_in
 from environments.arithmetic_problems import (
     DEFAULT_DIFFICULTY,
     MAX_HELD_OUT,
     OPERAND_DIGITS,
     Problem,
+    checked_levels,
     held_out_problems,
     read_levels,
     training_problems,
 )
+from environments.common import grade_number, held_out_count
 
 
 class ArithmeticConfig(BaseEnvConfig):
@@ -35,13 +37,7 @@ class ArithmeticConfig(BaseEnvConfig):
     )
 
     _read_levels = field_validator("difficulty", mode="before")(read_levels)
-
-    @field_validator("difficulty")
-    @classmethod
-    def _check_levels(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if not value or not set(value) <= OPERAND_DIGITS.keys():
-            raise ValueError(f"choose one or more of {sorted(OPERAND_DIGITS)}")
-        return value
+    _check_levels = field_validator("difficulty")(partial(checked_levels, known=OPERAND_DIGITS))
 
 
 class ArithmeticEnv(SingleTurnEnv):
@@ -52,19 +48,14 @@ class ArithmeticEnv(SingleTurnEnv):
     name = "arithmetic"
     env_config_cls = ArithmeticConfig
     config: ArithmeticConfig
-
-    @classmethod
-    def config_init(cls) -> tuple[ArithmeticConfig, list[APIServerConfig]]:
-        config = ArithmeticConfig(
-            group_size=16,
-            max_token_length=128,
-            max_num_workers_per_node=16,
-            max_eval_workers=64,
-            steps_per_eval=0,
-            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
-            wandb_name="arithmetic",
-        )
-        return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
+    default_settings: ClassVar[Mapping[str, Any]] = {
+        "group_size": 16,
+        "max_token_length": 128,
+        "max_num_workers_per_node": 16,
+        "max_eval_workers": 64,
+        "steps_per_eval": 0,
+        "eval_handling": EvalHandlingEnum.LIMIT_TRAIN,
+    }
 
     async def setup(self) -> None:
         self.problems: Iterator[Problem] = training_problems(
@@ -78,13 +69,12 @@ class ArithmeticEnv(SingleTurnEnv):
         return [{"role": "user", "content": problem.question}]
 
     async def grade(self, problem: Problem, response: Response) -> Grade:
-        answer = last_boxed(response.answer)
-        correct = answer is not None and number_in(answer) == problem.answer
-        return Grade(score=1.0 if correct else -1.0, correct=correct, answer=answer)
+        return grade_number(response.answer, problem.answer)
 
     def eval_problems(self) -> list[Problem]:
-        count = self.config.eval_size if self.config.eval_size > 0 else MAX_HELD_OUT
-        return held_out_problems(min(count, MAX_HELD_OUT), self.config.difficulty)
+        return held_out_problems(
+            held_out_count(self.config.eval_size, MAX_HELD_OUT), self.config.difficulty
+        )
 
     def describe(self, problem: Problem) -> dict[str, object]:
         return {

@@ -27,6 +27,8 @@ from environments.arithmetic_problems import (
     NAMES,
     PLACES,
     SUBTRACTION_TEMPLATES,
+    checked_levels,
+    in_any_order,
     is_held_out,
 )
 
@@ -101,7 +103,9 @@ def training_calculations(
     Raises:
         ValueError: a level does not exist (raised by the call itself, not by the first ``next``).
     """
-    return _training_stream(random.Random(f"calculator-{seed}"), _checked(levels))
+    return _training_stream(
+        random.Random(f"calculator-{seed}"), checked_levels(tuple(levels), LEVELS)
+    )
 
 
 def held_out_calculations(n: int, levels: Sequence[int] = DEFAULT_LEVELS) -> list[Calculation]:
@@ -113,7 +117,7 @@ def held_out_calculations(n: int, levels: Sequence[int] = DEFAULT_LEVELS) -> lis
     """
     if not 1 <= n <= MAX_HELD_OUT:
         raise ValueError(f"n={n}: ask for 1 to {MAX_HELD_OUT} held-out problems")
-    chosen = _checked(levels)
+    chosen = checked_levels(tuple(levels), LEVELS)
     rng = random.Random(f"calculator-{HELD_OUT_SEED}")
     problems: dict[str, Calculation] = {}
     while len(problems) < n:
@@ -152,9 +156,10 @@ def _sum(tokens: list[str]) -> int:
     """
     value = _product(tokens)
     while tokens and tokens[-1] in "+-":
-        sign = tokens.pop()
-        term = _product(tokens)
-        value = value + term if sign == "+" else value - term
+        if tokens.pop() == "+":
+            value += _product(tokens)
+        else:
+            value -= _product(tokens)
     return value
 
 
@@ -167,7 +172,9 @@ def _product(tokens: list[str]) -> int:
 
 
 def _factor(tokens: list[str]) -> int:
-    token = tokens.pop() if tokens else "the end"
+    if not tokens:
+        raise ValueError("a number is expected, not the end")
+    token = tokens.pop()
     if token == "-":
         return -_factor(tokens)
     if token == "(":
@@ -183,12 +190,6 @@ def _factor(tokens: list[str]) -> int:
 def _training_stream(rng: random.Random, levels: tuple[int, ...]) -> Iterator[Calculation]:
     while True:
         yield _make(rng, rng.choice(levels), held_out=False)
-
-
-def _checked(levels: Sequence[int]) -> tuple[int, ...]:
-    if not levels or not set(levels) <= set(LEVELS):
-        raise ValueError(f"levels={levels!r}: choose one or more of {list(LEVELS)}")
-    return tuple(levels)
 
 
 def _make(rng: random.Random, level: int, *, held_out: bool) -> Calculation:
@@ -212,12 +213,14 @@ def _make(rng: random.Random, level: int, *, held_out: bool) -> Calculation:
 def _draw(rng: random.Random, level: int) -> tuple[tuple[int, ...], str]:
     """Numbers in reading order and the signs between them, of which no difference is negative."""
     if level <= 2:
-        longest = rng.choice((4, 5)) if level == 2 else 2
-        digits = (longest, rng.choice((longest, longest - 1)) if level == 2 else 2)
+        digits = (2, 2)
+        if level == 2:
+            longest = rng.choice((4, 5))
+            digits = (longest, rng.choice((longest, longest - 1)))
         large, small = sorted((_number(rng, count) for count in digits), reverse=True)
         if rng.random() < 0.5:
             return (large, small), "-"
-        return ((large, small) if rng.random() < 0.5 else (small, large)), "+"
+        return in_any_order(rng, large, small), "+"
     factors = _number(rng, rng.choice((2, 3))), _number(rng, 2)
     if rng.random() < 0.5:
         factors = factors[1], factors[0]

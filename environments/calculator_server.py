@@ -7,17 +7,17 @@ The reward is +1 when the last \boxed{} of the last answer holds the right numbe
 tells the model to.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.base import EvalHandlingEnum
 from atroposlib.envs.graded import Grade
 from atroposlib.envs.multi_turn import Conversation, MultiTurnConfig, MultiTurnEnv
 from atroposlib.inference.tool_calls import TaggedFormat
-from atroposlib.utils.boxed import last_boxed
-from atroposlib.utils.math_scoring import number_in
-from environments.arithmetic_problems import MAX_HELD_OUT, read_levels
+from environments.arithmetic_problems import MAX_HELD_OUT, checked_levels, read_levels
 from environments.calculator_problems import (
     CALL_END,
     CALL_START,
@@ -29,6 +29,7 @@ from environments.calculator_problems import (
     training_calculations,
 )
 from environments.calculator_problems import calculate as value_of
+from environments.common import grade_number, held_out_count
 
 
 class CalculatorConfig(MultiTurnConfig):
@@ -40,13 +41,7 @@ class CalculatorConfig(MultiTurnConfig):
     )
 
     _read_levels = field_validator("difficulty", mode="before")(read_levels)
-
-    @field_validator("difficulty")
-    @classmethod
-    def _check_levels(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if not value or not set(value) <= set(LEVELS):
-            raise ValueError(f"choose one or more of {list(LEVELS)}")
-        return value
+    _check_levels = field_validator("difficulty")(partial(checked_levels, known=LEVELS))
 
 
 async def calculate(expression: str) -> int:
@@ -64,22 +59,17 @@ class CalculatorEnv(MultiTurnEnv):
     name = "calculator"
     env_config_cls = CalculatorConfig
     config: CalculatorConfig
+    default_settings: ClassVar[Mapping[str, Any]] = {
+        "group_size": 16,
+        "max_token_length": 96,
+        "max_turns": 3,
+        "max_num_workers_per_node": 16,
+        "max_eval_workers": 64,
+        "steps_per_eval": 0,
+        "eval_handling": EvalHandlingEnum.LIMIT_TRAIN,
+    }
     tools = (calculate,)
     tool_format = TaggedFormat("calculate", "expression", CALL_START, CALL_END, hint=OFFER)
-
-    @classmethod
-    def config_init(cls) -> tuple[CalculatorConfig, list[APIServerConfig]]:
-        config = CalculatorConfig(
-            group_size=16,
-            max_token_length=96,
-            max_turns=3,
-            max_num_workers_per_node=16,
-            max_eval_workers=64,
-            steps_per_eval=0,
-            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
-            wandb_name="calculator",
-        )
-        return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
 
     async def setup(self) -> None:
         self.problems: Iterator[Calculation] = training_calculations(
@@ -93,13 +83,12 @@ class CalculatorEnv(MultiTurnEnv):
         return Conversation([{"role": "user", "content": problem.question}])
 
     async def grade(self, talk: Conversation) -> Grade:
-        answer = last_boxed(talk.answer)
-        correct = answer is not None and number_in(answer) == talk.item.answer
-        return Grade(score=1.0 if correct else -1.0, correct=correct, answer=answer)
+        return grade_number(talk.answer, talk.item.answer)
 
     def eval_problems(self) -> list[Calculation]:
-        count = self.config.eval_size if self.config.eval_size > 0 else MAX_HELD_OUT
-        return held_out_calculations(min(count, MAX_HELD_OUT), self.config.difficulty)
+        return held_out_calculations(
+            held_out_count(self.config.eval_size, MAX_HELD_OUT), self.config.difficulty
+        )
 
     def describe(self, problem: Calculation) -> dict[str, object]:
         return {

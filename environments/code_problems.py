@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from atroposlib.utils.data_files import read_model, rows_of_file, usable_rows
 
 HELD_OUT_SEED = 20_260_511
 """Key of the split and seed of the held-out list. Another value would be another benchmark, so it
@@ -279,40 +281,41 @@ def _distinct_calls(
     return None
 
 
+class CallRow(BaseModel):
+    """A test of a row."""
+
+    args: list[Any]
+    expected: Any
+
+
+class ProblemRow(BaseModel):
+    """A row of a data set."""
+
+    model_config = ConfigDict(str_strip_whitespace=True)
+
+    question: str = Field(min_length=1)
+    function: str
+    tests: list[CallRow] = Field(min_length=1)
+    reference: str = ""
+
+    @field_validator("function")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        if not value.isidentifier():
+            raise ValueError("not the name of a function")
+        return value
+
+
 def read_problem(row: Any) -> CodeProblem:
-    """A problem of a row `{"question": …, "function": …, "tests": [{"args": […], "expected": …},
-    …]}`.
+    """Return the problem of a row `{"question": …, "function": …, "tests": [{"args": […],
+    "expected": …}, …]}`.
 
     Raises:
-        BadRow: something is missing, such as what a test expects; says what.
+        BadRow: a field is missing or wrong; the message names it.
     """
-    if not isinstance(row, dict):
-        raise BadRow("not a JSON object with `question`, `function` and `tests`")
-    for name in ("question", "function"):
-        if not isinstance(row.get(name), str) or not row[name].strip():
-            raise BadRow(f"{name!r} is missing or not text")
-    if not row["function"].isidentifier():
-        raise BadRow(f"'function' {row['function']!r:.60} is not the name of a function")
-    tests = row.get("tests")
-    if not isinstance(tests, list) or not tests:
-        raise BadRow(
-            "'tests' is missing, empty or not a list: give at least one test, which decides what is right"
-        )
-    for number, test in enumerate(tests, start=1):
-        if not isinstance(test, dict) or not isinstance(test.get("args"), list):
-            raise BadRow(f"test {number} has no list `args`")
-        if "expected" not in test:
-            raise BadRow(
-                f"test {number} has no `expected`: what a right function returns for its `args`"
-            )
-    calls = tuple(Call(tuple(test["args"]), test["expected"]) for test in tests)
-    reference = row.get("reference")
-    return CodeProblem(
-        row["question"].strip(),
-        row["function"],
-        calls,
-        reference if isinstance(reference, str) else "",
-    )
+    read = read_model(ProblemRow, row)
+    calls = tuple(Call(tuple(test.args), test.expected) for test in read.tests)
+    return CodeProblem(read.question, read.function, calls, read.reference)
 
 
 def read_rows(path: Path) -> tuple[list[CodeProblem], list[str]]:

@@ -11,14 +11,16 @@ exceeded memory or output, made a refused call, or left processes behind.
 
 import asyncio
 import importlib
+import itertools
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.base import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.sandbox import (
@@ -42,6 +44,7 @@ from environments.code_problems import (
     read_problem,
     training_problems,
 )
+from environments.common import held_out_count, question_messages
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +99,9 @@ class CodeConfig(BaseEnvConfig):
     @classmethod
     def _read_names(cls, value: object) -> object:
         """Accept `disk,network` from a flag."""
-        return (
-            tuple(name.strip() for name in value.split(",") if name.strip())
-            if isinstance(value, str)
-            else value
-        )
+        if isinstance(value, str):
+            return tuple(name.strip() for name in value.split(",") if name.strip())
+        return value
 
     @field_validator("sandbox_allow_missing")
     @classmethod
@@ -116,19 +117,14 @@ class CodeEnv(SingleTurnEnv):
     name = "code"
     env_config_cls = CodeConfig
     config: CodeConfig
+    default_settings: ClassVar[Mapping[str, Any]] = {
+        "group_size": 8,
+        "max_token_length": 1024,
+        "max_eval_workers": 64,
+        "eval_size": 100,
+        "eval_handling": EvalHandlingEnum.LIMIT_TRAIN,
+    }
     box: Sandbox | None = None
-
-    @classmethod
-    def config_init(cls) -> tuple[CodeConfig, list[APIServerConfig]]:
-        config = CodeConfig(
-            group_size=8,
-            max_token_length=1024,
-            max_eval_workers=64,
-            eval_size=100,
-            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
-            wandb_name="code",
-        )
-        return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
 
     async def setup(self) -> None:
         self.box = self.box or make_sandbox(self.config)
@@ -136,11 +132,13 @@ class CodeEnv(SingleTurnEnv):
             await self.box.start()
         except SandboxUnavailable as error:
             raise EnvironmentFailure(f"{error}{allowing(error)}") from error
-        self.position = 0
-        path = self.config.dataset_path
-        self.train, self.test = await asyncio.to_thread(self.load, Path(path)) if path else ([], [])
-        random.Random(self.config.seed).shuffle(self.train)
-        self.made: Iterator[CodeProblem] = training_problems(self.config.seed)
+        self.problems: Iterator[CodeProblem] = training_problems(self.config.seed)
+        self.test: list[CodeProblem] = []
+        if self.config.dataset_path:
+            path = Path(self.config.dataset_path)
+            train, self.test = await asyncio.to_thread(self.load, path)
+            random.Random(self.config.seed).shuffle(train)
+            self.problems = itertools.cycle(train)
 
     def load(self, path: Path) -> tuple[list[CodeProblem], list[CodeProblem]]:
         """Return problems to train on and to evaluate with. Other rows are counted and left out.
@@ -151,18 +149,10 @@ class CodeEnv(SingleTurnEnv):
         return train_and_test(path, read_problem, "problems", self.drops.add)
 
     async def get_next_item(self) -> CodeProblem:
-        if not self.train:
-            return next(self.made)
-        self.position += 1
-        return self.train[(self.position - 1) % len(self.train)]
+        return next(self.problems)
 
     def messages(self, problem: CodeProblem) -> list[Message]:
-        system: list[Message] = (
-            [{"role": "system", "content": self.config.system_prompt}]
-            if self.config.system_prompt
-            else []
-        )
-        return [*system, {"role": "user", "content": problem.question}]
+        return question_messages(self.config.system_prompt, problem.question)
 
     async def grade(self, problem: CodeProblem, response: Response) -> Grade:
         """Run the answer's program.
@@ -222,8 +212,8 @@ class CodeEnv(SingleTurnEnv):
     def eval_problems(self) -> list[CodeProblem]:
         size = self.config.eval_size
         if not self.test:
-            return held_out_problems(min(size, MAX_HELD_OUT) if size > 0 else MAX_HELD_OUT)
-        return self.test if size < 0 else self.test[:size]
+            return held_out_problems(held_out_count(size, MAX_HELD_OUT))
+        return self.test[: held_out_count(size, len(self.test))]
 
     def describe(self, problem: CodeProblem) -> dict[str, object]:
         return {"question": problem.question, "gold_answer": problem.reference}
@@ -250,8 +240,10 @@ def make_sandbox(config: CodeConfig) -> Sandbox:
 
 
 def allowing(error: SandboxUnavailable) -> str:
-    """The flag that would allow what is missing."""
-    return f" (--env.sandbox_allow_missing {','.join(error.missing)})" if error.missing else ""
+    """Return the flag that would allow the missing isolations."""
+    if not error.missing:
+        return ""
+    return f" (--env.sandbox_allow_missing {','.join(error.missing)})"
 
 
 if __name__ == "__main__":

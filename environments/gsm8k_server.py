@@ -8,14 +8,15 @@ The reward is +1 for a right answer, else -1. See `MathConfig` for partial credi
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 # The guide installs example_trainer/requirements.txt and runs this file by path: the package itself
 # need not be installed.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from atroposlib.envs.base import APIServerConfig
-from environments.math_server import MathConfig, MathEnv
+from environments.math_server import MathEnv
 
 SYSTEM_PROMPT = (
     "Solve the word problem. Think it through step by step, writing out each calculation, "
@@ -28,15 +29,12 @@ class Gsm8kEnv(MathEnv):
 
     name = "gsm8k"
 
-    @classmethod
-    def config_init(cls) -> tuple[MathConfig, list[APIServerConfig]]:
-        config, servers = super().config_init()
-        config.dataset, config.dataset_config, config.system_prompt = (
-            "openai/gsm8k",
-            "main",
-            SYSTEM_PROMPT,
-        )
-        return config, servers
+    default_settings: ClassVar[Mapping[str, Any]] = {
+        **MathEnv.default_settings,
+        "dataset": "openai/gsm8k",
+        "dataset_config": "main",
+        "system_prompt": SYSTEM_PROMPT,
+    }
 
 
 if __name__ == "__main__":

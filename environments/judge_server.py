@@ -14,28 +14,29 @@ import math
 import random
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import openai
-from pydantic import Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
-from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
+from atroposlib.envs.single_turn import Grade, Response
 from atroposlib.errors import InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.inference.client import MODEL_NOT_NAMED
 from atroposlib.inference.openai_client import OpenAIServer
 from atroposlib.inference.pool import describe, status_of
 from atroposlib.type_definitions import Message
 from atroposlib.utils.control_tokens import ControlTokens, harmless
-from atroposlib.utils.data_files import BadRow, train_and_test
+from atroposlib.utils.data_files import read_model, train_and_test
 from atroposlib.utils.thinking import answer_part
 from atroposlib.web.addresses import HttpAddress
 from atroposlib.web.keys import given_or_variable
+from environments.common import RowsEnv
 
 logger = logging.getLogger(__name__)
 
@@ -50,34 +51,10 @@ SCORE = re.compile(
 )
 
 TOPICS = (
-    *(
-        "rain",
-        "the tides",
-        "a bicycle",
-        "bread",
-        "a rainbow",
-        "a lever",
-        "the moon",
-        "a bridge",
-        "yeast",
-        "a magnet",
-        "an echo",
-    ),
-    *(
-        "a library",
-        "the seasons",
-        "glass",
-        "a clock",
-        "salt",
-        "a river",
-        "an eclipse",
-        "a map",
-        "paper",
-        "a lighthouse",
-        "honey",
-    ),
-    *("a volcano", "wool"),
-)
+    "rain", "the tides", "a bicycle", "bread", "a rainbow", "a lever", "the moon", "a bridge",
+    "yeast", "a magnet", "an echo", "a library", "the seasons", "glass", "a clock", "salt",
+    "a river", "an eclipse", "a map", "paper", "a lighthouse", "honey", "a volcano", "wool",
+)  # fmt: skip
 READERS = (
     "a child of eight",
     "a new colleague",
@@ -169,31 +146,27 @@ class JudgeServer(OpenAIServer):
         self.pool.outage_timeout = config.judge_timeout
 
 
-class JudgeEnv(SingleTurnEnv):
+class JudgeEnv(RowsEnv):
     """Open questions; a model says how good the answers are."""
 
     name = "judge"
     env_config_cls = JudgeConfig
     config: JudgeConfig
+    default_settings: ClassVar[Mapping[str, Any]] = {
+        "group_size": 8,
+        "max_token_length": 512,
+        "eval_size": 40,
+        "eval_handling": EvalHandlingEnum.LIMIT_TRAIN,
+    }
     judge: JudgeServer | None = None
 
-    @classmethod
-    def config_init(cls) -> tuple[JudgeConfig, list[APIServerConfig]]:
-        config = JudgeConfig(
-            group_size=8,
-            max_token_length=512,
-            eval_size=40,
-            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
-            wandb_name="judge",
-        )
-        return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
-
     async def setup(self) -> None:
-        path = self.config.dataset_path
-        train, test = await asyncio.to_thread(self.load, Path(path)) if path else made_prompts()
-        self.train, self.test = list(train), list(test)
-        random.Random(self.config.seed).shuffle(self.train)
-        self.position = 0
+        train, self.test = made_prompts()
+        if self.config.dataset_path:
+            path = Path(self.config.dataset_path)
+            train, self.test = await asyncio.to_thread(self.load, path)
+        random.Random(self.config.seed).shuffle(train)
+        self.train = train
         if self.config.judge_url and self.judge is None:
             self.judge = JudgeServer(self.config)
             self.server.beside.append(self.judge)
@@ -205,14 +178,6 @@ class JudgeEnv(SingleTurnEnv):
             UsageError: a file cannot be read, or has no prompt.
         """
         return train_and_test(path, read_prompt, "prompts", self.drops.add)
-
-    async def get_next_item(self) -> Prompt:
-        self.position += 1
-        return self.train[(self.position - 1) % len(self.train)]
-
-    async def item_at(self, number: int) -> Prompt:
-        """With `exact_resume`: the service knows the position."""
-        return self.train[number % len(self.train)]
 
     def messages(self, problem: Prompt) -> list[Message]:
         return [{"role": "user", "content": problem.text}]
@@ -293,14 +258,12 @@ class JudgeEnv(SingleTurnEnv):
         status, where = status_of(error), f"judge at {self.config.judge_url or 'the served model'}"
         failure = f"{where}: {describe(error):.300}"
         if status is None:
-            late = isinstance(error, openai.APITimeoutError | httpx.TimeoutException)
-            self.drops.add("judge_late" if late else "judge_nonsense")
-            remedy = (
-                "raise --env.judge_timeout or lower --env.judge_max_requests"
-                if late
-                else "is that an OpenAI endpoint?"
-            )
-            self.say_once("late" if late else "no completion", f"{failure}; {remedy}")
+            kind, remedy = "nonsense", "is that an OpenAI endpoint?"
+            if isinstance(error, openai.APITimeoutError | httpx.TimeoutException):
+                kind = "late"
+                remedy = "raise --env.judge_timeout or lower --env.judge_max_requests"
+            self.drops.add(f"judge_{kind}")
+            self.say_once(f"no completion: {kind}", f"{failure}; {remedy}")
             return RolloutFailure(failure)
         self.drops.add("judge_refused")
         if status in (401, 403):
@@ -309,14 +272,11 @@ class JudgeEnv(SingleTurnEnv):
             return UsageError(
                 f"{failure}; is its address right, and is --env.judge_model_name served there?"
             )
-        remedy = (
-            "lower --env.judge_max_requests" if status == 429 else "is an answer too long for it?"
-        )
+        remedy = "is an answer too long for it?"
+        if status == 429:
+            remedy = "lower --env.judge_max_requests"
         self.say_once("refused", f"{where} refuses a request: {describe(error):.300}; {remedy}")
         return RolloutFailure(f"{where} refuses: {describe(error):.300}")
-
-    def eval_problems(self) -> list[Prompt]:
-        return self.test if self.config.eval_size < 0 else self.test[: self.config.eval_size]
 
     def describe(self, problem: Prompt) -> dict[str, object]:
         return {"question": problem.text, "rubric": problem.rubric or self.config.rubric}
@@ -351,9 +311,20 @@ def read_score(text: str) -> float | None:
     """The last line `Score: N` after the reasoning, as a share of HIGHEST; None where there is
     none, or N is out of range.
     """
-    scores = SCORE.findall(answer_part(text))
-    value = float(scores[-1]) / HIGHEST if scores else math.nan
-    return value if 0 <= value <= 1 else None
+    for score in reversed(SCORE.findall(answer_part(text))):
+        if 0 <= float(score) <= HIGHEST:
+            return float(score) / HIGHEST
+        break
+    return None
+
+
+class PromptRow(BaseModel):
+    """A row of a data set."""
+
+    model_config = ConfigDict(str_strip_whitespace=True)
+
+    prompt: str = Field(min_length=1)
+    rubric: str | None = None
 
 
 def read_prompt(row: Any) -> Prompt:
@@ -362,16 +333,8 @@ def read_prompt(row: Any) -> Prompt:
     Raises:
         BadRow: the row has no prompt, or a rubric that is not text.
     """
-    if (
-        not isinstance(row, dict)
-        or not isinstance(row.get("prompt"), str)
-        or not row["prompt"].strip()
-    ):
-        raise BadRow("'prompt' is missing or not text")
-    rubric = row.get("rubric") or ""
-    if not isinstance(rubric, str):
-        raise BadRow("'rubric' is not text")
-    return Prompt(row["prompt"].strip(), rubric)
+    read = read_model(PromptRow, row)
+    return Prompt(read.prompt, read.rubric or "")
 
 
 def made_prompts() -> tuple[list[Prompt], list[Prompt]]:
@@ -386,9 +349,8 @@ def made_prompts() -> tuple[list[Prompt], list[Prompt]]:
             for task in TASKS
         ]
 
-    return about(tuple(topic for topic in TOPICS if topic not in HELD_OUT_TOPICS)), about(
-        HELD_OUT_TOPICS
-    )
+    training = tuple(topic for topic in TOPICS if topic not in HELD_OUT_TOPICS)
+    return about(training), about(HELD_OUT_TOPICS)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,22 @@ the dataset's card, the log has a line.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.graded import Attempt, oldest_version
-from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
+from atroposlib.envs.single_turn import Grade, Response
 from atroposlib.errors import UsageError
 from atroposlib.type_definitions import Message
 from atroposlib.utils.boxed import is_well_formed, last_boxed
 from atroposlib.utils.math_scoring import MathScorer
 from atroposlib.utils.metrics import pass_at_k
+from environments.common import RowsEnv, question_messages
 from environments.math_data import (
     SUITES,
     Columns,
@@ -129,39 +130,36 @@ class MathConfig(BaseEnvConfig):
         return self
 
 
-class MathEnv(SingleTurnEnv):
+class MathEnv(RowsEnv):
     """Mathematical questions with verifiable answers."""
 
     name = "math"
     env_config_cls = MathConfig
     config: MathConfig
+    default_settings: ClassVar[Mapping[str, Any]] = {
+        "group_size": 8,
+        "max_eval_workers": 64,
+        "eval_size": -1,
+        "eval_handling": EvalHandlingEnum.LIMIT_TRAIN,
+    }
 
     @classmethod
-    def config_init(cls) -> tuple[MathConfig, list[APIServerConfig]]:
-        config = MathConfig(
-            group_size=8,
-            max_token_length=2048,
-            max_eval_workers=64,
-            steps_per_eval=100,
-            eval_size=-1,
-            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
-            wandb_name=cls.name,
-        )
-        return config, [
-            APIServerConfig(
-                base_url="http://localhost:9001/v1", server_type="vllm", num_requests_for_eval=256
-            )
-        ]
+    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+        config, servers = super().config_init()
+        servers[0].num_requests_for_eval = 256
+        return config, servers
 
     async def setup(self) -> None:
         self.scorer = MathScorer()
         # Reading from the hub may take minutes: not in the event loop, where a signal to stop would
         # have to wait.
         train, test = await asyncio.to_thread(self.load)
-        folder = self.config.suites_folder
+        folder: Path | None = None
+        if self.config.suites_folder:
+            folder = Path(self.config.suites_folder)
         self.suites: dict[str, list[Question]] = {}
         for name in self.config.eval_suites:
-            read = await asyncio.to_thread(load_suite, name, Path(folder) if folder else None)
+            read = await asyncio.to_thread(load_suite, name, folder)
             self.leave_out(read, f"the suite {name}")
             if len(read.questions) != SUITES[name].size:
                 logger.warning(
@@ -171,10 +169,10 @@ class MathEnv(SingleTurnEnv):
                     SUITES[name].size,
                 )
             self.suites[name] = read.questions
-        # What is measured is not to be trained on; one file for both is the user's word that it is.
-        evaluated = {q.question for q in ([] if test is train else test)} | {
-            q.question for own in self.suites.values() for q in own
-        }
+        evaluated = {q.question for suite in self.suites.values() for q in suite}
+        # A user who names one file for both wants to train on the questions that are evaluated.
+        if test is not train:
+            evaluated |= {q.question for q in test}
         kept = [question for question in train if question.question not in evaluated]
         if len(kept) < len(train):
             logger.warning(
@@ -183,7 +181,6 @@ class MathEnv(SingleTurnEnv):
             )
         self.train = shuffled(kept, self.config.seed)
         self.test = shuffled(test, self.config.seed)
-        self.position = 0
 
     def load(self) -> tuple[list[Question], list[Question]]:
         """Training and test questions; none where only suites are asked for.
@@ -226,27 +223,18 @@ class MathEnv(SingleTurnEnv):
                 read.first,
             )
 
-    async def get_next_item(self) -> Question:
-        self.position += 1
-        return await self.item_at(self.position - 1)
-
     async def item_at(self, number: int) -> Question:
-        """With `exact_resume`: the service knows the position."""
+        """Return a question by its number.
+
+        Raises:
+            UsageError: there are suites only.
+        """
         if not self.train:
             raise UsageError("no questions to train on: pass --env.dataset_path or --env.dataset")
-        return self.train[number % len(self.train)]
-
-    def save_checkpoint(self, step: int, data: dict[str, object] | None = None) -> None:
-        """Resume where the last run stopped, instead of at the first question."""
-        super().save_checkpoint(step, {"position": self.position} | (data or {}))
+        return await super().item_at(number)
 
     def messages(self, problem: Question) -> list[Message]:
-        system: list[Message] = (
-            [{"role": "system", "content": self.config.system_prompt}]
-            if self.config.system_prompt
-            else []
-        )
-        return [*system, {"role": "user", "content": problem.question}]
+        return question_messages(self.config.system_prompt, problem.question)
 
     async def grade(self, problem: Question, response: Response) -> Grade:
         visible = response.answer
@@ -271,9 +259,6 @@ class MathEnv(SingleTurnEnv):
         over = [(response.num_tokens - free) / max(1.0, limit - free) for response in responses]
         return [1.0 - min(1.0, max(0.0, share)) for share in over]
 
-    def eval_problems(self) -> list[Question]:
-        return self.test if self.config.eval_size < 0 else self.test[: self.config.eval_size]
-
     def describe(self, problem: Question) -> dict[str, object]:
         return {"question": problem.question, "gold_answer": problem.gold}
 
@@ -285,15 +270,15 @@ class MathEnv(SingleTurnEnv):
             return await super().evaluate(*args, **kwargs)
         attempts: list[Attempt] = []
         by_suite: dict[str, float] = {}
-        for suite, problems in (self.suites or {"": self.eval_problems()}).items():
+        suites: Mapping[str, Sequence[Question]] = self.suites or {"": self.eval_problems()}
+        for suite, problems in suites.items():
             samples = self.config.eval_suites.get(suite) or self.config.eval_samples
             temperature = self.config.eval_temperature
             if temperature is None:
-                temperature = 0.0 if samples == 1 else 1.0
+                temperature = float(samples > 1)
             rows = await self.measure(problems, samples, temperature)
             means = {
-                f"{suite}/{name}" if suite else name: value
-                for name, value in suite_metrics(rows).items()
+                f"{suite}/{name}".lstrip("/"): value for name, value in suite_metrics(rows).items()
             }
             logger.info(
                 "evaluation of %s: %s",

@@ -17,16 +17,17 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.base import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.type_definitions import Message
 from atroposlib.utils.boxed import last_boxed
 from atroposlib.utils.killable import ChildDied, KillableCalls
 from atroposlib.wire.groups import ScoredDataGroup
+from environments.common import NumberedItems, question_messages
 from environments.reasoning_gym_tasks import (
     Question,
     Questions,
@@ -87,22 +88,17 @@ class ReasoningGymConfig(BaseEnvConfig):
         return value
 
 
-class ReasoningGymEnv(SingleTurnEnv):
+class ReasoningGymEnv(NumberedItems, SingleTurnEnv):
     """Generated tasks with their own scores."""
 
     name = "reasoning_gym"
     env_config_cls = ReasoningGymConfig
     config: ReasoningGymConfig
-
-    @classmethod
-    def config_init(cls) -> tuple[ReasoningGymConfig, list[APIServerConfig]]:
-        config = ReasoningGymConfig(
-            group_size=8,
-            max_eval_workers=64,
-            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
-            wandb_name="reasoning_gym",
-        )
-        return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
+    default_settings: ClassVar[Mapping[str, Any]] = {
+        "group_size": 8,
+        "max_eval_workers": 64,
+        "eval_handling": EvalHandlingEnum.LIMIT_TRAIN,
+    }
 
     async def setup(self) -> None:
         tasks = self.config.tasks
@@ -113,20 +109,11 @@ class ReasoningGymEnv(SingleTurnEnv):
             name: json.dumps([task.level, task.settings]) for name, task in tasks.items()
         }
         self.children = KillableCalls()
-        self.position = 0
         self.problems: Counter[str] = Counter()
-
-    async def get_next_item(self) -> Question:
-        self.position += 1
-        return await self.item_at(self.position - 1)
 
     async def item_at(self, number: int) -> Question:
         """Some puzzles take a second to make: not in the event loop."""
         return await asyncio.to_thread(self.questions.training, number)
-
-    def save_checkpoint(self, step: int, data: dict[str, object] | None = None) -> None:
-        """Resume where the last run stopped, instead of at the first question."""
-        super().save_checkpoint(step, {"position": self.position} | (data or {}))
 
     async def collect_group(self, item: Question) -> ScoredDataGroup:
         group = await super().collect_group(item)
@@ -138,13 +125,14 @@ class ReasoningGymEnv(SingleTurnEnv):
         prompt = self.config.system_prompt
         if prompt is None:
             prompt = PROMPT.format(FORMS[self.config.answer_form])
-        system: list[Message] = [{"role": "system", "content": prompt}] if prompt else []
-        return [*system, {"role": "user", "content": problem.text}]
+        return question_messages(prompt, problem.text)
 
     async def grade(self, problem: Question, response: Response) -> Grade:
         visible = response.answer
-        answer = last_boxed(visible) if self.config.answer_form == "boxed" else last_tagged(visible)
-        score = 0.0 if answer is None else await self.score(problem, answer)
+        readers = {"boxed": last_boxed, "tags": last_tagged}
+        answer, score = readers[self.config.answer_form](visible), 0.0
+        if answer is not None:
+            score = await self.score(problem, answer)
         if score < SOLVED and not self.config.partial_credit:
             score = 0.0
         return Grade(score=2.0 * score - 1.0, correct=score >= SOLVED, answer=answer)

@@ -90,9 +90,10 @@ def package() -> ModuleType:
 
 def among(name: str, known: Iterable[str]) -> str:
     """Name the known entries for an error message, with the nearest one first."""
-    near = difflib.get_close_matches(name, known := sorted(known), n=1)
-    guess = f" (did you mean {near[0]}?)" if near else ""
-    return f"{guess}; it has {', '.join(known) or 'none'}"
+    names, guess = sorted(known), ""
+    for near in difflib.get_close_matches(name, names, n=1):
+        guess = f" (did you mean {near}?)"
+    return f"{guess}; it has {', '.join(names) or 'none'}"
 
 
 def make_dataset(
@@ -105,20 +106,14 @@ def make_dataset(
     """
     factory = package()
     if task not in factory.DATASETS or task == "composite":
-        near = difflib.get_close_matches(task, factory.DATASETS, n=1)
-        guess = f" (did you mean {near[0]}?)" if near else ""
         raise UsageError(
-            f"--env.tasks: reasoning-gym has no task {task!r}{guess}; it has {', '.join(sorted(factory.DATASETS))}"
+            f"--env.tasks: reasoning-gym has no task {task!r}{among(task, factory.DATASETS)}"
         )
     dataset_class, config_class = factory.DATASETS[task]
     fields = {field.name for field in dataclasses.fields(config_class)} - {"seed", "size"}
     for name in settings:
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            guess = f" (did you mean {near[0]}?)" if near else ""
-            raise UsageError(
-                f"--env.tasks: {task} has no setting {name!r}{guess}; it has {', '.join(sorted(fields)) or 'none'}"
-            )
+            raise UsageError(f"--env.tasks: {task} has no setting {name!r}{among(name, fields)}")
     try:
         config = config_class(seed=seed, size=CHUNK)
         if level is not None:

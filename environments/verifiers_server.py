@@ -29,11 +29,12 @@ from typing import Any
 from pydantic import Field
 
 from atroposlib.envs.base import BaseEnvConfig
-from atroposlib.envs.graded import Attempt, GradedEnv
+from atroposlib.envs.graded import Attempt, group_of
 from atroposlib.errors import EnvironmentFailure, NoRoom, RolloutFailure, UsageError
 from atroposlib.inference.managed_client import ManagedTransport, managed_client
-from atroposlib.inference.sequence_tracker import SequenceNode, sequence_fields
+from atroposlib.inference.sequence_tracker import SequenceNode
 from atroposlib.wire.groups import PROMPT_MASK, ScoredDataGroup
+from environments.common import NumberedItems
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class RewardErrors(logging.Handler):
             heard.append(text)
 
 
-class VerifiersEnv(GradedEnv):
+class VerifiersEnv(NumberedItems):
     """An environment of the verifiers package."""
 
     name = "verifiers"
@@ -119,11 +120,6 @@ class VerifiersEnv(GradedEnv):
             )
             self.rows = rows
         random.Random(self.config.seed).shuffle(self.rows)
-        self.position = 0
-
-    async def get_next_item(self) -> dict[str, Any]:
-        self.position += 1
-        return await self.item_at(self.position - 1)
 
     async def item_at(self, number: int) -> dict[str, Any]:
         if not self.rows:
@@ -131,10 +127,6 @@ class VerifiersEnv(GradedEnv):
                 f"{self.config.environment} has no training set: it can be evaluated only"
             )
         return self.rows[number % len(self.rows)]
-
-    def save_checkpoint(self, step: int, data: dict[str, object] | None = None) -> None:
-        """Resume where the last run stopped, instead of at the first row."""
-        super().save_checkpoint(step, {"position": self.position} | (data or {}))
 
     async def collect_group(self, item: dict[str, Any]) -> ScoredDataGroup:
         """`group_size` rollouts of one row, scored by their rubric together."""
@@ -153,14 +145,8 @@ class VerifiersEnv(GradedEnv):
                     "turns": len(rollout.state["trajectory"]),
                 }
             )
-        nodes = [rollout.node for rollout in rollouts]
-        group = ScoredDataGroup(
-            tokens=[node.tokens for node in nodes],
-            masks=[node.masked_tokens for node in nodes],
-            inference_logprobs=[node.logprobs for node in nodes],
-            scores=[float(rollout.state["reward"]) for rollout in rollouts],
-        )
-        group.update(sequence_fields(nodes))  # type: ignore[typeddict-item]
+        scores = [float(rollout.state["reward"]) for rollout in rollouts]
+        group = group_of([rollout.node for rollout in rollouts], scores)
         if self.config.include_messages:
             group["messages"] = [conversation(rollout.state) for rollout in rollouts]
         self.note_success(item, [score >= self.config.solved_from for score in group["scores"]])

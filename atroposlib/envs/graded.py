@@ -21,7 +21,9 @@ from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.curriculum import Curriculum, item_key
+from atroposlib.envs.runner.state import label_of
 from atroposlib.inference.generation import Weights
+from atroposlib.inference.sequence_tracker import SequenceNode, sequence_fields
 from atroposlib.type_definitions import Item
 from atroposlib.wire.groups import ScoredDataGroup, teaches_nothing
 from atroposlib.wire.numbers import plain_score
@@ -73,9 +75,15 @@ class Attempt:
 
 
 class GradedEnv(BaseEnv):
-    """Problems in, graded answers out."""
+    """Problems in, graded answers out.
+
+    Attributes:
+        temperature: of the training answers.
+        default_settings: the environment's own defaults of its settings.
+    """
 
     temperature = 1.0
+    default_settings: ClassVar[Mapping[str, Any]] = {}
     sends_chats: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -88,8 +96,8 @@ class GradedEnv(BaseEnv):
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        """The usual settings, and one vLLM server on this machine."""
-        return cls.env_config_cls(), [
+        """Return `default_settings`, and one vLLM server on this machine."""
+        return cls.env_config_cls(**cls.default_settings), [
             APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")
         ]
 
@@ -121,12 +129,9 @@ class GradedEnv(BaseEnv):
         """A group of answers to an item; made anew, up to `resample_equal_scores` times, where all
         scores are equal.
         """
-        config = self.config
-        again = (
-            config.resample_equal_scores
-            if config.ensure_scores_are_not_same and config.teacher_url is None
-            else 0
-        )
+        again = 0
+        if self.config.ensure_scores_are_not_same and self.config.teacher_url is None:
+            again = self.config.resample_equal_scores
         for attempt in range(again + 1):
             _attempt.set(attempt)
             _successes.set(None)
@@ -151,13 +156,13 @@ class GradedEnv(BaseEnv):
 
         First used after the registration, which says where the trainer's folder is.
         """
-        path = self.config.curriculum_path
-        if path is None and self.checkpoint_dir:
-            name = re.sub(
-                "[^-.0-9A-Za-z]", "_", self.config.wandb_name or self.name or type(self).__name__
-            )
+        path: Path | None = None
+        if self.config.curriculum_path is not None:
+            path = Path(self.config.curriculum_path)
+        elif self.checkpoint_dir:
+            name = re.sub("[^-.0-9A-Za-z]", "_", label_of(self, self.config))
             path = Path(self.checkpoint_dir) / "env_checkpoints" / f"{name}.curriculum.jsonl"
-        return Curriculum(self.config.curriculum_floor, None if path is None else Path(path))
+        return Curriculum(self.config.curriculum_floor, path)
 
     def item_key(self, item: Item) -> str:
         """A name for an item, the same in every run: a hash of its `repr`, unless you know a better
@@ -277,7 +282,19 @@ class GradedEnv(BaseEnv):
         await super().wandb_log(metrics)
 
 
+def group_of(nodes: Sequence[SequenceNode], scores: Sequence[float]) -> ScoredDataGroup:
+    """Return a group of sampled sequences, tokens untouched."""
+    group = ScoredDataGroup(
+        tokens=[node.tokens for node in nodes],
+        masks=[node.masked_tokens for node in nodes],
+        inference_logprobs=[node.logprobs for node in nodes],
+        scores=list(scores),
+    )
+    group.update(sequence_fields(nodes))  # type: ignore[typeddict-item]
+    return group
+
+
 def oldest_version(attempts: Iterable[Attempt]) -> int | None:
-    """The version of the oldest weights that attempts met, if known."""
+    """Return the version of the oldest weights that attempts met, if known."""
     met = [attempt.weights for attempt in attempts if attempt.weights is not None]
     return min(met).version if met else None

@@ -16,12 +16,12 @@ from pydantic import Field
 
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.conversation import Conversation, Step, Turn, as_openai
-from atroposlib.envs.graded import Attempt, Grade, GradedEnv
+from atroposlib.envs.graded import Attempt, Grade, GradedEnv, group_of
 from atroposlib.envs.tools import Toolbox
 from atroposlib.envs.turn_rewards import sampled_runs, spread_over_tokens, turn_advantages
 from atroposlib.errors import NoRoom
 from atroposlib.inference.managed_server import ManagedServer
-from atroposlib.inference.sequence_tracker import SequenceNode, sequence_fields
+from atroposlib.inference.sequence_tracker import SequenceNode
 from atroposlib.inference.tool_calls import HermesFormat, ToolFormat
 from atroposlib.type_definitions import Item
 from atroposlib.utils.thinking import whole_response
@@ -120,15 +120,10 @@ class MultiTurnEnv(GradedEnv):
         for (talk, _), grade in zip(played, grades, strict=True):
             self.note(self._numbers(talk, grade))
         nodes = [node for _, node in played]
-        group = ScoredDataGroup(
-            tokens=[node.tokens for node in nodes],
-            masks=[node.masked_tokens for node in nodes],
-            inference_logprobs=[node.logprobs for node in nodes],
-            scores=[
-                talk.reward + grade.score for (talk, _), grade in zip(played, grades, strict=True)
-            ],
-        )
-        group.update(sequence_fields(nodes))  # type: ignore[typeddict-item]
+        scores = [
+            talk.reward + grade.score for (talk, _), grade in zip(played, grades, strict=True)
+        ]
+        group = group_of(nodes, scores)
         if self.config.turn_rewards == "to_go":
             rewards = [
                 [*(turn.reward for turn in talk.turns[:-1]), talk.turns[-1].reward + grade.score]

@@ -8,8 +8,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.envs.graded import Attempt, Grade, GradedEnv
-from atroposlib.inference.sequence_tracker import sequence_fields
+from atroposlib.envs.graded import Attempt, Grade, GradedEnv, group_of
+from atroposlib.inference.sequence_tracker import SequenceNode
 from atroposlib.type_definitions import Item, Message
 from atroposlib.utils.thinking import answer_part, whole_response
 from atroposlib.wire.groups import PROMPT_MASK, ScoredDataGroup
@@ -46,6 +46,16 @@ class Response:
         return whole_response(self.text, self.opened)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A response, its sequence, its grade, and the reason for which it ended."""
+
+    response: Response
+    node: SequenceNode
+    grade: Grade
+    finish_reason: str
+
+
 class SingleTurnEnv(GradedEnv):
     """Question in, graded answer out."""
 
@@ -68,71 +78,69 @@ class SingleTurnEnv(GradedEnv):
         return [grade.score for grade in grades]
 
     async def collect_group(self, item: Item) -> ScoredDataGroup:
-        """A group of `group_size` sampled answers, tokens untouched."""
-        messages = self.messages(item)
-        seed = self.sampling_seed()
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            answer = await managed.chat_completion(
-                messages=messages,
-                n=self.config.group_size,
-                max_tokens=self.config.max_token_length,
-                temperature=self.temperature,
-                **({} if seed is None else {"seed": seed}),
-            )
-            nodes = managed.get_state()["nodes"]
-        responses = [
-            as_response(choice, node) for choice, node in zip(answer.choices, nodes, strict=True)
-        ]
-        grades = await asyncio.gather(*(self.grade(item, response) for response in responses))
-        self.note_success(item, [grade.correct for grade in grades])
-        for grade, response in zip(grades, responses, strict=True):
-            self.note({"percent_correct": grade.correct, "response_length": response.num_tokens})
-        group = ScoredDataGroup(
-            tokens=[node.tokens for node in nodes],
-            masks=[node.masked_tokens for node in nodes],
-            inference_logprobs=[node.logprobs for node in nodes],
-            scores=self.adjust_scores(list(grades), responses),
-        )
-        group.update(sequence_fields(nodes))  # type: ignore[typeddict-item]
+        """Return a group of `group_size` sampled answers, tokens untouched."""
+        fields: dict[str, Any] = {"temperature": self.temperature}
+        if (seed := self.sampling_seed()) is not None:
+            fields["seed"] = seed
+        messages, answers = await self._answers(item, self.config.group_size, **fields)
+        self.note_success(item, [answer.grade.correct for answer in answers])
+        for answer in answers:
+            length = answer.response.num_tokens
+            self.note({"percent_correct": answer.grade.correct, "response_length": length})
+        grades, responses = ([a.grade for a in answers], [a.response for a in answers])
+        scores = self.adjust_scores(grades, responses)
+        group = group_of([answer.node for answer in answers], scores)
         if self.config.include_messages:
-            group["messages"] = [
-                [*messages, {"role": "assistant", "content": r.whole}] for r in responses
-            ]
+            group["messages"] = [[*messages, assistant(response)] for response in responses]
         return group
 
     async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:
-        """Answers to a held-out problem, by one request."""
-        messages = self.messages(problem)
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            answer = await managed.chat_completion(
-                messages=messages,
-                n=samples,
-                max_tokens=self.config.max_token_length,
-                temperature=temperature,
-                split="eval",
-            )
-            nodes = managed.get_state()["nodes"]
-        responses = [
-            as_response(choice, node) for choice, node in zip(answer.choices, nodes, strict=True)
-        ]
-        grades = await asyncio.gather(*(self.grade(problem, response) for response in responses))
+        """Return answers to a held-out problem, from one request."""
+        messages, answers = await self._answers(
+            problem, samples, temperature=temperature, split="eval"
+        )
         return [
             Attempt(
                 {
                     **self.describe(problem),
-                    "model_parsed": grade.answer,
-                    "correct": grade.correct,
-                    "score": grade.score,
-                    "finish_reason": choice.finish_reason,
-                    "response_tokens": response.num_tokens,
-                    "messages": [*messages, {"role": "assistant", "content": response.whole}],
+                    "model_parsed": answer.grade.answer,
+                    "correct": answer.grade.correct,
+                    "score": answer.grade.score,
+                    "finish_reason": answer.finish_reason,
+                    "response_tokens": answer.response.num_tokens,
+                    "messages": [*messages, assistant(answer.response)],
                 },
-                node.weights,
+                answer.node.weights,
             )
-            for choice, node, response, grade in zip(
-                answer.choices, nodes, responses, grades, strict=True
-            )
+            for answer in answers
         ]
+
+    async def _answers(
+        self, problem: Any, count: int, **fields: Any
+    ) -> tuple[list[Message], list[Answer]]:
+        """Sample answers by one request with these fields, and grade them.
+
+        Returns:
+            The request's messages, and the answers.
+        """
+        messages = self.messages(problem)
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            completion = await managed.chat_completion(
+                messages=messages, n=count, max_tokens=self.config.max_token_length, **fields
+            )
+            nodes = managed.get_state()["nodes"]
+        choices = completion.choices
+        responses = [as_response(choice, node) for choice, node in zip(choices, nodes, strict=True)]
+        grades = await asyncio.gather(*(self.grade(problem, response) for response in responses))
+        return messages, [
+            Answer(response, node, grade, choice.finish_reason)
+            for response, node, grade, choice in zip(responses, nodes, grades, choices, strict=True)
+        ]
+
+
+def assistant(response: Response) -> Message:
+    """Return an answer as a message."""
+    return {"role": "assistant", "content": response.whole}
 
 
 def as_response(choice: Any, node: Any) -> Response:

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
 from atroposlib.errors import UsageError
 from atroposlib.utils.jsonl import BYTE_ORDER_MARK, Row, rows_of_lines
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
 
 ENDINGS = (".jsonl", ".json", ".parquet")
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -24,6 +27,23 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 class BadRow(ValueError):
     """A row that a task cannot use. The message says what is wrong with it."""
+
+
+def read_model(model: type[Model], row: Any) -> Model:
+    """Return a row as a model.
+
+    Raises:
+        BadRow: a field is missing or wrong. The message names the first one.
+    """
+    if not isinstance(row, dict):
+        raise BadRow(f"not a JSON object with {', '.join(model.model_fields)}")
+    try:
+        return model.model_validate(row, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(map(str, problem["loc"]))
+        message = problem["msg"].removeprefix("Value error, ")
+        raise BadRow(f"{place!r}: {message[0].lower()}{message[1:]}") from None
 
 
 @dataclass

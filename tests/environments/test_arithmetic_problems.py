@@ -129,9 +129,9 @@ def test_the_held_out_list_is_pinned() -> None:
 
 @pytest.mark.parametrize("bad", [0, 4, (), (1, 9)])
 def test_an_unknown_level_is_refused_by_name(bad: int | tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"difficulty=.*choose one or more of \[1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"levels .*choose one or more of \[1, 2, 3\]"):
         training_problems(0, bad)
-    with pytest.raises(ValueError, match="difficulty="):
+    with pytest.raises(ValueError, match="levels "):
         held_out_problems(5, bad)
 
 

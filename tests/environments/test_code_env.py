@@ -145,7 +145,8 @@ def test_rows_without_an_answer_are_left_out_and_counted(
     )
     (tmp_path / "test.jsonl").write_text(json.dumps(bad))
     with pytest.raises(
-        UsageError, match=r"test.jsonl has no problems; .*line 1: test 1 has no `expected`"
+        UsageError,
+        match=r"test.jsonl has no problems; .*line 1: 'tests\.0\.expected': field required",
     ):
         env.load(tmp_path)
     assert env.drops.metrics()["train/dropped_bad_rows"] == 2

@@ -257,9 +257,9 @@ def test_an_answer_cannot_end_itself(answer: str) -> None:
 def test_prompts_are_read_and_held_out(env: JudgeEnv, tmp_path: Path) -> None:
     assert read_prompt({"prompt": " p ", "rubric": "r"}) == Prompt("p", "r")
     for row, fault in (
-        ([], "'prompt' is"),
-        ({"prompt": 3}, "'prompt' is"),
-        ({"prompt": "p", "rubric": 1}, "'rubric' is"),
+        ([], "not a JSON object with prompt"),
+        ({"prompt": 3}, "'prompt': input should be"),
+        ({"prompt": "p", "rubric": 1}, "'rubric': input should be"),
     ):
         with pytest.raises(BadRow, match=fault):
             read_prompt(row)
