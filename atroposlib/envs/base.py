@@ -277,6 +277,14 @@ class BaseEnv(ABC):
         """
         self._runner.serving.keep_state(step, data)
 
+    @property
+    def derived_batch_size(self) -> int:
+        """Sequences of a batch that this environment may fill: the unreserved share and its own."""
+        size, reserved = self.config.batch_size, self.config.min_batch_allocation or 0.0
+        if size <= 0:
+            return size
+        return int(size * min(1.0, self.status_dict.get("unallocated_fraction", 1.0) + reserved))
+
     async def add_train_workers(self) -> None:
         """Start workers up to the number allowed: the backlog first, then new items."""
         await self._runner.workers.add()
