@@ -3,13 +3,11 @@ r"""Rewards a right mathematical answer: in \boxed{}, after ####, or as "the ans
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import threading
 from decimal import Decimal
-from typing import Any
 
-from atroposlib.compat.reward_fns.reward_function import RewardFunction, openings, references
+from atroposlib.compat.reward_fns.reward_function import TextReward
 from atroposlib.utils.boxed import boxed_contents, last_boxed
 from atroposlib.utils.math_scoring import (
     MathScorer,
@@ -18,8 +16,6 @@ from atroposlib.utils.math_scoring import (
     equal_in_this_process,
 )
 from atroposlib.utils.thinking import answer_part
-
-logger = logging.getLogger(__name__)
 
 AFTER_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
 IN_DOLLARS = re.compile(r"\banswer is:?\s*\$([^$\n]+)\$", re.IGNORECASE)
@@ -38,21 +34,22 @@ def final_answers(text: str) -> list[str]:
         if last is None:
             return []
         boxed = list(dict.fromkeys(content.strip() for content in contents if content is not None))
-        return [last] if len(boxed) == 1 or last == ", ".join(boxed) else boxed
+        if len(boxed) == 1 or last == ", ".join(boxed):
+            return [last]
+        return boxed
     for pattern in (AFTER_HASHES, IN_DOLLARS):
-        if found := pattern.findall(text):
-            return [found[-1].strip()]
+        if answers := pattern.findall(text):
+            return [answers[-1].strip()]
     return []
 
 
 def reference_answer(solution: str) -> str:
-    """The answer in a reference: its last box, what follows ####, or all of it."""
-    answers = final_answers(solution)
-    return answers[-1] if answers else solution.strip()
+    """Return the answer in a reference: its last box, the text after ####, or all of it."""
+    return [solution.strip(), *final_answers(solution)][-1]
 
 
 def equal(gold: str, answer: str, tolerance: float) -> bool:
-    """Whether two answers are the same number, within an absolute tolerance, or the same
+    """Return whether two answers are the same number, within an absolute tolerance, or the same
     expression.
     """
     expected, given = as_number(gold), as_number(answer)
@@ -66,7 +63,7 @@ def equal(gold: str, answer: str, tolerance: float) -> bool:
     return asyncio.run(_scorer.equal(gold, answer))
 
 
-class AccuracyReward(RewardFunction):
+class AccuracyReward(TextReward):
     r"""1 for a completion that ends with the right answer, else 0. Different answers in several boxes are wrong.
 
     Args:
@@ -75,62 +72,16 @@ class AccuracyReward(RewardFunction):
         max_boxed_threshold: a completion with more different answers than this is not looked at any further.
     """
 
-    def __init__(
-        self,
-        tolerance: float = 1e-6,
-        split_on_think_tag: bool = True,
-        max_boxed_threshold: int = 6,
-        weight: float = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(weight=weight, **kwargs)
-        self.tolerance = tolerance
-        self.split_on_think_tag = split_on_think_tag
-        self.max_boxed_threshold = max_boxed_threshold
+    needs_reference = True
+    tolerance: float = 1e-6
+    split_on_think_tag: bool = True
+    max_boxed_threshold: int = 6
 
-    def compute(
-        self, completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any
-    ) -> list[float]:
-        """1.0 or 0.0 each.
-
-        Args:
-            completions: texts or messages.
-            solution: the reference for all, or one for each; may be a worked solution that ends
-                with the answer.
-            ground_truth: another name for it.
-            kwargs: `opened` or `prompts`, see `openings`.
-
-        Raises:
-            ValueError: no reference, or not one for each.
-        """
-        golds = references(solution if solution is not None else ground_truth, len(completions))
-        return [
-            float(self._is_right(self.get_content(completion), gold, opened))
-            for completion, gold, opened in zip(
-                completions, golds, openings(completions, kwargs), strict=True
-            )
-        ]
-
-    def _is_right(self, text: str, gold: str, opened: str) -> bool:
+    def score(self, text: str, gold: str, opened: str) -> float:
         if self.split_on_think_tag:
             text = answer_part(text, opened)
         answers = final_answers(text)
         if not answers or len(answers) > self.max_boxed_threshold:
-            return False
+            return 0.0
         expected = reference_answer(gold)
-        return all(equal(expected, answer, self.tolerance) for answer in answers)
-
-
-def accuracy_reward(
-    completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any
-) -> list[float]:
-    """See AccuracyReward, whose options come by keyword."""
-    options = {
-        key: kwargs[key]
-        for key in ("tolerance", "split_on_think_tag", "max_boxed_threshold", "weight")
-        if key in kwargs
-    }
-    rest = {key: value for key, value in kwargs.items() if key not in options}
-    return AccuracyReward(**options)(
-        completions, solution=solution, ground_truth=ground_truth, **rest
-    )
+        return float(all(equal(expected, answer, self.tolerance) for answer in answers))

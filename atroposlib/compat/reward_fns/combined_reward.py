@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atroposlib.compat.reward_fns.registry import registry
 from atroposlib.compat.reward_fns.reward_function import RewardFunction
-
-logger = logging.getLogger(__name__)
 
 NORMALIZATIONS = ("none", "sum", "minmax")
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from atroposlib.compat.reward_fns.reward_function import RewardFunction, references
+from atroposlib.compat.reward_fns.reward_function import TextReward
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 
-class CosineScaledReward(RewardFunction):
+class CosineScaledReward(TextReward):
     """1 - `scale_factor` · (1 - cos(completion, reference)), within `min_reward` and `max_reward`.
 
     Args:
@@ -29,34 +29,21 @@ class CosineScaledReward(RewardFunction):
         ImportError: the model or PyTorch cannot be had.
     """
 
-    def __init__(
-        self,
-        model_name: str | None = None,
-        scale_factor: float = 1.0,
-        min_reward: float = -1.0,
-        max_reward: float = 1.0,
-        default_reward: float = 0.0,
-        weight: float = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(weight=weight, **kwargs)
-        self.model_name = model_name or MODEL
-        self.scale_factor, self.min_reward, self.max_reward = scale_factor, min_reward, max_reward
-        self.default_reward = default_reward
+    needs_reference = True
+    model_name: str = MODEL
+    scale_factor: float = 1.0
+    min_reward: float = -1.0
+    max_reward: float = 1.0
+    default_reward: float = 0.0
+
+    def __init__(self, *values: Any, **options: Any) -> None:
+        super().__init__(*values, **options)
         embedding_model(self.model_name)
 
-    def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
-        """Scores from `min_reward` to `max_reward`."""
-        wanted = references(solution, len(completions))
-        said = [self.get_content(completion) for completion in completions]
-        return [
-            self._score(cosine(*self._embeddings(pair))) for pair in zip(said, wanted, strict=True)
-        ]
-
-    def _score(self, likeness: float) -> float:
-        return min(
-            self.max_reward, max(self.min_reward, 1.0 - (1.0 - likeness) * self.scale_factor)
-        )
+    def score(self, text: str, gold: str, opened: str) -> float:
+        likeness = cosine(*self._embeddings((text, gold)))
+        scaled = 1.0 - (1.0 - likeness) * self.scale_factor
+        return min(self.max_reward, max(self.min_reward, scaled))
 
     def _embeddings(self, texts: tuple[str, ...]) -> list[np.ndarray]:
         """[hidden] float for each text: the mean over its tokens."""
@@ -91,13 +78,3 @@ def embedding_model(name: str) -> tuple[Any, Any]:
         raise ImportError(
             f"reward cosine_scaled: no embedding model {name!r}: {reason}; give a folder as model_name"
         ) from error
-
-
-def cosine_scaled_reward(
-    completions: list[Any], solution: Any = None, **kwargs: Any
-) -> list[float]:
-    """See CosineScaledReward, whose options come by keyword."""
-    names = ("model_name", "scale_factor", "min_reward", "max_reward", "weight")
-    return CosineScaledReward(**{key: kwargs[key] for key in names if key in kwargs})(
-        completions, solution=solution
-    )

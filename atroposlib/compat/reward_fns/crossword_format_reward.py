@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
-from typing import Any
 
-from atroposlib.compat.reward_fns.reward_function import RewardFunction, openings
+from atroposlib.compat.reward_fns.reward_function import TextReward
 from atroposlib.utils.thinking import answer_part
-
-logger = logging.getLogger(__name__)
 
 CLUE = r"\d+-(?:Across|Down):\s+(?P<word>[A-Z ]+)"
 DEFAULT_PATTERNS = (re.compile(CLUE, re.IGNORECASE),)
 
 
-class CrosswordFormatReward(RewardFunction):
+class CrosswordFormatReward(TextReward):
     """`reward_value` for a completion with one of the patterns outside of its reasoning, else 0.
 
     Args:
@@ -28,40 +24,17 @@ class CrosswordFormatReward(RewardFunction):
         valid_chars: capitals; lower case counts alike.
     """
 
-    def __init__(
-        self,
-        format_patterns: Sequence[re.Pattern[str]] | None = None,
-        reward_value: float = 1.0,
-        penalize_invalid_chars: bool = True,
-        valid_chars: str = "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
-        weight: float = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(weight=weight, **kwargs)
-        self.format_patterns = list(format_patterns or DEFAULT_PATTERNS)
-        self.reward_value = reward_value
-        self.penalize_invalid_chars = penalize_invalid_chars
-        self.valid_chars = valid_chars
+    format_patterns: Sequence[re.Pattern[str]] = DEFAULT_PATTERNS
+    reward_value: float = 1.0
+    penalize_invalid_chars: bool = True
+    valid_chars: str = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """`reward_value` or 0.0 each. Keywords: see `openings`."""
-        texts = zip(map(self.get_content, completions), openings(completions, kwargs), strict=True)
-        return [
-            self.reward_value if self._fits(answer_part(text, opened)) else 0.0
-            for text, opened in texts
-        ]
+    def score(self, text: str, gold: str, opened: str) -> float:
+        return self.reward_value * self._fits(answer_part(text, opened))
 
     def _fits(self, text: str) -> bool:
-        found = [match for pattern in self.format_patterns for match in pattern.finditer(text)]
-        if not found or not self.penalize_invalid_chars:
-            return bool(found)
-        answers = "".join(match.groupdict().get("word") or "" for match in found)
+        matches = [match for pattern in self.format_patterns for match in pattern.finditer(text)]
+        if not matches or not self.penalize_invalid_chars:
+            return bool(matches)
+        answers = "".join(match.groupdict().get("word") or "" for match in matches)
         return set(answers.upper()) <= set(self.valid_chars) | {" ", "\n"}
-
-
-def crossword_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """See CrosswordFormatReward, whose options come by keyword."""
-    names = ("format_patterns", "reward_value", "penalize_invalid_chars", "valid_chars", "weight")
-    options = {key: kwargs[key] for key in names if key in kwargs}
-    rest = {key: value for key, value in kwargs.items() if key not in options}
-    return CrosswordFormatReward(**options)(completions, **rest)

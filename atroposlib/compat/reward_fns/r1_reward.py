@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-from atroposlib.compat.reward_fns.reward_function import RewardFunction, openings, references
+from atroposlib.compat.reward_fns.reward_function import RewardFunction, TextReward
 from atroposlib.utils.thinking import read_reasoning
-
-logger = logging.getLogger(__name__)
 
 
 def parse_reasoning_response(text: str, opened: str = "") -> dict[str, Any]:
@@ -24,83 +21,48 @@ def parse_reasoning_response(text: str, opened: str = "") -> dict[str, Any]:
     """
     parts = read_reasoning(text, opened)
     return {
-        "thinking_content": parts.reasoning.strip() if parts.closed else "",
+        "thinking_content": parts.closed * parts.reasoning.strip(),
         "response": parts.answer.strip(),
         "multiple_thinking": len(parts.blocks) > 1,
     }
 
 
-class FormatReasoningReward(RewardFunction):
+class FormatReasoningReward(TextReward):
     """`reward_value` for one thinking part that is not empty, followed by a response; else 0."""
 
-    def __init__(
-        self,
-        reward_value: float = 0.5,
-        require_thinking: bool = True,
-        require_response: bool = True,
-        allow_multiple_thinking: bool = False,
-        weight: float = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(weight=weight, **kwargs)
-        self.reward_value = reward_value
-        self.require_thinking = require_thinking
-        self.require_response = require_response
-        self.allow_multiple_thinking = allow_multiple_thinking
+    reward_value: float = 0.5
+    require_thinking: bool = True
+    require_response: bool = True
+    allow_multiple_thinking: bool = False
 
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """`reward_value` or 0.0 each. Keywords: see `openings`."""
-        texts = zip(map(self.get_content, completions), openings(completions, kwargs), strict=True)
-        return [self.reward_value if self._fits(text, opened) else 0.0 for text, opened in texts]
-
-    def _fits(self, text: str, opened: str) -> bool:
+    def score(self, text: str, gold: str, opened: str) -> float:
         parsed = parse_reasoning_response(text, opened)
-        if parsed["multiple_thinking"] and not self.allow_multiple_thinking:
-            return False
-        has_thinking, has_response = bool(parsed["thinking_content"]), bool(parsed["response"])
-        return (has_thinking or not self.require_thinking) and (
-            has_response or not self.require_response
+        fits = (
+            (parsed["thinking_content"] or not self.require_thinking)
+            and (parsed["response"] or not self.require_response)
+            and (self.allow_multiple_thinking or not parsed["multiple_thinking"])
         )
+        return self.reward_value * bool(fits)
 
 
-class AccuracyXReward(RewardFunction):
+class AccuracyXReward(TextReward):
     """`reward_value` if the response, without the thinking, contains the reference (or, with
     `exact_match`, is it).
     """
 
-    def __init__(
-        self,
-        exact_match: bool = False,
-        case_sensitive: bool = False,
-        reward_value: float = 1.0,
-        weight: float = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(weight=weight, **kwargs)
-        self.exact_match = exact_match
-        self.case_sensitive = case_sensitive
-        self.reward_value = reward_value
+    needs_reference = True
+    exact_match: bool = False
+    case_sensitive: bool = False
+    reward_value: float = 1.0
 
-    def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
-        """`reward_value` or 0.0 each. Keywords: see `openings`.
-
-        Raises:
-            ValueError: no reference, or not one for each.
-        """
-        golds = references(solution, len(completions))
-        scores = []
-        for completion, gold, opened in zip(
-            completions, golds, openings(completions, kwargs), strict=True
-        ):
-            response, wanted = (
-                parse_reasoning_response(self.get_content(completion), opened)["response"],
-                gold.strip(),
-            )
-            if not self.case_sensitive:
-                response, wanted = response.lower(), wanted.lower()
-            right = response == wanted if self.exact_match else wanted in response
-            scores.append(self.reward_value if right else 0.0)
-        return scores
+    def score(self, text: str, gold: str, opened: str) -> float:
+        response, gold = parse_reasoning_response(text, opened)["response"], gold.strip()
+        if not self.case_sensitive:
+            response, gold = response.lower(), gold.lower()
+        right = gold in response
+        if self.exact_match:
+            right = gold == response
+        return self.reward_value * right
 
 
 class R1Reward(RewardFunction):
@@ -128,18 +90,3 @@ class R1Reward(RewardFunction):
             self.accuracy_reward(completions, solution=solution, **kwargs),
         )
         return [sum(scores) for scores in zip(*both, strict=True)]
-
-
-def format_reasoning_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """See FormatReasoningReward."""
-    return FormatReasoningReward()(completions, **kwargs)
-
-
-def accuracy_reward(completions: list[Any], solution: Any, **kwargs: Any) -> list[float]:
-    """See AccuracyXReward."""
-    return AccuracyXReward()(completions, solution=solution, **kwargs)
-
-
-def r1_reward(completions: list[Any], solution: Any, **kwargs: Any) -> list[float]:
-    """See R1Reward."""
-    return R1Reward()(completions, solution=solution, **kwargs)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from atroposlib.compat.reward_fns.reward_function import RewardFunction
-
-logger = logging.getLogger(__name__)
 
 PACKAGE = "atroposlib.compat.reward_fns"
 BUILT_IN = {

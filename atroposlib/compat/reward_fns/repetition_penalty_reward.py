@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from atroposlib.compat.reward_fns.reward_function import RewardFunction
-
-logger = logging.getLogger(__name__)
+from atroposlib.compat.reward_fns.reward_function import TextReward
 
 WEIGHTS = {
     "word_repetition": 0.3,
@@ -19,7 +16,7 @@ WEIGHTS = {
     "beginning_repetition": 0.5,
 }
 STOPWORDS = frozenset(
-    {
+    [
         "a",
         "an",
         "and",
@@ -77,7 +74,7 @@ STOPWORDS = frozenset(
         "could",
         "would",
         "should",
-    }
+    ]
 )
 PHRASE = 3
 """Words in a phrase, and at the beginning of a sentence."""
@@ -93,7 +90,7 @@ def repeated(items: Sequence[Any]) -> float:
     return 1 - len(set(items)) / len(items) if items else 0.0
 
 
-class RepetitionPenaltyReward(RewardFunction):
+class RepetitionPenaltyReward(TextReward):
     """Between -1 (repeats itself all the time) and 0 (does not).
 
     Four shares between 0 and 1 are measured: of words (without stopwords) and phrases of three
@@ -111,32 +108,15 @@ class RepetitionPenaltyReward(RewardFunction):
         stopwords: words that may be repeated.
     """
 
-    def __init__(
-        self,
-        threshold: float = 0.05,
-        min_words: int = 10,
-        min_sentences: int = 2,
-        short_text_penalty: float = -0.1,
-        paragraph_repetition_base_penalty: float = -0.6,
-        component_weights: Mapping[str, float] | None = None,
-        stopwords: Collection[str] | None = None,
-        weight: float = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(weight=weight, **kwargs)
-        self.threshold, self.min_words, self.min_sentences = threshold, min_words, min_sentences
-        self.short_text_penalty = short_text_penalty
-        self.paragraph_repetition_base_penalty = paragraph_repetition_base_penalty
-        self.component_weights = (
-            dict(component_weights) if component_weights is not None else dict(WEIGHTS)
-        )
-        self.stopwords = set(stopwords) if stopwords is not None else set(STOPWORDS)
+    threshold: float = 0.05
+    min_words: int = 10
+    min_sentences: int = 2
+    short_text_penalty: float = -0.1
+    paragraph_repetition_base_penalty: float = -0.6
+    component_weights: Mapping[str, float] = WEIGHTS
+    stopwords: Collection[str] = STOPWORDS
 
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """Scores from -1 to 0."""
-        return [self._score(self.get_content(completion)) for completion in completions]
-
-    def _score(self, text: str) -> float:
+    def score(self, text: str, gold: str, opened: str) -> float:
         sentences = [words(part) for part in re.split(r"[.!?\n]+", text) if words(part)]
         said = [word for sentence in sentences for word in sentence]
         if len(said) < self.min_words or len(sentences) < self.min_sentences:
@@ -161,10 +141,3 @@ class RepetitionPenaltyReward(RewardFunction):
         paragraphs = [tuple(words(part)) for part in re.split(r"\n\s*\n", text) if words(part)]
         total = repeated(paragraphs) * self.paragraph_repetition_base_penalty - penalty
         return max(-1.0, min(0.0, total))
-
-
-def repetition_penalty_reward(
-    completions: list[Any], threshold: float = 0.05, **kwargs: Any
-) -> list[float]:
-    """See RepetitionPenaltyReward."""
-    return RepetitionPenaltyReward(threshold=threshold)(completions)

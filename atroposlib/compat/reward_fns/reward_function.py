@@ -1,8 +1,8 @@
-"""What a reward function is: a class that scores completions, with a weight and a name."""
+"""Classes that score completions, with a weight and a name."""
 
 from __future__ import annotations
 
-import logging
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,6 @@ from statistics import fmean
 from typing import Any
 
 from atroposlib.utils.thinking import opened_by
-
-logger = logging.getLogger(__name__)
 
 
 class RewardFunction(ABC):
@@ -99,6 +97,58 @@ class RewardFunction(ABC):
         )
 
 
+class TextReward(RewardFunction):
+    """A reward that scores each completion's text by itself.
+
+    Its options are the annotated attributes of the class, with their defaults. None stands for the
+    default. Further keywords are kept in `config`.
+    """
+
+    needs_reference = False
+
+    def __init__(
+        self, *values: Any, weight: float = 1.0, name: str | None = None, **options: Any
+    ) -> None:
+        names = list(inspect.get_annotations(type(self)))
+        options |= dict(zip(names, values, strict=False))
+        super().__init__(weight, name, **{k: v for k, v in options.items() if k not in names})
+        for option in names:
+            if options.get(option) is not None:
+                setattr(self, option, options[option])
+
+    def compute(
+        self, completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any
+    ) -> list[float]:
+        """Return a score for each completion.
+
+        Args:
+            completions: texts or messages.
+            solution: the reference for all, or one for each.
+            ground_truth: another name for it.
+            kwargs: `opened` or `prompts`, see `openings`.
+
+        Raises:
+            ValueError: a reference is needed, and there is none, or not one for each.
+        """
+        golds = [""] * len(completions)
+        if self.needs_reference:
+            given = ground_truth if solution is None else solution
+            golds = references(given, len(completions))
+        texts = map(self.get_content, completions)
+        rows = zip(texts, golds, openings(completions, kwargs), strict=True)
+        return [self.score(text, gold, opened) for text, gold, opened in rows]
+
+    @abstractmethod
+    def score(self, text: str, gold: str, opened: str) -> float:
+        """Score one text.
+
+        Args:
+            text: of a completion.
+            gold: its reference; empty without `needs_reference`.
+            opened: the text that the prompt opened, see `openings`.
+        """
+
+
 def openings(completions: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
     """Return what the prompt of each completion opened; see `atroposlib.utils.thinking.opened_by`.
 
@@ -112,8 +162,9 @@ def openings(completions: Sequence[Any], options: Mapping[str, Any]) -> list[str
     """
     opened, prompts = options.get("opened"), options.get("prompts")
     if opened is None and prompts is not None:
-        prompts = [prompts] * len(completions) if isinstance(prompts, str) else prompts
-        opened = [opened_by(prompt) if isinstance(prompt, str) else "" for prompt in prompts]
+        if isinstance(prompts, str):
+            prompts = [prompts] * len(completions)
+        opened = [(isinstance(prompt, str) and opened_by(prompt)) or "" for prompt in prompts]
     return references(opened or "", len(completions), "opened")
 
 

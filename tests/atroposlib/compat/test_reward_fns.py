@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from atroposlib.compat.reward_fns import CombinedReward, RewardFunction, registry
 from atroposlib.compat.reward_fns.accuracy_reward import AccuracyReward
 from atroposlib.compat.reward_fns.cascading_r1_math_reward import cascading_r1_math_reward
-from atroposlib.compat.reward_fns.crossword_format_reward import crossword_format_reward
+from atroposlib.compat.reward_fns.crossword_format_reward import CrosswordFormatReward
 from atroposlib.compat.reward_fns.r1_reward import (
     FormatReasoningReward,
+    R1Reward,
     parse_reasoning_response,
-    r1_reward,
 )
-from atroposlib.compat.reward_fns.reasoning_steps_reward import reasoning_steps_reward
+from atroposlib.compat.reward_fns.reasoning_steps_reward import ReasoningStepsReward
 from atroposlib.compat.reward_fns.registry import RewardRegistry
-from atroposlib.compat.reward_fns.repetition_penalty_reward import repetition_penalty_reward
+from atroposlib.compat.reward_fns.repetition_penalty_reward import RepetitionPenaltyReward
 
 
 class Length(RewardFunction):
@@ -202,7 +202,7 @@ def test_thinking_and_response() -> None:
         "<think>x</think><think>y</think> 5",
         "<think></think>6",
     ]
-    assert r1_reward(texts, solution="5") == [1.5, 0.0, 1.0, 1.0, 0.0]
+    assert R1Reward()(texts, solution="5") == [1.5, 0.0, 1.0, 1.0, 0.0]
     assert FormatReasoningReward(allow_multiple_thinking=True)(texts) == [0.5, 0.0, 0.0, 0.5, 0.0]
     assert parse_reasoning_response(texts[0]) == {
         "thinking_content": "a",
@@ -265,10 +265,10 @@ def test_the_format_counts_only_for_right_answers() -> None:
 
 
 def test_crossword_answers() -> None:
-    assert crossword_format_reward(
+    assert CrosswordFormatReward()(
         ["1-Across: HELLO", "2-down: so it is", "1. HELLO", "HELLO"]
     ) == [1.0, 1.0, 0.0, 0.0]
-    assert crossword_format_reward(["1-Across: HELLO"], valid_chars="HEL") == [0.0]
+    assert CrosswordFormatReward(valid_chars="HEL")(["1-Across: HELLO"]) == [0.0]
 
 
 def test_steps() -> None:
@@ -282,15 +282,15 @@ def test_steps() -> None:
         words + steps + "Step 3: c.\n1. x\n2. y\n3. z",
         words + "- a",
     ]
-    assert reasoning_steps_reward(texts) == pytest.approx([0.0, 0.1, 0.1 + 1 / 3, 0.6, 1.0, 0.1])
-    assert reasoning_steps_reward([words + "\n- a\n- b\n- c"]) == [0.5]
+    assert ReasoningStepsReward()(texts) == pytest.approx([0.0, 0.1, 0.1 + 1 / 3, 0.6, 1.0, 0.1])
+    assert ReasoningStepsReward()([words + "\n- a\n- b\n- c"]) == [0.5]
 
 
 def test_repetition() -> None:
     varied = "Every sentence here says something new. Nobody repeats what was told before. Different words follow each other."
     parrot = "The parrot said hello again. " * 4
     some = "We add two and three. We add two and four. Then the result of that is ten. It was quite simple after all."
-    none, all_of_it, part, short = repetition_penalty_reward([varied, parrot, some, "Too short."])
+    none, all_of_it, part, short = RepetitionPenaltyReward()([varied, parrot, some, "Too short."])
     assert (none, all_of_it, short) == (0.0, -1.0, -0.1)
     assert all_of_it < part < none
 
