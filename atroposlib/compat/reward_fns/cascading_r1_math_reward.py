@@ -30,6 +30,6 @@ def cascading_r1_math_reward(completions: list[Any], solution: Any, **kwargs: An
     texts = map(RewardFunction.get_content, completions)
     rows = zip(right, texts, openings(completions, kwargs), strict=True)
     return [
-        score and score + FORMAT_BONUS * is_well_formed(text, opened)
+        score + FORMAT_BONUS * (score > 0 and is_well_formed(text, opened))
         for score, text, opened in rows
     ]

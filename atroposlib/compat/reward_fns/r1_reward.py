@@ -19,9 +19,11 @@ def parse_reasoning_response(text: str, opened: str = "") -> dict[str, Any]:
         `thinking_content`, empty if the reasoning never ends; `response`; `multiple_thinking`, True
         for several blocks.
     """
-    parts = read_reasoning(text, opened)
+    parts, thinking = read_reasoning(text, opened), ""
+    if parts.closed:
+        thinking = parts.reasoning.strip()
     return {
-        "thinking_content": parts.closed * parts.reasoning.strip(),
+        "thinking_content": thinking,
         "response": parts.answer.strip(),
         "multiple_thinking": len(parts.blocks) > 1,
     }

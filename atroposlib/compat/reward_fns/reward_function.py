@@ -164,7 +164,7 @@ def openings(completions: Sequence[Any], options: Mapping[str, Any]) -> list[str
     if opened is None and prompts is not None:
         if isinstance(prompts, str):
             prompts = [prompts] * len(completions)
-        opened = [(isinstance(prompt, str) and opened_by(prompt)) or "" for prompt in prompts]
+        opened = [opened_by(prompt) if isinstance(prompt, str) else "" for prompt in prompts]
     return references(opened or "", len(completions), "opened")
 
 
