@@ -23,6 +23,7 @@ for it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,16 +44,44 @@ MAX_ANSWERED = 65_536
 """Answered groups that are remembered, so that a worker may send an answer again."""
 
 
-class PendingGroups:
-    """Waiting groups. Adding and removing take the same time for any number of them."""
+class WaitingGroups(ABC):
+    """Groups that wait, with their numbers by line and size."""
 
     def __init__(self) -> None:
+        self.sequences: Counter[int] = Counter()
+        """Sequences that wait, by line."""
+        self.sizes: Counter[int] = Counter()
+        """Groups that wait, by size."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Group]: ...
+
+    @abstractmethod
+    def remove(self, group: Group) -> None:
+        """Take a group out."""
+
+    def remove_where(self, unwanted: Callable[[Group], bool]) -> list[Group]:
+        """Take out all groups that are unwanted, and return them."""
+        gone = [group for group in self if unwanted(group)]
+        for group in gone:
+            self.remove(group)
+        return gone
+
+    def _count(self, group: Group, sign: int) -> None:
+        """Count a group that comes (1) or goes (-1)."""
+        self.sequences[group.line] += sign * group.size
+        self.sizes[group.size] += sign
+        if not self.sizes[group.size]:
+            del self.sizes[group.size]
+
+
+class PendingGroups(WaitingGroups):
+    """Groups that wait for a batch. Adding and removing take the same time for any number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.by_line: dict[int, dict[int, Group]] = {NOBODY: {}}
         self.groups = 0
-        self.sequences: Counter[int] = Counter()
-        """Sequences that wait in each line."""
-        self.sizes: Counter[int] = Counter()
-        """Number of waiting groups of each size."""
         self.fresh: Counter[int] = Counter()
         """Sequences of groups that were never learned from, by line."""
         self.used_groups = 0
@@ -80,35 +109,22 @@ class PendingGroups:
         """Put a group at the end of its line. Return True if the line was empty."""
         line = self.by_line.setdefault(group.line, {})
         line[group.seq] = group
-        self.groups += 1
-        self.sequences[group.line] += group.size
-        self.sizes[group.size] += 1
         self._count(group, 1)
         return len(line) == 1
 
     def remove(self, group: Group) -> None:
         """Take a group out of its line."""
         del self.by_line[group.line][group.seq]
-        self.groups -= 1
-        self.sequences[group.line] -= group.size
-        self.sizes[group.size] -= 1
-        if not self.sizes[group.size]:
-            del self.sizes[group.size]
         self._count(group, -1)
 
     def _count(self, group: Group, sign: int) -> None:
+        super()._count(group, sign)
+        self.groups += sign
         if group.uses:
             self.used_groups += sign
             self.used_bytes += sign * group.n_bytes
         else:
             self.fresh[group.line] += sign * group.size
-
-    def remove_where(self, unwanted: Callable[[Group], bool]) -> list[Group]:
-        """Take out all groups that are unwanted, and return them."""
-        gone = [group for group in self if unwanted(group)]
-        for group in gone:
-            self.remove(group)
-        return gone
 
     def sort(self, line: int) -> None:
         """Put a line back into the order of acceptance, after older groups have returned to it."""
@@ -137,19 +153,16 @@ class Loan:
     """Tokens of each sequence, once the body was read."""
 
 
-class ReferenceQueue:
+class ReferenceQueue(WaitingGroups):
     """Groups between acceptance and queue."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.waiting: dict[int, Group] = {}
         """By number, in the order of acceptance; those at workers included."""
         self.loans: dict[int, Loan] = {}
         self.workers: OrderedDict[str, Worker] = OrderedDict()
         """The worker that called last is last."""
-        self.sequences: Counter[int] = Counter()
-        """Sequences that wait, by line."""
-        self.sizes: Counter[int] = Counter()
-        """Groups that wait, by size."""
         self.answered = 0
         """Groups that got their reference since the service started."""
         self.unusable = 0
@@ -166,8 +179,7 @@ class ReferenceQueue:
         for group in groups:
             in_order = not self.waiting or group.seq > next(reversed(self.waiting))
             self.waiting[group.seq] = group
-            self.sequences[group.line] += group.size
-            self.sizes[group.size] += 1
+            self._count(group, 1)
             if not in_order:
                 self.waiting = dict(sorted(self.waiting.items()))
 
@@ -175,19 +187,12 @@ class ReferenceQueue:
         """Remove a group."""
         del self.waiting[group.seq]
         self.loans.pop(group.seq, None)
-        self.sequences[group.line] -= group.size
-        self.sizes[group.size] -= 1
-        if not self.sizes[group.size]:
-            del self.sizes[group.size]
+        self._count(group, -1)
         if not self.waiting:
             self.idle_since = None
 
-    def remove_where(self, unwanted: Callable[[Group], bool]) -> list[Group]:
-        """Take out all groups that are unwanted, and return them."""
-        gone = [group for group in self.waiting.values() if unwanted(group)]
-        for group in gone:
-            self.remove(group)
-        return gone
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.waiting.values())
 
     def lend(
         self, name: str, model: str, max_tokens: int, seconds: float, now: float

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from atroposlib.service.queue import RolloutQueue
 from atroposlib.service.records import NOBODY
 
 
-def backlog(queue: RolloutQueue, most_looked_at: int | None = None) -> dict[str, Any]:
+def backlog(queue: RolloutQueue, max_inspected: float = math.inf) -> dict[str, Any]:
     """Return the waiting groups, and the bounds of the queue.
 
     Args:
-        most_looked_at: groups; in a longer queue the oldest version is not looked for, and is None.
-            Not given: any number.
+        max_inspected: groups; a longer queue is not searched for its oldest version, which is None
+            then.
     """
-    looks = most_looked_at is None or queue.lines.groups <= most_looked_at
+    oldest = None
+    if queue.lines.groups <= max_inspected:
+        oldest = min((group.version for group in queue.lines), default=None)
     return {
         "groups": queue.lines.groups,
         "sequences": queue.lines.total_sequences(),
@@ -25,14 +28,12 @@ def backlog(queue: RolloutQueue, most_looked_at: int | None = None) -> dict[str,
         "held_bytes": queue.held_bytes,
         "max_groups": queue.limits.max_groups,
         "max_bytes": queue.limits.max_bytes,
-        "oldest_version": min((group.version for group in queue.lines), default=None)
-        if looks
-        else None,
+        "oldest_version": oldest,
     }
 
 
-def leases(queue: RolloutQueue, most: int | None = None) -> list[dict[str, Any]]:
-    """The batches that are handed out, or the newest of them."""
+def leases(queue: RolloutQueue, most: int = 0) -> list[dict[str, Any]]:
+    """Return the batches that are handed out, or the newest ones of them."""
     listed = list(queue.leases.values())
     return [
         {
@@ -41,12 +42,12 @@ def leases(queue: RolloutQueue, most: int | None = None) -> list[dict[str, Any]]
             "sent": lease.sent,
             "returned": lease.returned,
         }
-        for lease in listed[-most if most else 0 :]
+        for lease in listed[-most:]
     ]
 
 
-def environments(queue: RolloutQueue, now: float, most: int | None = None) -> list[dict[str, Any]]:
-    """The environments of the present run, or those that registered last.
+def environments(queue: RolloutQueue, now: float, most: int = 0) -> list[dict[str, Any]]:
+    """Return the environments of the present run, or the ones that registered last.
 
     An environment of an earlier run is listed only if it has posted since the present trainer
     registered.
@@ -54,7 +55,7 @@ def environments(queue: RolloutQueue, now: float, most: int | None = None) -> li
     Args:
         queue: of the service.
         now: seconds of the queue's clock.
-        most: environments listed; None for all.
+        most: environments listed; 0 for all.
     """
     first, posted = 0 if queue.ended else queue.first_env_of_run, queue.registry.posted
     listed = [
@@ -76,5 +77,5 @@ def environments(queue: RolloutQueue, now: float, most: int | None = None) -> li
             "groups_unfillable": sum(unfillable.sizes(one.env_id).values()),
             "seconds_silent": round(now - queue.registry.last_seen[one.env_id], 1),
         }
-        for one in listed[-most if most else 0 :]
+        for one in listed[-most:]
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +45,28 @@ def read_yaml(file: Path) -> Any:
     return load_yaml(text)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice.
+
+    It does so before construction, because PyYAML then replaces merge keys (`<<`) by the keys that
+    they stand for.
+    """
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[Hashable, yaml.Node] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            earlier = first.setdefault((key.tag, key.value), key)
+            if earlier is not key and key.tag != MERGE:
+                lines = f"lines {earlier.start_mark.line + 1} and {key.start_mark.line + 1}"
+                raise YamlError(
+                    f"key {key.value!r:.80} stands twice, in {lines}; remove one of them"
+                )
+        return node
+
+
 def load_yaml(text: str) -> Any:
     """Return the value of one YAML document; a number such as `1e-5`, which YAML reads as text,
     stays text.
@@ -52,20 +74,13 @@ def load_yaml(text: str) -> Any:
     Raises:
         YamlError: the text is not YAML, or a mapping has the same key twice.
     """
-    loader: yaml.SafeLoader | None = None
     try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _refuse_double_keys(node)
-        return loader.construct_document(node)
+        return yaml.load(text, _Loader)
     except YamlError:
         raise
     except yaml.MarkedYAMLError as error:
-        raise YamlError(
-            f"{_first_line(error.problem or error.context)}{_place(error.problem_mark)}"
-        ) from None
+        problem = error.problem or error.context
+        raise YamlError(f"{_first_line(problem)}{_place(error.problem_mark)}") from None
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise YamlError(_first_line(getattr(error, "reason", None) or error)) from None
     except RecursionError:
@@ -75,43 +90,6 @@ def load_yaml(text: str) -> Any:
         raise YamlError(
             f"a value cannot be read ({type(error).__name__}); put text in quotes"
         ) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-def _refuse_double_keys(root: yaml.Node) -> None:
-    # Before construction, because PyYAML then replaces merge keys (`<<`) by the keys that they
-    # stand for.
-    for node in _nodes(root):
-        if not isinstance(node, yaml.MappingNode):
-            continue
-        first: dict[Hashable, yaml.Node] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            known = first.setdefault((key.tag, key.value), key)
-            if known is not key and key.tag != MERGE:
-                lines = f"lines {known.start_mark.line + 1} and {key.start_mark.line + 1}"
-                raise YamlError(
-                    f"key {key.value!r:.80} stands twice, in {lines}; remove one of them"
-                )
-
-
-def _nodes(root: yaml.Node) -> Iterator[yaml.Node]:
-    """Every node once; an anchored node may contain itself."""
-    seen: set[int] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield node
-        if isinstance(node, yaml.MappingNode):
-            waiting += [part for pair in reversed(node.value) for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += reversed(node.value)
 
 
 def _first_line(problem: object) -> str:
