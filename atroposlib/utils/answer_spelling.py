@@ -147,7 +147,9 @@ def plain_number(text: str) -> str:
     if text.endswith(("\\circ", "}")):
         text = _DEGREES.sub("", text)
     match = _SCIENTIFIC.fullmatch(text)
-    return f"{match[1]}{match[2] or 1}e{match[3] or match[4]}" if match else text
+    if match is None:
+        return text
+    return f"{match[1]}{match[2] or 1}e{match[3] or match[4]}"
 
 
 def time_of_day(text: str) -> str | None:
@@ -181,9 +183,9 @@ def choice(text: str) -> tuple[str, str] | None:
 
 def words_of(text: str) -> str | None:
     r"""Return the words of an answer that is nothing but words, in lower case: `\text{No solution}`."""
-    whole = _WHOLE_TEXT.fullmatch(text)
-    text = (text if whole is None else whole[1]).strip()
-    return " ".join(text.lower().split()) if _WORDS.fullmatch(text) else None
+    if whole := _WHOLE_TEXT.fullmatch(text):
+        text = whole[1]
+    return " ".join(text.lower().split()) if _WORDS.fullmatch(text.strip()) else None
 
 
 def is_text(text: str) -> bool:

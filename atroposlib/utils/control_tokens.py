@@ -97,27 +97,23 @@ class ControlTokens:
             value: a text, or dicts and lists of texts; anything else stays as it is.
             kept: special tokens that stay control tokens.
         """
-        pattern = _anywhere(self.special - set(kept)) if kept else self._spelled
-        return (
-            value
-            if pattern is None
-            else _mapped(value, lambda text: pattern.sub(lambda found: found[0] + GUARD, text))
-        )
+        pattern = self._spelled
+        if kept:
+            pattern = _anywhere(self.special - set(kept))
+        if pattern is None:
+            return value
+        return _mapped(value, lambda text: pattern.sub(lambda token: token[0] + GUARD, text))
 
     def guard_messages(self, messages: Iterable[Any]) -> list[Any]:
         """Return messages with marks.
 
         Reasoning and calls of tools in answers keep the special tokens that they are made of.
         """
-        return [
-            self.guard(
-                message,
-                self._of_answers
-                if isinstance(message, dict) and message.get("role") == "assistant"
-                else (),
-            )
-            for message in messages
-        ]
+        guarded = []
+        for message in messages:
+            is_answer = isinstance(message, dict) and message.get("role") == "assistant"
+            guarded.append(self.guard(message, self._of_answers if is_answer else ()))
+        return guarded
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of rendered text.
@@ -125,20 +121,23 @@ class ControlTokens:
         Only special tokens without a mark become control tokens.
         """
         if GUARD not in text or self._control is None:
-            return (
-                list(self.tokenizer.encode(plain(text), add_special_tokens=False)) if text else []
-            )
+            return self._encode_rendered(plain(text))
         ids: list[int] = []
         run = ""  # of control tokens, and of text without marks
         for piece in self._control.split(text):
             if GUARD not in piece:
                 run += piece
                 continue
-            if run:
-                ids += self.tokenizer.encode(run, add_special_tokens=False)
+            ids += self._encode_rendered(run)
             ids += self._encode_text(plain(piece), first=not ids)
             run = ""
-        return ids + (list(self.tokenizer.encode(run, add_special_tokens=False)) if run else [])
+        return ids + self._encode_rendered(run)
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        """Encode text with its special tokens."""
+        if not text:
+            return []
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_text(self, text: str, first: bool) -> list[int]:
         """Encode text without looking for special tokens."""
@@ -153,13 +152,10 @@ class ControlTokens:
         lead = list(encode("\n", add_special_tokens=False))
         rest = behind_break[len(lead) :]
         added_space = self.tokenizer.decode(ids)[:1].isspace() or len(ids) > len(rest)
-        return (
-            rest
-            if added_space
-            and behind_break[: len(lead)] == lead
-            and self.tokenizer.decode(rest) == text
-            else ids
-        )
+        is_break_apart = behind_break[: len(lead)] == lead
+        if added_space and is_break_apart and self.tokenizer.decode(rest) == text:
+            return rest
+        return ids
 
 
 def render_messages(
@@ -195,10 +191,6 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if isinstance(value, dict):
         return {_mapped(key, change): _mapped(entry, change) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return (
-            type(value)(_mapped(entry, change) for entry in value)
-            if type(value) in (list, tuple)
-            else value
-        )
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(entry, change) for entry in value)
     return value

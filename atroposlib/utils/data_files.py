@@ -91,11 +91,9 @@ def train_and_test(
     both = []
     for file in (path / "train.jsonl", path / "test.jsonl") if path.is_dir() else (path,):
         rows = usable_rows(rows_of_file(file), read)
-        first = rows.faults[0] if rows.faults else ""
         if not rows.good:
-            raise UsageError(
-                f"--env.dataset_path: {file} has no {items}{f'; {first}' if first else ''}"
-            )
+            reasons = "; ".join([f"{file} has no {items}", *rows.faults[:1]])
+            raise UsageError(f"--env.dataset_path: {reasons}")
         if rows.faults:
             count("bad_rows", len(rows.faults))
             total = len(rows.faults) + len(rows.good)
@@ -103,7 +101,7 @@ def train_and_test(
                 "%d of %d rows are left out, mend or remove them; the first: %s",
                 len(rows.faults),
                 total,
-                first,
+                rows.faults[0],
             )
         both.append(rows.good)
     return both[0], list(both[-1])

@@ -69,11 +69,9 @@ def encode_repaired(value: Any, indent: bool = False) -> bytes:
     Raises:
         TypeError: it holds something that JSON cannot.
     """
-    options = (
-        orjson.OPT_SERIALIZE_NUMPY
-        | orjson.OPT_NON_STR_KEYS
-        | (orjson.OPT_INDENT_2 if indent else 0)
-    )
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    if indent:
+        options |= orjson.OPT_INDENT_2
     try:
         return orjson.dumps(value, option=options, default=as_plain)
     except TypeError:

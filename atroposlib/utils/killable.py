@@ -181,8 +181,9 @@ def _prepare_child(limit: int) -> None:
 def _limit_memory(most: int) -> None:
     """Bound the memory of this process, so that one call cannot take the machine's."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
 def _processes(child: ProcessPoolExecutor) -> list[multiprocessing.process.BaseProcess]:

@@ -28,7 +28,7 @@ class LogLines(logging.StreamHandler[TextIO]):
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        super().__init__(stream if stream is not None else sys.stderr)
+        super().__init__(stream or sys.stderr)
         self._refused = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -81,8 +81,10 @@ class BoundedLines(logging.Filter):
             return False
         message = record.getMessage()
         if left_out or len(message) > MAX_LINE:
-            more = f" ({left_out} more lines like this one were left out)" if left_out else ""
-            record.msg, record.args = message[:MAX_LINE] + more, ()
+            message = message[:MAX_LINE]
+            if left_out:
+                message += f" ({left_out} more lines like this one were left out)"
+            record.msg, record.args = message, ()
         return True
 
 

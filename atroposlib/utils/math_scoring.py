@@ -73,11 +73,9 @@ def number_in(answer: str) -> Decimal | None:
     (Decimal('42'), None, None)
     """
     number = as_number(answer)
-    return (
-        as_number(plain_number(spelled(answer)))
-        if number is None and len(answer) <= MAX_NUMBER_CHARACTERS
-        else number
-    )
+    if number is None and len(answer) <= MAX_NUMBER_CHARACTERS:
+        return as_number(plain_number(spelled(answer)))
+    return number
 
 
 def compare_plainly(gold: str, answer: str) -> bool | None:
@@ -135,7 +133,9 @@ def _content(text: str) -> str:
     """Return an answer in one spelling, without the label of a choice."""
     text = spelled(text)
     labelled = choice(text)
-    return spelled(labelled[1]) if labelled and labelled[1] else text
+    if labelled is None or not labelled[1]:
+        return text
+    return spelled(labelled[1])
 
 
 def equal_in_this_process(gold: str, answer: str) -> bool:

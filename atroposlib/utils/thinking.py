@@ -130,11 +130,9 @@ def whole_response(text: str, opened: str) -> str:
     >>> whole_response("5?</think>4", "<think>\n"), whole_response("4", "<think>\n\n</think>\n\n")
     ('<think>\n5?</think>4', '4')
     """
-    return (
-        opened + text
-        if leaves_open(opened) and not text.lstrip().startswith(opened.strip())
-        else text
-    )
+    if leaves_open(opened) and not text.lstrip().startswith(opened.strip()):
+        return opened + text
+    return text
 
 
 CallSpans = Callable[[int, int, bool], Sequence[tuple[int, int]]]

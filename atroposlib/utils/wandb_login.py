@@ -25,7 +25,9 @@ def is_logged_in(environ: Mapping[str, str] | None = None) -> bool:
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL") or DEFAULT_HOST).hostname or ""
     home = Path(environ.get("HOME") or Path.home())
-    files = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    files = [home / ".netrc", home / "_netrc"]
+    if environ.get("NETRC"):
+        files = [Path(environ["NETRC"])]
     return any(_has_entry(path, host) for path in files)
 
 

@@ -32,9 +32,9 @@ def read_yaml(file: Path) -> Any:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        encoding = (
-            "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "Latin-1 or another encoding"
-        )
+        encoding = "Latin-1 or another encoding"
+        if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            encoding = "UTF-16"
         raise YamlError(
             f"line {line} is not UTF-8 (the file may be in {encoding}); save the file as UTF-8"
         ) from None

@@ -62,8 +62,10 @@ def path_beyond(values: Sequence[Any], bound: float) -> list[int] | None:
     while flat and isinstance(flat[0], list | tuple):
         flat = list(chain.from_iterable(flat))
     index = first_beyond(flat, bound)
-    if index is None or flat is values:
-        return None if index is None else [index]
+    if index is None:
+        return None
+    if flat is values:
+        return [index]
     for index, row in enumerate(values):
         if (inner := path_beyond(row, bound)) is not None:
             return [index, *inner]
