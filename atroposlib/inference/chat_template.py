@@ -269,8 +269,8 @@ class ChatTemplate:
                     "the chat template refuses form %d of a conversation: %s", number, error
                 )
                 continue
-            _, found, tail = text.partition(self._stand_in)
-            if not found or self._stand_in in tail:
+            _, shown, tail = text.partition(self._stand_in)
+            if not shown or self._stand_in in tail:
                 continue
             if as_text or not answer.get("tool_calls"):
                 return tail
@@ -323,7 +323,9 @@ class ChatTemplate:
         if any(message.get("tool_calls") for message in messages):
             for write in (
                 decoded,
-                lambda given: given if isinstance(given, str) else json.dumps(given),
+                lambda arguments: (
+                    arguments if isinstance(arguments, str) else json.dumps(arguments)
+                ),
             ):
                 yield [_with_arguments(message, write) for message in messages]
 

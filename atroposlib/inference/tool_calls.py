@@ -755,10 +755,10 @@ def parse_tool_call(
         return NO_TOOL, {}, True
     name, arguments = calls[0].name, calls[0].arguments
     if available_tools:
-        known = {
+        names = {
             tool.get("name") or tool.get("function", {}).get("name") for tool in available_tools
         }
-        if name not in known:
+        if name not in names:
             return NO_TOOL, arguments, True
     return name, arguments, False
 

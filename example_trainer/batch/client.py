@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_POLL, _LONGEST_POLL = 0.02, 0.25
 _END_SECONDS = 10.0
-"""How long a finished run waits for the service, to tell it so."""
+"""Longest wait of a finished run for a service that is away."""
 _LONGEST_REASON = 1000
 
 
@@ -68,7 +68,7 @@ class FetchedBatch:
 
 
 class RolloutClient:
-    """Talks to one rollout service.
+    """A trainer's client of one rollout service.
 
     A batch is *held* from when it is fetched until it is acknowledged. Several may be: each is
     learned from one version later than the one before, and so they are acknowledged in that order.
@@ -95,7 +95,7 @@ class RolloutClient:
         self._version = 0
         self._positions: dict[str, int] | None = None
         self._query: dict[str, int] = {}
-        self._said_no_leases = False
+        self._logged_no_leases = False
         self.server_trouble: Callable[[], str] = lambda: ""
         """Return which servers cannot be sampled from, each with its reason, for the line that says
         what is waited for."""
@@ -111,31 +111,31 @@ class RolloutClient:
         """From now on, end `next_batch` with Interrupted, in whatever thread it waits."""
         self._service.interrupt()
 
-    def weight_epoch(self, asked: int, run: str | None) -> int:
-        """Return the epoch for this trainer's weights: `asked`, or a higher one that no other
+    def weight_epoch(self, least: int, run: str | None) -> int:
+        """Return the epoch for this trainer's weights: `least`, or a higher one that no other
         trainer has.
 
-        A service that gives no epochs (the public one) leaves it at `asked`.
+        A service that gives no epochs (the public one) leaves it at `least`.
 
         Raises:
             RolloutServiceError: the service is not there in time, or its answer is not an epoch.
         """
         try:
-            answer = self._service.call("POST", "/weight-epoch", {"asked": asked, "run": run})
+            answer = self._service.call("POST", "/weight-epoch", {"asked": least, "run": run})
         except RefusedError as error:
             logger.info(
                 "The rollout service at %s gives no weight epochs, so the clock does: %s",
                 self.url,
                 error,
             )
-            return asked
-        given = answer.get("weight_epoch")
-        if not isinstance(given, int) or given < asked:
+            return least
+        epoch = answer.get("weight_epoch")
+        if not isinstance(epoch, int) or epoch < least:
             raise RolloutServiceError(
-                f"{self.url}/weight-epoch answered {str(answer)[:200]}: an epoch of at least {asked} is needed; "
+                f"{self.url}/weight-epoch answered {str(answer)[:200]}: an epoch of at least {least} is needed; "
                 "is --atropos-url a rollout service?"
             )
-        return given
+        return epoch
 
     def register(self, registration: Registration) -> None:
         """Wait until the service is there, and register as its trainer.
@@ -165,7 +165,7 @@ class RolloutClient:
         an earlier trainer died before it acknowledged it.
 
         Args:
-            waited: for how many seconds somebody has been waiting for this batch; by default since
+            waited: seconds for which the caller has been waiting for this batch; by default since
                 this call. Fetching ahead may take as long as training does.
 
         Raises:
@@ -174,7 +174,7 @@ class RolloutClient:
         """
         begun = time.monotonic()
         waited = waited or (lambda: time.monotonic() - begun)
-        last_said, delay = 0.0, _FIRST_POLL
+        last_logged, delay = 0.0, _FIRST_POLL
         while True:
             answer = self._service.call("GET", "/batch", query=self._query, interruptible=True)
             if answer.get("status") == "error":
@@ -203,14 +203,14 @@ class RolloutClient:
                 raise RolloutServiceError(
                     f"no batch came from {self.url} within {self.batch_timeout:.0f} s (--batch-timeout): {self._progress()}"
                 )
-            last_said = min(last_said, seconds)  # somebody else may have begun to wait
-            if seconds - last_said > LOG_EVERY:
+            last_logged = min(last_logged, seconds)  # another caller may have begun to wait
+            if seconds - last_logged > LOG_EVERY:
                 trouble = self.server_trouble()
                 servers = f"; these vLLM servers do not serve: {trouble}" if trouble else ""
                 logger.info(
                     "Waiting for a batch for %.0f s: %s%s", seconds, self._progress(), servers
                 )
-                last_said = seconds
+                last_logged = seconds
             self._service.wait(delay, interruptible=True)
             delay = min(_LONGEST_POLL, delay * 1.5)
 
@@ -232,9 +232,9 @@ class RolloutClient:
             why = None
         if isinstance(why, str) and why:
             return why
-        wanted = self._registration.batch_size if self._registration else 0
+        size = self._registration.batch_size if self._registration else 0
         return (
-            f"{self.queue_size()} groups are queued, {wanted} sequences make a batch; "
+            f"{self.queue_size()} groups are queued, {size} sequences make a batch; "
             "see whether an environment is running, and whether vLLM answers it"
         )
 
@@ -259,8 +259,8 @@ class RolloutClient:
         if batch_id is not None:
             self._query["received"] = batch_id
             return TrainedBatch(batch_id, self._query.get("uuid"), positions)
-        if not self._said_no_leases:
-            self._said_no_leases = True
+        if not self._logged_no_leases:
+            self._logged_no_leases = True
             logger.info(
                 "The rollout service at %s leases no batches: one is lost if the trainer dies with it",
                 self.url,
@@ -274,7 +274,7 @@ class RolloutClient:
         skipped: str | None = None,
         report: dict[str, Any] | None = None,
     ) -> None:
-        """Say that the service need not hand a batch out again.
+        """Acknowledge a batch: the service need not hand it out again.
 
         Nothing is sent to a service that leases no batches (the original wire).
 
@@ -301,8 +301,8 @@ class RolloutClient:
     def keep(
         self, lease: TrainedBatch | None, weight_version: int, report: dict[str, Any] | None = None
     ) -> None:
-        """Say that a batch, and all fetched before it, need not be waited for any longer, and are
-        not to be forgotten yet: what was learned from them is not saved.
+        """Report a batch, and all fetched before it, as trained on but not saved: the service
+        waits for them no longer and does not forget them yet.
 
         Without it the service would take the sampler to be at an older version than it is, and want
         nothing sampled that would then be too old. They are acknowledged later, as ever.
@@ -336,11 +336,10 @@ class RolloutClient:
             error: that training on it raised; None if something else ends the run.
             patience: seconds that the service may be away.
         """
-        body = (
-            _named(batch)
-            | ({} if report is None else {"report": report})
-            | ({} if error is None else {"error": error})
-        )
+        optional = {"report": report, "error": error}
+        body = _named(batch) | {
+            name: value for name, value in optional.items() if value is not None
+        }
         try:
             self._service.last_call("/batch/report", body, timeout=patience)
         except RolloutServiceError as failure:
@@ -377,18 +376,17 @@ class RolloutClient:
             logger.warning("Batch %d could not be acknowledged: %s", batch.id, error)
 
     def end_run(self, uuid: int | None = None) -> None:
-        """Say that the run has ended: what the service holds is for no trainer that comes later.
+        """End the run: what the service holds is not for a later trainer.
 
         The run is over and saved, so a service that is away is a warning alone.
 
         Args:
             uuid: of the registration that ends; by default this client's.
         """
-        uuid = self._query.get("uuid") if uuid is None else uuid
+        body = dict(self._query) if uuid is None else {"uuid": uuid}
+        body.pop("received", None)
         try:
-            self._service.call(
-                "POST", "/run/end", {} if uuid is None else {"uuid": uuid}, timeout=_END_SECONDS
-            )
+            self._service.call("POST", "/run/end", body, timeout=_END_SECONDS)
         except RefusedError as error:
             logger.info("The rollout service takes no end of the run: %s", error)
         except RolloutServiceError as error:
@@ -396,6 +394,6 @@ class RolloutClient:
 
 
 def _named(batch: TrainedBatch) -> dict[str, Any]:
-    return (
-        {"batch_id": batch.id} if batch.uuid is None else {"batch_id": batch.id, "uuid": batch.uuid}
-    )
+    if batch.uuid is None:
+        return {"batch_id": batch.id}
+    return {"batch_id": batch.id, "uuid": batch.uuid}

@@ -19,9 +19,9 @@ from example_trainer.process import StopRequested, StopSignal
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25
-"""How soon an interruption is noticed."""
+"""Longest time until an interruption is noticed."""
 _LAST_WORD_SECONDS = 10.0
-"""How long the service may be away for a call that a signal must not keep from being made."""
+"""Longest wait for an absent service after a signal, for a call that a signal must not prevent."""
 
 
 class Interrupted(Exception):
