@@ -180,8 +180,5 @@ def static_address(path: str) -> str:
 
     It changes with the file, so that the browser uses no file of an older release.
     """
-    try:
-        content = (STATIC / path).read_bytes()
-    except OSError:
-        return f"/ui/static/{path}"
-    return f"/ui/static/{path}?v={hashlib.sha256(content).hexdigest()[:10]}"
+    digest = hashlib.sha256((STATIC / path).read_bytes()).hexdigest()
+    return f"/ui/static/{path}?v={digest[:10]}"

@@ -158,7 +158,7 @@ class Attempts:
     """
 
     def __init__(self, clock: Callable[[], float], all_tries: int | None = ALL_TRIES) -> None:
-        self._clock, self._all_tries = clock, all_tries
+        self._clock = clock
         self._failed: OrderedDict[str, deque[float]] = OrderedDict()
         self._succeeded: OrderedDict[str, float] = OrderedDict()
         self._all: deque[float] = deque(maxlen=all_tries or 0)
@@ -167,13 +167,9 @@ class Attempts:
         """Return the seconds until this address may try again; 0 if it may now."""
         since = self._clock() - TRY_SECONDS
         mine = self._failed.get(network_of(address), deque())
-        limited = (
-            [(mine, TRIES)]
-            if self._all_tries is None
-            else [(mine, TRIES), (self._all, self._all_tries)]
-        )
-        waits = [times[0] - since for times, most in limited if len(times) >= most]
-        return max(0.0, *waits) if waits else 0.0
+        # Each of them holds no more times than it may.
+        full = [times for times in (mine, self._all) if times and len(times) == times.maxlen]
+        return max([0.0, *(times[0] - since for times in full)])
 
     def failed(self, address: str) -> None:
         """Count a wrong key from this address."""

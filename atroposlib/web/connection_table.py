@@ -71,9 +71,9 @@ class Crowd(Generic[C]):
         """Return how many connections this address has."""
         return len(self.by_address.get(address, ()))
 
-    def largest(self) -> str | None:
-        """Return the address with the most connections; None if there is no connection."""
-        return next(iter(self._by_count[self._most])) if self._most else None
+    def largest(self) -> str:
+        """Return the address with the most connections; empty if there is no connection."""
+        return next(iter(self._by_count.get(self._most, ())), "")
 
     def oldest(self, address: str) -> Iterator[C]:
         """Return the connections of an address, the oldest first."""
@@ -135,22 +135,13 @@ class ConnectionTable(Generic[C]):
             )
         if len(self._entries) <= self.most:
             return None
-        for state in ((False, False), (False, True), (True, False)):
-            crowd = self._crowds[state]
+        for crowd in (waiting, served, self._crowds[True, False]):
             largest = crowd.largest()
-            victim = None if largest is None else self._first_of(crowd, largest, connection)
-            if victim is None:  # all of them are speaking, or the new connection is the only one
-                others = islice(crowd.by_address, MAX_SPEAKING)
-                victim = next(
-                    (
-                        found
-                        for other in others
-                        if (found := self._first_of(crowd, other, connection))
-                    ),
-                    None,
-                )
-            if victim is not None:
-                return victim
+            # If all connections of the largest are speaking, others may not be.
+            for address in (largest, *islice(crowd.by_address, MAX_SPEAKING)):
+                victim = self._first_of(crowd, address, connection)
+                if victim is not None:
+                    return victim
         return connection
 
     def _first_of(self, crowd: Crowd[C], address: str, but: C) -> C | None:
@@ -163,24 +154,20 @@ class ConnectionTable(Generic[C]):
 
     def prove(self, connection: C) -> None:
         """Note that a request on the connection was let in."""
-        self._change(connection, is_proven=True)
+        if connection in self._entries:
+            self._move(connection, True, self._entries[connection].is_served)
 
     def serve(self, connection: C, is_served: bool) -> None:
         """Note that a request on the connection is under way, or that it is answered."""
-        self._change(connection, is_served=is_served)
+        if connection in self._entries:
+            self._move(connection, self._entries[connection].is_proven, is_served)
 
-    def _change(
-        self, connection: C, is_proven: bool | None = None, is_served: bool | None = None
-    ) -> None:
-        entry = self._entries.get(connection)
-        if entry is None:  # it was closed
-            return
-        proven = entry.is_proven if is_proven is None else is_proven
-        served = entry.is_served if is_served is None else is_served
-        if (proven, served) != (entry.is_proven, entry.is_served):
+    def _move(self, connection: C, is_proven: bool, is_served: bool) -> None:
+        entry = self._entries[connection]
+        if (is_proven, is_served) != (entry.is_proven, entry.is_served):
             self._crowds[entry.is_proven, entry.is_served].remove(connection, entry.address)
-            entry.is_proven, entry.is_served = proven, served
-            self._crowds[proven, served].add(connection, entry.address)
+            entry.is_proven, entry.is_served = is_proven, is_served
+            self._crowds[is_proven, is_served].add(connection, entry.address)
 
     def remove(self, connection: C) -> None:
         """Forget a connection. Doing so twice does nothing more."""

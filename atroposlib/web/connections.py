@@ -47,19 +47,17 @@ them."""
 
 def raise_file_limit(report: Callable[[str], object]) -> int:
     """Raise the soft limit on open files to the hard one, and return the limit that now holds."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    wanted = MAX_FILES if hard == unlimited else min(hard, MAX_FILES)
-    if soft != unlimited and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError) as error:
-            report(
-                f"the limit on open files stays at {soft}: raising it to {wanted} failed ({error})"
-            )
-            return soft
-        soft = wanted
-    return MAX_FILES if soft == unlimited else soft
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (MAX_FILES if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    raised = min(hard, MAX_FILES)
+    if soft >= raised:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, limits[1]))
+    except (OSError, ValueError) as error:
+        report(f"the limit on open files stays at {soft}: raising it to {raised} failed ({error})")
+        return soft
+    return raised
 
 
 def connections_under(files: int) -> int:

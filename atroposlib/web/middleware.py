@@ -12,7 +12,6 @@ import logging
 import re
 import time
 import zlib
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -57,7 +56,7 @@ class Budget:
     def __init__(self, most: int, name: str) -> None:
         self.most, self.name = most, name
         self.taken = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._turn, self._given = asyncio.Lock(), asyncio.Event()
 
     async def take(self, count: int, seconds: float = WAIT_SECONDS) -> int:
         """Wait for space, and return the units that were taken, to be given back.
@@ -66,44 +65,24 @@ class Budget:
             NoSpaceError: there was no space for so many seconds.
         """
         count = min(count, self.most)
-        if not self._waiting and self.taken + count <= self.most:
-            self.taken += count
-            return count
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, turn))
         try:
-            async with asyncio.timeout(seconds):
-                await turn
+            # The lock is given in order: no other request overtakes one that waits for space.
+            async with asyncio.timeout(seconds), self._turn:
+                while self.taken + count > self.most:
+                    self._given.clear()
+                    await self._given.wait()
+                self.taken += count
         except TimeoutError:
-            self._leave(count, turn)
             raise NoSpaceError(
                 f"{self.taken} of {self.most} {self.name} are in work and this request needs {count}; it has waited for "
                 f"{seconds:g} s: try again"
             ) from None
-        except BaseException:
-            self._leave(count, turn)
-            raise
         return count
-
-    def _leave(self, count: int, turn: asyncio.Future[None]) -> None:
-        """Give up waiting, also if the turn came in the same moment."""
-        if turn.done() and not turn.cancelled():
-            self.give(count)
-        else:
-            self._waiting.remove((count, turn))
-            self._wake()
 
     def give(self, count: int) -> None:
         """Give units back."""
         self.taken -= count
-        self._wake()
-
-    def _wake(self) -> None:
-        while self._waiting and self.taken + self._waiting[0][0] <= self.most:
-            count, turn = self._waiting.popleft()
-            if not turn.done():
-                self.taken += count
-                turn.set_result(None)
+        self._given.set()
 
 
 @dataclass(slots=True)
@@ -178,12 +157,10 @@ class Budgets:
         Raises:
             NoSpaceError: other answers took too long.
         """
-        budget = self._answers.setdefault(path, Budget(most, f"answers to {path}"))
-        held = await budget.take(1, self.seconds)
-        try:
+        async with self.shared() as share:
+            budget = self._answers.setdefault(path, Budget(most, f"answers to {path}"))
+            await share.take(budget, 1, self.seconds)
             yield
-        finally:
-            budget.give(held)
 
 
 UNPACK_IN_A_THREAD_FROM = 1 << 12

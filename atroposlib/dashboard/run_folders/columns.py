@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -90,10 +91,9 @@ class Columns:
             step = row.get("step")
             if type(step) is not int or not -(2**62) < step < 2**62:
                 continue
-            if steps and step <= steps[-1]:
-                while steps and steps[-1] >= step:
-                    steps.pop()
-                    kept.pop()
+            while steps and steps[-1] >= step:
+                steps.pop()
+                kept.pop()
             if not steps and self._kept and step <= self._step[self._kept - 1]:
                 self._cut(step)
                 cut = True
@@ -105,21 +105,22 @@ class Columns:
         begin, end = self._kept, self._kept + len(kept)
         self._step[begin:end] = steps
         # A set would give the names another order at each start.
-        for name in dict.fromkeys(name for row in kept for name in row):
-            values = None if name == "step" else _numbers([row.get(name) for row in kept])
-            column = self._column(name) if values is not None else None
-            if column is not None:
-                column[begin:end] = values
+        names = dict.fromkeys(name for row in kept for name in row if name != "step")
+        for name in names:
+            values = _numbers([row.get(name) for row in kept])
+            if values is None or not self._has_column(name):
+                continue
+            self._columns[name][begin:end] = values
         self._kept, self.rows = end, self.rows + len(kept)
         if self._kept * (len(self._columns) + 1) > MAX_CELLS:
             self._thin()
         return cut
 
-    def _column(self, name: str) -> Floats | None:
-        column = self._columns.get(name)
-        if column is None and len(self._columns) < MAX_COLUMNS:
-            column = self._columns[name] = np.full(len(self._step), math.nan)
-        return column
+    def _has_column(self, name: str) -> bool:
+        """Add a column that is new, unless there are too many."""
+        if name not in self._columns and len(self._columns) < MAX_COLUMNS:
+            self._columns[name] = np.full(len(self._step), math.nan)
+        return name in self._columns
 
     def _grow(self, rows: int) -> None:
         if rows <= len(self._step):
@@ -150,15 +151,12 @@ class Columns:
 
     def last(self, name: str) -> float | None:
         """Return the last known figure of a column; None without one."""
-        rows = self._known_rows(name)
-        if not len(rows):
-            return None
-        return float(self._columns[name][rows[-1]])
+        rows = self._rows_of(name)
+        return float(self._columns[name][rows[-1]]) if len(rows) else None
 
-    def _known_rows(self, name: str) -> Integers:
-        column = self._columns.get(name)
-        if column is None:
-            return np.empty(0, np.int64)
+    def _rows_of(self, name: str) -> Integers:
+        """Return the rows that have a figure in a column."""
+        column = self._columns.get(name, np.empty(0))
         return np.flatnonzero(np.isfinite(column[: self._kept]))
 
     def totals(self, names: Sequence[str]) -> list[float] | None:
@@ -179,7 +177,7 @@ class Columns:
 
     def peak(self, name: str) -> tuple[float, int] | None:
         """Return the greatest figure of a column, and its first step; None without a figure."""
-        rows = self._known_rows(name)
+        rows = self._rows_of(name)
         if not len(rows):
             return None
         column = self._columns[name]
@@ -205,9 +203,9 @@ class Columns:
         self,
         names: Sequence[str],
         points: int = 2000,
-        first: int | None = None,
-        last: int | None = None,
-        more: Mapping[str, Floats] | None = None,
+        first: float = -math.inf,
+        last: float = math.inf,
+        more: Mapping[str, Floats] = MappingProxyType({}),
     ) -> Series:
         """Return points of columns, for a chart.
 
@@ -219,13 +217,10 @@ class Columns:
         """
         points = min(max(points, MIN_POINTS), MAX_POINTS)
         steps = self._step[: self._kept]
-        begin, end = 0, self._kept
-        if first is not None:
-            begin = int(np.searchsorted(steps, first))
-        if last is not None:
-            end = int(np.searchsorted(steps, last, side="right"))
+        begin = int(np.searchsorted(steps, first))
+        end = int(np.searchsorted(steps, last, side="right"))
         steps = steps[begin:end]
-        columns = {**self._columns, **(more or {})}
+        columns = self._columns | dict(more)
         nothing = np.full(self._kept, math.nan)
         shown = {name: columns.get(name, nothing)[begin:end] for name in names}
         if len(steps) <= points:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -214,7 +215,7 @@ class Run:
             }
 
     def series(
-        self, names: Sequence[str], points: int, first: int | None = None, last: int | None = None
+        self, names: Sequence[str], points: int, first: float = -math.inf, last: float = math.inf
     ) -> Series:
         """Return points of figures; see Columns.series."""
         with self._lock:

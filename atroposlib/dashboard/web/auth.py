@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import json
 import logging
 import re
 import secrets
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+from pydantic import BaseModel, Field
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
 from starlette.responses import RedirectResponse, Response
@@ -56,7 +56,6 @@ MAX_ENDED = 10_000
 """Signed-out sessions that are remembered. At this number the service forgets the sessions that
 would have ended by now. If that does not make room, all sign-ins end."""
 STATE_FILE = "sessions.json"
-_SALT = re.compile(r"[0-9a-f]{32}")
 _COOKIE = re.compile(
     r"(?P<signed>1\.(?P<ends>[0-9a-f]{1,12})\.(?P<number>[0-9a-f]{32}))\.(?P<signature>[0-9a-f]{64})"
 )
@@ -77,6 +76,13 @@ SECURITY_HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
 }
 """Headers that each answer gets unless it has its own."""
+
+
+class _State(BaseModel):
+    """The file of the sign-ins: the salt, and the end of each session that was signed out."""
+
+    salt: str = Field(pattern=r"^[0-9a-f]{32}$")
+    ended: dict[str, float]
 
 
 class Sessions:
@@ -113,25 +119,23 @@ class Sessions:
         """
         self._path = path
         try:
-            state = json.loads(path.read_bytes())
-            ended = {str(number): float(ends) for number, ends in state["ended"].items()}
-            if not _SALT.fullmatch(state["salt"]):
-                raise ValueError("the salt is not 32 hexadecimal digits")
+            state = _State.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             self._save()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
             logger.warning(
-                "%s cannot be read (%s): everybody has to sign in to the page again", path, error
+                "%s cannot be read (%s): everybody has to sign in to the page again", path, reason
             )
             self._save()
         else:
-            self._ended = ended
-            self._use_salt(state["salt"])
+            self._ended = state.ended
+            self._use_salt(state.salt)
 
     def _save(self) -> None:
         if self._path is None:
             return
-        content = json.dumps({"salt": self._salt, "ended": self._ended}).encode()
+        content = _State(salt=self._salt, ended=self._ended).model_dump_json().encode()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, content, mode=0o600)
@@ -279,28 +283,26 @@ def foreign_page(scope: Scope, headers: Headers) -> str:
     if method in SAFE_METHODS and follows_link and not path.startswith(API):
         return ""
     browser = BrowserHeaders.of(headers)
-    reason = (
-        browser.foreign_page() if method in SAFE_METHODS else browser.unproven_change(method, path)
-    )
-    if not reason:
-        return ""
-    return f"{reason}: only this page itself may send it; a proxy must hand on the Host"
+    reason = browser.foreign_page()
+    if method not in SAFE_METHODS:
+        reason = browser.unproven_change(method, path)
+    return reason and f"{reason}: only this page itself may send it; a proxy must hand on the Host"
 
 
 def safe_next(target: str) -> str:
     """Return where the browser goes after the sign-in: a path of this page, never another site."""
     parts = urlsplit(target)
-    ours = target == PREFIX or target.startswith((f"{PREFIX}/", f"{PREFIX}?"))
-    is_safe = (
-        ours
-        and not parts.scheme
-        and not parts.netloc
-        and "\\" not in target
-        and target.isprintable()
-        and not target.startswith(SIGN_IN)
-        and ".." not in parts.path.split("/")
-    )
-    return target if is_safe else PREFIX
+    if (
+        not (target == PREFIX or target.startswith((f"{PREFIX}/", f"{PREFIX}?")))
+        or parts.scheme
+        or parts.netloc
+        or "\\" in target
+        or not target.isprintable()
+        or target.startswith(SIGN_IN)
+        or ".." in parts.path.split("/")
+    ):
+        return PREFIX
+    return target
 
 
 class PageAuthMiddleware:
@@ -363,5 +365,5 @@ class PageAuthMiddleware:
             why = "nobody is signed in, or the sign-in has ended: sign in again, or send 'Authorization: Bearer <api key>'"
             return self.refuse(scope, 401, why, sign_in=SIGN_IN)
         query = scope.get("query_string", b"").decode("latin-1")
-        target = path + (f"?{query}" if query else "")
+        target = f"{path}?{query}".removesuffix("?")
         return RedirectResponse(f"{SIGN_IN}?next={quote(target, safe='/')}", 303)

@@ -9,6 +9,7 @@ import csv
 import io
 import logging
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
@@ -65,8 +66,8 @@ class SeriesQuery(BaseModel):
 
     names: Annotated[list[str], BeforeValidator(_split)] = Field([], max_length=MAX_NAMES)
     points: int = Field(2000, ge=MIN_POINTS, le=MAX_POINTS)
-    first: int | None = Field(None, gt=-(2**53), lt=2**53)
-    last: int | None = Field(None, gt=-(2**53), lt=2**53)
+    first: float = -math.inf
+    last: float = math.inf
 
 
 class ListQuery(BaseModel):
@@ -253,28 +254,28 @@ def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
 
 def describe(page: RunPage) -> dict[str, Any]:
     """Return the service or the folder that the page shows."""
-    place = page.live.place if page.live is not None else None
-    return {
-        "live": page.live is not None,
+    description: dict[str, Any] = {
+        "live": False,
         "run": page.runs.default() or None,
-        "name": page.live.files().name if page.live is not None else None,
+        "name": None,
         "now": time.time(),
         "key": page.auth.sessions is not None,
         "full": page.hub.full or None,
-        "service": None if place is None else {"name": place.name, "port": place.port},
-        "folder": str(page.runs.roots[0]) if page.runs.roots else None,
+        "service": None,
+        "folder": next(map(str, page.runs.roots), None),
     }
+    if page.live is not None:
+        place = {"name": page.live.place.name, "port": page.live.place.port}
+        description |= {"live": True, "name": page.live.files().name, "service": place}
+    return description
 
 
 def series_json(series: Series) -> dict[str, Any]:
     """Return points as the charts take them."""
+    bounds = ({}, {}) if series.exact else (series.low, series.high)
     listed = {
-        name: {
-            "mean": series.mean[name],
-            "low": None if series.exact else series.low[name],
-            "high": None if series.exact else series.high[name],
-        }
-        for name in series.mean
+        name: {"mean": mean, "low": bounds[0].get(name), "high": bounds[1].get(name)}
+        for name, mean in series.mean.items()
     }
     return {"exact": series.exact, "step": series.step, "series": listed}
 
@@ -284,13 +285,10 @@ def csv_of(series: Series) -> str:
     text = io.StringIO()
     rows = csv.writer(text)
     # A name that a spreadsheet would take for a formula is made text.
-    rows.writerow(
-        ["step", *(f"'{name}" if name[:1] in "=+-@\t\r" else name for name in series.mean)]
-    )
+    rows.writerow(["step", *(re.sub(r"^(?=[=+@\t\r-])", "'", name) for name in series.mean)])
     columns = [column.tolist() for column in series.mean.values()]
-    for place, step in enumerate(series.step.tolist()):
-        values = [column[place] for column in columns]
-        rows.writerow([step, *("" if math.isnan(value) else repr(value) for value in values)])
+    for step, *values in zip(series.step.tolist(), *columns, strict=True):
+        rows.writerow([step, *(repr(value).replace("nan", "") for value in values)])
     return text.getvalue()
 
 
