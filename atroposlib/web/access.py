@@ -128,10 +128,9 @@ class BrowserHeaders:
             from_script = (
                 self.mode in (None, *SCRIPT_MODES) and self.destination in SCRIPT_DESTINATIONS
             )
-            is_program = not self.is_browser and self.site is None and from_script
-            return (
-                "" if is_program else f"{named} changes something, and the browser {self._shown()}"
-            )
+            if not self.is_browser and self.site is None and from_script:
+                return ""
+            return f"{named} changes something, and the browser {self._shown()}"
         sends_mode = self.mode is not None or self.destination is not None or self.origin is None
         from_script = self.mode in SCRIPT_MODES and self.destination in SCRIPT_DESTINATIONS
         if method in SAFE_METHODS and sends_mode and not from_script:
@@ -284,7 +283,9 @@ class Access:
             )
         browser = BrowserHeaders.of(headers)
         reads = method in SAFE_METHODS and path in self.reading
-        page = browser.foreign_page() if reads else browser.unproven_change(method, path)
+        page = browser.foreign_page()
+        if not reads:
+            page = browser.unproven_change(method, path)
         if page:
             raise HTTPRefusal(
                 403,

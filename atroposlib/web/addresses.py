@@ -81,8 +81,7 @@ def host_and_port(text: str) -> tuple[str, int]:
     example = "give host:port, as in localhost:9001 or [::1]:9001"
     if text.lower().startswith("https://"):
         raise ValueError(f"{text!r} is an https address, and these servers speak http; {example}")
-    address = text if "://" in text else f"http://{text}"
-    parts = _read_url(address, example, MAX_ADDRESS_LENGTH, shown=text)
+    parts = _read_url(_with_scheme(text), example, MAX_ADDRESS_LENGTH, shown=text)
     if not parts.port:
         raise ValueError(f"{text!r} is no address, for it has no port; {example}")
     if parts.path.strip("/"):
@@ -100,7 +99,7 @@ def host_name(text: str) -> str:
     example = "give the host alone, such as localhost, 10.0.0.5 or ::1"
     if "://" in text or "/" in text:
         raise ValueError(f"{text[:MAX_ADDRESS_LENGTH]!r} is a URL or a path; {example}")
-    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    bare = re.sub(r"^\[(.*)\]$", r"\1", text)
     if ":" in bare:
         try:
             ip_address(bare)
@@ -134,9 +133,9 @@ def authority(host: str, port: int) -> str:
     return f"{url_host(host)}:{port}"
 
 
-def _read_url(text: str, example: str, longest: int, shown: str | None = None) -> SplitResult:
+def _read_url(text: str, example: str, longest: int, shown: str = "") -> SplitResult:
     """Split an address after every check that all kinds of addresses share."""
-    quoted = f"{(text if shown is None else shown)[:MAX_ADDRESS_LENGTH]!r}"
+    quoted = f"{(shown or text)[:MAX_ADDRESS_LENGTH]!r}"
     if len(text) > longest:
         raise ValueError(f"{quoted}… is longer than {longest} characters; {example}")
     if any(character.isspace() or not character.isprintable() for character in text):
@@ -241,7 +240,7 @@ def proxy_trouble() -> str | None:
 def _is_proxy(text: str) -> bool:
     """Return whether an HTTP client can be made that uses this proxy."""
     try:
-        httpx.Client(proxy=text if "://" in text else f"http://{text}", verify=False).close()
+        httpx.Client(proxy=_with_scheme(text), verify=False).close()
     except Exception:  # noqa: BLE001 (each fault has a class of its own)
         return False
     return True
@@ -259,7 +258,11 @@ def proxy_for(url: str) -> str | None:
     if excepted and any(proxy_bypass_environment(name, {"no": excepted}) for name in names):
         return None
     proxy = proxies.get(parts.scheme) or proxies.get("all")
-    return proxy if not proxy or "://" in proxy else f"http://{proxy}"
+    return proxy and _with_scheme(proxy)
+
+
+def _with_scheme(address: str) -> str:
+    return address if "://" in address else f"http://{address}"
 
 
 def network_of(address: str) -> str:

@@ -115,9 +115,6 @@ class ConnectionTable(Generic[C]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, connection: C) -> bool:
-        return connection in self._entries
-
     def add(self, connection: C, address: str) -> C | None:
         """Take in a new connection, and return the one to close now: None, an older one, or the new
         one itself.

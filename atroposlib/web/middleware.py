@@ -252,7 +252,7 @@ class Bodies:
                 deadline += asyncio.get_running_loop().time() - began
         if length is None and arrived > SMALL_BODY and not unknown:
             share.shrink(large, arrived)
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return b"".join(chunks)  # a single one is not copied
 
     async def _unpacked(self, body: bytes, most: int, share: Share) -> bytes:
         small = min(SMALL_BODY, most)
@@ -304,7 +304,7 @@ def _inflate(packed: bytes, most: int) -> bytes:
         rest = member.unused_data.lstrip(b"\0")
         if not rest:
             break
-    return out[0] if len(out) == 1 else b"".join(out)
+    return b"".join(out)  # a single one is not copied
 
 
 def unpacked_size(packed: bytes, most: int) -> int:

@@ -35,13 +35,9 @@ def detail_answer(refusal: HTTPRefusal) -> Response:
 
 def openai_error(status: int, message: str) -> dict[str, dict[str, Any]]:
     """Return the body of an error in OpenAI's form."""
-    kind = (
-        "rate_limit_error"
-        if status == 429
-        else "server_error"
-        if status >= 500
-        else "invalid_request_error"
-    )
+    kind = {429: "rate_limit_error"}.get(status, "invalid_request_error")
+    if status >= 500:
+        kind = "server_error"
     return {"error": {"message": message, "type": kind, "code": status}}
 
 

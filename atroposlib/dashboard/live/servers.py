@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,6 @@ class Server:
     bridge: dict[str, Any] = field(default_factory=dict)
     """phase, mode, transfer, last_error, quarantine, checksums, updates, failures, last_update,
     last_bytes."""
-    longest_gap: float | None = None
-    longest_gap_at: float | None = None
-    longest_before: tuple[float | None, float | None] = (None, None)
-    """The longest gap before the last version, and when it was."""
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_HISTORY))
     misses: int = 0
 
@@ -110,10 +107,7 @@ class Server:
         if versions:
             checksums = [last["checksum"]] if last["checksum"] else []
             server.bridge |= {"checksums": checksums, "last_update": last["seconds"]}
-        for version in versions:
-            server.history.append(dict(version))
-            server.longest_before = server.longest_gap, server.longest_gap_at
-            server._note_gap(version["gap"], version["time"])
+        server.history.extend(map(dict, versions))
         return server
 
     def answer(
@@ -161,12 +155,11 @@ class Server:
         noted, seconds = self.history[-1], self.bridge["last_update"]
         if "stalled" not in noted["seconds"] and noted["seconds"].items() <= seconds.items():
             self.history[-1] = noted | {"seconds": seconds, "gap": seconds["stalled"]}
-            self.longest_gap, self.longest_gap_at = self.longest_before
-            self._note_gap(seconds["stalled"], noted["time"])
 
-    def _note_gap(self, gap: float | None, at: float | None) -> None:
-        if gap is not None and gap > (self.longest_gap or 0.0):
-            self.longest_gap, self.longest_gap_at = gap, at
+    def longest_gap(self) -> tuple[float | None, float | None]:
+        """Return the longest gap of the versions that are kept, and when it was."""
+        gaps = [(one["gap"], one["time"]) for one in self.history if one["gap"] is not None]
+        return max(gaps, key=itemgetter(0), default=(None, None))
 
     def _note_version(self, now: float) -> None:
         seconds = self.bridge.get("last_update", {})
@@ -178,8 +171,6 @@ class Server:
                 "checksum": checksum, "seconds": seconds, "gap": gap,
             }
         )  # fmt: skip
-        self.longest_before = self.longest_gap, self.longest_gap_at
-        self._note_gap(gap, now)
 
     def row(self, published: Mapping[str, Any]) -> dict[str, Any]:
         """Return the server's row in GET /ui/api/stack.
@@ -209,6 +200,7 @@ class Server:
 
     def weights(self, history: bool = True) -> dict[str, Any]:
         """Return the server's row in GET /ui/api/weights."""
+        longest, longest_at = self.longest_gap()
         row: dict[str, Any] = {
             "url": self.url,
             "weight_version": self.weight_version,
@@ -220,8 +212,8 @@ class Server:
             "last_update": {},
             "last_bytes": None,
             **self.bridge,
-            "longest_gap": self.longest_gap,
-            "longest_gap_at": self.longest_gap_at,
+            "longest_gap": longest,
+            "longest_gap_at": longest_at,
         }
         if history:
             row["history"] = list(self.history)

@@ -46,20 +46,15 @@ class ObservedFolder:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._temporary = (
-            tempfile.TemporaryDirectory(prefix="lockstep-page-") if path is None else None
-        )
-        self.path = (
-            path if path is not None else Path(self._temporary.name if self._temporary else "")
-        )
+        self.is_kept = path is not None
+        """The folder outlives this process."""
+        if path is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="lockstep-page-")
+            path = Path(self._temporary.name)
+        self.path = path
         self._complained = False
         self._waiting: dict[str, bytes] = {}
         """Lines that the disk refused, by name of their file; they come with later ones."""
-
-    @property
-    def is_kept(self) -> bool:
-        """Return whether the folder outlives this process."""
-        return self._temporary is None
 
     @property
     def run(self) -> dict[str, Any]:

@@ -529,9 +529,12 @@ class Archive:
 
         Each environment's list is read from an index, and the lists are merged.
         """
+        # Equals of the last one first: an index is read from where they stand. A comparison of
+        # pairs, (key, id) < (?, ?), would read all equals before them too.
         query = (
-            f"SELECT {key}, id FROM rollouts WHERE environment = ? AND {key} IS NOT NULL "
-            f"AND ({key}, id) < (?, ?) ORDER BY {key} DESC, id DESC LIMIT ?"
+            f"SELECT {key}, id FROM rollouts WHERE environment = ?1 AND {key} = ?2 AND id < ?3 "
+            f"UNION ALL SELECT {key}, id FROM rollouts WHERE environment = ?1 AND {key} < ?2 "
+            f"ORDER BY {key} DESC, id DESC LIMIT ?4"
         )
         rows: list[tuple[float, int]] = []
         for environment in environments:

@@ -170,10 +170,10 @@ class Columns:
         ]
         if self.thinned or len(columns) < len(names):
             return None
-        known = np.logical_and.reduce([np.isfinite(column) for column in columns])
-        if not known.any():
+        finite = np.logical_and.reduce([np.isfinite(column) for column in columns])
+        if not finite.any():
             return None
-        return [float(column[known].sum()) for column in columns]
+        return [float(column[finite].sum()) for column in columns]
 
     def peak(self, name: str) -> tuple[float, int] | None:
         """Return the greatest figure of a column, and its first step; None without a figure."""
@@ -266,12 +266,12 @@ def _buckets(column: Floats, starts: Integers) -> tuple[Floats, Floats, Floats]:
 
     Infinities count as unknown.
     """
-    known = np.isfinite(column)
-    count = np.add.reduceat(known, starts, dtype=np.int64)
-    lowest = np.minimum.reduceat(np.where(known, column, math.inf), starts)
-    highest = np.maximum.reduceat(np.where(known, column, -math.inf), starts)
+    finite = np.isfinite(column)
+    count = np.add.reduceat(finite, starts, dtype=np.int64)
+    lowest = np.minimum.reduceat(np.where(finite, column, math.inf), starts)
+    highest = np.maximum.reduceat(np.where(finite, column, -math.inf), starts)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        mean = np.add.reduceat(np.where(known, column, 0.0), starts) / count
+        mean = np.add.reduceat(np.where(finite, column, 0.0), starts) / count
     unknown = count == 0
     lowest[unknown] = highest[unknown] = math.nan
     # A sum of very large figures may overflow, and rounding may take a mean out of its bounds.

@@ -197,7 +197,11 @@ def test_what_a_server_says_and_does() -> None:
         "last_update": {"to_paused": 0.5, "stalled": 2.0, "halted": 1.0, "x": "y"},
     }
     server.answer(1.0, GOOD, bridge)
-    assert (server.health, server.longest_gap, server.history[0]["checksum"]) == ("good", 2.0, "a")
+    assert (server.health, server.longest_gap(), server.history[0]["checksum"]) == (
+        "good",
+        (2.0, 1.0),
+        "a",
+    )
     assert server.weights()["last_update"] == {"paused": 0.5, "stalled": 2.0, "halted": 1.0}
     before = seen()
     server.missed(2.0, "no answer in 4 s")
@@ -227,18 +231,16 @@ def test_what_a_server_says_and_does() -> None:
             GOOD | {"instance": "two", "weight_version": version},
             {"last_update": seconds},
         )
-    assert (server.history[2]["gap"], server.longest_gap, server.longest_gap_at) == (
-        3.0,
-        3.0,
-        8.0,
-    ), "the true one comes later"
+    assert (server.history[2]["gap"], server.longest_gap()) == (3.0, (3.0, 8.0)), (
+        "the true one comes later"
+    )
     again = Server.remembered(URL, seen(), server.history)
     moving = Server(URL)
     moving.answer(1.0, GOOD, {"weight_version": 2, "weight_epoch": 5, "checksums": ["of 2"]})
     assert [(one["version"], one["checksum"]) for one in moving.history] == [(2, "of 2")], (
         "an update was in between"
     )
-    assert (again.history, again.longest_gap, again.longest_gap_at) == (server.history, 3.0, 8.0)
+    assert (again.history, again.longest_gap()) == (server.history, (3.0, 8.0))
     server.answer(
         6.0,
         {"weight_version": "none", "in_flight": None},
