@@ -7,20 +7,20 @@ POST /sessions/create makes a session. The program then uses `<proxy>/<session>/
 address, and the environment reads the tokens at GET /<session>/nodes.
 """
 
-import argparse
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
+from atroposlib.command_line import AtLeastOne, ByteCount, Port, Seconds, parse_options
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.inference.pool import describe
@@ -28,7 +28,7 @@ from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.utils.log_lines import log_to_stderr
 from atroposlib.web.access import READ_ONLY_PATHS, Access
-from atroposlib.web.addresses import argument, http_addresses, listening_host
+from atroposlib.web.addresses import HttpAddresses, ListeningHost
 from atroposlib.web.bounded_protocol import bounded_protocol
 from atroposlib.web.connections import connections_allowed
 from atroposlib.web.keys import PROXY_KEY, VLLM_KEY, given_or_variable
@@ -183,7 +183,7 @@ class SetupRequest(BaseModel):
     model_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProxyLimits:
     """Limits of a proxy.
 
@@ -414,105 +414,83 @@ def create_app(
     return app
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    limits = ProxyLimits()
-    parser = argparse.ArgumentParser(
-        description="An OpenAI-compatible proxy that keeps tokens, masks and logprobs.",
-        epilog=f"Keys come from the environment: {PROXY_KEY} is what callers of this proxy must send as their OpenAI key, "
-        f"{VLLM_KEY} is the key that this proxy sends to the vLLM server.",
-    )
-    parser.add_argument(
-        "--base-url",
-        type=argument(http_addresses),
+class ProxyOptions(BaseModel):
+    """The command line of a proxy."""
+
+    base_url: HttpAddresses = Field(
         default="http://localhost:9001/v1",
-        help="the inference server, or several with commas between",
+        description="the inference server, or several with commas between",
     )
-    parser.add_argument("--server-type", default="vllm", choices=["vllm", "sglang"])
-    parser.add_argument(
-        "--tokenizer", required=True, help="name or folder of the served model's tokenizer"
+    server_type: Literal["vllm", "sglang"] = Field(
+        default="vllm", description="kind of the servers: vllm or sglang"
     )
-    parser.add_argument("--model-name", default="default", help="name to report")
-    parser.add_argument(
-        "--host",
-        type=argument(listening_host),
-        help=f"address to listen on (default: 127.0.0.1; 0.0.0.0 if {PROXY_KEY} is set)",
+    tokenizer: str = Field(
+        default="", description="name or folder of the served model's tokenizer; required"
     )
-    parser.add_argument("--port", type=int, default=9100)
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="without a key: another name by which it may be called",
+    model_name: str = Field(default="default", description="name to report")
+    host: ListeningHost | None = Field(
+        default=None,
+        description=f"address to listen on (default: 127.0.0.1; 0.0.0.0 if {PROXY_KEY} is set)",
     )
-    parser.add_argument(
-        "--max-sessions",
-        type=at_least_one(int),
-        default=limits.max_sessions,
-        help="most sessions at once",
+    port: Port = Field(default=9100, description="port to listen on")
+    allow_host: list[str] = Field(
+        default=[], description="without a key: another name by which clients call the proxy"
     )
-    parser.add_argument(
-        "--session-timeout",
-        type=at_least_one(float),
-        default=limits.session_seconds,
-        help="seconds without a request after which a session is forgotten",
+    max_sessions: AtLeastOne = Field(
+        default=ProxyLimits.max_sessions, description="most sessions at once"
     )
-    parser.add_argument(
-        "--max-body-bytes",
-        type=at_least_one(int),
-        default=limits.max_body,
-        help="most bytes of one request",
+    session_timeout: Seconds = Field(
+        default=ProxyLimits.session_seconds,
+        description="seconds without a request after which a session is forgotten",
     )
-    return parser.parse_args(argv)
+    max_body_bytes: Annotated[ByteCount, Field(ge=1)] = Field(
+        default=ProxyLimits.max_body, description="most bytes of one request"
+    )
 
-
-def at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """Return a type of argument: a finite number of 1 or more."""
-
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 1 <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
-        return value
-
-    return read
+    @model_validator(mode="after")
+    def _has_a_tokenizer(self) -> Self:
+        if not self.tokenizer:
+            raise ValueError("--tokenizer is missing: name the served model's tokenizer")
+        return self
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the proxy in front of one server."""
-    arguments = parse_arguments(argv)
+    options = parse_options(
+        ProxyOptions,
+        argv,
+        "python -m atroposlib.inference.proxy",
+        "An OpenAI-compatible proxy that keeps tokens, masks and logprobs. Keys come from the "
+        f"environment: callers of this proxy send {PROXY_KEY} as their OpenAI key, and the proxy "
+        f"sends {VLLM_KEY} to the vLLM server.",
+    )
     log_to_stderr()
-    logging.getLogger("httpx").setLevel(
-        logging.WARNING
-    )  # a line for every request to an inference server
+    # httpx logs a line for every request to an inference server.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     manager = ServerManager(
-        [APIServerConfig(base_url=arguments.base_url, server_type=arguments.server_type)]
+        APIServerConfig(base_url=options.base_url, server_type=options.server_type)
     )
     try:
-        tokenizer = load_tokenizer(arguments.tokenizer)
+        tokenizer = load_tokenizer(options.tokenizer)
     except EnvironmentFailure as failure:
         raise SystemExit(f"error: --tokenizer: {failure}") from failure
     api_key = given_or_variable(None, PROXY_KEY)
-    host = arguments.host or ("0.0.0.0" if api_key else "127.0.0.1")
+    host = options.host or ("0.0.0.0" if api_key else "127.0.0.1")
     limits = ProxyLimits(
         access=Access(
             api_key,
             host,
-            frozenset(name.lower() for name in arguments.allow_host),
+            frozenset(name.lower() for name in options.allow_host),
             PROXY_READ_ONLY_PATHS,
         ),
-        max_sessions=arguments.max_sessions,
-        session_seconds=arguments.session_timeout,
-        max_body=arguments.max_body_bytes,
+        max_sessions=options.max_sessions,
+        session_seconds=options.session_timeout,
+        max_body=options.max_body_bytes,
     )
     uvicorn.run(
-        create_app(manager, tokenizer, arguments.model_name, limits),
+        create_app(manager, tokenizer, options.model_name, limits),
         host=host,
-        port=arguments.port,
+        port=options.port,
         http=bounded_protocol(limits.body_seconds, connections_allowed(logger.info)),
         ws="none",
         log_config=None,

@@ -17,7 +17,7 @@ from atroposlib.inference.proxy import (
     ProxyLimits,
     Sessions,
     create_app,
-    parse_arguments,
+    main,
 )
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.web.access import Access
@@ -104,7 +104,6 @@ def test_it_listens_on_this_machine_alone_unless_it_has_a_key(
 ) -> None:
     ran: list[dict[str, Any]] = []
     monkeypatch.setattr(f"{MODULE}.uvicorn.run", lambda app, **options: ran.append(options))
-    main = sys.modules[MODULE].main
     monkeypatch.delenv("ATROPOS_PROXY_API_KEY", raising=False)
     main(["--tokenizer", str(tokenizer_dir)])
     monkeypatch.setenv("ATROPOS_PROXY_API_KEY", KEY)
@@ -124,8 +123,14 @@ def test_limits_that_are_none_are_refused(
     flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse_arguments(["--tokenizer", "t", f"{flag}={value}"])
-    assert f"argument {flag}: {value!r} is no number" in capsys.readouterr().err
+        main(["--tokenizer", "t", f"{flag}={value}"])
+    assert f"argument {flag}: {value!r}: " in capsys.readouterr().err
+
+
+def test_a_proxy_without_a_tokenizer_asks_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "--tokenizer is missing: name the served model's" in capsys.readouterr().err
 
 
 @pytest.mark.e2e
